@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `anyaccel` command: one file a subcommand; a subcommand is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from anyaccel._version import __version__
+from anyaccel.errors import AnyAccelError
+
+# Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
+COMMANDS = {
+    "run": "start a script on every device of this machine, each worker bound to its own cores",
+    "generate": "generate text with a local Hugging Face or GGUF model, on one or several workers",
+    "report": "print versions, the accelerator and why it was chosen, CPU features and topology",
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        ["usage: anyaccel [--version] COMMAND ...", "", "commands:", *lines, "", "anyaccel COMMAND --help tells more."]
+    )
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if argv else 2
+    if argv[0] in ("-V", "--version"):
+        print(f"anyaccel {__version__}")
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"anyaccel: error: unknown command {argv[0]!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"anyaccel.cli.{argv[0]}")
+    code: int = module.main(argv[1:])
+    return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 success, 1 failure, 2 bad usage, else a worker's own."""
+    try:
+        return _dispatch(sys.argv[1:] if argv is None else argv)
+    except AnyAccelError as error:
+        print(f"anyaccel: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("anyaccel: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader went away (`| head`). Python would complain again while flushing at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141

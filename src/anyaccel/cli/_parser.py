@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The argument parser of every subcommand."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NoReturn
+
+from anyaccel.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with three differences.
+
+    - A mistake raises UsageError, which the command prints as one line with exit code 2.
+    - Every long option is accepted with dashes and with underscores.
+    - Options are never abbreviated: an abbreviation would change its meaning when an option is added.
+    """
+
+    def __init__(self, command: str, description: str, examples: str) -> None:
+        super().__init__(
+            prog=f"anyaccel {command}",
+            description=description,
+            epilog=f"examples:\n{examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+    def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:  # type: ignore[override]
+        """Add an argument; the other spelling of a long option is added without being shown in the help."""
+        action = super().add_argument(*names, **kwargs)
+        for name in names:
+            if name.startswith("--"):
+                body = name[2:]
+                for spelling in (f"--{body.replace('-', '_')}", f"--{body.replace('_', '-')}"):
+                    self._option_string_actions.setdefault(spelling, action)
+        return action

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every environment variable that anyaccel reads of its own: name, type, default, meaning.
+
+Variables of a launch (RANK, WORLD_SIZE, ...) are part of the torchrun contract and are listed in docs/launching.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from anyaccel.errors import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class EnvVar(Generic[T]):
+    """One variable: `parse` turns its text into a value, `default` is used when it is unset or empty."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    meaning: str
+
+    def get(self) -> T:
+        """The value now.
+
+        Raises:
+            UsageError: the text cannot be parsed; the message quotes it.
+        """
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise UsageError(f"{self.name}={text!r}: {error}; {self.meaning}") from None
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("must be above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError("must be above 0")
+    return value
+
+
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+ISA_NAMES = ("scalar", "avx2", "avx512")
+
+DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of this name")
+ANYACCEL_CACHE_DIR = EnvVar(
+    "ANYACCEL_CACHE_DIR", Path, None, "folder for converted models; default ~/.cache/anyaccel"
+)
+ANYACCEL_ISA = EnvVar(
+    "ANYACCEL_ISA", _one_of(*ISA_NAMES), "", "highest instruction set that native code uses: " + ", ".join(ISA_NAMES)
+)
+ANYACCEL_COMM_TIMEOUT = EnvVar(
+    "ANYACCEL_COMM_TIMEOUT", _positive_float, 300.0, "seconds that a collective waits for a live peer"
+)
+ANYACCEL_SHM_BYTES = EnvVar(
+    "ANYACCEL_SHM_BYTES", _positive_int, 8 << 20, "shared memory of one process group, all ranks together, in bytes"
+)
+
+ALL: tuple[EnvVar[object], ...] = (
+    DS_ACCELERATOR,
+    ANYACCEL_CACHE_DIR,
+    ANYACCEL_ISA,
+    ANYACCEL_COMM_TIMEOUT,
+    ANYACCEL_SHM_BYTES,
+)  # type: ignore[assignment]
+
+
+def cache_dir() -> Path:
+    """The user's cache folder of anyaccel (ANYACCEL_CACHE_DIR, else XDG_CACHE_HOME/anyaccel), not created here."""
+    chosen = ANYACCEL_CACHE_DIR.get()
+    if chosen is not None:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "anyaccel"

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error that anyaccel raises on purpose.
+
+A message says what was wrong, the value that was seen, and what to do. The CLI prints it as one line without a
+traceback and exits with the class's ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class AnyAccelError(Exception):
+    """Base of all errors of this package."""
+
+    exit_code = 1
+
+
+class UsageError(AnyAccelError, ValueError):
+    """What the caller asked for cannot be right: a bad flag, a bad core list, a missing script."""
+
+    exit_code = 2
+
+
+class AcceleratorUnavailableError(AnyAccelError, RuntimeError):
+    """An accelerator was asked for by name and cannot be used; the message says what to install."""
+
+
+class CapabilityError(AnyAccelError, NotImplementedError):
+    """The accelerator declares that it lacks a capability.
+
+    Args:
+        accelerator: name of the accelerator, for example ``"cpu"``.
+        capability: name of the capability, for example ``"register_host_memory"``.
+        why: what is missing and, where there is one, what to use instead.
+    """
+
+    def __init__(self, accelerator: str, capability: str, why: str) -> None:
+        super().__init__(f"accelerator {accelerator!r} does not have {capability!r}: {why}")
+        self.accelerator = accelerator
+        self.capability = capability
+
+
+class CommError(AnyAccelError, RuntimeError):
+    """A collective could not be completed; the group it ran on is not usable any more."""
+
+
+class PeerLostError(CommError):
+    """A peer process of a collective has died."""
+
+
+class CommTimeoutError(CommError, TimeoutError):
+    """A peer process of a collective did not come within the deadline."""
+
+
+class ModelError(AnyAccelError, ValueError):
+    """A model, checkpoint or configuration cannot be used; the message names the file and the reason."""
