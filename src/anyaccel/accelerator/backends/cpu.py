@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU as an accelerator. One NUMA node is one device; its memory is the resident set of this process."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, ClassVar
+
+import torch
+
+from anyaccel.accelerator import host_memory
+from anyaccel.accelerator.base import Accelerator, DeviceIndex
+from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
+from anyaccel.errors import UsageError
+from anyaccel.topology.sysfs import read_machine
+
+
+@functools.cache
+def _numa_nodes() -> int:
+    return len(read_machine().nodes_with_cores())
+
+
+def _launch_number(name: str, default: int, minimum: int) -> int:
+    """A number that the launcher has put into the environment."""
+    text = os.environ.get(name)
+    if not text:
+        return default
+    if text.isdecimal() and int(text) >= minimum:
+        return int(text)
+    raise UsageError(f"{name}={text!r}: must be a number from {minimum}; the launcher sets it, else unset it")
+
+
+class CpuAccelerator(Accelerator):
+    """The host processor.
+
+    Operations are complete when they return, so streams, events and graphs are objects with nothing to do (an
+    event still measures time). Device indices are accepted everywhere and mean nothing: a process has one CPU
+    device, the cores it is bound to.
+    """
+
+    spec: ClassVar[BackendSpec] = BackendSpec(
+        name="cpu",
+        device_type="cpu",
+        torch_module="torch.cpu",
+        order=1000,
+        why="every machine has one, so it is what is left when nothing else is there",
+        collectives=(CollectiveBackend("ccl", "oneccl_bindings_for_pytorch"), CollectiveBackend("gloo")),
+        visible_devices=(),  # a process is bound to cores by its CPU set, no variable narrows them
+        export_prefixes=("CCL", "GLOO"),
+        capabilities=Capabilities(
+            synchronous=True,
+            absent={
+                Capability.STREAMS: "operations on a CPU are complete when they return",
+                Capability.GRAPHS: "captured work runs at once, and a replay does nothing",
+                Capability.PINNED_MEMORY: "tensors are in host memory already, no device copies from it",
+                Capability.HOST_REGISTRATION: "there is no device to register host memory with",
+                Capability.TRITON: "torch ships no Triton for CPUs",
+                Capability.OP_BUILDERS: "this version of anyaccel has no op builders for the CPU",
+            },
+        ),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resident = host_memory.ResidentSet()
+
+    @classmethod
+    def probe(cls) -> Unavailable | None:
+        return None
+
+    # Identity -----------------------------------------------------------------------------------------------
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return "cpu"
+
+    def set_device(self, device_index: DeviceIndex) -> None:
+        """Nothing to do: which cores a process uses was decided when it was bound."""
+
+    def current_device(self) -> int:
+        """LOCAL_RANK, else 0."""
+        return _launch_number("LOCAL_RANK", default=0, minimum=0)
+
+    def device_count(self) -> int:
+        """LOCAL_SIZE (workers on this machine) in a launched job, else the NUMA nodes with allowed cores."""
+        return _launch_number("LOCAL_SIZE", default=0, minimum=1) or _numa_nodes()
+
+    def synchronize(self, device_index: DeviceIndex = None) -> None:
+        """Nothing to wait for."""
+
+    def is_available(self) -> bool:
+        return True
+
+    # Random numbers -----------------------------------------------------------------------------------------
+
+    def default_generator(self, device_index: int | None = None) -> torch.Generator:
+        return torch.default_generator
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)  # the CPU generator, and those of other devices as torch's users expect
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    # Memory -------------------------------------------------------------------------------------------------
+
+    def memory_allocated(self, device_index: DeviceIndex = None) -> int:
+        """Resident set of this process in bytes."""
+        return self._resident.current()
+
+    def max_memory_allocated(self, device_index: DeviceIndex = None) -> int:
+        """Highest resident set since the process began or the last reset, in bytes; see ResidentSet."""
+        return self._resident.peak()
+
+    def reset_peak_memory_stats(self, device_index: DeviceIndex = None) -> None:
+        self._resident.reset_peak()
+
+    def memory_stats(self, device_index: DeviceIndex = None) -> dict[str, Any]:
+        """Resident set and its peak under the names of `torch.cuda.memory_stats`, in bytes."""
+        current, peak = self._resident.current(), self._resident.peak()
+        return {
+            f"{kind}_bytes.all.{name}": value
+            for kind in ("allocated", "reserved")
+            for name, value in (("current", current), ("peak", peak))
+        }
+
+    def total_memory(self, device_index: DeviceIndex = None) -> int:
+        """Memory of the host or the lowest cgroup limit below that, in bytes."""
+        return host_memory.total()
+
+    def available_memory(self, device_index: DeviceIndex = None) -> int:
+        """Bytes that can be allocated now, on the host and within every enclosing cgroup."""
+        return host_memory.available()
+
+    # Data types ---------------------------------------------------------------------------------------------
+
+    def is_bf16_supported(self) -> bool:
+        return True  # torch computes it on every CPU, natively or through float32
+
+    def is_fp16_supported(self) -> bool:
+        """Whether oneDNN has fp16 kernels for this CPU; without them torch computes fp16 very slowly."""
+        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            return False
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVIDIA GPUs, and AMD GPUs through ROCm, whose torch build presents itself as torch.cuda."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import ClassVar
+
+import torch
+
+from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
+from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
+
+
+def _is_rocm() -> bool:
+    return torch.version.hip is not None
+
+
+class CudaAccelerator(TorchDeviceAccelerator):
+    """torch.cuda."""
+
+    spec: ClassVar[BackendSpec] = BackendSpec(
+        name="cuda",
+        device_type="cuda",
+        torch_module="torch.cuda",
+        install="install a CUDA or ROCm build of torch (https://pytorch.org/get-started) and the GPU driver",
+        order=120,
+        why="after the vendors that redirect torch.cuda to their own device",
+        collectives=(CollectiveBackend("nccl"),),  # RCCL goes by the same name
+        visible_devices=("CUDA_VISIBLE_DEVICES",),
+        export_prefixes=("NCCL", "TORCH_NCCL"),
+        graph_class="CUDAGraph",
+        capabilities=Capabilities(
+            absent={Capability.OP_BUILDERS: "this version of anyaccel has no op builders for CUDA"}
+        ),
+    )
+
+    @classmethod
+    def probe(cls) -> Unavailable | None:
+        if torch.version.cuda is None and not _is_rocm():
+            return Unavailable(f"torch {torch.__version__} is built without CUDA and ROCm", installed=False)
+        return super().probe()
+
+    def _major(self) -> int:
+        """Major compute capability of the current device; gfx generation on ROCm."""
+        return int(self._vendor("get_device_capability")()[0])
+
+    def is_bf16_supported(self) -> bool:
+        # Without including_emulation=False it is True on every card, also where bf16 is emulated and slow.
+        return bool(self._vendor("is_bf16_supported")(including_emulation=False))
+
+    def is_fp16_supported(self) -> bool:
+        # 7 is the first with tensor cores; 6 computes fp16 but is only allowed on request, as in DeepSpeed.
+        lowest = 6 if os.environ.get("DS_ALLOW_DEPRECATED_FP16", "0") == "1" else 7
+        return _is_rocm() or self._major() >= lowest
+
+    def is_triton_supported(self) -> bool:
+        # On ROCm the import of pytorch-triton-rocm breaks torch's device API, so Triton is not used there.
+        return not _is_rocm() and importlib.util.find_spec("triton") is not None and self._major() >= 8
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        # torch._grouped_mm has fast kernels from compute capability 9 on.
+        return self.is_triton_supported() and self._major() < 9 and hasattr(torch, "_grouped_mm")
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
+        """Open an NVTX range (roctx on ROCm); torch's binding has neither domains nor categories."""
+        self._vendor("nvtx").range_push(msg)
+
+    def range_pop(self, domain: str | None = None) -> None:
+        self._vendor("nvtx").range_pop()
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        self._vendor("check_error")(int(self._vendor("cudart")().cudaHostRegister(address, num_bytes, 0)))
+        return True
+
+    def unregister_host_memory(self, address: int) -> None:
+        self._vendor("check_error")(int(self._vendor("cudart")().cudaHostUnregister(address)))
+
+    def visible_devices_envs(self) -> list[str]:
+        # On ROCm HIP_VISIBLE_DEVICES wins over CUDA_VISIBLE_DEVICES, which the runtime also reads.
+        return ["HIP_VISIBLE_DEVICES"] if _is_rocm() else super().visible_devices_envs()

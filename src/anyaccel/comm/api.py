@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`init_distributed` and the inference collectives; the other names are torch.distributed's own."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    broadcast_object_list,
+    destroy_process_group,
+    gather,
+    get_rank,
+    get_world_size,
+    irecv,
+    is_available,
+    is_initialized,
+    isend,
+    new_group,
+    recv,
+    reduce,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
+from anyaccel import _native, env
+from anyaccel.accelerator import get_accelerator
+from anyaccel.comm import shm
+from anyaccel.errors import CommError, UsageError
+
+__all__ = [
+    "ReduceOp",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "destroy_process_group",
+    "gather",
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "inference_all_reduce",
+    "inference_broadcast",
+    "init_distributed",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
+
+_SUM = ReduceOp.SUM
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Shared-memory transport of each group; None: the group has none. A group that is destroyed takes its entry along.
+_transports: WeakKeyDictionary[dist.ProcessGroup, _native.ShmGroup | None] = WeakKeyDictionary()
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed for this job; does nothing when it runs already.
+
+    Args:
+        dist_backend: name of the backend; default: the accelerator's (`communication_backend_name()`).
+        timeout: how long a collective may wait; default: ANYACCEL_COMM_TIMEOUT seconds.
+        init_method, rank, world_size: as in `torch.distributed.init_process_group`; default: the environment that
+            `anyaccel run` and `torchrun` set. Without that environment the job is this one process.
+
+    Raises:
+        UsageError: the environment is incomplete or not a number; the message names the variable.
+        CommError: the ranks did not come together.
+    """
+    if dist.is_initialized():
+        return
+    backend = dist_backend or get_accelerator().communication_backend_name()
+    limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
+    try:
+        if init_method is not None or rank >= 0 or world_size > 0:
+            dist.init_process_group(
+                backend, init_method=init_method, timeout=limit, rank=rank, world_size=world_size
+            )
+        elif not any(name in os.environ for name in _LAUNCH_VARIABLES):
+            dist.init_process_group(backend, store=dist.HashStore(), timeout=limit, rank=0, world_size=1)
+        else:
+            _init_from_environment(backend, limit)
+    except (dist.DistError, OSError) as error:
+        raise CommError(f"the ranks did not come together with backend {backend!r}: {error}") from error
+
+
+def _init_from_environment(backend: str, timeout: timedelta) -> None:
+    missing = [name for name in _LAUNCH_VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not set: start the script with `anyaccel run` (or torchrun), or set all of "
+            + ", ".join(_LAUNCH_VARIABLES)
+        )
+    try:
+        rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError as error:
+        raise UsageError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers: {error}") from None
+    address = os.environ["MASTER_ADDR"]
+    if not _is_loopback(address):
+        dist.init_process_group(backend, init_method="env://", timeout=timeout)
+        return
+    # A job of one machine: nothing of it listens on other interfaces. torch's store would listen on all of them, and
+    # gloo would take the interface that the host's name resolves to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # torchrun's agent listens already and says so; its workers are all clients.
+    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = socket.create_server((address, port)) if serve else None
+    store = dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=serve,
+        timeout=timeout,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("anyaccel", store), timeout=timeout, rank=rank, world_size=world_size
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def get_local_rank() -> int:
+    """This worker's number on its host: LOCAL_RANK, 0 when it is not set."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _transport(group: dist.ProcessGroup) -> _native.ShmGroup | None:
+    try:
+        return _transports[group]
+    except KeyError:
+        transport = _transports[group] = shm.connect(group)
+        return transport
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is not None:
+        return group
+    world = dist.group.WORLD
+    if world is None:
+        raise UsageError("no process group: call anyaccel.comm.init_distributed() first")
+    return world
+
+
+def inference_all_reduce(
+    tensor: torch.Tensor, op: ReduceOp.RedOpType = _SUM, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """All-reduce in place with low latency; every rank of the group must call it with the same shape, dtype and op.
+
+    A CPU tensor of float32, bfloat16 or float16 with op SUM goes through shared memory when the group's ranks are on
+    one host: fp32 accumulation in rank order, rounded once, so the result is the same bits on every rank. Anything
+    else goes through torch.distributed. Autograd does not see it.
+
+    Args:
+        tensor: any shape, any layout; changed in place.
+        op: SUM by default. AVG is a sum that is then divided.
+        group: the default group when None.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        PeerLostError: a rank has ended.
+        CommTimeoutError: a rank did not come within ANYACCEL_COMM_TIMEOUT seconds.
+        CommError: the ranks' calls differ, or an earlier error broke the group.
+    """
+    world = _group(group)
+    code = shm.DTYPE_CODES.get(tensor.dtype)
+    if code is not None and tensor.is_cpu and (op is _SUM or op == _SUM):
+        transport = _transport(world)
+        if transport is not None:
+            # A strided tensor takes the same way as a dense one: another rank's may be dense.
+            dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+            transport.all_reduce_sum(dense.data_ptr(), dense.numel(), code)
+            return tensor if dense is tensor else tensor.copy_(dense)
+    if tensor.numel() == 0 or world.size() == 1:
+        return tensor
+    dense = tensor.contiguous()
+    if op == ReduceOp.AVG:  # gloo has none
+        dist.all_reduce(dense, op=ReduceOp.SUM, group=world)
+        dense.div_(world.size())
+    else:
+        dist.all_reduce(dense, op=op, group=world)
+    return tensor if dense is tensor else tensor.copy_(dense)
+
+
+def inference_broadcast(
+    tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Broadcast in place with low latency: through shared memory for CPU tensors of one host, any dtype.
+
+    Args:
+        tensor: same shape and dtype on every rank; rank `src` of the group gives the values.
+        src: rank inside the group.
+        group: the default group when None.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        As `inference_all_reduce`.
+    """
+    world = _group(group)
+    if tensor.is_cpu:
+        transport = _transport(world)
+        if transport is not None:
+            dense = tensor.contiguous()
+            transport.broadcast(dense.data_ptr(), dense.numel() * dense.element_size(), src)
+            return tensor if dense is tensor else tensor.copy_(dense)
+    dense = tensor.contiguous()
+    dist.broadcast(dense, src=dist.get_global_rank(world, src), group=world)
+    return tensor if dense is tensor else tensor.copy_(dense)

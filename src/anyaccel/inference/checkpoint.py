@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads weights out of a Hugging Face model folder, tensor by tensor or slice by slice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.tp.apply import take
+from anyaccel.inference.tp.plan import Slice
+
+
+def _index_of(folder: Path, stem: str, suffix: str) -> dict[str, Path]:
+    """Tensor name -> file, of a sharded checkpoint; empty when there is no index file."""
+    index = folder / f"{stem}{suffix}.index.json"
+    if not index.is_file():
+        return {}
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+        files = {str(tensor): str(file) for tensor, file in weight_map.items()}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ModelError(f"{index}: not a checkpoint index ({error})") from error
+    for file in set(files.values()):
+        if Path(file).name != file:
+            raise ModelError(f"{index}: names a file outside the folder: {file!r}")
+        if not (folder / file).is_file():
+            raise ModelError(f"{folder / file}: missing, but named by {index.name}")
+    return {tensor: folder / file for tensor, file in files.items()}
+
+
+class Checkpoint:
+    """The weights of one model folder: safetensors, or `pytorch_model*.bin` without pickled code.
+
+    Raises:
+        ModelError: no weights in the folder, or a file is damaged; the message names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open_files: dict[Path, Any] = {}
+        self._files = _index_of(folder, "model", ".safetensors") or _index_of(folder, "pytorch_model", ".bin")
+        if not self._files:
+            for name in ("model.safetensors", "pytorch_model.bin"):
+                if (folder / name).is_file():
+                    self._files = {tensor: folder / name for tensor in self._names(folder / name)}
+                    break
+        if not self._files:
+            raise ModelError(
+                f"{folder}: no weights found; expected model.safetensors, pytorch_model.bin or their .index.json"
+            )
+
+    def _open(self, file: Path) -> Any:
+        if file not in self._open_files:
+            try:
+                if file.suffix == ".bin":
+                    self._open_files[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                else:
+                    self._open_files[file] = safe_open(file, framework="pt")
+            except (SafetensorError, RuntimeError, OSError, ValueError) as error:
+                raise ModelError(f"{file}: cannot be read, truncated or damaged ({error})") from error
+        return self._open_files[file]
+
+    def _names(self, file: Path) -> list[str]:
+        return list(self._open(file).keys())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, part: Slice | None) -> torch.Tensor:
+        """The tensor `name`, or only `part` of it: nothing else is read from the file.
+
+        Raises:
+            ModelError: it is not there, or the file is damaged.
+        """
+        if name not in self._files:
+            raise ModelError(f"{self._folder}: has no tensor {name!r}")
+        file = self._files[name]
+        data = self._open(file)
+        try:
+            if isinstance(data, dict):
+                tensor: torch.Tensor = data[name]
+                return tensor if part is None else take(tensor, part)
+            if part is None:
+                return data.get_tensor(name)  # type: ignore[no-any-return]
+            view = data.get_slice(name)
+            pieces = [
+                view[(slice(None),) * part.dim + (slice(piece.start, piece.stop),)] for piece in part.ranges
+            ]
+        except (SafetensorError, KeyError, RuntimeError) as error:
+            raise ModelError(f"{file}: tensor {name!r} cannot be read ({error})") from error
+        return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a path to a model whose weights are still in the file."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoint import Checkpoint
+from anyaccel.inference.gguf import converted
+from anyaccel.inference.tp.apply import LoadedWeights, WeightSource
+from anyaccel.inference.tp.plan import Slice
+
+logger = logging.getLogger(__name__)
+
+
+def model_folder(path: str | Path) -> Path:
+    """The Hugging Face folder for `path`: a folder itself, or a `.gguf` file, which is converted once.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    location = Path(path).expanduser()
+    if location.is_dir():
+        if not (location / "config.json").is_file():
+            raise ModelError(f"{location}: not a Hugging Face model folder (it has no config.json)")
+        return location
+    if not location.is_file():
+        raise ModelError(
+            f"{path}: no such model folder or .gguf file; models are read from local files only, download it first"
+        )
+    return converted(location)
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ModelError: it has none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"{folder}: no tokenizer that transformers can read ({error})") from error
+
+
+def skeleton(folder: Path) -> Any:
+    """The model of a folder with its parameters on the meta device: structure without memory.
+
+    Raises:
+        ModelError: the configuration cannot be read or needs code from the checkpoint, which is not run.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        # Buffers (rotary frequencies, masks) are real: no checkpoint has them.
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, OSError, KeyError, AttributeError) as error:
+        raise ModelError(f"{folder}: transformers cannot build this model ({error})") from error
+    model.tie_weights()  # the empty weights above were made one by one
+    model.eval()
+    model.name_or_path = str(folder)
+    _read_generation_config(model, folder)
+    return model
+
+
+def _read_generation_config(model: Any, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+class CheckpointWeights:
+    """Weights of a checkpoint under the parameter names of a model."""
+
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+        self._checkpoint = checkpoint
+        self._names = names
+
+    def read(self, name: str, part: Slice | None) -> Any:
+        return self._checkpoint.read(self._names[name], part)
+
+
+def weights_for(model: nn.Module, folder: Path) -> WeightSource:
+    """Where the weights of `model` (a skeleton of `folder`) come from.
+
+    Slices are read from the files when the checkpoint has the model's own tensor names. A checkpoint that transformers
+    renames or merges while loading is loaded whole through transformers first.
+    """
+    checkpoint = Checkpoint(folder)
+    names: dict[str, str] = {}
+    missing = []
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name, _ in model.named_parameters():
+        same = [name, *(target for target, origin in tied.items() if origin == name)]
+        same += [origin for target, origin in tied.items() if target == name]
+        candidates = [c for n in same for c in (n, n.removeprefix(prefix), prefix + n)]
+        found = next((candidate for candidate in candidates if candidate in checkpoint), None)
+        if found is None:
+            missing.append(name)
+        else:
+            names[name] = found
+    if not missing:
+        return CheckpointWeights(checkpoint, names)
+    logger.info("%s: %s is stored under another name; loading through transformers", folder, missing[0])
+    return LoadedWeights(_load_whole(folder))
+
+
+def _load_whole(folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{folder}: transformers cannot load this checkpoint ({error})") from error
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise ModelError(f"{folder}: the checkpoint lacks {len(names)} weights, for example {names[0]!r}")
+    whole: nn.Module = model
+    return whole

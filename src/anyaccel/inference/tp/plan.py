@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the structure of a Hugging Face causal LM to a plan: which slice of each weight this rank holds.
+
+In each decoder layer the linears of a block (attention or MLP) form a pair: column-parallel ones, whose output features
+are divided, and one row-parallel one, whose input features are divided in the same way and whose outputs the ranks add
+up (Shoeybi et al., "Megatron-LM", 2019). The row-parallel one is what the model's own `tp_plan` names, else the last
+linear of the block. A block whose structure is not understood stays whole on every rank: right, only not faster.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.tp.partition import HeadShard, split_features, split_heads
+
+# How the rows of one linear for query, key and value are laid out, by the attention class that splits them.
+# "blocks": all queries, all keys, all values. "per_head": query, key and value of head 0, of head 1, ...
+FUSED_QKV_LAYOUT = {
+    "GPT2Attention": "blocks",
+    "Phi3Attention": "blocks",
+    "GPTNeoXAttention": "per_head",
+}
+# MLP classes whose one linear holds the gate's rows and then the up projection's.
+FUSED_GATE_UP = frozenset({"Phi3MLP", "GlmMLP", "Glm4MLP"})
+# Attention biases that the model computes for all heads at once, outside the block.
+_ALIBI_TYPES = frozenset({"bloom", "mpt"})
+
+_QUERY = re.compile(r"^(w?q|query|q_lin|wq)(_?proj)?$", re.IGNORECASE)
+_KEY_VALUE = re.compile(r"^(w?[kv]|key|value|[kv]_lin)(_?proj)?$", re.IGNORECASE)
+_ROW_STYLES = frozenset({"rowwise", "rowwise_split_input"})
+
+# Attributes of attention modules that count heads or features, to be set to what this rank has.
+_QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
+_KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_FEATURE_COUNTS = ("embed_dim", "split_size", "all_head_size")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a tensor along `dim` that this rank holds: the ranges, one after the other."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranges))
+
+
+@dataclass
+class TensorParallelPlan:
+    """What `apply` does to a model on one rank.
+
+    Attributes:
+        slices: parameter name -> the part that this rank holds; parameters not named are whole.
+        row_parallel: names of the linears whose outputs the ranks add up.
+        attributes: module name -> attributes to set.
+        config: module name -> values of the module's own copy of the model configuration.
+        whole: name of a block that is not divided -> why.
+    """
+
+    rank: int
+    size: int
+    slices: dict[str, Slice] = field(default_factory=dict)
+    row_parallel: list[str] = field(default_factory=list)
+    attributes: dict[str, dict[str, int]] = field(default_factory=dict)
+    config: dict[str, dict[str, int]] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+
+
+class _Whole(Exception):
+    """A block cannot be divided; the text says why."""
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear module; Conv1D (GPT-2) stores its weight transposed."""
+
+    name: str
+    weight: torch.Tensor
+    transposed: bool
+    has_bias: bool
+
+    @property
+    def short(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[1 if self.transposed else 0]
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[0 if self.transposed else 1]
+
+
+def _as_linear(name: str, module: nn.Module) -> _Linear | None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return None
+    transposed = type(module).__name__ == "Conv1D"
+    if not transposed and not isinstance(module, nn.Linear):
+        return None
+    return _Linear(name, weight, transposed, getattr(module, "bias", None) is not None)
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Name and list of the decoder layers: the ModuleList that holds the most linears.
+
+    Raises:
+        ModelError: the model has no list of layers.
+    """
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList):
+            linears = sum(_as_linear("", child) is not None for child in module.modules())
+            if best is None or linears > best[0]:
+                best = (linears, name, module)
+    if best is None or best[0] == 0:
+        raise ModelError(f"{type(model).__name__} has no list of decoder layers with linears: cannot be tensor-parallel")
+    return best[1], best[2]
+
+
+def make_plan(model: nn.Module, rank: int, size: int) -> TensorParallelPlan:
+    """Plan the shards of rank `rank` of `size`. The model may be on the meta device; it is not changed.
+
+    Raises:
+        ModelError: no block of the model can be divided.
+        UsageError: there are more ranks than heads or features.
+    """
+    plan = TensorParallelPlan(rank, size)
+    if size == 1:
+        return plan
+    prefix, layers = decoder_layers(model)
+    styles = getattr(model, "_tp_plan", None) or {}
+    for name, module in layers.named_modules(prefix=prefix):
+        linears = [
+            linear
+            for child, sub in module.named_children()
+            if (linear := _as_linear(f"{name}.{child}", sub)) is not None
+        ]
+        if len(linears) < 2:
+            continue
+        row = _row_parallel(linears, styles)
+        columns = [linear for linear in linears if linear is not row]
+        is_attention = "attention" in type(module).__name__.lower()
+        try:
+            if is_attention:
+                _plan_attention(plan, model, name, module, columns, row)
+            else:
+                _plan_mlp(plan, name, module, columns, row)
+        except _Whole as why:
+            plan.whole[name] = str(why)
+    if not plan.row_parallel:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(plan.whole.items())[:2])
+        raise ModelError(f"{type(model).__name__} cannot be divided among {size} ranks: {reasons or 'no linears found'}")
+    return plan
+
+
+def _row_parallel(linears: list[_Linear], styles: dict[str, str]) -> _Linear:
+    for linear in linears:
+        if styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", linear.name)) in _ROW_STYLES:
+            return linear
+    return linears[-1]
+
+
+def _cut_outputs(plan: TensorParallelPlan, linear: _Linear, ranges: tuple[range, ...]) -> None:
+    plan.slices[f"{linear.name}.weight"] = Slice(1 if linear.transposed else 0, ranges)
+    if linear.has_bias:
+        plan.slices[f"{linear.name}.bias"] = Slice(0, ranges)
+
+
+def _cut_inputs(plan: TensorParallelPlan, linear: _Linear, ranges: tuple[range, ...]) -> None:
+    plan.slices[f"{linear.name}.weight"] = Slice(0 if linear.transposed else 1, ranges)
+    plan.row_parallel.append(linear.name)
+
+
+def _scaled(part: range, factor: int, offset: int = 0) -> range:
+    return range(offset + part.start * factor, offset + part.stop * factor)
+
+
+def _plan_mlp(
+    plan: TensorParallelPlan, name: str, module: nn.Module, columns: list[_Linear], row: _Linear
+) -> None:
+    features = row.inputs
+    between = [
+        parameter
+        for parameter, tensor in module.named_parameters()
+        if "." not in parameter
+        # A norm over the hidden features would need a sum of its own.
+        or (parameter.count(".") == 1 and tuple(tensor.shape) == (features,) and features != row.outputs)
+    ]
+    between = [p for p in between if p.partition(".")[0] not in {linear.short for linear in [*columns, row]}]
+    if between:
+        raise _Whole(f"{type(module).__name__} has other parameters between its linears: {', '.join(between)}")
+    part = split_features(features, plan.size)[plan.rank]
+    cuts: list[tuple[_Linear, tuple[range, ...]]] = []
+    for linear in columns:
+        if linear.inputs != row.outputs:
+            raise _Whole(f"{linear.short} does not read what {row.short} writes")
+        if linear.outputs == features:
+            cuts.append((linear, (part,)))
+        elif linear.outputs == 2 * features and type(module).__name__ in FUSED_GATE_UP:
+            cuts.append((linear, (part, _scaled(part, 1, features))))
+        else:
+            raise _Whole(f"{linear.short} has {linear.outputs} outputs, {row.short} has {features} inputs")
+    for linear, ranges in cuts:
+        _cut_outputs(plan, linear, ranges)
+    _cut_inputs(plan, row, (part,))
+
+
+def _plan_attention(
+    plan: TensorParallelPlan,
+    model: nn.Module,
+    name: str,
+    module: nn.Module,
+    columns: list[_Linear],
+    row: _Linear,
+) -> None:
+    config = getattr(module, "config", None) or getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise _Whole("the configuration has no num_attention_heads")
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if getattr(config, "alibi", False) or getattr(config, "model_type", "") in _ALIBI_TYPES:
+        raise _Whole("ALiBi biases are computed for all heads at once")
+    head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+    if head_dim is None or row.inputs != heads * head_dim:
+        raise _Whole(f"{row.short} has {row.inputs} inputs, not {heads} heads of {head_dim}")
+    shard = split_heads(heads, kv_heads, plan.size)[plan.rank]
+    query, key_value = _scaled(shard.query, head_dim), _scaled(shard.key_value, head_dim)
+
+    cuts: list[tuple[_Linear, tuple[range, ...]]] = []
+    query_width, kv_width = heads * head_dim, kv_heads * head_dim
+    if len(columns) == 1 and columns[0].outputs == query_width + 2 * kv_width:
+        layout = FUSED_QKV_LAYOUT.get(type(module).__name__)
+        if layout == "blocks":
+            key = _scaled(shard.key_value, head_dim, query_width)
+            value = _scaled(shard.key_value, head_dim, query_width + kv_width)
+            cuts.append((columns[0], (query, key, value)))
+        elif layout == "per_head" and kv_heads == heads:
+            cuts.append((columns[0], (_scaled(shard.query, 3 * head_dim),)))
+        else:
+            raise _Whole(f"the layout of the fused {columns[0].short} of {type(module).__name__} is not known")
+    else:
+        for linear in columns:
+            if _QUERY.match(linear.short) and linear.outputs == query_width:
+                cuts.append((linear, (query,)))
+            elif _KEY_VALUE.match(linear.short) and linear.outputs == kv_width:
+                cuts.append((linear, (key_value,)))
+            else:
+                raise _Whole(f"{linear.short} with {linear.outputs} outputs is not understood")
+        if len(cuts) != 3:
+            raise _Whole(f"found {len(cuts)} of the three linears for query, key and value")
+
+    extra = _extra_slices(module, [*columns, row], shard, heads, kv_heads, head_dim)
+    for linear, ranges in cuts:
+        _cut_outputs(plan, linear, ranges)
+    _cut_inputs(plan, row, (query,))
+    plan.slices.update({f"{name}.{parameter}": cut for parameter, cut in extra.items()})
+    _plan_counts(plan, name, module, shard, heads, kv_heads, head_dim)
+
+
+def _extra_slices(
+    module: nn.Module, linears: list[_Linear], shard: HeadShard, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, Slice]:
+    """Slices of norms, attention sinks and the like inside an attention block."""
+    slices = {}
+    known = {linear.short for linear in linears}
+    for name, parameter in module.named_parameters():
+        if name.partition(".")[0] in known:
+            continue
+        shape = tuple(parameter.shape)
+        if shape == (head_dim,) and ("norm" in name or head_dim not in (heads, kv_heads)):
+            continue  # acts on each head alone
+        if shape in ((heads,), (heads, head_dim)) and not name.startswith("k"):
+            slices[name] = Slice(0, (shard.query,))
+        elif shape in ((kv_heads,), (kv_heads, head_dim)) and name.startswith(("k", "v")):
+            slices[name] = Slice(0, (shard.key_value,))
+        else:
+            raise _Whole(f"{name} of shape {shape} acts across heads")
+    return slices
+
+
+def _plan_counts(
+    plan: TensorParallelPlan,
+    name: str,
+    module: nn.Module,
+    shard: HeadShard,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+) -> None:
+    local_heads, local_kv = len(shard.query), len(shard.key_value)
+    changes = {attribute: local_heads for attribute in _QUERY_COUNTS if getattr(module, attribute, None) == heads}
+    changes |= {attribute: local_kv for attribute in _KV_COUNTS if getattr(module, attribute, None) == kv_heads}
+    for attribute in _FEATURE_COUNTS:
+        if getattr(module, attribute, None) == heads * head_dim:
+            changes[attribute] = local_heads * head_dim
+    if hasattr(module, "num_key_value_groups"):
+        changes["num_key_value_groups"] = local_heads // local_kv
+    plan.attributes[name] = changes
+    if hasattr(module, "config"):
+        # Some blocks read the counts from the configuration while they run; the model's own stays as it is.
+        plan.config[name] = {"num_attention_heads": local_heads}
+        if getattr(module.config, "num_key_value_heads", None) is not None:
+            plan.config[name]["num_key_value_heads"] = local_kv

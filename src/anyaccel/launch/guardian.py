@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The guardian: the process between the launcher and the workers. It is the parent of every worker.
+
+It exists so that a launcher that is killed with SIGKILL leaves nothing behind: the guardian notices by the end of a
+pipe. It is a subreaper, so a process that a worker started comes to it as a child when its own parent dies, whatever
+session it moved to. As long as it has a child, something of the job is alive; when it has none, nothing is.
+
+It is in a process group of its own, so that what is sent to the launcher's whole group does not reach it.
+"""
+
+from __future__ import annotations
+
+import marshal
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from enum import Enum
+from typing import NoReturn, TypedDict
+
+from anyaccel import _native
+from anyaccel.launch import processes
+from anyaccel.launch.output import Output
+from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
+
+# Added to a signal number on the control pipe: the workers have it already, it went to the whole group.
+DELIVERED = 0x80
+# What counts as the same moment: a worker dies of Ctrl-C before the launcher has told us of it.
+SAME_MOMENT = 0.1
+# Seconds after SIGKILL until we stop waiting: a process with much memory takes a while, a stuck disk takes for ever.
+KILL_TIMEOUT = 30.0
+# Helpers of finished workers (a resource tracker) end by themselves within this many seconds; what stays is named.
+_SETTLE = 0.2
+# Seconds that left-over processes have between SIGTERM and SIGKILL.
+_LEFTOVER_GRACE = 0.8
+# Bytes waiting for a slow reader of standard error; above this the workers wait too, as they would without us.
+_BACKLOG = 1 << 16
+_TAIL_BYTES = 1 << 14
+_TAIL_LINES = 20
+
+
+class Failure(TypedDict):
+    """The first worker that failed, and when (CLOCK_MONOTONIC, seconds)."""
+
+    rank: int
+    pid: int
+    status: int
+    time: float
+    others: int
+    tail: list[str]
+
+
+class Report(TypedDict):
+    """What the guardian tells the launcher at the end, through a file in memory."""
+
+    failure: Failure | None
+    signal: int | None
+    immortal: str
+
+
+class _Phase(Enum):
+    RUNNING = "workers run"
+    STOPPING = "workers were asked to end"
+    LEFT_OVER = "workers have ended, what they started has not"
+    KILLING = "everything was sent SIGKILL"
+
+
+def guard(workers: Sequence[Worker], grace_period: float, control: int, report: int, group: int) -> NoReturn:
+    """Be the guardian in this freshly forked process, whose signals are blocked. Never returns.
+
+    Args:
+        grace_period: seconds between asking workers to end and killing them.
+        control: read end of the launcher's pipe: one byte a signal, end of file when the launcher is gone.
+        report: file in memory that gets the marshalled Report.
+        group: process group of the launcher.
+    """
+    code = 70  # EX_SOFTWARE: an error of ours, its traceback is on standard error
+    try:
+        guardian = _Guardian(workers, grace_period, control, group)
+        os.write(report, marshal.dumps(guardian.run()))
+        code = 0
+    finally:
+        # The stack below belongs to the launcher's copy: it must not be unwound here.
+        if code:
+            sys.excepthook(*sys.exc_info())
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+            processes.end_all((), KILL_TIMEOUT)
+        os._exit(code)
+
+
+class _Guardian:
+    def __init__(self, workers: Sequence[Worker], grace_period: float, control: int, group: int) -> None:
+        self._grace = grace_period
+        self._control = control
+        self._output = Output()
+        self._running: dict[int, int] = {}  # process id -> rank
+        self._pipes: dict[int, int] = {}  # read end of standard error -> rank
+        self._tails = [bytearray() for _ in workers]
+        self._phase = _Phase.RUNNING
+        self._ask_at: float | None = None  # when SIGTERM follows a gentler signal
+        self._act_at: float | None = None  # when the phase ends
+        self._stopping_since = 0.0
+        self._give_up_at = 0.0
+        self._children = True
+        self._finished_at: float | None = None
+        self._launcher_gone = False
+        self._result: Report = {"failure": None, "signal": None, "immortal": ""}
+        self._set_up()
+        self._start(workers, group)
+        self._wakeup = self._listen()
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        os.setpgid(0, 0)
+        _native.set_child_subreaper(True)
+        os.set_blocking(self._control, False)
+        with open("/proc/self/comm", "w") as file:
+            file.write("anyaccel-guard")
+
+    def _start(self, workers: Sequence[Worker], group: int) -> None:
+        own = os.getpid()
+        for worker in workers:
+            rank = worker.binding.rank
+            read_end, write_end = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                become_worker(worker, own, group, write_end)
+            os.close(write_end)
+            os.set_blocking(read_end, False)
+            self._running[pid] = rank
+            self._pipes[read_end] = rank
+
+    def _listen(self) -> int:
+        """Let signals wake the loop; returns the descriptor they can be read from."""
+        read_end, write_end = os.pipe()
+        for end in (read_end, write_end):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in (*STOP_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, lambda _number, _frame: None)
+        # We write to the terminal from a background group, and to readers that may have gone.
+        for number in (signal.SIGTTOU, signal.SIGTTIN, signal.SIGTSTP, signal.SIGPIPE):
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        return read_end
+
+    # -- loop ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        while True:
+            self._reap()
+            self._advance(time.monotonic())
+            if self._done(time.monotonic()):
+                break
+            self._wait()
+        if self._result["failure"]:
+            self._result["failure"]["tail"] = self._tail(self._result["failure"]["rank"])
+        return self._result
+
+    def _done(self, now: float) -> bool:
+        if self._children:
+            return False
+        if self._finished_at is None:
+            self._finished_at = now
+            for pipe in list(self._pipes):
+                self._pump(pipe)
+        # Somebody who pages through the output may take an hour; somebody who pressed Ctrl-C may not wait for it.
+        impatient = self._launcher_gone or (self._result["signal"] is not None and now > self._finished_at + 1)
+        return not self._output.pending or impatient
+
+    def _wait(self) -> None:
+        """Sleep until something happens or the next deadline comes."""
+        now = time.monotonic()
+        deadlines = [at for at in (self._ask_at, self._act_at) if at is not None] if self._children else []
+        if not self._children and self._result["signal"] is not None:
+            deadlines.append(now + 1)
+        poller = select.poll()
+        poller.register(self._wakeup, select.POLLIN)
+        if not self._launcher_gone:
+            poller.register(self._control, select.POLLIN)
+        if self._output.pending:
+            poller.register(self._output.descriptor, select.POLLOUT)
+        if self._output.pending < _BACKLOG:
+            for pipe in self._pipes:
+                poller.register(pipe, select.POLLIN)
+        timeout = max(0.0, min(deadlines) - now) * 1000 + 1 if deadlines else None
+        for descriptor, _ in poller.poll(timeout):
+            if descriptor == self._wakeup:
+                self._on_signals()
+            elif descriptor == self._control:
+                self._on_control()
+            elif descriptor in self._pipes:
+                self._pump(descriptor)
+        self._output.flush()
+
+    def _on_signals(self) -> None:
+        for number in os.read(self._wakeup, 4096):
+            if number != signal.SIGCHLD:
+                self._stop(number, delivered=False)
+
+    def _on_control(self) -> None:
+        message = os.read(self._control, 4096)
+        if not message:
+            self._launcher_gone = True
+            self._kill()
+        for byte in message:
+            self._stop(byte & ~DELIVERED, delivered=bool(byte & DELIVERED))
+
+    def _pump(self, pipe: int) -> None:
+        """Pass on what a worker wrote to standard error, and keep the end of it."""
+        rank = self._pipes[pipe]
+        while self._output.pending < _BACKLOG or self._finished_at is not None:
+            try:
+                data = os.read(pipe, _BACKLOG)
+            except BlockingIOError:
+                return
+            if not data:
+                del self._pipes[pipe]
+                os.close(pipe)
+                return
+            self._output.write(data)
+            self._tails[rank] += data
+            del self._tails[rank][:-_TAIL_BYTES]
+
+    def _tail(self, rank: int) -> list[str]:
+        lines = self._tails[rank].decode(errors="replace").splitlines()
+        return [line[:500] for line in lines if line.strip()][-_TAIL_LINES:]
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    def _reap(self) -> None:
+        ended: list[tuple[int, int, int]] = []
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self._children = False
+                break
+            if not pid:
+                break
+            if pid in self._running:
+                ended.append((pid, self._running.pop(pid), status))
+        failed = [entry for entry in ended if entry[2]]
+        if failed and self._phase is _Phase.RUNNING:
+            # Of those that ended at once, one that was killed is rather the cause than one that ended by itself.
+            pid, rank, status = min(failed, key=lambda entry: not os.WIFSIGNALED(entry[2]))
+            now = time.monotonic()
+            others = len(self._running)
+            self._result["failure"] = Failure(rank=rank, pid=pid, status=status, time=now, others=others, tail=[])
+            self._ask(signal.SIGTERM, now)
+
+    def _stop(self, number: int, *, delivered: bool) -> None:
+        """Somebody wants the job to end."""
+        now = time.monotonic()
+        if self._result["signal"] is None:
+            self._result["signal"] = number
+        if self._phase is _Phase.RUNNING:
+            self._ask(number, now, delivered=delivered)
+        elif number == signal.SIGINT and now > self._stopping_since + SAME_MOMENT:
+            self._kill()
+
+    def _ask(self, number: int, now: float, *, delivered: bool = False) -> None:
+        self._phase = _Phase.STOPPING
+        self._stopping_since = now
+        self._act_at = now + self._grace
+        if number != signal.SIGTERM:
+            self._ask_at = now + self._grace / 2  # for those that ignore it, a background Python ignores SIGINT
+        if not delivered:
+            processes.send(self._running, number)
+
+    def _kill(self) -> None:
+        now = time.monotonic()
+        if self._phase is not _Phase.KILLING:
+            self._phase = _Phase.KILLING
+            self._give_up_at = now + KILL_TIMEOUT
+        self._ask_at = None
+        # Looked at again after each death, and now and then: a process may have forked while we looked.
+        self._act_at = now + 0.5
+        processes.send(processes.descendants(), signal.SIGKILL)
+
+    def _advance(self, now: float) -> None:
+        """Do what is due."""
+        if not self._children:
+            return
+        if self._phase is _Phase.KILLING:
+            if now > self._give_up_at:
+                self._result["immortal"] = processes.describe(processes.descendants())
+                self._children = False
+            else:
+                self._kill()
+        elif not self._running and self._phase is not _Phase.LEFT_OVER:
+            self._phase = _Phase.LEFT_OVER
+            self._stopping_since = now
+            self._ask_at, self._act_at = now + _SETTLE, now + _SETTLE + _LEFTOVER_GRACE
+        elif self._ask_at is not None and now >= self._ask_at:
+            self._ask_at = None
+            if self._phase is _Phase.LEFT_OVER:
+                left = [pid for pid, state in processes.descendants().items() if state != "Z"]
+                if left:
+                    self._output.line(f"ending what finished workers left behind: {processes.describe(left)}")
+                    processes.send(left, signal.SIGTERM)
+            else:
+                processes.send(self._running, signal.SIGTERM)
+        elif self._act_at is not None and now >= self._act_at:
+            self._kill()

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher of one machine: asks the machine, makes the plan, starts and supervises the workers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Mapping, Sequence
+
+from anyaccel.errors import UsageError
+from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, LaunchOptions
+from anyaccel.launch.plan import LaunchPlan, RankBinding, build_plan
+from anyaccel.launch.runners import local
+from anyaccel.launch.supervise import supervise
+from anyaccel.launch.worker import Worker
+from anyaccel.topology import Machine, read_machine
+
+# Accelerator -> the variable that restricts its devices and the names of its device files, where it has such.
+_DEVICES: dict[str, tuple[str, str] | None] = {"cpu": None, "cuda": ("CUDA_VISIBLE_DEVICES", "nvidia")}
+
+
+def count_devices(machine: Machine, environ: Mapping[str, str], dev: str = "/dev") -> int:
+    """How many devices this machine has for workers, without importing torch or a vendor library.
+
+    DS_ACCELERATOR names the accelerator; without it, one that has devices here is taken, else the CPU. Its devices
+    are those in its visible-devices variable, else its device files in `dev`. The CPU has one device per NUMA node
+    with allowed cores.
+
+    Raises:
+        UsageError: DS_ACCELERATOR names one whose devices cannot be counted like this, or that has none.
+    """
+    asked = environ.get("DS_ACCELERATOR", "")
+    if asked and asked not in _DEVICES:
+        raise UsageError(f"DS_ACCELERATOR={asked!r}: its devices cannot be counted here; give --num_accelerators")
+    for source in [_DEVICES[asked]] if asked else _DEVICES.values():
+        if source is None:
+            continue
+        variable, prefix = source
+        count = _visible(environ[variable]) if variable in environ else _device_files(dev, prefix)
+        if count:
+            return count
+        if asked:
+            raise UsageError(
+                f"DS_ACCELERATOR={asked!r}: no device of it is visible; give --num_accelerators, or check {variable}"
+            )
+    return len(machine.nodes_with_cores())
+
+
+def _visible(devices: str) -> int:
+    """Devices in a list such as "0,3"; as in CUDA, those after a negative or empty entry do not count."""
+    count = 0
+    for device in devices.split(","):
+        if not device.strip() or device.strip().startswith("-"):
+            break
+        count += 1
+    return count
+
+
+def _device_files(dev: str, prefix: str) -> int:
+    try:
+        names = os.listdir(dev)
+    except OSError:
+        return 0
+    return sum(name.startswith(prefix) and name[len(prefix) :].isdigit() for name in names)
+
+
+def free_port(wanted: int | None = None) -> int:
+    """A TCP port that nobody listens on: `wanted`, or one that the kernel picks.
+
+    The port is bound on all addresses, as rank 0 will do it, but never listened on.
+
+    Raises:
+        UsageError: `wanted` is in use, or not allowed.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # Connections of an earlier job that wait for their time-out do not hinder the next listener.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", wanted or 0))
+        except OSError as error:
+            raise UsageError(
+                f"--master_port {wanted} cannot be used: {error.strerror}; choose another, or leave it out for a free one"
+            ) from None
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def make_plan(
+    options: LaunchOptions,
+    machine: Machine | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    extra_env: Mapping[str, str] | None = None,
+) -> LaunchPlan:
+    """The plan for `options` on this machine. Starts nothing.
+
+    Args:
+        machine: what to plan for; read from this machine when left out.
+        environ: the environment that the workers will inherit; `os.environ` when left out.
+        extra_env: more variables for every worker. Those of the plan itself win.
+
+    Raises:
+        UsageError: what is asked for cannot be had on this machine.
+    """
+    machine = machine or read_machine()
+    environ = os.environ if environ is None else environ
+    return build_plan(
+        options,
+        machine,
+        devices=1 if options.num_accelerators else count_devices(machine, environ),
+        master_port=free_port(options.master_port),
+        environ=environ,
+        extra_env=extra_env,
+    )
+
+
+def launch_local(
+    plan: LaunchPlan,
+    command: Sequence[str] | Callable[[RankBinding], Sequence[str]],
+    *,
+    grace_period: float = DEFAULT_GRACE_PERIOD,
+) -> int:
+    """Start one worker per rank of `plan`, wait for all, and return the exit code of the job.
+
+    Call it from the main thread, before starting others: it forks, and it handles SIGINT and SIGTERM meanwhile.
+
+    Args:
+        command: argument vector of the workers, or a function that gives it for a rank.
+        grace_period: seconds between asking workers to end and killing them.
+
+    Returns:
+        0 when all workers returned 0, else the exit code of the first one that failed, 128 + N when signal N killed
+        it or ended the launcher. Nothing that a worker started is alive then.
+    """
+    workers = [
+        Worker(binding, tuple(command(binding) if callable(command) else command), {**os.environ, **binding.env})
+        for binding in plan.ranks
+    ]
+    return supervise(workers, grace_period)
+
+
+def check_script(options: LaunchOptions, search_path: str) -> None:
+    """Raise UsageError where the script is certainly not there; what a module name means is left to Python."""
+    script = options.script
+    if options.module:
+        return
+    if not options.no_python:
+        if not os.path.exists(script):
+            raise UsageError(f"script {script!r} does not exist (working directory {os.getcwd()}); check the path")
+        return
+    names = [script] if "/" in script else [os.path.join(part, script) for part in search_path.split(os.pathsep)]
+    if not any(_is_program(name) for name in names):
+        where = "is not an executable file" if "/" in script else "is not a program in PATH"
+        raise UsageError(f"{script!r} {where}; leave --no_python out to run it with Python")
+
+
+def _is_program(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode) and os.access(path, os.X_OK)
+    except OSError:
+        return False
+
+
+def run(options: LaunchOptions, *, extra_env: Mapping[str, str] | None = None) -> int:
+    """Plan, start and supervise; returns the exit code of the job as `launch_local` does.
+
+    Raises:
+        UsageError: what is asked for cannot be had on this machine; nothing was started.
+    """
+    check_script(options, os.environ.get("PATH", os.defpath))
+    plan = make_plan(options, extra_env=extra_env)
+    return launch_local(
+        plan, lambda binding: local.build_command(options, binding), grace_period=options.grace_period
+    )

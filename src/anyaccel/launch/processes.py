@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding and ending the processes below this one, through /proc."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State letter and parent of a process; None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The name before it is in parentheses and may contain anything.
+    fields = text.rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[1])
+
+
+def descendants(exclude: Iterable[int] = ()) -> dict[int, str]:
+    """All processes below this one, zombies included: process id -> state letter.
+
+    Args:
+        exclude: children that are left out, with everything below them.
+    """
+    children: dict[int, list[int]] = {}
+    states: dict[int, str] = {}
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        found = _stat(int(entry))
+        if found:
+            states[int(entry)] = found[0]
+            children.setdefault(found[1], []).append(int(entry))
+    skipped = set(exclude)
+    below: dict[int, str] = {}
+    queue = [os.getpid()]
+    while queue:
+        for pid in children.get(queue.pop(), ()):
+            if pid not in skipped and pid not in below:
+                below[pid] = states[pid]
+                queue.append(pid)
+    return below
+
+
+def children() -> set[int]:
+    """Direct children of this process."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()  # the usual case, without a walk through /proc
+    own = os.getpid()
+    found = ((int(entry), _stat(int(entry))) for entry in os.listdir("/proc") if entry.isdigit())
+    return {pid for pid, stat in found if stat and stat[1] == own}
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to processes; those that are gone, or belong to another user, are passed over."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+def describe(pids: Iterable[int]) -> str:
+    """Processes for a message: ``"123 (sleep 40), 124 (python x.py)"``."""
+    return ", ".join(f"{pid} ({_command(pid)})" for pid in sorted(pids))
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            words = file.read().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+        if not words:
+            with open(f"/proc/{pid}/comm", "rb") as file:
+                words = file.read().strip().decode(errors="replace")
+    except OSError:
+        return "gone"
+    printable = "".join(letter if letter.isprintable() else "?" for letter in words)
+    return printable if len(printable) <= 60 else f"{printable[:57]}..."
+
+
+def end_all(exclude: Iterable[int], timeout: float) -> set[int]:
+    """Kill everything below this process and wait for it; SIGCHLD must be blocked.
+
+    Args:
+        exclude: children that are left alone, with everything below them.
+        timeout: seconds after which to give up.
+
+    Returns:
+        What is still alive: processes of another user, or in the middle of a kernel call.
+    """
+    skipped = set(exclude)
+    deadline = time.monotonic() + timeout
+    while found := descendants(skipped):
+        send(found, signal.SIGKILL)
+        reaped = 0
+        for pid, state in found.items():
+            if state == "Z":
+                try:
+                    reaped += os.waitpid(pid, os.WNOHANG)[0]
+                except ChildProcessError:
+                    continue  # another process's zombie; it comes to us when that process is gone
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return set(found)
+        if not reaped:
+            # Each death may bring new children (a process that forked while we looked): look again after each.
+            signal.sigtimedwait([signal.SIGCHLD], min(left, 0.1))
+    return set()

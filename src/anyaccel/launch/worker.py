@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker does between fork and exec: it ties itself to its parent, its cores and its memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from anyaccel import _native
+from anyaccel.launch.binding import MEMORY_POLICIES
+from anyaccel.launch.plan import RankBinding
+from anyaccel.topology import format_cpu_list
+
+# Signals that end the launcher; the ones that its own parent ignores (nohup, a background shell) stay ignored.
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+
+# Exit codes of a shell for a program that is not there, and for one that cannot be run.
+_NOT_FOUND = 127
+_NOT_RUNNABLE = 126
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker to start: its place in the plan, its argument vector and its whole environment."""
+
+    binding: RankBinding
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def become_worker(worker: Worker, parent: int, group: int, stderr: int) -> NoReturn:
+    """Turn this freshly forked process, whose signals are blocked, into the worker. Never returns.
+
+    Args:
+        parent: process id of the process that forked; without it there is no worker.
+        group: process group to join, that of the launcher, so that a terminal reaches the worker.
+        stderr: descriptor that becomes its standard error.
+    """
+    code = _NOT_RUNNABLE
+    try:
+        os.dup2(stderr, 2)
+        _live_with(parent, group)
+        _bind(worker.binding)
+        _reset_signals()
+        os.execvpe(worker.command[0], worker.command, worker.env)
+    except FileNotFoundError:
+        code = _NOT_FOUND
+        _say(f"rank {worker.binding.rank}: {worker.command[0]!r} was not found; check the name, or the interpreter "
+             "in its first line")
+    except (OSError, ValueError) as error:
+        _say(f"rank {worker.binding.rank}: {worker.command[0]!r} cannot be started: {error}")
+    finally:
+        # The stack below belongs to another process.
+        os._exit(code)
+
+
+def _live_with(parent: int, group: int) -> None:
+    _native.set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)  # it died before the line above
+    os.setpgid(0, group)
+
+
+def _bind(binding: RankBinding) -> None:
+    if not binding.cores:
+        return
+    cores = format_cpu_list(binding.cores)
+    try:
+        os.sched_setaffinity(0, binding.cores)
+    except OSError as error:
+        _say(f"warning: rank {binding.rank} is not bound to cores {cores}: {error.strerror}")
+    try:
+        if binding.memory_nodes:
+            _native.set_mempolicy(MEMORY_POLICIES[binding.memory_policy], binding.memory_nodes)
+    except OSError as error:
+        nodes = format_cpu_list(binding.memory_nodes)
+        _say(
+            f"warning: memory of rank {binding.rank} is not bound to node {nodes}: {os.strerror(error.errno or 0)} "
+            f"(usual in containers); its cores are bound to {cores}"
+        )
+
+
+def _reset_signals() -> None:
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    # Python ignores these two for itself; programs expect the default.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _say(text: str) -> None:
+    os.write(2, f"anyaccel: {text}\n".encode(errors="backslashreplace"))
