@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The accelerator interface: every method, with a default wherever there is a sensible one.
 
-A new backend must bring `spec`, `device_count`, `current_device`, `set_device` and `synchronize`; whatever else
-it leaves out either works through the default or raises CapabilityError. A method that is added here later
-comes with a default too, so an extension written for an older version keeps working.
+A new backend must bring `spec`, `device_count`, `current_device`, `set_device` and `synchronize`; whatever
+else it leaves out either works through the default or raises CapabilityError. A method that is added here
+later comes with a default too, so an extension written for an older version keeps working.
 
 The file is long because the interface is: 85 methods whose names, arguments and defaults are DeepSpeed's.
 """

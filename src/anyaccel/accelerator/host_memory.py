@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _STATM = "/proc/self/statm"
@@ -110,49 +111,83 @@ def total(root: Path = Path("/")) -> int:
     Args:
         root: where the file system begins; tests give a tree of their own.
     """
-    return min([_meminfo(root)["MemTotal"], *(level.limit for level in _cgroup_levels(root))])
+    limits = (_limit(group) for group in _cgroups(root))
+    return min([_meminfo(root, "MemTotal:"), *(limit for limit in limits if limit is not None)])
 
 
 def available(root: Path = Path("/")) -> int:
     """Bytes that can be allocated now without swapping, neither on the host nor in any enclosing cgroup."""
-    free = [_meminfo(root)["MemAvailable"], *(level.limit - level.used for level in _cgroup_levels(root))]
+    free = [_meminfo(root, "MemAvailable:")]
+    for group in _cgroups(root):
+        limit = _limit(group)
+        if limit is not None:
+            free.append(limit - _used(group))
     return max(0, min(free))
 
 
-def _meminfo(root: Path) -> dict[str, int]:
-    pairs = (line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    return {name: int(value.split()[0]) << 10 for name, value in pairs}
+def _meminfo(root: Path, name: str) -> int:
+    with open(f"{root}/proc/meminfo") as file:
+        for line in file:
+            if line.startswith(name):
+                return int(line.split()[1]) << 10
+    raise OSError(f"{root}/proc/meminfo has no {name}")
 
 
-@dataclass(frozen=True)
-class _Level:
-    limit: int
-    used: int
-
-
-@dataclass(frozen=True)
-class _Files:
-    """Names in one cgroup version, with the fields of memory.stat that the kernel can drop under pressure."""
+class _Group(NamedTuple):
+    """The files of one cgroup, and the fields of memory.stat that the kernel can drop under pressure."""
 
     limit: str
     usage: str
+    stat: str
     droppable: tuple[str, ...]
 
 
-# v1 counts only the group itself in the plain names; total_ includes the groups below it, as usage does.
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-_V2 = _Files("memory.max", "memory.current", ("active_file", "inactive_file", "slab_reclaimable"))
+def _v1(folder: Path) -> _Group:
+    # The plain names of memory.stat count the group alone; total_ includes the groups below, as usage does.
+    return _Group(
+        limit=f"{folder}/memory.limit_in_bytes",
+        usage=f"{folder}/memory.usage_in_bytes",
+        stat=f"{folder}/memory.stat",
+        droppable=("total_active_file", "total_inactive_file"),
+    )
 
 
-def _cgroup_levels(root: Path) -> list[_Level]:
-    """Every cgroup with a memory limit that this process is in, both hierarchies, leaf to top."""
-    levels = []
-    for line in _lines(root / "proc/self/cgroup"):
+def _v2(folder: Path) -> _Group:
+    return _Group(
+        limit=f"{folder}/memory.max",
+        usage=f"{folder}/memory.current",
+        stat=f"{folder}/memory.stat",
+        droppable=("active_file", "inactive_file", "slab_reclaimable"),
+    )
+
+
+def _limit(group: _Group) -> int | None:
+    lines = _lines(group.limit)  # missing in the root group
+    if not lines or lines[0] == "max" or int(lines[0]) >= _NO_LIMIT:
+        return None
+    return int(lines[0])
+
+
+def _used(group: _Group) -> int:
+    usage = _lines(group.usage)
+    stat = dict(line.split(maxsplit=1) for line in _lines(group.stat))
+    droppable = sum(int(stat.get(name, 0)) for name in group.droppable)
+    return max(0, int(usage[0]) - droppable) if usage else 0
+
+
+@functools.cache
+def _cgroups(root: Path) -> tuple[_Group, ...]:
+    """Every cgroup that counts the memory of this process, both hierarchies, each from the leaf to the top.
+
+    Read once: a process is put into its group before it starts.
+    """
+    groups = []
+    for line in _lines(f"{root}/proc/self/cgroup"):
         _number, controllers, path = line.split(":", 2)
         if controllers == "":
-            mount, files = _mount(root, "cgroup2", ""), _V2
+            mount, group = _mount(root, "cgroup2", ""), _v2
         elif "memory" in controllers.split(","):
-            mount, files = _mount(root, "cgroup", "memory"), _V1
+            mount, group = _mount(root, "cgroup", "memory"), _v1
         else:
             continue
         if mount is None:
@@ -161,27 +196,15 @@ def _cgroup_levels(root: Path) -> list[_Level]:
         # In a container without a cgroup namespace the path is the host's, while the mount shows a part of
         # it; a path outside that part (or "/.." with a namespace) cannot be seen, so only the top is read.
         inside = Path(path).is_relative_to(shown) and ".." not in Path(path).parts
-        folder = top / Path(path).relative_to(shown) if inside else top
-        for group in [folder, *folder.parents]:
-            level = _level(group, files)
-            if level is not None:
-                levels.append(level)
-            if group == top:
-                break
-    return levels
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:  # no such kernel feature, or hidden by a sandbox
-        return []
+        below = Path(path).relative_to(shown) if inside else Path()
+        groups += [group(top / part) for part in [below, *below.parents]]
+    return tuple(groups)
 
 
 def _mount(root: Path, kind: str, option: str) -> tuple[Path, str] | None:
     """Mount point of a cgroup hierarchy and the part of the hierarchy that it shows; the last mount wins."""
     found = None
-    for line in _lines(root / "proc/self/mountinfo"):
+    for line in _lines(f"{root}/proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         shown, point = before.split()[3:5]
         fields = after.split()
@@ -190,11 +213,9 @@ def _mount(root: Path, kind: str, option: str) -> tuple[Path, str] | None:
     return found
 
 
-def _level(group: Path, files: _Files) -> _Level | None:
-    limits = _lines(group / files.limit)
-    if not limits or limits[0] == "max" or int(limits[0]) >= _NO_LIMIT:
-        return None
-    usage = _lines(group / files.usage)
-    stat = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
-    used = int(usage[0]) if usage else 0
-    return _Level(int(limits[0]), max(0, used - sum(int(stat.get(name, 0)) for name in files.droppable)))
+def _lines(file: str) -> list[str]:
+    try:
+        with open(file) as stream:
+            return stream.read().splitlines()
+    except OSError:  # no such kernel feature, or hidden by a sandbox
+        return []

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anyaccel import env
 from anyaccel._registry import Entry, Registry
@@ -57,8 +58,7 @@ class Candidate:
     installed: bool = False
 
 
-@dataclass(frozen=True)
-class Detection:
+class Detection(NamedTuple):
     """How the accelerator was chosen, and every candidate in detection order."""
 
     chosen: str
@@ -130,7 +130,7 @@ def detection_report(probe_all: bool = False) -> Detection:
     get_accelerator()
     with _lock:
         assert _detection is not None
-        return replace(_detection, candidates=probe_candidates(_detection)) if probe_all else _detection
+        return _detection._replace(candidates=probe_candidates(_detection)) if probe_all else _detection
 
 
 def probe_candidates(detection: Detection | None = None) -> tuple[Candidate, ...]:
@@ -140,8 +140,7 @@ def probe_candidates(detection: Detection | None = None) -> tuple[Candidate, ...
     for entry in REGISTRY:
         row = known.get(entry.name)
         if row is None or row.available is None:
-            loaded = _load(entry)
-            row = _probe(loaded)
+            row = _probe(_load(entry))
         rows.append(replace(row, chosen=detection is not None and row.name == detection.chosen))
     return tuple(sorted(rows, key=lambda row: row.order))
 
@@ -174,8 +173,7 @@ def _choose() -> Accelerator:
         return _accelerator
 
 
-@dataclass(frozen=True)
-class _Loaded:
+class _Loaded(NamedTuple):
     """A candidate whose module is imported; `factory` is None when that failed."""
 
     row: Candidate
@@ -218,8 +216,7 @@ def _detected() -> tuple[Accelerator, Detection]:
 
 def _load(entry: Entry[Any]) -> _Loaded:
     """Import what is registered; its own failure is a row with the reason."""
-    import torch  # noqa: F401  its import is not to be counted as part of a probe
-
+    importlib.import_module("anyaccel.accelerator.torch_device")  # with torch: not to be counted as a probe
     started = time.perf_counter()
     row = Candidate(entry.name, entry.origin)
     try:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a backend declares about itself: plain data, readable without importing torch."""
+"""What a backend declares about itself: plain data, readable without importing torch.
+
+Small records are named tuples: defining a dataclass takes a millisecond or two, at each start of a process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 # Version of the interface that an extension is written against. It grows only when an existing method changes
 # its meaning: a new method has a default in base.Accelerator and needs no new version.
@@ -61,8 +65,7 @@ class Capabilities:
         return next((reason for name, reason in self.absent.items() if name == capability), "")
 
 
-@dataclass(frozen=True)
-class CollectiveBackend:
+class CollectiveBackend(NamedTuple):
     """A `torch.distributed` backend for tensors of the device.
 
     Attributes:
@@ -74,8 +77,7 @@ class CollectiveBackend:
     package: str = ""
 
 
-@dataclass(frozen=True)
-class Unavailable:
+class Unavailable(NamedTuple):
     """Why an accelerator cannot be used.
 
     Attributes:

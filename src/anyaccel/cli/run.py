@@ -14,28 +14,32 @@ from anyaccel.launch.runners import local
 from anyaccel.topology import read_machine
 
 _EXAMPLES = """\
-  anyaccel run train.py --epochs 3                                one worker per device (CPU: per NUMA node)
-  anyaccel run --num_accelerators 2 --bind_cores_to_rank x.py     two workers, each on its own half of the cores
-  anyaccel run --num_accelerators 4 --bind_core_list 0-27,32-59 x.py
-                                                                  workers on 0-13, 14-27, 32-45 and 46-59
-  anyaccel run --bind_cores_to_rank --dry-run x.py                show the plan, start nothing
-  anyaccel run --no_local_rank -m package.module --flag           a module, without --local_rank=N
-  anyaccel run --no_python --no_local_rank ./program arg          any program
+  one worker per device (on CPU: per NUMA node)
+      anyaccel run train.py --epochs 3
+  two workers, each on its own half of the cores
+      anyaccel run --num_accelerators 2 --bind_cores_to_rank train.py
+  four workers, on CPUs 0-13, 14-27, 32-45 and 46-59
+      anyaccel run --num_accelerators 4 --bind_core_list 0-27,32-59 train.py
+  show the plan and start nothing
+      anyaccel run --bind_cores_to_rank --dry-run train.py
+  a module that does not know --local_rank; a program that is not Python
+      anyaccel run --no_local_rank -m package.module --flag
+      anyaccel run --no_local_rank --no_python ./program argument
 """
 
 
 def _parser() -> Parser:
     parser = Parser(
         "run",
-        "Start a script once per device of this machine, with the environment that torch.distributed expects.\n"
+        "Start a script once per device of this machine, in the environment that torch.distributed expects.\n"
         "When one worker fails, or this command is ended, nothing of the job stays alive.",
         _EXAMPLES,
     )
     parser.usage = "anyaccel run [options] script [args ...]"
     add = parser.add_argument
-    add("--num_accelerators", "--num_gpus", type=int, metavar="N", help="number of workers; default: one per device")
-    add("--bind_cores_to_rank", action="store_true", help="bind each worker to its own physical cores and memory node")
-    add("--bind_core_list", metavar="LIST", help="CPUs to divide among the workers in this order, such as 0-27,32-59")
+    add("--num_accelerators", "--num_gpus", type=int, metavar="N", help="workers; default: one per device")
+    add("--bind_cores_to_rank", action="store_true", help="bind each worker to its own cores and memory")
+    add("--bind_core_list", metavar="LIST", help="CPUs to divide among workers, such as 0-27,32-59")
     add("--master_addr", metavar="ADDR", help="address of rank 0; default: 127.0.0.1")
     add("--master_port", type=int, metavar="PORT", help="TCP port of rank 0; default: a free one")
     add("-m", "--module", action="store_true", help="script is a module, run as python -m does")
@@ -51,7 +55,7 @@ def _parser() -> Parser:
     add("--dry-run", action="store_true", help="print the plan and start nothing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     # One argument that takes everything: argparse would drop a `--` that is meant for the script.
-    add("command", nargs=argparse.REMAINDER, metavar="script [args ...]", help="what to run, and its arguments")
+    add("command", nargs=argparse.REMAINDER, metavar="script [args ...]", help="what to run")
     return parser
 
 

@@ -49,8 +49,8 @@ def divide_core_list(
 def spread_cores(machine: Machine, ranks: int) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """Give each rank the same number of physical cores, ranks spread over NUMA nodes and no rank across two.
 
-    Only where no node has a rank's share of all cores (fewer ranks than nodes, mostly) may a rank have cores of
-    several nodes, and even then not when staying inside costs it at most a quarter of its share.
+    Only where no node has a rank's share of all cores (fewer ranks than nodes, mostly) may a rank have cores
+    of several nodes, and even then not when staying inside costs it at most a quarter of its share.
 
     Returns:
         One logical CPU per core for each rank, and the cores that nobody got.
@@ -63,8 +63,9 @@ def spread_cores(machine: Machine, ranks: int) -> tuple[list[tuple[int, ...]], t
     share = total // ranks
     if share == 0:
         raise UsageError(
-            f"{ranks} workers cannot each have a core of their own: this process may use {_count(total, 'core')} "
-            f"(CPU {format_cpu_list(machine.allowed_cpus)}); start at most {total} workers, or do not bind them"
+            f"{ranks} workers cannot each have a core of their own: this process may use only "
+            f"{_count(total, 'core')} (CPU {format_cpu_list(machine.allowed_cpus)}); "
+            f"start at most {total}, or do not bind them"
         )
     inside = _largest_inside(nodes, ranks)
     if any(len(node) >= share for node in nodes) or 4 * inside >= 3 * share:
@@ -77,7 +78,7 @@ def spread_cores(machine: Machine, ranks: int) -> tuple[list[tuple[int, ...]], t
 
 
 def _largest_inside(nodes: Sequence[Sequence[Cpu]], ranks: int) -> int:
-    """The largest number of cores per rank with which all ranks fit without one that has cores of two nodes."""
+    """The largest number of cores per rank with which all ranks fit, each inside one node."""
     size = max(map(len, nodes))
     while size and sum(len(node) // size for node in nodes) < ranks:
         size -= 1
@@ -99,9 +100,9 @@ def _place_inside(nodes: Sequence[Sequence[Cpu]], ranks: int, size: int) -> list
 def memory_policy(machine: Machine, cores: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """Where a rank on these cores takes its memory from: a key of MEMORY_POLICIES, and the nodes.
 
-    Cores inside one node that has memory bind to that node (to all nodes that show the same cores, where firmware
-    or kernel cut one node into several). Cores of several nodes, or of a node without memory, keep the kernel's
-    default, which takes memory from the node that touches it, or the nearest one.
+    Cores inside one node that has memory bind to that node (to all nodes that show the same cores, where the
+    kernel was told to cut one node into several). Cores of several nodes, or of a node without memory, keep
+    the kernel's default, which takes memory from the node that touches it, or the nearest one.
     """
     wanted = set(cores)
     nodes = tuple(

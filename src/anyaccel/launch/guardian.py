@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guardian: the process between the launcher and the workers. It is the parent of every worker.
 
-It exists so that a launcher that is killed with SIGKILL leaves nothing behind: the guardian notices by the end of a
-pipe. It is a subreaper, so a process that a worker started comes to it as a child when its own parent dies, whatever
-session it moved to. As long as it has a child, something of the job is alive; when it has none, nothing is.
+It exists so that a launcher that is killed with SIGKILL leaves nothing behind: the guardian notices by the
+end of a pipe. It is a subreaper: a process that a worker started comes to it as a child when its own parent
+dies, whatever session it moved to. As long as it has a child, something of the job is alive; when it has none,
+nothing is.
 
 It is in a process group of its own, so that what is sent to the launcher's whole group does not reach it.
 """
@@ -17,47 +18,80 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NoReturn, TypedDict
 
 from anyaccel import _native
 from anyaccel.launch import processes
 from anyaccel.launch.output import Output
 from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
 
+TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+if TYPE_CHECKING:
+    from typing import NoReturn
+
 # Added to a signal number on the control pipe: the workers have it already, it went to the whole group.
 DELIVERED = 0x80
 # What counts as the same moment: a worker dies of Ctrl-C before the launcher has told us of it.
 SAME_MOMENT = 0.1
-# Seconds after SIGKILL until we stop waiting: a process with much memory takes a while, a stuck disk takes for ever.
+# Seconds after SIGKILL until we stop waiting: much memory takes a while to free, a stuck disk takes for ever.
 KILL_TIMEOUT = 30.0
-# Helpers of finished workers (a resource tracker) end by themselves within this many seconds; what stays is named.
+# Seconds in which helpers of finished workers (a resource tracker) end by themselves; what stays is named.
 _SETTLE = 0.2
 # Seconds that left-over processes have between SIGTERM and SIGKILL.
 _LEFTOVER_GRACE = 0.8
-# Bytes waiting for a slow reader of standard error; above this the workers wait too, as they would without us.
+# Bytes waiting for a slow reader of standard error; above this workers wait, as they would without us.
 _BACKLOG = 1 << 16
 _TAIL_BYTES = 1 << 14
 _TAIL_LINES = 20
 
 
-class Failure(TypedDict):
-    """The first worker that failed, and when (CLOCK_MONOTONIC, seconds)."""
+@dataclass(frozen=True)
+class Failure:
+    """The first worker that failed.
+
+    Attributes:
+        status: its wait status.
+        time: when it was noticed, in seconds of CLOCK_MONOTONIC.
+        others: number of workers that were alive then.
+        tail: its last lines on standard error.
+    """
 
     rank: int
     pid: int
     status: int
     time: float
     others: int
-    tail: list[str]
+    tail: tuple[str, ...] = ()
 
 
-class Report(TypedDict):
-    """What the guardian tells the launcher at the end, through a file in memory."""
+@dataclass
+class Report:
+    """What the guardian tells the launcher at the end, through a file in memory.
 
-    failure: Failure | None
-    signal: int | None
-    immortal: str
+    Attributes:
+        failure: the first failure; None when no worker failed before somebody ended the job.
+        signal: the first signal that asked to end the job.
+        immortal: processes that did not end, described.
+    """
+
+    failure: Failure | None = None
+    signal: int | None = None
+    immortal: str = ""
+
+    def encode(self) -> bytes:
+        failure = tuple(vars(self.failure).values()) if self.failure else None
+        return marshal.dumps((failure, self.signal, self.immortal))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Report:
+        """The opposite of `encode`, in the process that the guardian was forked from.
+
+        Raises:
+            EOFError, ValueError, TypeError: the guardian did not come to the end of it.
+        """
+        failure, number, immortal = marshal.loads(data)
+        return cls(failure and Failure(*failure), number, immortal)
 
 
 class _Phase(Enum):
@@ -76,10 +110,10 @@ def guard(workers: Sequence[Worker], grace_period: float, control: int, report: 
         report: file in memory that gets the marshalled Report.
         group: process group of the launcher.
     """
-    code = 70  # EX_SOFTWARE: an error of ours, its traceback is on standard error
+    code = 70  # EX_SOFTWARE, with a traceback
     try:
         guardian = _Guardian(workers, grace_period, control, group)
-        os.write(report, marshal.dumps(guardian.run()))
+        os.write(report, guardian.run().encode())
         code = 0
     finally:
         # The stack below belongs to the launcher's copy: it must not be unwound here.
@@ -106,12 +140,10 @@ class _Guardian:
         self._children = True
         self._finished_at: float | None = None
         self._launcher_gone = False
-        self._result: Report = {"failure": None, "signal": None, "immortal": ""}
+        self._result = Report()
         self._set_up()
         self._start(workers, group)
         self._wakeup = self._listen()
-
-    # -- start ---------------------------------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
         os.setpgid(0, 0)
@@ -147,8 +179,6 @@ class _Guardian:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         return read_end
 
-    # -- loop ----------------------------------------------------------------------------------------------------------
-
     def run(self) -> Report:
         while True:
             self._reap()
@@ -156,8 +186,8 @@ class _Guardian:
             if self._done(time.monotonic()):
                 break
             self._wait()
-        if self._result["failure"]:
-            self._result["failure"]["tail"] = self._tail(self._result["failure"]["rank"])
+        if failure := self._result.failure:
+            self._result.failure = replace(failure, tail=self._tail(failure.rank))
         return self._result
 
     def _done(self, now: float) -> bool:
@@ -166,16 +196,17 @@ class _Guardian:
         if self._finished_at is None:
             self._finished_at = now
             for pipe in list(self._pipes):
-                self._pump(pipe)
-        # Somebody who pages through the output may take an hour; somebody who pressed Ctrl-C may not wait for it.
-        impatient = self._launcher_gone or (self._result["signal"] is not None and now > self._finished_at + 1)
+                while self._pump(pipe):
+                    pass
+        # Who pages through the output may take an hour; who pressed Ctrl-C does not want to wait.
+        impatient = self._launcher_gone or (self._result.signal is not None and now > self._finished_at + 1)
         return not self._output.pending or impatient
 
     def _wait(self) -> None:
         """Sleep until something happens or the next deadline comes."""
         now = time.monotonic()
         deadlines = [at for at in (self._ask_at, self._act_at) if at is not None] if self._children else []
-        if not self._children and self._result["signal"] is not None:
+        if not self._children and self._result.signal is not None:
             deadlines.append(now + 1)
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
@@ -209,27 +240,25 @@ class _Guardian:
         for byte in message:
             self._stop(byte & ~DELIVERED, delivered=bool(byte & DELIVERED))
 
-    def _pump(self, pipe: int) -> None:
-        """Pass on what a worker wrote to standard error, and keep the end of it."""
+    def _pump(self, pipe: int) -> bool:
+        """Pass on what a worker wrote to standard error and keep the end of it; False if there was nothing."""
         rank = self._pipes[pipe]
-        while self._output.pending < _BACKLOG or self._finished_at is not None:
-            try:
-                data = os.read(pipe, _BACKLOG)
-            except BlockingIOError:
-                return
-            if not data:
-                del self._pipes[pipe]
-                os.close(pipe)
-                return
-            self._output.write(data)
-            self._tails[rank] += data
-            del self._tails[rank][:-_TAIL_BYTES]
+        try:
+            data = os.read(pipe, _BACKLOG)
+        except BlockingIOError:
+            return False
+        if not data:
+            del self._pipes[pipe]
+            os.close(pipe)
+            return False
+        self._output.write(data)
+        self._tails[rank] += data
+        del self._tails[rank][:-_TAIL_BYTES]
+        return True
 
-    def _tail(self, rank: int) -> list[str]:
+    def _tail(self, rank: int) -> tuple[str, ...]:
         lines = self._tails[rank].decode(errors="replace").splitlines()
-        return [line[:500] for line in lines if line.strip()][-_TAIL_LINES:]
-
-    # -- workers -------------------------------------------------------------------------------------------------------
+        return tuple([line[:500] for line in lines if line.strip()][-_TAIL_LINES:])
 
     def _reap(self) -> None:
         ended: list[tuple[int, int, int]] = []
@@ -245,18 +274,17 @@ class _Guardian:
                 ended.append((pid, self._running.pop(pid), status))
         failed = [entry for entry in ended if entry[2]]
         if failed and self._phase is _Phase.RUNNING:
-            # Of those that ended at once, one that was killed is rather the cause than one that ended by itself.
+            # Of those that ended at once, one that was killed is rather the cause than one that gave up.
             pid, rank, status = min(failed, key=lambda entry: not os.WIFSIGNALED(entry[2]))
             now = time.monotonic()
-            others = len(self._running)
-            self._result["failure"] = Failure(rank=rank, pid=pid, status=status, time=now, others=others, tail=[])
+            self._result.failure = Failure(rank, pid, status, now, len(self._running))
             self._ask(signal.SIGTERM, now)
 
     def _stop(self, number: int, *, delivered: bool) -> None:
         """Somebody wants the job to end."""
         now = time.monotonic()
-        if self._result["signal"] is None:
-            self._result["signal"] = number
+        if self._result.signal is None:
+            self._result.signal = number
         if self._phase is _Phase.RUNNING:
             self._ask(number, now, delivered=delivered)
         elif number == signal.SIGINT and now > self._stopping_since + SAME_MOMENT:
@@ -267,7 +295,7 @@ class _Guardian:
         self._stopping_since = now
         self._act_at = now + self._grace
         if number != signal.SIGTERM:
-            self._ask_at = now + self._grace / 2  # for those that ignore it, a background Python ignores SIGINT
+            self._ask_at = now + self._grace / 2  # a Python that was started in the background ignores SIGINT
         if not delivered:
             processes.send(self._running, number)
 
@@ -287,7 +315,7 @@ class _Guardian:
             return
         if self._phase is _Phase.KILLING:
             if now > self._give_up_at:
-                self._result["immortal"] = processes.describe(processes.descendants())
+                self._result.immortal = processes.describe(processes.descendants())
                 self._children = False
             else:
                 self._kill()

@@ -47,7 +47,9 @@ class LaunchOptions:
 
     def __post_init__(self) -> None:
         if not self.script:
-            raise UsageError("no script was given; put it after the options: anyaccel run [options] script.py ...")
+            raise UsageError(
+                "no script was given; put it after the options, as in: anyaccel run [options] train.py"
+            )
         if self.num_accelerators is not None and self.num_accelerators < 1:
             raise UsageError(f"--num_accelerators is {self.num_accelerators}, it must be at least 1")
         if self.master_addr is not None and not self.master_addr.strip():
@@ -58,7 +60,7 @@ class LaunchOptions:
             raise UsageError("--module and --no_python contradict each other; use one of them")
         # `not >=` refuses NaN as well.
         if not self.grace_period >= 0 or self.grace_period == float("inf"):
-            raise UsageError(f"--grace-period is {self.grace_period}, it must be a number of seconds, 0 or more")
+            raise UsageError(f"--grace-period is {self.grace_period}, it must be 0 or more seconds")
         if self.core_list is not None:
             if not self.core_list:
                 raise UsageError("--bind_core_list is empty; give CPUs such as 0-27,32-59 or leave it out")

@@ -22,7 +22,7 @@ class Output:
 
     @staticmethod
     def _unblocked(descriptor: int) -> int:
-        """The same pipe or terminal, opened anew: O_NONBLOCK on `descriptor` itself would change it for everybody."""
+        """The same pipe or terminal, opened anew: O_NONBLOCK on `descriptor` would change it for everybody."""
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY

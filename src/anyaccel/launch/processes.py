@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -21,6 +21,16 @@ def _stat(pid: int) -> tuple[str, int] | None:
     return fields[0].decode(), int(fields[1])
 
 
+def _all() -> Iterator[tuple[int, str, int]]:
+    """Process id, state letter and parent of every process."""
+    with os.scandir("/proc") as entries:
+        pids = [int(entry.name) for entry in entries if entry.name.isdigit()]
+    for pid in pids:
+        found = _stat(pid)
+        if found:
+            yield pid, *found
+
+
 def descendants(exclude: Iterable[int] = ()) -> dict[int, str]:
     """All processes below this one, zombies included: process id -> state letter.
 
@@ -29,13 +39,9 @@ def descendants(exclude: Iterable[int] = ()) -> dict[int, str]:
     """
     children: dict[int, list[int]] = {}
     states: dict[int, str] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        found = _stat(int(entry))
-        if found:
-            states[int(entry)] = found[0]
-            children.setdefault(found[1], []).append(int(entry))
+    for pid, state, parent in _all():
+        states[pid] = state
+        children.setdefault(parent, []).append(pid)
     skipped = set(exclude)
     below: dict[int, str] = {}
     queue = [os.getpid()]
@@ -54,8 +60,7 @@ def children() -> set[int]:
     except ChildProcessError:
         return set()  # the usual case, without a walk through /proc
     own = os.getpid()
-    found = ((int(entry), _stat(int(entry))) for entry in os.listdir("/proc") if entry.isdigit())
-    return {pid for pid, stat in found if stat and stat[1] == own}
+    return {pid for pid, _, parent in _all() if parent == own}
 
 
 def send(pids: Iterable[int], number: int) -> None:
@@ -110,6 +115,6 @@ def end_all(exclude: Iterable[int], timeout: float) -> set[int]:
         if left <= 0:
             return set(found)
         if not reaped:
-            # Each death may bring new children (a process that forked while we looked): look again after each.
+            # Each death may bring new children (of a process that forked while we looked): look again.
             signal.sigtimedwait([signal.SIGCHLD], min(left, 0.1))
     return set()

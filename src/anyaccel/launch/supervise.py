@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's side of supervision: forks the guardian, forwards signals, and says at the end what happened.
+"""The launcher's side of supervision: forks the guardian, forwards signals, says at the end what happened.
 
-Two processes watch each other, so that either may be killed with SIGKILL: the guardian ends everything when the
-launcher is gone, and the launcher, a subreaper too, ends everything when the guardian is gone.
+Two processes watch each other, so that either may be killed with SIGKILL: the guardian ends everything when
+the launcher is gone, and the launcher, a subreaper too, ends everything when the guardian is gone.
 """
 
 from __future__ import annotations
 
-import marshal
 import os
 import signal
 import time
@@ -68,10 +67,9 @@ def _read(report: int) -> Report | None:
     os.lseek(report, 0, os.SEEK_SET)
     data = os.read(report, 1 << 20)
     try:
-        found: Report = marshal.loads(data)
+        return Report.decode(data)
     except (EOFError, ValueError, TypeError):
         return None
-    return found
 
 
 class _Launcher:
@@ -109,18 +107,20 @@ class _Launcher:
         number = info.si_signo
         if number == signal.SIGCHLD:
             return
+        name = signal.Signals(number).name
         try:
             os.write(self._control, bytes([number | (DELIVERED if info.si_code == _SI_KERNEL else 0)]))
         except OSError:
-            return  # the guardian has ended, or is about to be killed for not listening
-        finally:
-            if self._stop is None:
-                self._stop = number, time.monotonic()
-        self._output.line(f"{signal.Signals(number).name} received, ending {self._workers}")
+            what = f"{name} received"  # the guardian has ended, or does not listen and will be killed
+        else:
+            what = f"{name} received" + (f", ending {self._workers}" if self._stop is None else " again")
+        if self._stop is None:
+            self._stop = number, time.monotonic()
+        self._output.line(what)
 
     def conclude(self, status: int, report: Report | None, before: set[int]) -> int:
         """Make sure that nothing is left, say what happened, and return the exit code of the job."""
-        immortal = report["immortal"] if report else ""
+        immortal = report.immortal if report else ""
         if report is None:
             immortal = processes.describe(processes.end_all(before, KILL_TIMEOUT))
         if immortal:
@@ -130,8 +130,8 @@ class _Launcher:
         return code
 
     def _explain(self, status: int, report: Report | None) -> int:
-        failure = report["failure"] if report else None
-        if self._stop and (failure is None or self._stop[1] <= failure["time"] + SAME_MOMENT):
+        failure = report.failure if report else None
+        if self._stop and (failure is None or self._stop[1] <= failure.time + SAME_MOMENT):
             return 128 + self._stop[0]
         if report is None:
             self._output.line(f"error: the supervising process {_end(status)}; {self._workers} were ended")
@@ -139,9 +139,9 @@ class _Launcher:
         if failure:
             for line in _explanation(failure):
                 self._output.line(line)
-            return _code(failure["status"])
-        if report["signal"]:
-            return 128 + report["signal"]
+            return _code(failure.status)
+        if report.signal:
+            return 128 + report.signal
         return 0
 
 
@@ -158,14 +158,14 @@ def _end(status: int) -> str:
 
 
 def _explanation(failure: Failure) -> list[str]:
-    others = failure["others"]
+    others = failure.others
     ended = "" if others == 0 else f"; {others} other worker{' was' if others == 1 else 's were'} ended"
-    lines = [f"error: rank {failure['rank']} (process {failure['pid']}) {_end(failure['status'])}{ended}"]
-    if os.WIFSIGNALED(failure["status"]) and os.WTERMSIG(failure["status"]) == signal.SIGKILL:
-        lines.append("nobody here sent that signal; the kernel does when memory runs out, `dmesg` then says so")
-    if failure["tail"]:
-        lines.append(f"last lines of rank {failure['rank']} on standard error:")
-        lines += [f"  | {line}" for line in failure["tail"]]
-    if any("--local_rank" in line and "rror" in line for line in failure["tail"]):
+    lines = [f"error: rank {failure.rank} (process {failure.pid}) {_end(failure.status)}{ended}"]
+    if os.WIFSIGNALED(failure.status) and os.WTERMSIG(failure.status) == signal.SIGKILL:
+        lines.append("the launcher did not send that; the kernel does when memory runs out, see dmesg")
+    if failure.tail:
+        lines.append(f"last lines of rank {failure.rank} on standard error:")
+        lines += [f"  | {line}" for line in failure.tail]
+    if any("--local_rank" in line and "rror" in line for line in failure.tail):
         lines.append("the script does not take --local_rank; start it with --no_local_rank")
     return lines

@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NoReturn
 
 from anyaccel import _native
 from anyaccel.launch.binding import MEMORY_POLICIES
 from anyaccel.launch.plan import RankBinding
 from anyaccel.topology import format_cpu_list
 
-# Signals that end the launcher; the ones that its own parent ignores (nohup, a background shell) stay ignored.
+TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+# Signals that end the launcher; those that its own parent ignores (nohup, a background shell) stay ignored.
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
 
 # Exit codes of a shell for a program that is not there, and for one that cannot be run.
 _NOT_FOUND = 127
 _NOT_RUNNABLE = 126
+_OUR_ERROR = 70  # EX_SOFTWARE, with a traceback
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ def become_worker(worker: Worker, parent: int, group: int, stderr: int) -> NoRet
         group: process group to join, that of the launcher, so that a terminal reaches the worker.
         stderr: descriptor that becomes its standard error.
     """
-    code = _NOT_RUNNABLE
+    code = _OUR_ERROR
     try:
         os.dup2(stderr, 2)
         _live_with(parent, group)
@@ -48,12 +53,17 @@ def become_worker(worker: Worker, parent: int, group: int, stderr: int) -> NoRet
         os.execvpe(worker.command[0], worker.command, worker.env)
     except FileNotFoundError:
         code = _NOT_FOUND
-        _say(f"rank {worker.binding.rank}: {worker.command[0]!r} was not found; check the name, or the interpreter "
-             "in its first line")
+        _say(
+            f"rank {worker.binding.rank}: {worker.command[0]!r} was not found; check the name, "
+            "or the interpreter in its first line"
+        )
     except (OSError, ValueError) as error:
+        code = _NOT_RUNNABLE
         _say(f"rank {worker.binding.rank}: {worker.command[0]!r} cannot be started: {error}")
     finally:
         # The stack below belongs to another process.
+        if code == _OUR_ERROR:
+            sys.excepthook(*sys.exc_info())
         os._exit(code)
 
 
@@ -78,8 +88,8 @@ def _bind(binding: RankBinding) -> None:
     except OSError as error:
         nodes = format_cpu_list(binding.memory_nodes)
         _say(
-            f"warning: memory of rank {binding.rank} is not bound to node {nodes}: {os.strerror(error.errno or 0)} "
-            f"(usual in containers); its cores are bound to {cores}"
+            f"warning: memory of rank {binding.rank} is not bound to node {nodes}: "
+            f"{os.strerror(error.errno or 0)} (usual in containers); its cores are bound to {cores}"
         )
 
 

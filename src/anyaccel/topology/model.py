@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Linux is built for at most 8192 CPUs; a larger number in a list is a typing mistake, not a reason to fill memory.
+# Linux is built for at most 8192 CPUs; a larger number in a list is a mistake, not a reason to fill memory.
 _MAX_CPU = 1 << 16
 
 
@@ -100,8 +100,8 @@ class Machine:
         cpus: all online logical CPUs by ascending id.
         nodes: all online NUMA nodes by ascending id; one node 0 where the kernel shows none.
         allowed_cpus: ids this process may run on, ascending; always online ones.
-        allowed_memory_nodes: ids of nodes this process may bind memory to, ascending; empty where the kernel has
-            no NUMA support, so that nobody asks it for what it cannot do.
+        allowed_memory_nodes: ids of nodes this process may bind memory to, ascending; empty where the kernel
+            has no NUMA support, so that nobody asks it for what it cannot do.
     """
 
     cpus: tuple[Cpu, ...]
@@ -118,7 +118,7 @@ class Machine:
         return next((node for node in self.nodes if node.id == node_id), None)
 
     def cores(self) -> tuple[Cpu, ...]:
-        """One logical CPU (the lowest allowed) of each physical core that has an allowed one, by ascending id."""
+        """One logical CPU (the lowest allowed) of each physical core that has an allowed one, ascending."""
         allowed = set(self.allowed_cpus)
         first: dict[int, Cpu] = {}
         for cpu in self.cpus:
@@ -127,7 +127,7 @@ class Machine:
         return tuple(sorted(first.values(), key=lambda cpu: cpu.id))
 
     def nodes_with_cores(self) -> dict[int, tuple[Cpu, ...]]:
-        """`cores()` by node id, only of nodes that have some; neighbouring nodes of one package come together."""
+        """`cores()` by node id, only of nodes that have some; nodes of one package come together."""
         by_node: dict[int, list[Cpu]] = {}
         for cpu in self.cores():
             by_node.setdefault(cpu.node, []).append(cpu)

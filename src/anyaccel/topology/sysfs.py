@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only reader of the machine: /sys/devices/system/{cpu,node} and /proc, live or recorded.
 
-Plain system calls rather than pathlib or open(): this is on the start-up path of every launch, and a large machine has
-a few thousand of these files.
+Plain system calls rather than pathlib or open(): this is on the start-up path of every launch, and a large
+machine has a few thousand of these files.
 """
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from anyaccel.topology.model import Cpu, Machine, NumaNode, parse_cpu_list
 
+TYPE_CHECKING = False  # type checkers know the name; importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -21,14 +21,15 @@ def read_machine(root: Path | None = None) -> Machine:
 
     Args:
         root: folder with `sys/` and `proc/` of a recorded machine. There the allowed CPUs come from
-            `proc/self/status`; live, from `sched_getaffinity`. What is missing in a recording is not restricted.
+            `proc/self/status`; live, from `sched_getaffinity`. What is missing in a recording is not
+            restricted.
 
-    Anything may be missing: without topology files each CPU is its own core, without a node directory there is one
-    node 0. Offline CPUs and nodes are left out.
+    Anything may be missing: without topology files each CPU is its own core, without a node directory there
+    is one node 0. Offline CPUs and nodes are left out.
     """
-    base = "/" if root is None else os.fspath(root)
-    status = _status(os.path.join(base, "proc/self/status"))
-    cpu_folder = os.path.join(base, "sys/devices/system/cpu")
+    base = "" if root is None else os.fspath(root)
+    status = _status(f"{base}/proc/self/status")
+    cpu_folder = f"{base}/sys/devices/system/cpu"
     if root is None:
         affinity = os.sched_getaffinity(0)
         # Containers may mask sysfs (lxcfs renumbers it); what the scheduler names exists in any case.
@@ -38,10 +39,10 @@ def read_machine(root: Path | None = None) -> Machine:
         affinity = set(_numbers(status.get("Cpus_allowed_list")) or online)
     usable = tuple(cpu for cpu in online if cpu in affinity)
 
-    nodes = _nodes(os.path.join(base, "sys/devices/system/node"), set(online))
+    nodes = _nodes(f"{base}/sys/devices/system/node", set(online))
     numa = bool(nodes)
     if not nodes:
-        nodes = (NumaNode(0, online, _meminfo(os.path.join(base, "proc/meminfo"))),)
+        nodes = (NumaNode(0, online, _meminfo(f"{base}/proc/meminfo")),)
     node_of = {cpu: node.id for node in reversed(nodes) for cpu in node.cpus}
 
     cpus = _cpus(cpu_folder, online, node_of, nodes[0].id)
@@ -51,7 +52,7 @@ def read_machine(root: Path | None = None) -> Machine:
 
 
 def _read(path: str) -> str | None:
-    """Text of a small file, or None where it is missing or cannot be read (an offline CPU, a container's mask)."""
+    """Text of a small file; None where it is missing or cannot be read (an offline CPU, a masked file)."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -88,7 +89,8 @@ def _number(text: str | None) -> int:
 def _numbered(folder: str, prefix: str) -> tuple[int, ...]:
     """The numbers N of the entries `prefix`N of a folder."""
     try:
-        names = os.listdir(folder)
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries]
     except OSError:
         return ()
     tails = (name[len(prefix) :] for name in names if name.startswith(prefix))
@@ -110,20 +112,22 @@ def _meminfo(path: str, field: str = "MemTotal:") -> int:
 
 
 def _online_cpus(folder: str) -> tuple[int, ...]:
-    listed = _numbers(_read(os.path.join(folder, "online")))
+    listed = _numbers(_read(f"{folder}/online"))
     if listed:
         return listed
     # A dump made with `cp` may lack the list; a CPU without `online` (the boot CPU) cannot be taken offline.
     found = _numbered(folder, "cpu")
-    return tuple(cpu for cpu in found if _read(os.path.join(folder, f"cpu{cpu}/online")) != "0")
+    return tuple(cpu for cpu in found if _read(f"{folder}/cpu{cpu}/online") != "0")
 
 
-def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int], default_node: int) -> tuple[Cpu, ...]:
+def _cpus(
+    folder: str, online: tuple[int, ...], node_of: dict[int, int], default_node: int
+) -> tuple[Cpu, ...]:
     known = set(online)
     keys: dict[int, tuple[int, int, int]] = {}
     siblings: dict[int, tuple[int, ...]] = {}
     for cpu in online:
-        topology = os.path.join(folder, f"cpu{cpu}/topology/")
+        topology = f"{folder}/cpu{cpu}/topology/"
         package, die, core = (_read(topology + name) for name in ("physical_package_id", "die_id", "core_id"))
         keys[cpu] = (_number(package), _number(die), _number(core))
         if cpu in siblings:
@@ -145,12 +149,12 @@ def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int], default
 
 def _nodes(folder: str, online: set[int]) -> tuple[NumaNode, ...]:
     ids = _numbered(folder, "node")
-    listed = _numbers(_read(os.path.join(folder, "online")))
+    listed = _numbers(_read(f"{folder}/online"))
     if listed is not None:
         ids = tuple(node for node in ids if node in listed)
     nodes = []
     for node in ids:
-        path = os.path.join(folder, f"node{node}/")
+        path = f"{folder}/node{node}/"
         cpus = tuple(cpu for cpu in _numbers(_read(path + "cpulist")) or () if cpu in online)
         distances = [_number(word) for word in (_read(path + "distance") or "").split()]
         # The table has one column for each online node, in order; another length cannot be attributed.

@@ -13,11 +13,12 @@ from anyaccel.accelerator import host_memory
 from anyaccel.accelerator.base import Accelerator, DeviceIndex
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
 from anyaccel.errors import UsageError
-from anyaccel.topology.sysfs import read_machine
 
 
 @functools.cache
 def _numa_nodes() -> int:
+    from anyaccel.topology.sysfs import read_machine  # not needed in a launched job, and takes 8 ms to load
+
     return len(read_machine().nodes_with_cores())
 
 
@@ -72,6 +73,9 @@ class CpuAccelerator(Accelerator):
     # Identity -----------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | None = None) -> str:
+        return "cpu"
+
+    def current_device_name(self) -> str:
         return "cpu"
 
     def set_device(self, device_index: DeviceIndex) -> None:

@@ -39,7 +39,8 @@ class CudaAccelerator(TorchDeviceAccelerator):
     @classmethod
     def probe(cls) -> Unavailable | None:
         if torch.version.cuda is None and not _is_rocm():
-            return Unavailable(f"torch {torch.__version__} is built without CUDA and ROCm", installed=False)
+            needed = "CUDA_Accelerator requires a CUDA or ROCm build of torch"
+            return Unavailable(f"{needed}, which {torch.__version__} is not", installed=False)
         return super().probe()
 
     def _major(self) -> int:

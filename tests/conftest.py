@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hygiene: a test that leaks an environment variable, a thread, a process, a file or a /dev/shm segment fails.
+
+After Lightning Fabric's test set-up. Leaks are looked for after every test; what is slow to end gets a moment.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+REPOSITORY = Path(__file__).parent.parent
+# pytest's own, and what torch and transformers set for good when they are imported.
+_ENVIRONMENT_IGNORED = {"PYTEST_CURRENT_TEST"}
+_ENVIRONMENT_ONCE = {
+    "CRC32C_SW_MODE",
+    "HF_HUB_DISABLE_TELEMETRY",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRANSFORMERS_VERBOSITY",
+    "TRITON_CACHE_DIR",
+}
+# Threads of libraries that live as long as the process.
+_THREADS_IGNORED = ("tqdm_monitor", "TMonitor", "pytest_timeout")
+_GRACE_SECONDS = 3.0
+
+
+def _settled(look: Callable[[], T], before: T) -> T:
+    """What `look` sees once it is back to `before`, or after the grace time."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    seen = look()
+    while seen != before and time.monotonic() < deadline:
+        time.sleep(0.02)
+        seen = look()
+    return seen
+
+
+def _children() -> set[int]:
+    tasks = Path("/proc/self/task")
+    return {int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()}
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("anyaccel", "torch_", "psm_"))}
+
+
+def _threads() -> set[str]:
+    return {
+        f"{thread.name} ({thread.ident})"
+        for thread in threading.enumerate()
+        if not thread.name.startswith(_THREADS_IGNORED) and thread is not threading.main_thread()
+    }
+
+
+def _open_files() -> set[str]:
+    """Files that this process holds open for writing, by descriptor; pipes and libraries' data files do not count."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+            flags = int(Path(f"/proc/self/fdinfo/{name}").read_text().split("flags:")[1].split()[0], 8)
+        except OSError:
+            continue  # the descriptor of this very listing
+        if target.startswith("/") and flags & os.O_ACCMODE != os.O_RDONLY and not target.startswith("/dev/"):
+            found.add(f"{name} -> {target}")
+    return found
+
+
+def _repository_files() -> set[str]:
+    """Names in the folders that tests could litter; generated folders are git-ignored and do not count."""
+    return {
+        str(path.relative_to(REPOSITORY))
+        for folder in (REPOSITORY, REPOSITORY / "tests", REPOSITORY / "src" / "anyaccel")
+        for path in folder.iterdir()
+        if path.name not in ("__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache")
+    }
+
+
+@pytest.fixture(autouse=True)
+def hygiene() -> Iterator[None]:
+    """Fail the test that leaves something behind, and put the environment back."""
+    environment = dict(os.environ)
+    looks: dict[str, Callable[[], set[str] | set[int]]] = {
+        "child processes": _children,
+        "shared-memory segments": _shared_memory,
+        "threads": _threads,
+        "files open for writing": _open_files,
+        "files in the repository": _repository_files,
+    }
+    before = {what: look() for what, look in looks.items()}
+    yield
+    leaks = []
+    for what, look in looks.items():
+        new = _settled(lambda look=look, what=what: look() - before[what], type(before[what])())
+        if new:
+            leaks.append(f"{what}: {sorted(new)}")
+    after = dict(os.environ)
+    changed = {
+        name
+        for name in environment.keys() | after.keys()
+        if environment.get(name) != after.get(name) and name not in _ENVIRONMENT_IGNORED
+    }
+    for name in changed - _ENVIRONMENT_ONCE:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            os.environ.pop(name, None)
+    if changed - _ENVIRONMENT_ONCE:
+        leaks.append(f"environment variables: {sorted(changed - _ENVIRONMENT_ONCE)}")
+    assert not leaks, "the test leaks " + "; ".join(leaks)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _launch_environment() -> Iterator[None]:
+    """Tests must not inherit the job that they may run in, nor the user's cache."""
+    saved = {
+        name: os.environ.pop(name)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+        if name in os.environ
+    }
+    yield
+    os.environ.update(saved)
