@@ -60,3 +60,12 @@ test-all: lint ## lint and every test
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+
+.venv-bench/.stamp: $(STAMP)-build
+	$(PYTHON) -m venv .venv-bench
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0]); print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
+	  > "$$(.venv-bench/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
+	.venv-bench/bin/python -m pip install -q --no-deps deepspeed hjson msgpack psutil py-cpuinfo einops pydantic pydantic-core typing-inspection annotated-types
+	@touch $@
+
+bench-peers: .venv-bench/.stamp ## make .venv-bench: .venv plus the peers that benchmarks compare with

@@ -125,7 +125,15 @@ def _launch_environment() -> Iterator[None]:
     """Tests must not inherit the job that they may run in, nor the user's cache."""
     saved = {
         name: os.environ.pop(name)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+        for name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_SIZE",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+            "DS_ACCELERATOR",
+        )
         if name in os.environ
     }
     yield

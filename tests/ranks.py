@@ -19,7 +19,18 @@ from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "transformers", "anyaccel.comm", "anyaccel.inference"])
+_context.set_forkserver_preload(
+    [
+        "accelerate",
+        "torch._dynamo",
+        "torch.distributed",
+        "transformers.generation",
+        "transformers.modeling_utils",
+        "transformers.models.auto.modeling_auto",
+        "anyaccel.comm",
+        "anyaccel.inference",
+    ]
+)
 
 
 class RankFailed(AssertionError):
@@ -41,7 +52,9 @@ def free_port() -> int:
         return port
 
 
-def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str], folder: str) -> None:
+def _rank_main(
+    function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str], folder: str
+) -> None:
     os.environ.clear()
     os.environ.update(env)
     rank = env["RANK"]
@@ -107,7 +120,9 @@ def finish(processes: list[BaseProcess], folder: Path, timeout: float = 100) -> 
     return outcome
 
 
-def run(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 100, **env: str) -> list[Any]:
+def run(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 100, **env: str
+) -> list[Any]:
     """Run `function(*arguments)` on `world_size` ranks and return what each returned.
 
     Raises:
@@ -118,6 +133,8 @@ def run(function: Callable[..., Any], world_size: int, *arguments: Any, timeout:
         outcome = finish(start(function, world_size, arguments, folder, **env), folder, timeout)
         if any(code for code, _ in outcome):
             raise RankFailed(
-                "\n".join(f"--- rank {rank}: exit code {code}\n{text}" for rank, (code, text) in enumerate(outcome))
+                "\n".join(
+                    f"--- rank {rank}: exit code {code}\n{text}" for rank, (code, text) in enumerate(outcome)
+                )
             )
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]

@@ -6,4 +6,5 @@ import tomllib
 from pathlib import Path
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
-print(*(requirement.replace(" ", "") for extra in sys.argv[1:] for requirement in project["optional-dependencies"][extra]))
+extras = project["optional-dependencies"]
+print(*(requirement.replace(" ", "") for name in sys.argv[1:] for requirement in extras[name]))

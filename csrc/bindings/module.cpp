@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings. Tensors cross as addresses; the Python callers check dtype, contiguity, device and size first.
+// Python bindings. Tensors cross as addresses; the Python callers check dtype, contiguity, device and size
+// first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>

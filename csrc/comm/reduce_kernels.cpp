@@ -15,7 +15,8 @@
 namespace anyaccel::comm {
 namespace {
 
-// --- one element: the definition that the vector code must match bit by bit ---------------------------------------
+// --- one element: the definition that the vector code must match bit by bit
+// ---------------------------------------
 
 uint32_t bits_of(float value) {
   uint32_t bits;
@@ -79,7 +80,8 @@ struct F16 {
   }
 };
 
-// --- one vector ---------------------------------------------------------------------------------------------------
+// --- one vector
+// ---------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512F__)
 
@@ -130,10 +132,13 @@ void store(uint16_t* p, Vec v, BF16) {
   const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
   const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
   const __m256i result = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet, nan), 16);
-  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
+  const __m128i packed =
+      _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
-Vec load(const uint16_t* p, F16) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+Vec load(const uint16_t* p, F16) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 void store(uint16_t* p, Vec v, F16) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -141,7 +146,8 @@ void store(uint16_t* p, Vec v, F16) {
 
 #endif
 
-// --- the sum ------------------------------------------------------------------------------------------------------
+// --- the sum
+// ------------------------------------------------------------------------------------------------------
 
 template <class Type, int kSources>
 void reduce_n(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,

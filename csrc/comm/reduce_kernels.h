@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sum of several arrays of one dtype. Every ISA variant gives bit-identical results: fp32 accumulation in the order
-// of the sources, rounded once to nearest even.
+// Sum of several arrays of one dtype. Every ISA variant gives bit-identical results: fp32 accumulation in the
+// order of the sources, rounded once to nearest even.
 #pragma once
 
 #include <cstddef>

@@ -33,7 +33,8 @@ constexpr size_t kSmallBytes = 32 << 10;
 // Chunks of the large path: small enough that a chunk of every rank stays in the L2 caches.
 constexpr size_t kMinChunkBytes = 64 << 10;
 
-// How long a waiting rank spins before it yields its core, yields before it sleeps, and how often it looks around.
+// How long a waiting rank spins before it yields its core, yields before it sleeps, and how often it looks
+// around.
 constexpr int64_t kSpinNs = 20'000;
 constexpr int64_t kYieldNs = 20'000'000;
 constexpr int64_t kSleepNs = 50'000;
@@ -75,8 +76,8 @@ ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s)
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
   if (buffer_bytes < kLine * static_cast<size_t>(size) || buffer_bytes % kLine != 0)
-    throw std::invalid_argument("a buffer of " + std::to_string(buffer_bytes) + " bytes for " + std::to_string(size) +
-                                " ranks; needs a multiple of 64, at least 64 a rank");
+    throw std::invalid_argument("a buffer of " + std::to_string(buffer_bytes) + " bytes for " +
+                                std::to_string(size) + " ranks; needs a multiple of 64, at least 64 a rank");
   if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be above 0");
   // Spinning takes the core from the very rank that is waited for when there are more ranks than cores.
   spin_ns_ = size <= get_nprocs() ? kSpinNs : 0;
@@ -95,7 +96,8 @@ void ShmGroup::connect(const std::vector<std::string>& names, const std::vector<
   if (!peers_.empty()) throw std::invalid_argument("connect: already connected");
   for (int r = 0; r < size_; ++r) {
     const bool self = r == rank_;
-    peers_.push_back(self ? ShmSegment() : ShmSegment::open(names[r], kControlBytes + kBuffers * buffer_bytes_));
+    peers_.push_back(self ? ShmSegment()
+                          : ShmSegment::open(names[r], kControlBytes + kBuffers * buffer_bytes_));
     char* base = static_cast<char*>(self ? own_.data() : peers_.back().data());
     controls_.push_back(reinterpret_cast<Control*>(base));
     buffers_.push_back(base + kControlBytes);
@@ -104,7 +106,8 @@ void ShmGroup::connect(const std::vector<std::string>& names, const std::vector<
   }
 }
 
-// --- waiting ------------------------------------------------------------------------------------------------------
+// --- waiting
+// ------------------------------------------------------------------------------------------------------
 
 void ShmGroup::synchronise() {
   const uint64_t target = ++sequence_;
@@ -160,8 +163,9 @@ void ShmGroup::wait_slowly(int peer) {
 void ShmGroup::check_peer(int peer) const {
   const std::string who = "rank " + std::to_string(peer) + " (pid " + std::to_string(pids_[peer]) + ")";
   if (control(peer).gave_up.load(std::memory_order_acquire) != 0)
-    throw CommError(CommError::Kind::broken,
-                    who + " has given up after an error of its own, while this rank waited in " + describe(current_));
+    throw CommError(
+        CommError::Kind::broken,
+        who + " has given up after an error of its own, while this rank waited in " + describe(current_));
   bool ended = false;
   if (pidfds_[peer] >= 0) {
     pollfd fd{pidfds_[peer], POLLIN, 0};
@@ -171,7 +175,8 @@ void ShmGroup::check_peer(int peer) const {
   }
   // It may have arrived with its last breath.
   if (ended && control(peer).arrived.load(std::memory_order_acquire) < sequence_)
-    throw CommError(CommError::Kind::peer_lost, who + " has ended, while this rank waited for it in " + describe(current_));
+    throw CommError(CommError::Kind::peer_lost,
+                    who + " has ended, while this rank waited for it in " + describe(current_));
 }
 
 std::string ShmGroup::describe(const Descriptor& descriptor) const {
@@ -193,12 +198,13 @@ void ShmGroup::check_descriptors() const {
     const Descriptor& theirs = control(peer).descriptor[sequence_ & 1];
     if (theirs == current_) continue;
     throw CommError(CommError::Kind::broken, "ranks disagree: rank " + std::to_string(rank_) + " called " +
-                                                 describe(current_) + ", rank " + std::to_string(peer) + " called " +
-                                                 describe(theirs));
+                                                 describe(current_) + ", rank " + std::to_string(peer) +
+                                                 " called " + describe(theirs));
   }
 }
 
-// --- collectives --------------------------------------------------------------------------------------------------
+// --- collectives
+// --------------------------------------------------------------------------------------------------
 
 template <class Body>
 void ShmGroup::call(const Descriptor& descriptor, Body body) {
@@ -268,7 +274,8 @@ void ShmGroup::all_reduce_large(char* data, size_t count, DType dtype) {
         char* own = data + c * chunk_bytes + at;
         const void* sources[kMaxRanks];
         for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? own : buffer(r, first + c) + at;
-        kernels_.by_dtype[static_cast<int>(dtype)](sources, size_, own, buffer(rank_, first + c) + at, n / item);
+        kernels_.by_dtype[static_cast<int>(dtype)](sources, size_, own, buffer(rank_, first + c) + at,
+                                                   n / item);
       });
     }
     if (i >= 2) {

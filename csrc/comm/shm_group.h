@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives among processes of one host through shared memory.
 //
-// Each rank owns one segment: a control block and three buffers. A rank writes its own segment only, so its pages can
-// be local to its memory node, and reads the others'. Progress is a counter per rank ("arrived"): a synchronisation
-// point is passed when every rank's counter has reached it.
+// Each rank owns one segment: a control block and three buffers. A rank writes its own segment only, so its
+// pages can be local to its memory node, and reads the others'. Progress is a counter per rank ("arrived"): a
+// synchronisation point is passed when every rank's counter has reached it.
 //
 // All-reduce, small: copy in, synchronise, every rank sums all copies.
-// All-reduce, large: chunk by chunk, pipelined over three buffers with one synchronisation a chunk: while chunk i is
-// copied in, this rank's share of chunk i-1 is summed and the other ranks' shares of chunk i-2 are copied out
-// (reduce-scatter and all-gather: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations
-// in MPICH", 2005).
+// All-reduce, large: chunk by chunk, pipelined over three buffers with one synchronisation a chunk: while
+// chunk i is copied in, this rank's share of chunk i-1 is summed and the other ranks' shares of chunk i-2 are
+// copied out (reduce-scatter and all-gather: Thakur, Rabenseifner, Gropp, "Optimization of collective
+// communication operations in MPICH", 2005).
 //
-// Why three buffers are enough: chunk numbers run on over all calls and chunk g uses buffer g mod 3. When a rank
-// writes chunk g it has passed the synchronisation that every rank posts after its last read of chunk g-3.
+// Why three buffers are enough: chunk numbers run on over all calls and chunk g uses buffer g mod 3. When a
+// rank writes chunk g it has passed the synchronisation that every rank posts after its last read of chunk
+// g-3.
 #pragma once
 
 #include <atomic>
@@ -32,7 +33,8 @@ constexpr int kMaxRanks = 1024;
 class ShmGroup {
  public:
   // Creates this rank's segment with three buffers of `buffer_bytes` each (a multiple of 64).
-  // A rank waits at most `timeout_s` seconds for a live peer. Throws std::system_error, std::invalid_argument.
+  // A rank waits at most `timeout_s` seconds for a live peer. Throws std::system_error,
+  // std::invalid_argument.
   ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s);
   ~ShmGroup();
   ShmGroup(const ShmGroup&) = delete;
@@ -40,7 +42,8 @@ class ShmGroup {
 
   const std::string& name() const { return own_.name(); }
 
-  // Maps the peers' segments. `pids[r]` is used to notice that rank r has died; 0 when its pid means nothing here.
+  // Maps the peers' segments. `pids[r]` is used to notice that rank r has died; 0 when its pid means nothing
+  // here.
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
   // Call it when every rank has connected: nothing is left in /dev/shm from then on.
   void unlink() noexcept { own_.unlink(); }
@@ -48,8 +51,8 @@ class ShmGroup {
   // Called about every 50 ms of waiting; may throw, which breaks the group.
   void set_interrupt_check(std::function<void()> check) { interrupt_check_ = std::move(check); }
 
-  // All throw CommError, and whatever the interrupt check throws; after that the group stays broken and every rank
-  // that waits in it gets an error.
+  // All throw CommError, and whatever the interrupt check throws; after that the group stays broken and every
+  // rank that waits in it gets an error.
   void all_reduce_sum(void* data, size_t count, DType dtype);
   void broadcast(void* data, size_t bytes, int root);
   void barrier();
@@ -67,8 +70,8 @@ class ShmGroup {
     bool operator==(const Descriptor&) const = default;
   };
 
-  // One cache line: a peer that sees the counter move has the descriptor with it. Two descriptors, because a fast
-  // peer may be one synchronisation ahead of the reader, but never two.
+  // One cache line: a peer that sees the counter move has the descriptor with it. Two descriptors, because a
+  // fast peer may be one synchronisation ahead of the reader, but never two.
   struct alignas(64) Control {
     std::atomic<uint64_t> arrived;
     Descriptor descriptor[2];

@@ -63,7 +63,7 @@ ShmSegment ShmSegment::open(const std::string& name, size_t bytes) {
   segment.name_ = name;
   Fd fd{shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0)};
   if (fd.value < 0) fail(errno, "shm_open of a peer's " + name);
-  struct stat info {};
+  struct stat info{};
   if (fstat(fd.value, &info) != 0) fail(errno, "fstat of " + name);
   if (static_cast<size_t>(info.st_size) != bytes)
     fail(EINVAL, name + " has " + std::to_string(info.st_size) + " bytes, expected " + std::to_string(bytes));

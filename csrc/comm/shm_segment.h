@@ -6,8 +6,9 @@
 
 namespace anyaccel::comm {
 
-// One POSIX shared-memory object, mapped into this process. Mode 0600, an unpredictable name, memory reserved at
-// creation (a full /dev/shm is an error here and not a SIGBUS later). Pages come from the creator's memory policy.
+// One POSIX shared-memory object, mapped into this process. Mode 0600, an unpredictable name, memory reserved
+// at creation (a full /dev/shm is an error here and not a SIGBUS later). Pages come from the creator's memory
+// policy.
 class ShmSegment {
  public:
   // Creates an object under a new random name. Throws std::system_error.
@@ -23,7 +24,8 @@ class ShmSegment {
   }
   ~ShmSegment();
 
-  // Takes the name away; mappings stay valid. Does nothing when it is gone already or was opened, not created.
+  // Takes the name away; mappings stay valid. Does nothing when it is gone already or was opened, not
+  // created.
   void unlink() noexcept;
 
   void* data() const { return data_; }

@@ -7,8 +7,8 @@
 
 namespace anyaccel {
 
-// Name -> usable now. A feature counts only when the CPU has it and the OS saves its registers (XCR0); AMX also needs
-// the kernel's permission call to succeed.
+// Name -> usable now. A feature counts only when the CPU has it and the OS saves its registers (XCR0); AMX
+// also needs the kernel's permission call to succeed.
 const std::map<std::string, bool>& cpu_features();
 
 // Instruction sets that native code is compiled for, in ascending order.

@@ -16,7 +16,9 @@
 namespace anyaccel {
 namespace {
 
-[[noreturn]] void fail(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
+[[noreturn]] void fail(int error, const char* what) {
+  throw std::system_error(error, std::generic_category(), what);
+}
 
 }  // namespace
 

@@ -6,7 +6,8 @@
 
 namespace anyaccel {
 
-// set_mempolicy(2) for the calling thread. Throws std::system_error (EPERM and ENOSYS are usual in containers).
+// set_mempolicy(2) for the calling thread. Throws std::system_error (EPERM and ENOSYS are usual in
+// containers).
 void set_mempolicy(int mode, const std::vector<int>& nodes);
 
 // The kernel sends `signal` to this process when the thread that created it ends. Survives exec.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -52,13 +52,13 @@ class Registry(Generic[T]):
     def _read_extensions(self) -> None:
         if self._extensions_read:
             return
-        self._extensions_read = True
         from importlib.metadata import entry_points  # 15 ms; only when the registry is used
 
         for point in entry_points(group=self.group):
             origin = point.dist.name if point.dist is not None else point.module
             # Ours cannot be replaced silently: set_accelerator() and its like do that explicitly.
             self._entries.setdefault(point.name, Entry[T](point.name, point.value, origin))
+        self._extensions_read = True  # last: another thread may be looking
 
     def names(self) -> list[str]:
         """Names in order: ours, then extensions."""
@@ -81,6 +81,3 @@ class Registry(Generic[T]):
         """
         self._read_extensions()
         return self._entries[name]
-
-
-Factory = Callable[[], T]

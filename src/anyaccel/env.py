@@ -71,13 +71,19 @@ ANYACCEL_CACHE_DIR = EnvVar(
     "ANYACCEL_CACHE_DIR", Path, None, "folder for converted models; default ~/.cache/anyaccel"
 )
 ANYACCEL_ISA = EnvVar(
-    "ANYACCEL_ISA", _one_of(*ISA_NAMES), "", "highest instruction set that native code uses: " + ", ".join(ISA_NAMES)
+    "ANYACCEL_ISA",
+    _one_of(*ISA_NAMES),
+    "",
+    "highest instruction set that native code uses: " + ", ".join(ISA_NAMES),
 )
 ANYACCEL_COMM_TIMEOUT = EnvVar(
     "ANYACCEL_COMM_TIMEOUT", _positive_float, 300.0, "seconds that a collective waits for a live peer"
 )
 ANYACCEL_SHM_BYTES = EnvVar(
-    "ANYACCEL_SHM_BYTES", _positive_int, 8 << 20, "shared memory of one process group, all ranks together, in bytes"
+    "ANYACCEL_SHM_BYTES",
+    _positive_int,
+    8 << 20,
+    "shared memory of one process group, all ranks together, in bytes",
 )
 
 ALL: tuple[EnvVar[object], ...] = (

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-import ranks
 import torch
 
+import ranks
 from anyaccel import _native, comm, errors
 
 SHM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -163,7 +163,11 @@ def sums_of_special_values() -> bytes:
     collected = b""
     for dtype in SHM_DTYPES:
         bits = torch.randint(
-            -(2**31), 2**31, (40_000,), generator=torch.Generator().manual_seed(7 + comm.get_rank()), dtype=torch.int64
+            -(2**31),
+            2**31,
+            (40_000,),
+            generator=torch.Generator().manual_seed(7 + comm.get_rank()),
+            dtype=torch.int64,
         )
         raw = bits.to(torch.int32) if dtype == torch.float32 else bits.to(torch.int16)
         tensor = raw.view(dtype).clone()

@@ -50,7 +50,9 @@ class TypedTensor:
         if len(args) == 1 and isinstance(args[0], torch.Size):
             return torch.empty(args[0], dtype=self.dtype, device=self.device)
         (values,) = args
-        return torch.asarray(values, dtype=self.dtype, device=self.device, copy=True)
+        if isinstance(values, torch.Tensor):
+            return values.to(self.device, self.dtype, copy=True)
+        return torch.tensor(values, dtype=self.dtype, device=self.device)
 
     def __instancecheck__(self, value: object) -> bool:
         return isinstance(value, torch.Tensor) and (value.dtype, value.device.type) == (

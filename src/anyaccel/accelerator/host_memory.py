@@ -205,10 +205,9 @@ def _mount(root: Path, kind: str, option: str) -> tuple[Path, str] | None:
     """Mount point of a cgroup hierarchy and the part of the hierarchy that it shows; the last mount wins."""
     found = None
     for line in _lines(f"{root}/proc/self/mountinfo"):
-        before, _, after = line.partition(" - ")
-        shown, point = before.split()[3:5]
-        fields = after.split()
-        if fields[0] == kind and (not option or option in fields[2].split(",")):
+        before, separator, after = line.partition(f" - {kind} ")
+        if separator and (not option or option in after.split()[1].split(",")):
+            shown, point = before.split()[3:5]
             found = (root / point.replace("\\040", " ").lstrip("/"), shown)
     return found
 

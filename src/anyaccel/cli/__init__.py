@@ -22,7 +22,14 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
     return "\n".join(
-        ["usage: anyaccel [--version] COMMAND ...", "", "commands:", *lines, "", "anyaccel COMMAND --help tells more."]
+        [
+            "usage: anyaccel [--version] COMMAND ...",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "anyaccel COMMAND --help tells more.",
+        ]
     )
 
 
@@ -34,7 +41,9 @@ def _dispatch(argv: list[str]) -> int:
         print(f"anyaccel {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        print(f"anyaccel: error: unknown command {argv[0]!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"anyaccel: error: unknown command {argv[0]!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr
+        )
         return 2
     module = importlib.import_module(f"anyaccel.cli.{argv[0]}")
     code: int = module.main(argv[1:])

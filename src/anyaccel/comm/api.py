@@ -11,6 +11,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (  # torch.distributed hides them from mypy
+    HashStore,
+    PrefixStore,
+    TCPStore,
+)
 from torch.distributed import (
     ReduceOp,
     all_gather,
@@ -108,7 +113,7 @@ def init_distributed(
                 backend, init_method=init_method, timeout=limit, rank=rank, world_size=world_size
             )
         elif not any(name in os.environ for name in _LAUNCH_VARIABLES):
-            dist.init_process_group(backend, store=dist.HashStore(), timeout=limit, rank=0, world_size=1)
+            dist.init_process_group(backend, store=HashStore(), timeout=limit, rank=0, world_size=1)
         else:
             _init_from_environment(backend, limit)
     except (dist.DistError, OSError) as error:
@@ -136,7 +141,7 @@ def _init_from_environment(backend: str, timeout: timedelta) -> None:
     # torchrun's agent listens already and says so; its workers are all clients.
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = socket.create_server((address, port)) if serve else None
-    store = dist.TCPStore(
+    store = TCPStore(
         address,
         port,
         world_size,
@@ -145,7 +150,7 @@ def _init_from_environment(backend: str, timeout: timedelta) -> None:
         master_listen_fd=None if listener is None else listener.detach(),
     )
     dist.init_process_group(
-        backend, store=dist.PrefixStore("anyaccel", store), timeout=timeout, rank=rank, world_size=world_size
+        backend, store=PrefixStore("anyaccel", store), timeout=timeout, rank=rank, world_size=world_size
     )
 
 

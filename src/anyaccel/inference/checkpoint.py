@@ -47,7 +47,7 @@ class Checkpoint:
         if not self._files:
             for name in ("model.safetensors", "pytorch_model.bin"):
                 if (folder / name).is_file():
-                    self._files = {tensor: folder / name for tensor in self._names(folder / name)}
+                    self._files = dict.fromkeys(self._names(folder / name), folder / name)
                     break
         if not self._files:
             raise ModelError(
@@ -58,7 +58,9 @@ class Checkpoint:
         if file not in self._open_files:
             try:
                 if file.suffix == ".bin":
-                    self._open_files[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                    self._open_files[file] = torch.load(
+                        file, map_location="cpu", weights_only=True, mmap=True
+                    )
                 else:
                     self._open_files[file] = safe_open(file, framework="pt")
             except (SafetensorError, RuntimeError, OSError, ValueError) as error:

@@ -30,7 +30,7 @@ def parse_dtype(value: torch.dtype | str) -> torch.dtype:
         UsageError: not a dtype that inference supports.
     """
     dtype = value if isinstance(value, torch.dtype) else _DTYPES.get(str(value).removeprefix("torch."))
-    if dtype not in _DTYPES.values():
+    if dtype is None or dtype not in _DTYPES.values():
         raise UsageError(f"dtype {value!r} is not supported; use one of {', '.join(DTYPE_NAMES)}")
     return dtype
 
@@ -43,7 +43,9 @@ class TensorParallelConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.tp_size, int) or self.tp_size < 1:
-            raise UsageError(f"tensor_parallel tp_size={self.tp_size!r}: must be a whole number of at least 1")
+            raise UsageError(
+                f"tensor_parallel tp_size={self.tp_size!r}: must be a whole number of at least 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class InferenceConfig:
             raise UsageError("replace_with_kernel_inject=True is not supported: leave it out")
         dtype = parse_dtype(values.pop("dtype", torch.bfloat16))  # type: ignore[arg-type]
         if values:
-            raise UsageError(f"init_inference has no option {sorted(values)[0]!r}; options: dtype, tensor_parallel")
+            raise UsageError(
+                f"init_inference has no option {sorted(values)[0]!r}; options: dtype, tensor_parallel"
+            )
         return cls(dtype, _parallel_config(parallel))
 
 

@@ -42,9 +42,13 @@ class Generation:
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
 
-def _check(engine: InferenceEngine, input_ids: torch.Tensor, max_new_tokens: int, temperature: float, top_p: float) -> None:
+def _check(
+    engine: InferenceEngine, input_ids: torch.Tensor, max_new_tokens: int, temperature: float, top_p: float
+) -> None:
     if input_ids.dim() != 1 or input_ids.numel() == 0:
-        raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
+        raise UsageError(
+            f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}"
+        )
     vocabulary = engine.config.get_text_config().vocab_size
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
         raise UsageError(f"token {int(input_ids.max())} is outside the model's vocabulary of {vocabulary}")
@@ -61,7 +65,9 @@ def _check(engine: InferenceEngine, input_ids: torch.Tensor, max_new_tokens: int
         )
 
 
-def _sample(logits_V: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> torch.Tensor:
+def _sample(
+    logits_V: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator
+) -> torch.Tensor:
     """One token id, shape [1]: greedy at temperature 0, else nucleus sampling (Holtzman et al., 2020)."""
     if temperature == 0:
         return logits_V.argmax(dim=-1, keepdim=True)
@@ -125,7 +131,11 @@ def _steps(
     generator = torch.Generator().manual_seed(seed)
     cache = DynamicCache(config=engine.config)
     # Logits of the last position are enough; not every model has the option.
-    last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(engine.module.forward).parameters else {}
+    last_only = (
+        {"logits_to_keep": 1}
+        if "logits_to_keep" in inspect.signature(engine.module.forward).parameters
+        else {}
+    )
     ids_BT = input_ids.to(engine.device)[None]
     start = first = time.perf_counter()
     for step in range(max_new_tokens):

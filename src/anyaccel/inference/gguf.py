@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from anyaccel import env
 from anyaccel.errors import ModelError
@@ -53,7 +54,9 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise ModelError(f"{path}: another process has held this lock for {_LOCK_SECONDS:.0f} s") from None
+                    raise ModelError(
+                        f"{path}: another process has held this lock for {_LOCK_SECONDS:.0f} s"
+                    ) from None
                 time.sleep(0.1)
         yield
 
@@ -92,7 +95,7 @@ def _convert(source: Path, folder: Path, fingerprint: dict[str, object]) -> None
         try:
             location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
             tokenizer = AutoTokenizer.from_pretrained(**location)
-            model = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
+            model: Any = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
         except (ValueError, OSError, KeyError, IndexError, RuntimeError, NotImplementedError) as error:
             raise ModelError(f"{source}: transformers cannot read this GGUF file ({error})") from error
         # The weights are plain now; transformers would refuse to save a model that still calls itself quantised.

@@ -121,7 +121,8 @@ def _load_whole(folder: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        model, info = loaded
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f"{folder}: transformers cannot load this checkpoint ({error})") from error
     if info["missing_keys"]:

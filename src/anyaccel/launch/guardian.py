@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guardian: the process between the launcher and the workers. It is the parent of every worker.
 
-It exists so that a launcher that is killed with SIGKILL leaves nothing behind: the guardian notices by the
-end of a pipe. It is a subreaper: a process that a worker started comes to it as a child when its own parent
-dies, whatever session it moved to. As long as it has a child, something of the job is alive; when it has none,
-nothing is.
+It exists so that a launcher that is killed with SIGKILL leaves nothing behind: the guardian sees the end of
+a pipe that only the launcher holds open. It is a subreaper: what a worker started comes to it as a child when
+its own parent dies, whatever session it moved to. As long as it has a child, something of the job is alive;
+when it has none, nothing is.
 
 It is in a process group of its own, so that what is sent to the launcher's whole group does not reach it.
 """
@@ -172,7 +172,8 @@ class _Guardian:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            signal.signal(number, lambda _number, _frame: None)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda _number, _frame: None)
         # We write to the terminal from a background group, and to readers that may have gone.
         for number in (signal.SIGTTOU, signal.SIGTTIN, signal.SIGTSTP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
@@ -206,8 +207,8 @@ class _Guardian:
         """Sleep until something happens or the next deadline comes."""
         now = time.monotonic()
         deadlines = [at for at in (self._ask_at, self._act_at) if at is not None] if self._children else []
-        if not self._children and self._result.signal is not None:
-            deadlines.append(now + 1)
+        if self._finished_at is not None and self._result.signal is not None:
+            deadlines.append(self._finished_at + 1)
         poller = select.poll()
         poller.register(self._wakeup, select.POLLIN)
         if not self._launcher_gone:
@@ -241,7 +242,7 @@ class _Guardian:
             self._stop(byte & ~DELIVERED, delivered=bool(byte & DELIVERED))
 
     def _pump(self, pipe: int) -> bool:
-        """Pass on what a worker wrote to standard error and keep the end of it; False if there was nothing."""
+        """Pass on what a worker wrote to standard error and keep its end; False if there was nothing."""
         rank = self._pipes[pipe]
         try:
             data = os.read(pipe, _BACKLOG)

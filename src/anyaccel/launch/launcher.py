@@ -45,7 +45,7 @@ def count_devices(machine: Machine, environ: Mapping[str, str], dev: str = "/dev
             return count
         if asked:
             raise UsageError(
-                f"DS_ACCELERATOR={asked!r}: no device is visible; check {variable}, or give --num_accelerators"
+                f"DS_ACCELERATOR={asked!r}: no device visible; check {variable}, or give --num_accelerators"
             )
     return len(machine.nodes_with_cores())
 

@@ -18,11 +18,12 @@ class Output:
     def __init__(self, descriptor: int = 2) -> None:
         self._pending = bytearray()
         self._broken = False
+        self._given = descriptor
         self.descriptor = self._unblocked(descriptor)
 
     @staticmethod
     def _unblocked(descriptor: int) -> int:
-        """The same pipe or terminal, opened anew: O_NONBLOCK on `descriptor` would change it for everybody."""
+        """The same pipe or terminal, opened anew: O_NONBLOCK on `descriptor` would change it for all."""
         mode = os.fstat(descriptor).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -61,14 +62,21 @@ class Output:
                 return
             del self._pending[:written]
 
-    def finish(self, timeout: float) -> None:
-        """Pass on everything, waiting at most `timeout` seconds for the reader."""
-        deadline = time.monotonic() + timeout
-        while self._pending and (left := deadline - time.monotonic()) > 0:
-            self._ready(left)
-            self.flush()
+    def close(self, timeout: float | None) -> None:
+        """Pass on everything, waiting at most `timeout` seconds for the reader (None: no limit)."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while self._pending:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._ready(left)
+                self.flush()
+        finally:
+            if self.descriptor != self._given:
+                os.close(self.descriptor)
 
-    def _ready(self, timeout: float) -> bool:
+    def _ready(self, timeout: float | None) -> bool:
         poller = select.poll()
         poller.register(self.descriptor, select.POLLOUT)
-        return bool(poller.poll(timeout * 1000))
+        return bool(poller.poll(None if timeout is None else timeout * 1000))

@@ -44,7 +44,7 @@ class LaunchPlan:
         master_addr: address of rank 0.
         master_port: TCP port of rank 0.
         ranks: one entry a worker, by rank.
-        left_over: allowed cores that nobody got, one logical CPU each; empty when nobody is bound.
+        left_over: cores of the core list, else of the machine, that nobody got; empty when nobody is bound.
         notes: what the user should know about this plan, one line each.
     """
 

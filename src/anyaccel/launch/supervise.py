@@ -24,16 +24,16 @@ _SI_KERNEL = 0x80  # si_code of what the terminal sends, to the whole foreground
 def supervise(workers: Sequence[Worker], grace_period: float) -> int:
     """Start the workers, wait for their end, and return the exit code of the job; see `launch_local`."""
     _open_standard_descriptors()
+    control_read, control_write = os.pipe()
+    report = os.memfd_create("anyaccel-report")
+    output = Output()
     stop_signals = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # An ignored SIGCHLD, which a parent may hand down, would make the kernel forget exit codes.
     old_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*stop_signals, signal.SIGCHLD])
     before = processes.children()
-    _native.set_child_subreaper(True)
-    control_read, control_write = os.pipe()
-    report = os.memfd_create("anyaccel-report")
-    guardian = 0
     try:
+        _native.set_child_subreaper(True)
         group = os.getpgrp()
         guardian = os.fork()
         if guardian == 0:
@@ -41,15 +41,18 @@ def supervise(workers: Sequence[Worker], grace_period: float) -> int:
             guard(workers, grace_period, control_read, report, group)
         os.close(control_read)
         os.set_blocking(control_write, False)
-        launcher = _Launcher(guardian, control_write, len(workers), grace_period)
+        launcher = _Launcher(guardian, control_write, len(workers), grace_period, output)
         status = launcher.watch(stop_signals)
-        return launcher.conclude(status, _read(report), before)
+        code = launcher.conclude(status, _read(report), before)
     finally:
         os.close(control_write)  # the end of the guardian, should it still be there
         os.close(report)
         _native.set_child_subreaper(False)
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if old_handler is None else old_handler)
+    # Signals have their usual effect again: whoever waits here for a reader that does not read can be ended.
+    output.close(1.0 if launcher.stopped else None)
+    return code
 
 
 def _open_standard_descriptors() -> None:
@@ -73,13 +76,20 @@ def _read(report: int) -> Report | None:
 
 
 class _Launcher:
-    def __init__(self, guardian: int, control: int, workers: int, grace_period: float) -> None:
+    def __init__(
+        self, guardian: int, control: int, workers: int, grace_period: float, output: Output
+    ) -> None:
         self._guardian = guardian
         self._control = control
         self._workers = f"{workers} worker{'' if workers == 1 else 's'}"
         self._grace = grace_period
-        self._output = Output()
+        self._output = output
         self._stop: tuple[int, float] | None = None  # the first signal, and when it came
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal ended the job."""
+        return self._stop is not None
 
     def watch(self, stop_signals: Sequence[int]) -> int:
         """Forward signals until the guardian ends; returns its wait status."""
@@ -113,7 +123,7 @@ class _Launcher:
         except OSError:
             what = f"{name} received"  # the guardian has ended, or does not listen and will be killed
         else:
-            what = f"{name} received" + (f", ending {self._workers}" if self._stop is None else " again")
+            what = f"{name} received" + (" again" if self._stop else f", ending {self._workers}")
         if self._stop is None:
             self._stop = number, time.monotonic()
         self._output.line(what)
@@ -125,9 +135,7 @@ class _Launcher:
             immortal = processes.describe(processes.end_all(before, KILL_TIMEOUT))
         if immortal:
             self._output.line(f"error: these processes do not end, not even by SIGKILL: {immortal}")
-        code = self._explain(status, report)
-        self._output.finish(1.0 if self._stop else float("inf"))
-        return code
+        return self._explain(status, report)
 
     def _explain(self, status: int, report: Report | None) -> int:
         failure = report.failure if report else None
@@ -153,8 +161,10 @@ def _end(status: int) -> str:
     if not os.WIFSIGNALED(status):
         return f"exited with code {os.WEXITSTATUS(status)}"
     number = os.WTERMSIG(status)
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-    return f"was killed by {name}"
+    try:
+        return f"was killed by {signal.Signals(number).name}"
+    except ValueError:
+        return f"was killed by signal {number}"  # a real-time signal, these have no names
 
 
 def _explanation(failure: Failure) -> list[str]:

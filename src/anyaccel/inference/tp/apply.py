@@ -35,7 +35,11 @@ class LoadedWeights:
 def take(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
     """A dense copy of `part` of `tensor`."""
     pieces = [tensor.narrow(part.dim, piece.start, len(piece)) for piece in part.ranges]
-    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    return (
+        torch.cat(pieces, part.dim)
+        if len(pieces) > 1
+        else pieces[0].clone(memory_format=torch.contiguous_format)
+    )
 
 
 def apply(
@@ -74,7 +78,7 @@ def apply(
         local = copy.copy(module.config)
         for attribute, value in values.items():
             setattr(local, attribute, value)
-        module.config = local  # type: ignore[assignment]
+        module.config = local
     for module in model.modules():
         _fit_features(module)
     for name in plan.row_parallel:
@@ -101,5 +105,5 @@ def _fit_features(module: nn.Module) -> None:
     """Linears remember their sizes; a column-parallel one has become narrower."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
-    elif type(module).__name__ == "Conv1D":
-        module.nx, module.nf = module.weight.shape
+    elif type(module).__name__ == "Conv1D" and isinstance(module.weight, torch.Tensor):
+        vars(module).update(nx=module.weight.shape[0], nf=module.weight.shape[1])

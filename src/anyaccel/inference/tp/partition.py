@@ -33,7 +33,9 @@ def split_features(total: int, parts: int) -> list[range]:
         UsageError: there are fewer features than ranks.
     """
     if total < parts:
-        raise UsageError(f"tensor_parallel tp_size={parts}: the MLP has only {total} features; use a smaller tp_size")
+        raise UsageError(
+            f"tensor_parallel tp_size={parts}: the MLP has only {total} features; use a smaller tp_size"
+        )
     unit = next(unit for unit in _UNITS if total % unit == 0 and total // unit >= parts)
     return [range(part.start * unit, part.stop * unit) for part in split_evenly(total // unit, parts)]
 

@@ -121,7 +121,9 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
             if best is None or linears > best[0]:
                 best = (linears, name, module)
     if best is None or best[0] == 0:
-        raise ModelError(f"{type(model).__name__} has no list of decoder layers with linears: cannot be tensor-parallel")
+        raise ModelError(
+            f"{type(model).__name__} has no list of decoder layers with linears: cannot be tensor-parallel"
+        )
     return best[1], best[2]
 
 
@@ -157,7 +159,9 @@ def make_plan(model: nn.Module, rank: int, size: int) -> TensorParallelPlan:
             plan.whole[name] = str(why)
     if not plan.row_parallel:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(plan.whole.items())[:2])
-        raise ModelError(f"{type(model).__name__} cannot be divided among {size} ranks: {reasons or 'no linears found'}")
+        raise ModelError(
+            f"{type(model).__name__} cannot be divided among {size} ranks: {reasons or 'no linears found'}"
+        )
     return plan
 
 
@@ -196,7 +200,9 @@ def _plan_mlp(
     ]
     between = [p for p in between if p.partition(".")[0] not in {linear.short for linear in [*columns, row]}]
     if between:
-        raise _Whole(f"{type(module).__name__} has other parameters between its linears: {', '.join(between)}")
+        raise _Whole(
+            f"{type(module).__name__} has other parameters between its linears: {', '.join(between)}"
+        )
     part = split_features(features, plan.size)[plan.rank]
     cuts: list[tuple[_Linear, tuple[range, ...]]] = []
     for linear in columns:
@@ -245,7 +251,9 @@ def _plan_attention(
         elif layout == "per_head" and kv_heads == heads:
             cuts.append((columns[0], (_scaled(shard.query, 3 * head_dim),)))
         else:
-            raise _Whole(f"the layout of the fused {columns[0].short} of {type(module).__name__} is not known")
+            raise _Whole(
+                f"the layout of the fused {columns[0].short} of {type(module).__name__} is not known"
+            )
     else:
         for linear in columns:
             if _QUERY.match(linear.short) and linear.outputs == query_width:
@@ -296,8 +304,12 @@ def _plan_counts(
     head_dim: int,
 ) -> None:
     local_heads, local_kv = len(shard.query), len(shard.key_value)
-    changes = {attribute: local_heads for attribute in _QUERY_COUNTS if getattr(module, attribute, None) == heads}
-    changes |= {attribute: local_kv for attribute in _KV_COUNTS if getattr(module, attribute, None) == kv_heads}
+    changes = {
+        attribute: local_heads for attribute in _QUERY_COUNTS if getattr(module, attribute, None) == heads
+    }
+    changes |= {
+        attribute: local_kv for attribute in _KV_COUNTS if getattr(module, attribute, None) == kv_heads
+    }
     for attribute in _FEATURE_COUNTS:
         if getattr(module, attribute, None) == heads * head_dim:
             changes[attribute] = local_heads * head_dim

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel report` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anyaccel
+
+
+def report(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "LOCAL_SIZE")}
+    path = [str(Path(anyaccel.__file__).parents[1]), env.get("PYTHONPATH", "")]
+    env |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
+    command = [sys.executable, "-m", "anyaccel", "report", *arguments]
+    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=100)
+
+
+def test_text_and_choice() -> None:
+    done = report(DS_ACCELERATOR="cpu")
+    assert (done.returncode, done.stderr) == (0, "")
+    titles = [line for line in done.stdout.splitlines() if line and not line.startswith(" ")]
+    assert titles == ["versions", "accelerator", "cpu", "topology"]
+    assert "chosen       cpu: DS_ACCELERATOR=cpu is set" in done.stdout
+
+
+def test_json_without_torch() -> None:
+    done = report("--json", "--no-torch", PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["accelerator"] is None
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "anyaccel.report.collect" in imported
+    assert not {"torch", "transformers", "numpy"} & imported
+
+
+def test_an_unknown_accelerator_exits_with_1_and_says_why() -> None:
+    done = report("--json", DS_ACCELERATOR="warp")
+    assert (done.returncode, done.stderr) == (1, "")
+    accelerator = json.loads(done.stdout)["accelerator"]
+    assert accelerator["name"] is None
+    assert accelerator["error"] == "DS_ACCELERATOR='warp' is not known; known accelerators: cuda, cpu"
+
+
+def test_a_bad_flag_is_one_line_and_exit_code_2() -> None:
+    done = report("--jsn")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == ("anyaccel: error: unrecognized arguments: --jsn; see anyaccel report --help\n")
+    assert report("--no_torch").returncode == 0

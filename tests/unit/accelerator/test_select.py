@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detection: order, reasons, DS_ACCELERATOR, extensions, broken packages, threads and fork."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import anyaccel
+from anyaccel import accelerator as package
+from anyaccel._registry import Registry
+from anyaccel.accelerator import (
+    describe_choice,
+    detection_report,
+    get_accelerator,
+    is_current_accelerator_supported,
+    select,
+    set_accelerator,
+)
+from anyaccel.accelerator.backends.cpu import CpuAccelerator
+from anyaccel.errors import AcceleratorUnavailableError, AnyAccelError, UsageError
+
+pytestmark = pytest.mark.usefixtures("undecided")
+
+EXTENSION = """
+import torch
+from anyaccel.accelerator import Accelerator, BackendSpec, Unavailable
+
+class Simd(Accelerator):
+    spec = BackendSpec(name={name!r}, device_type="meta", torch_module="torch.simd", order={order},
+                       install="pip install simd0", api_version={api})
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        type(self).made += 1
+        {constructor}
+
+    def device_count(self):
+        {count}
+
+    def current_device(self):
+        return 0
+
+    def set_device(self, device_index):
+        return
+
+    def synchronize(self, device_index=None):
+        return
+"""
+
+
+class Extensions:
+    """Modules on the path that hold an accelerator each, registered as if they were installed."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
+        self.monkeypatch = monkeypatch
+        self.registered = dict(select.REGISTRY._entries)
+        monkeypatch.syspath_prepend(folder)
+
+    def add(
+        self,
+        name: str,
+        order: int = 0,
+        api: int = 1,
+        count: str = "return 1",
+        constructor: str = "pass",
+        source: str | None = None,
+        target: str = "Simd",
+    ) -> None:
+        module = f"extension_{self.folder.name}_{name}".replace("-", "_")
+        text = EXTENSION.format(name=name, order=order, api=api, count=count, constructor=constructor)
+        (self.folder / f"{module}.py").write_text(text if source is None else textwrap.dedent(source))
+        entries = {entry.name: entry.target for entry in select.REGISTRY}
+        entries[name] = f"{module}:{target}"
+        self.monkeypatch.setattr(select, "REGISTRY", Registry("anyaccel.accelerators.none", entries))
+
+
+@pytest.fixture
+def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Extensions:
+    return Extensions(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about machines without a GPU, wherever they run."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def rows() -> dict[str, select.Candidate]:
+    return {row.name: row for row in detection_report().candidates}
+
+
+# What is chosen, and why -----------------------------------------------------------------------------------
+
+
+def test_cpu_is_chosen_where_nothing_else_is(no_cuda: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "anyaccel"):
+        assert type(get_accelerator()) is CpuAccelerator
+        assert get_accelerator() is get_accelerator() is anyaccel.get_accelerator()
+    report = detection_report()
+    assert (report.chosen, [row.name for row in report.candidates]) == ("cpu", ["cuda", "cpu"])
+    cuda, cpu = report.candidates
+    assert (cuda.available, cuda.chosen, cpu.available, cpu.chosen) == (False, False, True, True)
+    assert "CUDA_Accelerator requires a CUDA or ROCm build of torch" in cuda.reason
+    assert all(0 <= row.probe_s < 10 and row.why and row.origin == "anyaccel" for row in report.candidates)
+    assert is_current_accelerator_supported()
+    (record,) = [record for record in caplog.records if "Setting accelerator" in record.message]
+    assert record.levelno == logging.INFO  # plain CPU torch: this is what was installed, not a fallback
+    assert "Setting accelerator to CPU. Passed over: cuda: CUDA_Accelerator requires" in record.message
+
+
+def test_a_gpu_build_without_a_gpu_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    get_accelerator()
+    get_accelerator()
+    (record,) = [record for record in caplog.records if "Setting accelerator to CPU" in record.message]
+    assert record.levelno == logging.WARNING
+    assert "torch.cuda is there but sees no device" in record.message
+
+
+def test_describe_choice_is_one_line(no_cuda: None) -> None:
+    line = describe_choice()
+    assert "\n" not in line
+    assert line.startswith("accelerator cpu: the first that is available in detection order (cuda: CUDA_")
+
+
+def test_cuda_wins_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("is_available", "_lazy_init", "init"):
+        monkeypatch.setattr(
+            torch.cuda, name, lambda name=name: pytest.fail(f"torch.cuda.{name}() was called")
+        )
+    assert get_accelerator()._name == "cuda"
+    assert rows()["cpu"].reason == "not probed: cuda comes first"
+    assert rows()["cpu"].available is None
+    full = {row.name: row for row in detection_report(probe_all=True).candidates}
+    assert (full["cpu"].available, full["cpu"].chosen, full["cuda"].chosen) == (True, False, True)
+    assert get_accelerator()._name == "cuda"
+
+
+def test_extensions_come_in_declared_order(no_cuda: None, extensions: Extensions) -> None:
+    extensions.add("late", order=2000)
+    extensions.add("second", order=5)
+    extensions.add("first", order=1)
+    assert get_accelerator()._name == "first"
+    assert [row.name for row in detection_report().candidates] == ["first", "second", "cuda", "cpu", "late"]
+    assert is_current_accelerator_supported()
+
+
+def test_a_function_can_be_registered(no_cuda: None, extensions: Extensions) -> None:
+    source = EXTENSION.format(name="made", order=0, api=1, count="return 1", constructor="pass")
+    extensions.add("made", source=source + "\ndef make():\n    return Simd()\n", target="make")
+    assert get_accelerator()._name == "made"
+
+
+# What does not work is a reason ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("import no_such_vendor_package", "ModuleNotFoundError: No module named 'no_such_vendor_package'"),
+        ("raise ImportError('undefined symbol: aclrtGetDevice')", "ImportError: undefined symbol"),
+        ("raise OSError('libascendcl.so: cannot open shared object file')", "OSError: libascendcl.so"),
+        ("raise RuntimeError('driver 12 is too old')", "RuntimeError: driver 12 is too old"),
+        ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("this is no Python", "SyntaxError"),
+        ("class Other: pass", "AttributeError"),
+        ("Simd = dict", "is no Accelerator"),
+        ("def Simd(): return 7", "is no Accelerator"),
+    ],
+)
+def test_a_broken_extension(
+    no_cuda: None, extensions: Extensions, caplog: pytest.LogCaptureFixture, problem: str, reason: str
+) -> None:
+    extensions.add("broken", source=problem)
+    assert get_accelerator()._name == "cpu"
+    assert reason in rows()["broken"].reason
+    assert rows()["broken"].available is False
+    assert [record.levelno for record in caplog.records if reason in record.message] == [logging.WARNING]
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        ({"count": "return 0"}, "sees no device"),
+        ({"count": "raise RuntimeError('ioctl failed')"}, "its probe raised RuntimeError: ioctl failed"),
+        ({"constructor": "raise OSError('no firmware')"}, "OSError: no firmware"),
+        ({"constructor": "if self.made > 1: raise OSError('busy')"}, "its constructor raised OSError: busy"),
+        ({"api": 99}, "needs version 99 of the interface, this anyaccel has 1; upgrade anyaccel"),
+        (
+            {"constructor": "__import__('anyaccel').get_accelerator()"},
+            "while the accelerator is being detected",
+        ),
+    ],
+)
+def test_a_device_that_is_not_there(
+    no_cuda: None, extensions: Extensions, details: dict[str, str], reason: str
+) -> None:
+    extensions.add("simd", **details)
+    assert get_accelerator()._name == "cpu"
+    assert reason in rows()["simd"].reason
+
+
+def test_nothing_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "REGISTRY", Registry("none", {"gone": "no_such_module:Gone"}))
+    with pytest.raises(AcceleratorUnavailableError, match=r"gone: import of no_such_module:Gone raised"):
+        get_accelerator()
+
+
+def test_a_failure_is_not_remembered(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    with pytest.raises(AcceleratorUnavailableError):
+        get_accelerator()
+    monkeypatch.delenv("DS_ACCELERATOR")
+    assert get_accelerator()._name == "cpu"
+
+
+# DS_ACCELERATOR and set_accelerator ------------------------------------------------------------------------
+
+
+def test_forced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("cuda was probed"))
+    assert get_accelerator()._name == "cpu"
+    assert describe_choice() == "accelerator cpu: DS_ACCELERATOR=cpu is set"
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["gpu", "CPU", "cuda:0"])
+def test_forced_to_an_unknown_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    with pytest.raises(
+        UsageError, match=f"DS_ACCELERATOR='{name}' is not known; known accelerators: cuda, cpu"
+    ):
+        get_accelerator()
+    with pytest.raises(ValueError, match="not known"):  # what DeepSpeed raises
+        get_accelerator()
+
+
+def test_forced_to_what_is_not_installed(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    with pytest.raises(AcceleratorUnavailableError) as caught:
+        get_accelerator()
+    message = str(caught.value)
+    assert message.startswith("DS_ACCELERATOR=cuda: CUDA_Accelerator requires a CUDA or ROCm build of torch")
+    assert "; install a CUDA or ROCm build of torch" in message
+
+
+def test_forced_to_a_broken_extension(extensions: Extensions, monkeypatch: pytest.MonkeyPatch) -> None:
+    extensions.add("simd", count="return 0")
+    extensions.add("worse", source="raise OSError('libsimd.so')")
+    monkeypatch.setenv("DS_ACCELERATOR", "simd")
+    with pytest.raises(AcceleratorUnavailableError, match="sees no device; pip install simd0"):
+        get_accelerator()
+    monkeypatch.setenv("DS_ACCELERATOR", "worse")
+    with pytest.raises(AcceleratorUnavailableError, match=r"libsimd\.so"):
+        get_accelerator()
+
+
+def test_set_accelerator(no_cuda: None) -> None:
+    chosen = CpuAccelerator()
+    set_accelerator(chosen)
+    assert get_accelerator() is chosen
+    assert describe_choice() == "accelerator cpu: set by set_accelerator()"
+    assert [row.name for row in detection_report(probe_all=True).candidates] == ["cuda", "cpu"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "cpu", torch.device("cpu"), CpuAccelerator, SimpleNamespace(_name="cpu")]
+)
+def test_set_accelerator_checks_the_type(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"takes an anyaccel\.accelerator\.Accelerator"):
+        set_accelerator(wrong)
+
+
+def test_an_accelerator_that_nobody_registered_is_not_supported(extensions: Extensions) -> None:
+    extensions.add("simd")
+    simd = get_accelerator()
+    simd._name = "homemade"
+    assert not is_current_accelerator_supported()
+
+
+# Threads, fork, processes ----------------------------------------------------------------------------------
+
+
+def test_32_threads_at_once_make_one_accelerator(extensions: Extensions) -> None:
+    extensions.add("simd", constructor="import time; time.sleep(0.05)")
+    barrier = threading.Barrier(32)
+    seen: list[object] = []
+
+    def work() -> None:
+        barrier.wait()
+        seen.append(get_accelerator())
+
+    threads = [threading.Thread(target=work) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(seen) == 32
+    assert set(map(id, seen)) == {id(get_accelerator())}
+
+
+def run(script: str, *path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(folder) for folder in (*path, Path(anyaccel.__file__).parents[1])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=env, text=True, capture_output=True, timeout=100
+    )
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    done = run("""
+        import sys, anyaccel, anyaccel.accelerator
+        from anyaccel.accelerator import get_accelerator, BackendSpec, describe_choice
+        import anyaccel.report.render, anyaccel.cli.report
+        assert "torch" not in sys.modules, "torch was imported"
+    """)
+    assert done.returncode == 0, done.stderr
+
+
+def test_installed_extensions_and_fork_in_a_fresh_process(tmp_path: Path) -> None:
+    # Two distributions as pip leaves them: one works, one has a broken driver library.
+    simd = EXTENSION.format(name="simd0", order=3, api=1, count="return 1", constructor="pass")
+    (tmp_path / "simd0_accelerator.py").write_text(simd)
+    (tmp_path / "broken_accelerator.py").write_text("raise OSError('libbroken.so.1')\n")
+    for name, attribute in (("simd0", "simd0_accelerator:Simd"), ("broken", "broken_accelerator:Broken")):
+        info = tmp_path / f"{name}_plugin-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-plugin\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[anyaccel.accelerators]\n{name} = {attribute}\n")
+    done = run(
+        """
+        import os, threading
+        from anyaccel.accelerator import detection_report, get_accelerator, select
+        rows = {row.name: row for row in detection_report().candidates}
+        assert get_accelerator()._name == "simd0", rows
+        assert rows["simd0"].origin == "simd0-plugin"
+        assert "OSError: libbroken.so.1" in rows["broken"].reason
+
+        chosen = get_accelerator()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if get_accelerator() is chosen else 1)
+        assert os.waitpid(pid, 0)[1] == 0, "the child has another accelerator"
+
+        # A fork while another thread is choosing must not leave the child waiting for that thread.
+        select._accelerator = None
+        held, release = threading.Event(), threading.Event()
+        def hold():
+            with select._lock:
+                select._detecting = True
+                held.set()
+                release.wait()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if get_accelerator()._name == "simd0" else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        release.set()
+        thread.join()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Setting accelerator to SIMD0. Passed over: broken: " in done.stderr
+
+
+def test_the_lazy_names_of_the_package() -> None:
+    assert set(package.__all__) <= {name for name in package.__all__ if hasattr(package, name)}
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = package.nonsense
+    assert issubclass(AcceleratorUnavailableError, AnyAccelError)

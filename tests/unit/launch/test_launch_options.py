@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that cannot be right are refused with the value and what to do."""
+
+import pytest
+
+from anyaccel.errors import UsageError
+from anyaccel.launch import LaunchOptions
+from anyaccel.launch.options import parse_core_list
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"script": ""}, "no script"),
+        ({"num_accelerators": 0}, "is 0"),
+        ({"num_accelerators": -2}, "is -2"),
+        ({"master_addr": " "}, "--master_addr is empty"),
+        ({"master_port": 0}, "is 0"),
+        ({"master_port": 65536}, "is 65536"),
+        ({"module": True, "no_python": True}, "contradict"),
+        ({"grace_period": -1.0}, "is -1"),
+        ({"grace_period": float("nan")}, "is nan"),
+        ({"grace_period": float("inf")}, "is inf"),
+        ({"core_list": ()}, "is empty"),
+        ({"core_list": (0, 1, 0)}, "CPU 0 more than once"),
+    ],
+)
+def test_refused(values, message):
+    with pytest.raises(UsageError, match=message):
+        LaunchOptions(**{"script": "x.py", **values})
+
+
+def test_a_core_list_implies_binding():
+    assert LaunchOptions("x.py", core_list=(1, 0)).bind_cores
+    assert not LaunchOptions("x.py").bind_cores
+
+
+def test_core_list_text():
+    assert parse_core_list("4-5,0") == (4, 5, 0)
+    with pytest.raises(UsageError, match=r"--bind_core_list '0-x': '0-x' is neither"):
+        parse_core_list("0-x")
