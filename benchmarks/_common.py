@@ -19,18 +19,10 @@ def machine() -> str:
     from anyaccel.topology import read_machine
 
     model = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.machine(),
     )
-    features = [
-        name
-        for name, there in _native.cpu_features().items()
-        if there and name.startswith(("amx", "avx512_"))
-    ]
+    features = [name for name, there in _native.cpu_features().items() if there and name.startswith(("amx", "avx512_"))]
     extra = ", ".join(features) or "no AMX, no AVX-512 BF16"
     return (
         f"{model} ({_native.isa()}; {extra}), {read_machine().summary()}; "
@@ -59,9 +51,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = (
         "| "
-        + " | ".join(
-            "-" * width if column == 0 else "-" * (width - 1) + ":" for column, width in enumerate(widths)
-        )
+        + " | ".join("-" * width if column == 0 else "-" * (width - 1) + ":" for column, width in enumerate(widths))
         + " |"
     )
     return "\n".join([line(header), rule, *map(line, rows)])

@@ -84,9 +84,7 @@ def worker(result_file: str, sizes: list[int]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
     parser.add_argument("--json", action="store_true")
@@ -112,7 +110,7 @@ def main() -> int:
     print(
         f"all-reduce, {options.ranks} ranks, one core each, median (p99) in µs; x = times ours\n{result['machine']}\n"
     )
-    names = [name for name in result["rows"][0]["median_us"]]
+    names = list(result["rows"][0]["median_us"])
     lines = []
     for row in result["rows"]:
         ours = row["median_us"]["anyaccel"]

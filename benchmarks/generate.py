@@ -113,9 +113,7 @@ def default_model() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="Hugging Face folder; default: SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--rounds", type=int, default=2)
@@ -142,9 +140,7 @@ def main() -> int:
                 command = [sys.executable, __file__, "--worker", contender, str(result), "--model", model]
                 code = launch.launch_local(launch.make_plan(wanted), [*command, "--dtype", options.dtype])
                 if code or not result.exists():
-                    left_out[contender] = (
-                        f"ended with exit code {code}; see above (make bench-peers installs peers)"
-                    )
+                    left_out[contender] = f"ended with exit code {code}; see above (make bench-peers installs peers)"
                     continue
                 for metric, value in json.loads(result.read_text()).items():
                     figures.setdefault(contender, {}).setdefault(metric, []).append(value)
@@ -161,17 +157,13 @@ def main() -> int:
             }
         )
         return 0
-    print(
-        f"generation, {options.dtype}, {Path(model).name}, tokens/s; x = ours at the same TP over it\n{machine()}\n"
-    )
+    print(f"generation, {options.dtype}, {Path(model).name}, tokens/s; x = ours at the same TP over it\n{machine()}\n")
     lines = []
     for name, values in middle.items():
         ours = middle.get(f"anyaccel {name[-3:]}", {})
         cells = [name]
         for metric in ("decode", "prefill"):
-            ratio = (
-                f" {ours[metric] / values[metric]:.2f}x" if ours and not name.startswith("anyaccel") else ""
-            )
+            ratio = f" {ours[metric] / values[metric]:.2f}x" if ours and not name.startswith("anyaccel") else ""
             cells.append(f"{values[metric]:.1f}{ratio}")
         lines.append(cells)
     print(table(["contender", f"decode {NEW}", f"prefill {LONG}"], lines))

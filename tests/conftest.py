@@ -51,7 +51,7 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith(("anyaccel", "torch_", "psm_"))}
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(("anyaccel", "torch_", "psm_"))}
 
 
 def _threads() -> set[str]:
@@ -65,14 +65,14 @@ def _threads() -> set[str]:
 def _open_files() -> set[str]:
     """Files that this process holds open for writing, by descriptor; pipes and libraries' data files do not count."""
     found = set()
-    for name in os.listdir("/proc/self/fd"):
+    for link in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(f"/proc/self/fd/{name}")
-            flags = int(Path(f"/proc/self/fdinfo/{name}").read_text().split("flags:")[1].split()[0], 8)
+            target = str(link.readlink())
+            flags = int(Path(f"/proc/self/fdinfo/{link.name}").read_text().split("flags:")[1].split()[0], 8)
         except OSError:
             continue  # the descriptor of this very listing
         if target.startswith("/") and flags & os.O_ACCMODE != os.O_RDONLY and not target.startswith("/dev/"):
-            found.add(f"{name} -> {target}")
+            found.add(f"{link.name} -> {target}")
     return found
 
 

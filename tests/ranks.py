@@ -52,9 +52,7 @@ def free_port() -> int:
         return port
 
 
-def _rank_main(
-    function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str], folder: str
-) -> None:
+def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str], folder: str) -> None:
     os.environ.clear()
     os.environ.update(env)
     rank = env["RANK"]
@@ -120,9 +118,7 @@ def finish(processes: list[BaseProcess], folder: Path, timeout: float = 100) -> 
     return outcome
 
 
-def run(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 100, **env: str
-) -> list[Any]:
+def run(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 100, **env: str) -> list[Any]:
     """Run `function(*arguments)` on `world_size` ranks and return what each returned.
 
     Raises:
@@ -133,8 +129,6 @@ def run(
         outcome = finish(start(function, world_size, arguments, folder, **env), folder, timeout)
         if any(code for code, _ in outcome):
             raise RankFailed(
-                "\n".join(
-                    f"--- rank {rank}: exit code {code}\n{text}" for rank, (code, text) in enumerate(outcome)
-                )
+                "\n".join(f"--- rank {rank}: exit code {code}\n{text}" for rank, (code, text) in enumerate(outcome))
             )
         return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]

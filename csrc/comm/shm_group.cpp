@@ -76,8 +76,8 @@ ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s)
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
     throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
   if (buffer_bytes < kLine * static_cast<size_t>(size) || buffer_bytes % kLine != 0)
-    throw std::invalid_argument("a buffer of " + std::to_string(buffer_bytes) + " bytes for " +
-                                std::to_string(size) + " ranks; needs a multiple of 64, at least 64 a rank");
+    throw std::invalid_argument("a buffer of " + std::to_string(buffer_bytes) + " bytes for " + std::to_string(size) +
+                                " ranks; needs a multiple of 64, at least 64 a rank");
   if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be above 0");
   // Spinning takes the core from the very rank that is waited for when there are more ranks than cores.
   spin_ns_ = size <= get_nprocs() ? kSpinNs : 0;
@@ -96,8 +96,7 @@ void ShmGroup::connect(const std::vector<std::string>& names, const std::vector<
   if (!peers_.empty()) throw std::invalid_argument("connect: already connected");
   for (int r = 0; r < size_; ++r) {
     const bool self = r == rank_;
-    peers_.push_back(self ? ShmSegment()
-                          : ShmSegment::open(names[r], kControlBytes + kBuffers * buffer_bytes_));
+    peers_.push_back(self ? ShmSegment() : ShmSegment::open(names[r], kControlBytes + kBuffers * buffer_bytes_));
     char* base = static_cast<char*>(self ? own_.data() : peers_.back().data());
     controls_.push_back(reinterpret_cast<Control*>(base));
     buffers_.push_back(base + kControlBytes);
@@ -155,17 +154,16 @@ void ShmGroup::wait_slowly(int peer) {
     if (static_cast<double>(now - start) * 1e-9 > timeout_s_)
       throw CommError(CommError::Kind::timeout, "rank " + std::to_string(peer) + " (pid " +
                                                     std::to_string(pids_[peer]) + ") did not come within " +
-                                                    std::to_string(static_cast<long>(timeout_s_)) +
-                                                    " s for " + describe(current_));
+                                                    std::to_string(static_cast<long>(timeout_s_)) + " s for " +
+                                                    describe(current_));
   }
 }
 
 void ShmGroup::check_peer(int peer) const {
   const std::string who = "rank " + std::to_string(peer) + " (pid " + std::to_string(pids_[peer]) + ")";
   if (control(peer).gave_up.load(std::memory_order_acquire) != 0)
-    throw CommError(
-        CommError::Kind::broken,
-        who + " has given up after an error of its own, while this rank waited in " + describe(current_));
+    throw CommError(CommError::Kind::broken,
+                    who + " has given up after an error of its own, while this rank waited in " + describe(current_));
   bool ended = false;
   if (pidfds_[peer] >= 0) {
     pollfd fd{pidfds_[peer], POLLIN, 0};
@@ -185,8 +183,7 @@ std::string ShmGroup::describe(const Descriptor& descriptor) const {
       return "all_reduce of " + std::to_string(descriptor.count) + " " +
              dtype_name(static_cast<DType>(descriptor.dtype));
     case Op::broadcast:
-      return "broadcast of " + std::to_string(descriptor.count) + " bytes from rank " +
-             std::to_string(descriptor.root);
+      return "broadcast of " + std::to_string(descriptor.count) + " bytes from rank " + std::to_string(descriptor.root);
     case Op::barrier:
       return "barrier";
   }
@@ -198,8 +195,8 @@ void ShmGroup::check_descriptors() const {
     const Descriptor& theirs = control(peer).descriptor[sequence_ & 1];
     if (theirs == current_) continue;
     throw CommError(CommError::Kind::broken, "ranks disagree: rank " + std::to_string(rank_) + " called " +
-                                                 describe(current_) + ", rank " + std::to_string(peer) +
-                                                 " called " + describe(theirs));
+                                                 describe(current_) + ", rank " + std::to_string(peer) + " called " +
+                                                 describe(theirs));
   }
 }
 
@@ -211,8 +208,7 @@ void ShmGroup::call(const Descriptor& descriptor, Body body) {
   if (size_ == 1) return;
   const std::lock_guard<std::mutex> lock(one_call_);
   if (controls_.empty()) throw std::logic_error("the group is not connected");
-  if (!broken_.empty())
-    throw CommError(CommError::Kind::broken, "the group is broken by an earlier error: " + broken_);
+  if (!broken_.empty()) throw CommError(CommError::Kind::broken, "the group is broken by an earlier error: " + broken_);
   current_ = descriptor;
   try {
     body();
@@ -274,16 +270,14 @@ void ShmGroup::all_reduce_large(char* data, size_t count, DType dtype) {
         char* own = data + c * chunk_bytes + at;
         const void* sources[kMaxRanks];
         for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? own : buffer(r, first + c) + at;
-        kernels_.by_dtype[static_cast<int>(dtype)](sources, size_, own, buffer(rank_, first + c) + at,
-                                                   n / item);
+        kernels_.by_dtype[static_cast<int>(dtype)](sources, size_, own, buffer(rank_, first + c) + at, n / item);
       });
     }
     if (i >= 2) {
       const size_t c = i - 2;
       char* out = data + c * chunk_bytes;
       for (int r = 0; r < size_; ++r)
-        if (r != rank_)
-          part(c, r, [&](size_t at, size_t n) { std::memcpy(out + at, buffer(r, first + c) + at, n); });
+        if (r != rank_) part(c, r, [&](size_t at, size_t n) { std::memcpy(out + at, buffer(r, first + c) + at, n); });
     }
     if (i <= n_chunks) synchronise();
     if (i == 0) check_descriptors();

@@ -92,8 +92,7 @@ Isa choose() {
   if (cap == nullptr || *cap == '\0') return best;
   for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512})
     if (std::string(cap) == isa_name(isa)) return isa < best ? isa : best;
-  throw std::invalid_argument(std::string("ANYACCEL_ISA='") + cap +
-                              "' is unknown; use scalar, avx2 or avx512");
+  throw std::invalid_argument(std::string("ANYACCEL_ISA='") + cap + "' is unknown; use scalar, avx2 or avx512");
 }
 
 }  // namespace

@@ -16,9 +16,7 @@
 namespace anyaccel {
 namespace {
 
-[[noreturn]] void fail(int error, const char* what) {
-  throw std::system_error(error, std::generic_category(), what);
-}
+[[noreturn]] void fail(int error, const char* what) { throw std::system_error(error, std::generic_category(), what); }
 
 }  // namespace
 
@@ -40,13 +38,11 @@ void set_mempolicy(int mode, const std::vector<int>& nodes) {
 }
 
 void set_parent_death_signal(int signal) {
-  if (prctl(PR_SET_PDEATHSIG, static_cast<unsigned long>(signal), 0, 0, 0) != 0)
-    fail(errno, "prctl(PR_SET_PDEATHSIG)");
+  if (prctl(PR_SET_PDEATHSIG, static_cast<unsigned long>(signal), 0, 0, 0) != 0) fail(errno, "prctl(PR_SET_PDEATHSIG)");
 }
 
 void set_child_subreaper(bool enabled) {
-  if (prctl(PR_SET_CHILD_SUBREAPER, enabled ? 1UL : 0UL, 0, 0, 0) != 0)
-    fail(errno, "prctl(PR_SET_CHILD_SUBREAPER)");
+  if (prctl(PR_SET_CHILD_SUBREAPER, enabled ? 1UL : 0UL, 0, 0, 0) != 0) fail(errno, "prctl(PR_SET_CHILD_SUBREAPER)");
 }
 
 #else

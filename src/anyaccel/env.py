@@ -67,9 +67,7 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 ISA_NAMES = ("scalar", "avx2", "avx512")
 
 DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of this name")
-ANYACCEL_CACHE_DIR = EnvVar(
-    "ANYACCEL_CACHE_DIR", Path, None, "folder for converted models; default ~/.cache/anyaccel"
-)
+ANYACCEL_CACHE_DIR = EnvVar("ANYACCEL_CACHE_DIR", Path, None, "folder for converted models; default ~/.cache/anyaccel")
 ANYACCEL_ISA = EnvVar(
     "ANYACCEL_ISA",
     _one_of(*ISA_NAMES),

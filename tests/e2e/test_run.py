@@ -65,9 +65,7 @@ def only_error(done):
 
 @two_cores
 def test_two_bound_workers(run):
-    done = run(
-        "--num_accelerators", "2", "--bind_cores_to_rank", "show.py", "--flag", "a b", "--", "--num_gpus", ""
-    )
+    done = run("--num_accelerators", "2", "--bind_cores_to_rank", "show.py", "--flag", "a b", "--", "--num_gpus", "")
     assert done.stderr == ""
     ports = set()
     cores = []
@@ -106,9 +104,7 @@ def test_memory_is_bound(run):
     done = run("--num_accelerators", "1", "--bind_core_list", str(CORES[0]), "show.py")
     policy = shown(run, 0)["policy"]
     if "is not bound to node" in done.stderr or not policy:
-        pytest.skip(
-            f"this kernel or container refuses or hides memory policies: {done.stderr or 'no numa_maps'}"
-        )
+        pytest.skip(f"this kernel or container refuses or hides memory policies: {done.stderr or 'no numa_maps'}")
     assert policy[0].startswith("bind:")
 
 
@@ -135,9 +131,7 @@ def test_module_and_program(run):
     program = run.folder / "program"
     program.write_text('#!/bin/sh\necho "$RANK $@"\n')
     program.chmod(0o755)
-    assert (
-        run("--num_accelerators", "1", "--no_python", "--", "./program", "a").stdout == "0 --local_rank=0 a\n"
-    )
+    assert run("--num_accelerators", "1", "--no_python", "--", "./program", "a").stdout == "0 --local_rank=0 a\n"
     assert run("--num_gpus=1", "--no_python", "--no_local_rank", "echo", "--json").stdout == "--json\n"
 
 
@@ -160,10 +154,7 @@ def test_standard_streams_pass_through(run):
 @pytest.mark.parametrize("closed", ["0<&- 2>&-", "1>&-", "0<&- 1>&- 2>&-"])
 def test_closed_standard_streams(run, closed):
     command = f'exec "{sys.executable}" -m anyaccel run --num_accelerators 2 show.py {closed}'
-    assert (
-        subprocess.run(["sh", "-c", command], cwd=run.folder, timeout=60, stdin=subprocess.DEVNULL).returncode
-        == 0
-    )
+    assert subprocess.run(["sh", "-c", command], cwd=run.folder, timeout=60, stdin=subprocess.DEVNULL).returncode == 0
     assert shown(run, 1)["env"]["RANK"] == "1"
 
 
@@ -176,9 +167,7 @@ def test_dry_run_starts_nothing(run):
 
 
 def test_dry_run_json(run):
-    plan = json.loads(
-        run("--num_accelerators", "1", "--bind_cores_to_rank", "--dry_run", "--json", "show.py").stdout
-    )
+    plan = json.loads(run("--num_accelerators", "1", "--bind_cores_to_rank", "--dry_run", "--json", "show.py").stdout)
     assert plan["world_size"] == 1
     assert set(plan["ranks"][0]["cores"]) <= set(CORES)
     assert plan["ranks"][0]["env"]["RANK"] == "0"
@@ -253,9 +242,7 @@ def test_port_in_use_and_port_free(run):
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = str(listener.getsockname()[1])
-        assert f"--master_port {port} cannot be used" in only_error(
-            run("--master_port", port, "show.py", code=2)
-        )
+        assert f"--master_port {port} cannot be used" in only_error(run("--master_port", port, "show.py", code=2))
     run("--num_accelerators", "1", "--master_port", port, "--master_addr", "localhost", "show.py")
     assert shown(run, 0)["env"]["MASTER_PORT"] == port
     assert shown(run, 0)["env"]["MASTER_ADDR"] == "localhost"

@@ -148,9 +148,7 @@ def test_a_worker_fails(job):
     started = job("exit3")
     started.go()
     text = started.end(3)
-    assert (
-        f"error: rank 1 (process {started.workers[1]}) exited with code 3; 1 other worker was ended" in text
-    )
+    assert f"error: rank 1 (process {started.workers[1]}) exited with code 3; 1 other worker was ended" in text
     assert "last lines of rank 1 on standard error:\nanyaccel:   | something went wrong on rank 1" in text
     assert "rank 0" not in text
 
@@ -306,9 +304,7 @@ def test_a_helper_that_ends_by_itself_is_not_mentioned(tmp_path):
 
 def test_a_reader_that_does_not_read(tmp_path):
     """Somebody stopped reading standard error: the job ends all the same when it is told to."""
-    (tmp_path / "flood.py").write_text(
-        "import sys\nopen('started', 'w')\nwhile True: sys.stderr.write('x' * 1000)\n"
-    )
+    (tmp_path / "flood.py").write_text("import sys\nopen('started', 'w')\nwhile True: sys.stderr.write('x' * 1000)\n")
     command = [sys.executable, "-m", "anyaccel", "run", "--num_accelerators", "2", "flood.py"]
     read_end, write_end = os.pipe()
     with subprocess.Popen(command, cwd=tmp_path, stderr=write_end) as launcher:
@@ -349,9 +345,7 @@ def test_a_script_that_does_not_take_local_rank(tmp_path):
     command = [sys.executable, "-m", "anyaccel", "run", "--num_accelerators", "1", "strict.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.endswith(
-        "anyaccel: the script does not take --local_rank; start it with --no_local_rank\n"
-    )
+    assert done.stderr.endswith("anyaccel: the script does not take --local_rank; start it with --no_local_rank\n")
 
 
 @pytest.mark.parametrize(
@@ -397,9 +391,7 @@ assert other.poll() is None and gone.wait() == 0
 other.kill()
 other.wait()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

@@ -204,7 +204,7 @@ def test_footprint_is_small_and_has_no_name(world_size: int) -> None:
         assert len(names) == world_size
         assert 0 < size < 16 << 20
         assert all(name.endswith("(deleted)") for name in names)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("anyaccel")]
+    assert not [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("anyaccel")]
 
 
 # --- failures: every one is an error within a deadline, and nothing stays behind ----------------------------------
@@ -240,7 +240,7 @@ def reduce_until_error(victim: int, how: str) -> tuple[str, str, float]:
 def failure(how: str, world_size: int, victim: int, tmp_path: Path, **env: str) -> list[tuple[int, str]]:
     processes = ranks.start(reduce_until_error, world_size, (victim, how), tmp_path, **env)
     outcome = ranks.finish(processes, tmp_path, timeout=60)
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("anyaccel")]
+    assert not [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("anyaccel")]
     return outcome
 
 

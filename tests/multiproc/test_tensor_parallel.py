@@ -55,9 +55,7 @@ def test_two_ranks_give_the_logits_of_the_whole_model(family: str) -> None:
             assert not whole_blocks
 
 
-@pytest.mark.parametrize(
-    ("family", "world_size"), [("llama", 3), ("llama-9-heads", 4), ("phi3", 4), ("qwen3", 6)]
-)
+@pytest.mark.parametrize(("family", "world_size"), [("llama", 3), ("llama-9-heads", 4), ("phi3", 4), ("qwen3", 6)])
 def test_uneven_heads_and_replicated_kv_heads(family: str, world_size: int) -> None:
     for error, _, _, whole_blocks in ranks.run(sharded_against_whole, world_size, family):
         assert error < 1e-4
@@ -95,9 +93,7 @@ def test_loading_slices_from_files(family: str, shard_size: str, tmp_path: Path)
 def groups_of_two(family: str) -> float:
     """Four ranks, two copies of the model with two ranks each."""
     want = logits_of(families.build(family))
-    engine = anyaccel.init_inference(
-        families.build(family), dtype=torch.float32, tensor_parallel={"tp_size": 2}
-    )
+    engine = anyaccel.init_inference(families.build(family), dtype=torch.float32, tensor_parallel={"tp_size": 2})
     assert (engine.tp_size, engine.tp_rank) == (2, comm.get_rank() % 2)
     return float((logits_of(engine) - want).abs().max())
 

@@ -52,17 +52,13 @@ def test_parts_import_only_what_stands_below_them(part: str) -> None:
 
 
 def test_every_part_has_a_rule() -> None:
-    parts = {
-        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
+    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert parts - EVERYBODYS - {"__init__", "__main__"} == set(MAY_IMPORT)
 
 
 def modules_after(code: str) -> set[str]:
     script = f"import sys\n{code}\nprint(*sorted(name for name in sys.modules if '.' not in name))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     return set(done.stdout.split())
 
 

@@ -97,9 +97,7 @@ class Accelerator(abc.ABC):
             logger.debug("import of %s failed", package, exc_info=True)
             if isinstance(error, ModuleNotFoundError) and error.name in (package, package.partition(".")[0]):
                 return Unavailable(cls._requires("which is not installed on this system"), installed=False)
-            return Unavailable(
-                cls._requires(f"whose import raised {type(error).__name__}: {error}"), installed=True
-            )
+            return Unavailable(cls._requires(f"whose import raised {type(error).__name__}: {error}"), installed=True)
         return None
 
     @classmethod
@@ -375,9 +373,7 @@ class Accelerator(abc.ABC):
         self._inert_or_lacks(Capability.GRAPHS)
         return inert.Graph()
 
-    def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
-    ) -> AbstractContextManager[Any]:
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
         """Context in which work is captured into `graph` instead of being run."""
         self._inert_or_lacks(Capability.GRAPHS)
         return contextlib.nullcontext(graph)

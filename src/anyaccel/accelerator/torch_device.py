@@ -172,9 +172,7 @@ class TorchDeviceAccelerator(Accelerator):
             return super().create_graph()
         return self._vendor(self.spec.graph_class)()
 
-    def capture_to_graph(
-        self, graph: Any, pool: Any = None, stream: Any = None
-    ) -> AbstractContextManager[Any]:
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
         if not self.has(Capability.GRAPHS):
             return super().capture_to_graph(graph, pool, stream)
         context: AbstractContextManager[Any] = self._vendor("graph")(graph, pool=pool, stream=stream)

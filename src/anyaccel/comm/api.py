@@ -109,9 +109,7 @@ def init_distributed(
     limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
     try:
         if init_method is not None or rank >= 0 or world_size > 0:
-            dist.init_process_group(
-                backend, init_method=init_method, timeout=limit, rank=rank, world_size=world_size
-            )
+            dist.init_process_group(backend, init_method=init_method, timeout=limit, rank=rank, world_size=world_size)
         elif not any(name in os.environ for name in _LAUNCH_VARIABLES):
             dist.init_process_group(backend, store=HashStore(), timeout=limit, rank=0, world_size=1)
         else:
@@ -227,9 +225,7 @@ def inference_all_reduce(
     return tensor if dense is tensor else tensor.copy_(dense)
 
 
-def inference_broadcast(
-    tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Broadcast in place with low latency: through shared memory for CPU tensors of one host, any dtype.
 
     Args:

@@ -58,9 +58,7 @@ class Checkpoint:
         if file not in self._open_files:
             try:
                 if file.suffix == ".bin":
-                    self._open_files[file] = torch.load(
-                        file, map_location="cpu", weights_only=True, mmap=True
-                    )
+                    self._open_files[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
                 else:
                     self._open_files[file] = safe_open(file, framework="pt")
             except (SafetensorError, RuntimeError, OSError, ValueError) as error:
@@ -90,9 +88,7 @@ class Checkpoint:
             if part is None:
                 return data.get_tensor(name)  # type: ignore[no-any-return]
             view = data.get_slice(name)
-            pieces = [
-                view[(slice(None),) * part.dim + (slice(piece.start, piece.stop),)] for piece in part.ranges
-            ]
+            pieces = [view[(slice(None),) * part.dim + (slice(piece.start, piece.stop),)] for piece in part.ranges]
         except (SafetensorError, KeyError, RuntimeError) as error:
             raise ModelError(f"{file}: tensor {name!r} cannot be read ({error})") from error
         return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]

@@ -43,9 +43,7 @@ class TensorParallelConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.tp_size, int) or self.tp_size < 1:
-            raise UsageError(
-                f"tensor_parallel tp_size={self.tp_size!r}: must be a whole number of at least 1"
-            )
+            raise UsageError(f"tensor_parallel tp_size={self.tp_size!r}: must be a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,7 @@ class InferenceConfig:
             raise UsageError("replace_with_kernel_inject=True is not supported: leave it out")
         dtype = parse_dtype(values.pop("dtype", torch.bfloat16))  # type: ignore[arg-type]
         if values:
-            raise UsageError(
-                f"init_inference has no option {sorted(values)[0]!r}; options: dtype, tensor_parallel"
-            )
+            raise UsageError(f"init_inference has no option {sorted(values)[0]!r}; options: dtype, tensor_parallel")
         return cls(dtype, _parallel_config(parallel))
 
 

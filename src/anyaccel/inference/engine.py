@@ -120,9 +120,7 @@ def init_inference(
     if isinstance(model, nn.Module):
         module, source = model.eval(), LoadedWeights(model)
         if any(p.is_meta for p in model.parameters()):
-            raise UsageError(
-                "the model is on the meta device: give init_inference the path of its checkpoint instead"
-            )
+            raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
     else:
         folder = model_folder(model)
         module = skeleton(folder)

@@ -46,9 +46,7 @@ def _check(
     engine: InferenceEngine, input_ids: torch.Tensor, max_new_tokens: int, temperature: float, top_p: float
 ) -> None:
     if input_ids.dim() != 1 or input_ids.numel() == 0:
-        raise UsageError(
-            f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}"
-        )
+        raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
     vocabulary = engine.config.get_text_config().vocab_size
     if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
         raise UsageError(f"token {int(input_ids.max())} is outside the model's vocabulary of {vocabulary}")
@@ -65,9 +63,7 @@ def _check(
         )
 
 
-def _sample(
-    logits_V: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator
-) -> torch.Tensor:
+def _sample(logits_V: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> torch.Tensor:
     """One token id, shape [1]: greedy at temperature 0, else nucleus sampling (Holtzman et al., 2020)."""
     if temperature == 0:
         return logits_V.argmax(dim=-1, keepdim=True)
@@ -131,11 +127,7 @@ def _steps(
     generator = torch.Generator().manual_seed(seed)
     cache = DynamicCache(config=engine.config)
     # Logits of the last position are enough; not every model has the option.
-    last_only = (
-        {"logits_to_keep": 1}
-        if "logits_to_keep" in inspect.signature(engine.module.forward).parameters
-        else {}
-    )
+    last_only = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(engine.module.forward).parameters else {}
     ids_BT = input_ids.to(engine.device)[None]
     start = first = time.perf_counter()
     for step in range(max_new_tokens):

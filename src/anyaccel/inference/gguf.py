@@ -6,7 +6,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 import time
@@ -54,9 +53,7 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise ModelError(
-                        f"{path}: another process has held this lock for {_LOCK_SECONDS:.0f} s"
-                    ) from None
+                    raise ModelError(f"{path}: another process has held this lock for {_LOCK_SECONDS:.0f} s") from None
                 time.sleep(0.1)
         yield
 
@@ -108,6 +105,6 @@ def _convert(source: Path, folder: Path, fingerprint: dict[str, object]) -> None
         (beside / _MANIFEST).write_text(json.dumps({"made_from": fingerprint, "files": sizes}, indent=1))
         if folder.exists():
             shutil.rmtree(folder)
-        os.rename(beside, folder)
+        beside.rename(folder)
     finally:
         shutil.rmtree(beside, ignore_errors=True)

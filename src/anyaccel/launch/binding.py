@@ -106,9 +106,7 @@ def memory_policy(machine: Machine, cores: Sequence[int]) -> tuple[str, tuple[in
     """
     wanted = set(cores)
     nodes = tuple(
-        node.id
-        for node in machine.nodes
-        if wanted.issubset(node.cpus) and node.id in machine.allowed_memory_nodes
+        node.id for node in machine.nodes if wanted.issubset(node.cpus) and node.id in machine.allowed_memory_nodes
     )
     return ("bind", nodes) if nodes else ("default", ())
 

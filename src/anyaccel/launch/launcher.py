@@ -176,6 +176,4 @@ def run(options: LaunchOptions, *, extra_env: Mapping[str, str] | None = None) -
     """
     check_script(options, os.environ.get("PATH", os.defpath))
     plan = make_plan(options, extra_env=extra_env)
-    return launch_local(
-        plan, lambda binding: local.build_command(options, binding), grace_period=options.grace_period
-    )
+    return launch_local(plan, lambda binding: local.build_command(options, binding), grace_period=options.grace_period)

@@ -47,9 +47,7 @@ class LaunchOptions:
 
     def __post_init__(self) -> None:
         if not self.script:
-            raise UsageError(
-                "no script was given; put it after the options, as in: anyaccel run [options] train.py"
-            )
+            raise UsageError("no script was given; put it after the options, as in: anyaccel run [options] train.py")
         if self.num_accelerators is not None and self.num_accelerators < 1:
             raise UsageError(f"--num_accelerators is {self.num_accelerators}, it must be at least 1")
         if self.master_addr is not None and not self.master_addr.strip():

@@ -137,8 +137,7 @@ def build_plan(
         shares, left_over = divide_core_list(machine, ranks, options.core_list)
         used = [core for share in shares for core in share]
         notes += [
-            f"CPUs {format_cpu_list(group)} are threads of one physical core"
-            for group in shared_cores(machine, used)
+            f"CPUs {format_cpu_list(group)} are threads of one physical core" for group in shared_cores(machine, used)
         ]
     elif options.bind_cores:
         shares, left_over = spread_cores(machine, ranks)

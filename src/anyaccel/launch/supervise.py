@@ -76,9 +76,7 @@ def _read(report: int) -> Report | None:
 
 
 class _Launcher:
-    def __init__(
-        self, guardian: int, control: int, workers: int, grace_period: float, output: Output
-    ) -> None:
+    def __init__(self, guardian: int, control: int, workers: int, grace_period: float, output: Output) -> None:
         self._guardian = guardian
         self._control = control
         self._workers = f"{workers} worker{'' if workers == 1 else 's'}"

@@ -21,10 +21,7 @@ def render(report: dict[str, Any]) -> str:
 def _columns(rows: Iterable[Sequence[str]]) -> list[str]:
     table = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def _versions(versions: dict[str, str | None]) -> list[str]:
@@ -37,9 +34,7 @@ def _accelerator(accelerator: dict[str, Any] | None) -> list[str]:
     if accelerator["name"] is None:
         head = [("chosen", "none"), ("error", accelerator["error"])]
     else:
-        memory = (
-            f"{_gib(accelerator['total_memory_bytes'])}, {_gib(accelerator['available_memory_bytes'])} free"
-        )
+        memory = f"{_gib(accelerator['total_memory_bytes'])}, {_gib(accelerator['available_memory_bytes'])} free"
         head = [
             ("chosen", f"{accelerator['name']}: {accelerator['why']}"),
             ("devices", f"{accelerator['device_count']}, current {accelerator['device']}"),

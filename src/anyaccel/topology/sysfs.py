@@ -120,9 +120,7 @@ def _online_cpus(folder: str) -> tuple[int, ...]:
     return tuple(cpu for cpu in found if _read(f"{folder}/cpu{cpu}/online") != "0")
 
 
-def _cpus(
-    folder: str, online: tuple[int, ...], node_of: dict[int, int], default_node: int
-) -> tuple[Cpu, ...]:
+def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int], default_node: int) -> tuple[Cpu, ...]:
     known = set(online)
     keys: dict[int, tuple[int, int, int]] = {}
     siblings: dict[int, tuple[int, ...]] = {}
@@ -142,9 +140,7 @@ def _cpus(
     unlisted = [cpu for cpu in online if cpu not in siblings]
     for cpu in unlisted:
         siblings[cpu] = tuple(other for other in unlisted if keys[other] == keys[cpu])
-    return tuple(
-        Cpu(cpu, *keys[cpu], node=node_of.get(cpu, default_node), siblings=siblings[cpu]) for cpu in online
-    )
+    return tuple(Cpu(cpu, *keys[cpu], node=node_of.get(cpu, default_node), siblings=siblings[cpu]) for cpu in online)
 
 
 def _nodes(folder: str, online: set[int]) -> tuple[NumaNode, ...]:

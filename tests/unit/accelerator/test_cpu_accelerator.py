@@ -33,9 +33,7 @@ def covers(*names: str) -> Callable[[Any], Any]:
     return lambda test: test
 
 
-@covers(
-    "is_synchronized_device", "use_host_timers", "resolves_data_dependency", "handles_memory_backpressure"
-)
+@covers("is_synchronized_device", "use_host_timers", "resolves_data_dependency", "handles_memory_backpressure")
 def test_policy(cpu: CpuAccelerator) -> None:
     assert cpu.is_synchronized_device() is True
     assert cpu.use_host_timers() is True
@@ -59,9 +57,7 @@ def test_identity(cpu: CpuAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("bad", ["-1", "one", "1.5"])
-def test_a_bad_local_rank_is_a_usage_error(
-    cpu: CpuAccelerator, monkeypatch: pytest.MonkeyPatch, bad: str
-) -> None:
+def test_a_bad_local_rank_is_a_usage_error(cpu: CpuAccelerator, monkeypatch: pytest.MonkeyPatch, bad: str) -> None:
     monkeypatch.setenv("LOCAL_RANK", bad)
     with pytest.raises(UsageError, match=f"LOCAL_RANK='{bad}'"):
         cpu.current_device()
@@ -155,9 +151,7 @@ def test_memory_is_the_resident_set_in_bytes(cpu: CpuAccelerator) -> None:
     "max_memory_allocated", "reset_max_memory_allocated", "max_memory_cached", "reset_max_memory_cached",
     "reset_peak_memory_stats", "max_memory_reserved", "memory_stats", "empty_cache",
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "reset", ["reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats"]
-)
+@pytest.mark.parametrize("reset", ["reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats"])
 def test_the_peak_is_seen_between_calls_and_reset(cpu: CpuAccelerator, reset: str) -> None:
     getattr(cpu, reset)()
     before = cpu.memory_allocated()

@@ -262,9 +262,7 @@ def test_the_random_state_of_the_current_device_by_default(cuda: CudaAccelerator
     assert [call["device"] for call in vendor.called("set_rng_state")] == [1, 0]
 
 
-def test_a_function_that_this_torch_lacks_is_a_capability_error(
-    cuda: CudaAccelerator, vendor: FakeVendor
-) -> None:
+def test_a_function_that_this_torch_lacks_is_a_capability_error(cuda: CudaAccelerator, vendor: FakeVendor) -> None:
     del vendor.mem_get_info
     with pytest.raises(CapabilityError, match=r"'mem_get_info': torch.cuda of torch .* does not have it"):
         cuda.available_memory()

@@ -147,9 +147,7 @@ def test_the_peak_where_the_kernel_refuses_a_reset(tmp_path: Path, monkeypatch: 
     resident.reset_peak()
     start = resident.current()
     del block
-    assert (
-        resident.peak() == start
-    )  # the old mark, 96 MiB of which are from before the reset, is not reported
+    assert resident.peak() == start  # the old mark, 96 MiB of which are from before the reset, is not reported
     block = bytearray(32 * MIB)
     seen = resident.current()
     del block

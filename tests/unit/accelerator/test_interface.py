@@ -161,9 +161,7 @@ def test_a_missing_package_and_a_missing_device_are_reasons() -> None:
 
     missing = NoPackage.probe()
     assert missing is not None
-    assert missing.reason == (
-        "NPU_Accelerator requires torch_npu_missing, which is not installed on this system"
-    )
+    assert missing.reason == ("NPU_Accelerator requires torch_npu_missing, which is not installed on this system")
     assert not missing.installed
 
     class NoDevice(Minimal):

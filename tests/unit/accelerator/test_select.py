@@ -143,9 +143,7 @@ def test_cuda_wins_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("is_available", "_lazy_init", "init"):
-        monkeypatch.setattr(
-            torch.cuda, name, lambda name=name: pytest.fail(f"torch.cuda.{name}() was called")
-        )
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: pytest.fail(f"torch.cuda.{name}() was called"))
     assert get_accelerator()._name == "cuda"
     assert rows()["cpu"].reason == "not probed: cuda comes first"
     assert rows()["cpu"].available is None
@@ -247,9 +245,7 @@ def test_forced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("name", ["gpu", "CPU", "cuda:0"])
 def test_forced_to_an_unknown_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", name)
-    with pytest.raises(
-        UsageError, match=f"DS_ACCELERATOR='{name}' is not known; known accelerators: cuda, cpu"
-    ):
+    with pytest.raises(UsageError, match=f"DS_ACCELERATOR='{name}' is not known; known accelerators: cuda, cpu"):
         get_accelerator()
     with pytest.raises(ValueError, match="not known"):  # what DeepSpeed raises
         get_accelerator()
@@ -283,9 +279,7 @@ def test_set_accelerator(no_cuda: None) -> None:
     assert [row.name for row in detection_report(probe_all=True).candidates] == ["cuda", "cpu"]
 
 
-@pytest.mark.parametrize(
-    "wrong", [None, "cpu", torch.device("cpu"), CpuAccelerator, SimpleNamespace(_name="cpu")]
-)
+@pytest.mark.parametrize("wrong", [None, "cpu", torch.device("cpu"), CpuAccelerator, SimpleNamespace(_name="cpu")])
 def test_set_accelerator_checks_the_type(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"takes an anyaccel\.accelerator\.Accelerator"):
         set_accelerator(wrong)

@@ -24,9 +24,7 @@ def test_more_ranks_than_kv_heads_replicates_them() -> None:
 
 
 @given(st.integers(1, 16), st.integers(1, 12), st.integers(1, 64))
-def test_heads_are_divided_without_gap_and_each_with_its_kv_head(
-    kv_heads: int, group: int, parts: int
-) -> None:
+def test_heads_are_divided_without_gap_and_each_with_its_kv_head(kv_heads: int, group: int, parts: int) -> None:
     heads = kv_heads * group
     if parts > heads:
         with pytest.raises(UsageError, match=f"only {heads} attention heads"):

@@ -35,11 +35,7 @@ class LoadedWeights:
 def take(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
     """A dense copy of `part` of `tensor`."""
     pieces = [tensor.narrow(part.dim, piece.start, len(piece)) for piece in part.ranges]
-    return (
-        torch.cat(pieces, part.dim)
-        if len(pieces) > 1
-        else pieces[0].clone(memory_format=torch.contiguous_format)
-    )
+    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def apply(
@@ -91,9 +87,7 @@ def apply(
         setattr(parent, short, RowParallelLinear(weight, old.bias, group))
 
 
-def _replace_everywhere(
-    model: nn.Module, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, short: str
-) -> None:
+def _replace_everywhere(model: nn.Module, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, short: str) -> None:
     owner._parameters[short] = new
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -19,9 +19,7 @@ class RowParallelLinear(nn.Module):
         group: ranks that hold the other input features; None: the default group.
     """
 
-    def __init__(
-        self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, weight_OI: nn.Parameter, bias_O: nn.Parameter | None, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.weight = weight_OI
         self.bias = bias_O

@@ -33,9 +33,7 @@ def split_features(total: int, parts: int) -> list[range]:
         UsageError: there are fewer features than ranks.
     """
     if total < parts:
-        raise UsageError(
-            f"tensor_parallel tp_size={parts}: the MLP has only {total} features; use a smaller tp_size"
-        )
+        raise UsageError(f"tensor_parallel tp_size={parts}: the MLP has only {total} features; use a smaller tp_size")
     unit = next(unit for unit in _UNITS if total % unit == 0 and total // unit >= parts)
     return [range(part.start * unit, part.stop * unit) for part in split_evenly(total // unit, parts)]
 
@@ -60,14 +58,10 @@ def split_heads(heads: int, kv_heads: int, parts: int) -> list[HeadShard]:
         raise UsageError(f"tensor_parallel tp_size={parts}: the model has only {heads} attention heads")
     group = heads // kv_heads
     if parts <= kv_heads:
-        return [
-            HeadShard(range(kv.start * group, kv.stop * group), kv) for kv in split_evenly(kv_heads, parts)
-        ]
+        return [HeadShard(range(kv.start * group, kv.stop * group), kv) for kv in split_evenly(kv_heads, parts)]
     shards = []
     for kv_head, ranks in enumerate(split_evenly(parts, kv_heads)):
         for part in split_evenly(group, len(ranks)):
             first = kv_head * group
-            shards.append(
-                HeadShard(range(first + part.start, first + part.stop), range(kv_head, kv_head + 1))
-            )
+            shards.append(HeadShard(range(first + part.start, first + part.stop), range(kv_head, kv_head + 1)))
     return shards

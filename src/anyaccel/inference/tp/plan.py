@@ -187,9 +187,7 @@ def _scaled(part: range, factor: int, offset: int = 0) -> range:
     return range(offset + part.start * factor, offset + part.stop * factor)
 
 
-def _plan_mlp(
-    plan: TensorParallelPlan, name: str, module: nn.Module, columns: list[_Linear], row: _Linear
-) -> None:
+def _plan_mlp(plan: TensorParallelPlan, name: str, module: nn.Module, columns: list[_Linear], row: _Linear) -> None:
     features = row.inputs
     between = [
         parameter
@@ -200,9 +198,7 @@ def _plan_mlp(
     ]
     between = [p for p in between if p.partition(".")[0] not in {linear.short for linear in [*columns, row]}]
     if between:
-        raise _Whole(
-            f"{type(module).__name__} has other parameters between its linears: {', '.join(between)}"
-        )
+        raise _Whole(f"{type(module).__name__} has other parameters between its linears: {', '.join(between)}")
     part = split_features(features, plan.size)[plan.rank]
     cuts: list[tuple[_Linear, tuple[range, ...]]] = []
     for linear in columns:
@@ -251,9 +247,7 @@ def _plan_attention(
         elif layout == "per_head" and kv_heads == heads:
             cuts.append((columns[0], (_scaled(shard.query, 3 * head_dim),)))
         else:
-            raise _Whole(
-                f"the layout of the fused {columns[0].short} of {type(module).__name__} is not known"
-            )
+            raise _Whole(f"the layout of the fused {columns[0].short} of {type(module).__name__} is not known")
     else:
         for linear in columns:
             if _QUERY.match(linear.short) and linear.outputs == query_width:
@@ -304,12 +298,8 @@ def _plan_counts(
     head_dim: int,
 ) -> None:
     local_heads, local_kv = len(shard.query), len(shard.key_value)
-    changes = {
-        attribute: local_heads for attribute in _QUERY_COUNTS if getattr(module, attribute, None) == heads
-    }
-    changes |= {
-        attribute: local_kv for attribute in _KV_COUNTS if getattr(module, attribute, None) == kv_heads
-    }
+    changes = {attribute: local_heads for attribute in _QUERY_COUNTS if getattr(module, attribute, None) == heads}
+    changes |= {attribute: local_kv for attribute in _KV_COUNTS if getattr(module, attribute, None) == kv_heads}
     for attribute in _FEATURE_COUNTS:
         if getattr(module, attribute, None) == heads * head_dim:
             changes[attribute] = local_heads * head_dim
