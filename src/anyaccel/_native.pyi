@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled part (csrc/bindings). Pointers are integers; sizes are checked by the callers in comm/ before the call."""
+"""The compiled part (csrc/bindings). Addresses are integers; comm/ checks sizes before the call."""
 
 from collections.abc import Sequence
 
