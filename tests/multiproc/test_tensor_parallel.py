@@ -74,7 +74,8 @@ def from_folder(folder: str, dtype: str, tp_size: int) -> tuple[torch.Tensor, li
         tensor_parallel={"tp_size": tp_size},
         progress=lambda done, total: seen.append((done, total)),
     )
-    assert all(p.dtype == engine.dtype for p in engine.parameters())
+    assert all(p.dtype == engine.dtype and p.is_contiguous() for p in engine.parameters())
+    assert ".safetensors" not in Path("/proc/self/maps").read_text()  # nothing points into the file any more
     return logits_of(engine), seen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 from anyaccel._version import __version__
@@ -56,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"anyaccel: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
+        # Once is enough: a launcher and the terminal may both send it, and the second would interrupt the clean-up.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("anyaccel: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def _index_of(folder: Path, stem: str, suffix: str) -> dict[str, Path]:
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         files = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index}: not a checkpoint index ({error})") from error
     for file in set(files.values()):
         if Path(file).name != file:
@@ -61,7 +62,7 @@ class Checkpoint:
                     self._open_files[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
                 else:
                     self._open_files[file] = safe_open(file, framework="pt")
-            except (SafetensorError, RuntimeError, OSError, ValueError) as error:
+            except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError) as error:
                 raise ModelError(f"{file}: cannot be read, truncated or damaged ({error})") from error
         return self._open_files[file]
 
@@ -72,7 +73,7 @@ class Checkpoint:
         return name in self._files
 
     def read(self, name: str, part: Slice | None) -> torch.Tensor:
-        """The tensor `name`, or only `part` of it: nothing else is read from the file.
+        """The tensor `name`, or only `part` of it: a view of the mapped file where it is in one piece.
 
         Raises:
             ModelError: it is not there, or the file is damaged.

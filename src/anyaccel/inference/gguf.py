@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
+import importlib
 import json
 import shutil
 import tempfile
@@ -83,6 +85,18 @@ def converted(source: Path) -> Path:
     return folder
 
 
+@contextmanager
+def _one_reader() -> Iterator[None]:
+    """Parse the file once: transformers does it for tokenizer, configuration and weights, 6 s each."""
+    library: Any = importlib.import_module("gguf")
+    original = library.GGUFReader
+    library.GGUFReader = functools.cache(original)
+    try:
+        yield
+    finally:
+        library.GGUFReader = original
+
+
 def _convert(source: Path, folder: Path, fingerprint: dict[str, object]) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -91,9 +105,10 @@ def _convert(source: Path, folder: Path, fingerprint: dict[str, object]) -> None
     try:
         try:
             location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-            tokenizer = AutoTokenizer.from_pretrained(**location)
-            model: Any = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
-        except (ValueError, OSError, KeyError, IndexError, RuntimeError, NotImplementedError) as error:
+            with _one_reader():
+                tokenizer = AutoTokenizer.from_pretrained(**location)
+                model: Any = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
+        except Exception as error:  # the readers raise whatever a damaged file leads them to
             raise ModelError(f"{source}: transformers cannot read this GGUF file ({error})") from error
         # The weights are plain now; transformers would refuse to save a model that still calls itself quantised.
         model.hf_quantizer = None

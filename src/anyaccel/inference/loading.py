@@ -83,6 +83,8 @@ def _read_generation_config(model: Any, folder: Path) -> None:
 class CheckpointWeights:
     """Weights of a checkpoint under the parameter names of a model."""
 
+    mapped = True
+
     def __init__(self, checkpoint: Checkpoint, names: dict[str, str]) -> None:
         self._checkpoint = checkpoint
         self._names = names
@@ -114,7 +116,7 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
     if not missing:
         return CheckpointWeights(checkpoint, names)
     logger.info("%s: %s is stored under another name; loading through transformers", folder, missing[0])
-    return LoadedWeights(_load_whole(folder))
+    return LoadedWeights(_load_whole(folder), mapped=True)  # transformers leaves them mapped
 
 
 def _load_whole(folder: Path) -> nn.Module:

@@ -16,7 +16,13 @@ from anyaccel.inference.tp.plan import Slice, TensorParallelPlan
 
 
 class WeightSource(Protocol):
-    """Where the weights come from; `part` None means the whole tensor."""
+    """Where the weights come from; `part` None means the whole tensor.
+
+    Attributes:
+        mapped: `read` returns views of a mapped file, strided ones for slices of columns.
+    """
+
+    mapped: bool
 
     def read(self, name: str, part: Slice | None) -> torch.Tensor: ...
 
@@ -24,7 +30,8 @@ class WeightSource(Protocol):
 class LoadedWeights:
     """Weights that the model has in memory already: a shard is copied out, so that the rest can be freed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, mapped: bool = False) -> None:
+        self.mapped = mapped
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
 
     def read(self, name: str, part: Slice | None) -> torch.Tensor:
@@ -55,8 +62,9 @@ def apply(
     """
     for name, parameter in list(model.named_parameters()):
         tensor = source.read(name, plan.slices.get(name))
-        if tensor.is_floating_point():
-            tensor = tensor.to(device=device, dtype=dtype)
+        # Out of the file into this rank's own memory, dense, on its own memory node.
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        tensor = tensor.to(device, kind, copy=source.mapped, memory_format=torch.contiguous_format)
         owner_name, _, short = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         # Every name of a shared parameter gets the one tensor.

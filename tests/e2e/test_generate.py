@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel generate` with the real SmolLM2, as a user calls it, and what sharding does to its numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import anyaccel
+import ranks
+from anyaccel import comm
+from anyaccel.inference import generate_tokens
+from anyaccel.inference.loading import load_tokenizer
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "List three uses of a paper clip.",
+    "Explain why the sky is blue.",
+    "def fibonacci(n):",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _server(rank_server: None) -> None:
+    """Needed by the tests that start ranks."""
+
+
+def generate(*arguments: str, timeout: float = 110, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "anyaccel", "generate", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **env},
+    )
+
+
+def answer(*arguments: str, **env: str) -> dict[str, object]:
+    done = generate(*arguments, "--json", **env)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, object] = json.loads(done.stdout)
+    return result
+
+
+def greedy_tokens(folder: str, dtype: str) -> list[list[int]]:
+    """The first 32 greedy tokens for each prompt."""
+    engine = anyaccel.init_inference(folder, dtype=dtype, tensor_parallel={"tp_size": comm.get_world_size()})
+    tokenizer = load_tokenizer(Path(folder))
+    engine.module.generation_config.eos_token_id = None
+    return [
+        list(generate_tokens(engine, torch.tensor(tokenizer(prompt)["input_ids"]), max_new_tokens=32))
+        for prompt in PROMPTS
+    ]
+
+
+def test_two_ranks_give_the_tokens_of_one_and_of_transformers(smollm2: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (alone,) = ranks.run(greedy_tokens, 1, str(smollm2), "fp32")
+    first, second = ranks.run(greedy_tokens, 2, str(smollm2), "fp32")
+    assert first == second
+    assert first == alone
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    ids = load_tokenizer(smollm2)(PROMPTS[0], return_tensors="pt")
+    reference = model.generate(**ids, max_new_tokens=32, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert reference.tolist() == alone[0]
+
+
+def prompt_logits(folder: str, dtype: str, through_bf16: bool) -> list[torch.Tensor]:
+    """Logits of each prompt, [tokens, vocabulary] in fp32; `through_bf16` rounds the weights and computes in fp32."""
+    engine = anyaccel.init_inference(folder, dtype=dtype, tensor_parallel={"tp_size": comm.get_world_size()})
+    if through_bf16:
+        with torch.no_grad():
+            for parameter in engine.parameters():
+                parameter.copy_(parameter.to(torch.bfloat16))
+    tokenizer = load_tokenizer(Path(folder))
+    with torch.inference_mode():
+        return [engine(torch.tensor([tokenizer(prompt)["input_ids"]])).logits[0].float() for prompt in PROMPTS]
+
+
+def test_bf16_logits_of_two_ranks_differ_by_no_more_than_rounding(smollm2: Path) -> None:
+    """The bound: the error against exact arithmetic on the same bf16 weights that one process has itself, and no more.
+
+    Sharding only moves where partial sums are rounded (each half of a row-parallel product is rounded to bf16 before
+    the sum). Rounding errors of the two runs are independent and of one size, so their RMS difference is about
+    sqrt(2) times the RMS error of either; 2 leaves room for the two extra roundings a layer.
+    """
+    (exact,) = ranks.run(prompt_logits, 1, str(smollm2), "fp32", True)
+    (alone,) = ranks.run(prompt_logits, 1, str(smollm2), "bf16", False)
+    sharded, _ = ranks.run(prompt_logits, 2, str(smollm2), "bf16", False)
+
+    def rms(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+        return float(torch.cat([(x - y).flatten() for x, y in zip(a, b, strict=True)]).square().mean().sqrt())
+
+    rounding = rms(alone, exact)
+    assert rounding > 0
+    assert rms(sharded, exact) <= 1.5 * rounding
+    assert rms(sharded, alone) <= 2 * rounding
+
+
+def test_command_with_two_ranks_says_what_it_does(smollm2: Path) -> None:
+    done = generate(PROMPTS[0], "--tp", "2", "--model", str(smollm2), "--dtype", "fp32", "--max-new-tokens", "16")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "The capital of France is Paris.\n"
+    order = [
+        "accelerator",
+        "topology: ",
+        "plan: 2 workers",
+        "rank 0: core",
+        "rank 1: core",
+        "loading",
+        "prompt 37 tokens",
+    ]
+    places = [done.stderr.find(text) for text in order]
+    assert -1 not in places, done.stderr
+    assert places == sorted(places), done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "tokens/s; generated 8 tokens" in last
+    assert "peak memory" in last
+
+
+def test_command_gives_the_same_json_for_one_and_two_ranks(smollm2: Path) -> None:
+    arguments = (PROMPTS[1], "--model", str(smollm2), "--dtype", "fp32", "--max-new-tokens", "32")
+    one, two = answer(*arguments, "--tp", "1"), answer(*arguments, "--tp", "2")
+    assert one["tokens"] == two["tokens"]
+    assert one["text"] == two["text"]
+    assert (one["tp"], two["tp"]) == (1, 2)
+    assert len(two["peak_memory_bytes_by_rank"]) == 2
+    assert two["generated_tokens_per_second"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_command_gives_the_same_first_tokens_for_every_prompt(prompt: str, smollm2: Path) -> None:
+    arguments = (prompt, "--model", str(smollm2), "--dtype", "fp32", "--max-new-tokens", "32")
+    assert answer(*arguments, "--tp", "1")["tokens"] == answer(*arguments, "--tp", "2")["tokens"]
+
+
+def test_default_model_uses_the_converted_one(smollm2: Path) -> None:
+    before = sorted(smollm2.parent.iterdir())
+    cache = str(smollm2.parents[1])
+    arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9")
+    result = answer(PROMPTS[2], *arguments, "--seed", "3", "--quiet", ANYACCEL_CACHE_DIR=cache)
+    assert 1 <= len(result["tokens"]) <= 12
+    assert str(result["model"]).endswith(".gguf")
+    assert sorted(smollm2.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "PROMPT"),
+        (("",), "the prompt is empty"),
+        (("hi", "--model", "/nowhere/at/all"), "--model /nowhere/at/all"),
+        (("hi", "--tp", "0"), "--tp 0"),
+        (("hi", "--tp", "1000"), "1000"),
+        (("hi", "--dtype", "int3"), "int3"),
+        (("hi", "--max-new-tokens", "0"), "--max-new-tokens 0"),
+        (("hi", "--temperature", "-1"), "--temperature -1"),
+        (("hi", "--temperature", "nan"), "--temperature nan"),
+        (("hi", "--top-p", "1.5"), "--top-p 1.5"),
+        (("hi", "--temprature", "1"), "--temprature"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(arguments: tuple[str, ...], text: str) -> None:
+    done = generate(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert text in done.stderr
+
+
+def test_damaged_model_is_a_clear_error_of_every_rank(smollm2: Path, tmp_path: Path) -> None:
+    for file in smollm2.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = (smollm2 / "model.safetensors").read_bytes()[:100_000]
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    done = generate("hi", "--model", str(tmp_path), "--tp", "2")
+    assert done.returncode == 1
+    assert "model.safetensors" in done.stderr
+    assert "truncated or damaged" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_prompt_from_standard_input_and_a_reader_that_stops(smollm2: Path) -> None:
+    command = [sys.executable, "-m", "anyaccel", "generate", "-", "--model", str(smollm2), "--quiet"]
+    with subprocess.Popen(
+        [*command, "--max-new-tokens", "16"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        process.stdin.write(PROMPTS[0].encode())
+        process.stdin.close()
+        assert process.stdout.read(3) == b"The"
+        process.stdout.close()
+        errors = process.stderr.read().decode()
+    assert "Traceback" not in errors
+    assert "BrokenPipe" not in errors
+
+
+def test_ctrl_c_ends_every_worker(smollm2: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "anyaccel", "generate", PROMPTS[3], "--tp", "2", "--model", str(smollm2)]
+        + ["--max-new-tokens", "2000", "--no-chat-template"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.read(1)  # it generates
+        os.killpg(process.pid, 2)
+        started = time.monotonic()
+        assert process.wait(20) == 130
+        assert time.monotonic() - started < 6
+        assert "Traceback" not in process.stderr.read()

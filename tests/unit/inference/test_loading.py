@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: slices, damage, files that lead elsewhere, GGUF files that are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import anyaccel
+import families
+from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference import generate_tokens
+from anyaccel.inference.checkpoint import Checkpoint
+from anyaccel.inference.gguf import converted
+from anyaccel.inference.loading import model_folder, skeleton
+from anyaccel.inference.tp.plan import Slice, make_plan
+
+MATRIX = torch.arange(60.0).view(10, 6)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"m": MATRIX, "v": torch.arange(10.0)}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_slices_of_safetensors_and_bin_are_the_same(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("bin")
+    torch.save({"m": MATRIX, "v": torch.arange(10.0)}, other / "pytorch_model.bin")
+    for checkpoint in (Checkpoint(folder), Checkpoint(other)):
+        assert torch.equal(checkpoint.read("m", None), MATRIX)
+        rows = checkpoint.read("m", Slice(0, (range(1, 3), range(7, 10))))
+        assert torch.equal(rows, MATRIX[[1, 2, 7, 8, 9]])
+        columns = checkpoint.read("m", Slice(1, (range(2, 5),)))
+        assert torch.equal(columns, MATRIX[:, 2:5])
+        assert torch.equal(checkpoint.read("v", Slice(0, (range(4, 6),))), torch.tensor([4.0, 5.0]))
+        with pytest.raises(ModelError, match="no tensor 'w'"):
+            checkpoint.read("w", None)
+
+
+def test_truncated_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ModelError, match=r"model\.safetensors.*truncated or damaged"):
+        Checkpoint(folder)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no weights found"):
+        Checkpoint(tmp_path)
+
+
+def test_pickled_code_is_not_run(tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (print, ("code from the checkpoint ran",))
+
+    torch.save({"w": Harm()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ({"weight_map": {"m": "../secret.safetensors"}}, "outside the folder"),
+        ({"weight_map": {"m": "absent.safetensors"}}, "missing"),
+        ({"weights": {}}, "not a checkpoint index"),
+        ([], "not a checkpoint index"),
+    ],
+)
+def test_bad_index(index: object, text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=text):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGU", b"PK\x03\x04 something else"])
+def test_file_that_is_no_gguf(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match="not a GGUF file"):
+        model_folder(tmp_path / "x.gguf")
+
+
+def test_damaged_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\x00\x00\x00" + b"\x01" * 40)
+    with pytest.raises(ModelError, match=r"x\.gguf"):
+        converted(tmp_path / "x.gguf")
+    assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def test_model_paths_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such model"):
+        model_folder("org/model-name")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        model_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
+    with pytest.raises(ModelError, match="cannot build"):
+        skeleton(tmp_path)
+
+
+def test_skeleton_takes_no_memory_and_has_real_buffers(tmp_path: Path) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    model = skeleton(tmp_path)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+
+
+def test_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
+    model = families.build("llama")
+    model.save_pretrained(tmp_path)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj"):
+        anyaccel.init_inference(tmp_path, dtype="fp32")
+
+
+def test_meta_model_is_refused(tmp_path: Path) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="meta device"):
+        anyaccel.init_inference(skeleton(tmp_path), dtype="fp32")
+
+
+def test_single_process_engine_is_the_model(tmp_path: Path) -> None:
+    families.build("qwen2").save_pretrained(tmp_path)
+    engine = anyaccel.init_inference(tmp_path, dtype="fp32")
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.inference_mode():
+        torch.testing.assert_close(engine(ids).logits, families.build("qwen2")(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "text"),
+    [
+        ([], {"max_new_tokens": 4}, "at least one token"),
+        ([1, 500], {"max_new_tokens": 4}, "token 500 is outside"),
+        ([-1], {"max_new_tokens": 4}, "outside"),
+        ([1], {"max_new_tokens": 64}, "context of 64"),
+        ([1], {"max_new_tokens": 4, "temperature": -1.0}, "temperature"),
+        ([1], {"max_new_tokens": 4, "top_p": 0.0}, "top_p"),
+    ],
+)
+def test_generation_arguments_are_checked_before_anything_runs(
+    ids: list[int], options: dict[str, float], text: str
+) -> None:
+    engine = anyaccel.init_inference(families.build("llama"), dtype="fp32")
+    with pytest.raises(UsageError, match=text):
+        generate_tokens(engine, torch.tensor(ids, dtype=torch.int64), **options)  # type: ignore[arg-type]
+
+
+def test_plan_needs_no_weights_and_says_what_it_leaves_whole() -> None:
+    model = families.build("olmo2").to("meta")
+    plan = make_plan(model, 0, 2)
+    assert "model.layers.0.mlp.down_proj" in plan.row_parallel
+    assert "across heads" in plan.whole["model.layers.0.self_attn"]
+    with pytest.raises(ModelError, match="cannot be divided"):
+        make_plan(torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2)])), 0, 2)
