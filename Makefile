@@ -6,11 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.stamp
-CONSTRAINTS := -c constraints.txt
+# Where torch comes from when pip's own index has no CPU build: make TORCH_INDEX=https://download.pytorch.org/whl/cpu demo
+TORCH_INDEX ?=
+CONSTRAINTS := -c constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX))
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench clean
+.PHONY: help setup demo test test-all lint format bench-peers clean
+.NOTPARALLEL:
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,11 +62,11 @@ test-all: lint ## lint and every test
 	$(BIN)/python -m pytest
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv-bench/.stamp: $(STAMP)-build
 	$(PYTHON) -m venv .venv-bench
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0]); print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
 	  > "$$(.venv-bench/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
 	.venv-bench/bin/python -m pip install -q --no-deps deepspeed hjson msgpack psutil py-cpuinfo einops pydantic pydantic-core typing-inspection annotated-types
 	@touch $@

@@ -19,6 +19,7 @@ from anyaccel import comm
 from anyaccel.inference import generate_tokens
 from anyaccel.inference.loading import load_tokenizer
 
+COMMAND = (sys.executable, "-m", "anyaccel", "generate")
 PROMPTS = (
     "What is the capital of France?",
     "Write a haiku about the sea.",
@@ -35,7 +36,7 @@ def _server(rank_server: None) -> None:
 
 def generate(*arguments: str, timeout: float = 110, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "anyaccel", "generate", *arguments],
+        [*COMMAND, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -194,7 +195,7 @@ def test_damaged_model_is_a_clear_error_of_every_rank(smollm2: Path, tmp_path: P
 
 
 def test_prompt_from_standard_input_and_a_reader_that_stops(smollm2: Path) -> None:
-    command = [sys.executable, "-m", "anyaccel", "generate", "-", "--model", str(smollm2), "--quiet"]
+    command = [*COMMAND, "-", "--model", str(smollm2), "--quiet"]
     with subprocess.Popen(
         [*command, "--max-new-tokens", "16"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -210,8 +211,7 @@ def test_prompt_from_standard_input_and_a_reader_that_stops(smollm2: Path) -> No
 
 def test_ctrl_c_ends_every_worker(smollm2: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "anyaccel", "generate", PROMPTS[3], "--tp", "2", "--model", str(smollm2)]
-        + ["--max-new-tokens", "2000", "--no-chat-template"],
+        [*COMMAND, PROMPTS[3], "--tp", "2", "--model", str(smollm2), "--max-new-tokens", "2000", "--no-chat-template"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
