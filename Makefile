@@ -22,6 +22,7 @@ help: ## show the targets
 $(STAMP)-venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "anyaccel needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "Setting up $(VENV); the first time this downloads packages for a minute or two."
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
@@ -37,6 +38,7 @@ $(STAMP)-dev: $(STAMP)-demo
 
 NATIVE := CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 $(STAMP)-build: $(STAMP)-demo pyproject.toml $(NATIVE)
+	@echo "Building the native module."
 	$(PIP) install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
