@@ -60,6 +60,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"vocab_size": 128, "hidden_size": 48, "n_layer": 2, "n_head": 6}),
     "falcon": ("FalconConfig", _common("intermediate_size", "num_key_value_heads", multi_query=False)),
     "mixtral": ("MixtralConfig", _common(num_local_experts=4)),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        _common(
+            head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1
+        ),
+    ),
+    "diffllama": ("DiffLlamaConfig", _common(num_attention_heads=6, num_key_value_heads=6)),
+    "stablelm-norms": ("StableLmConfig", _common(qk_layernorm=True)),
     "gpt_oss": (
         "GptOssConfig",
         _common(head_dim=8, num_local_experts=4, num_experts_per_tok=2, layer_types=None),
@@ -71,6 +79,8 @@ WHOLE = {
     "olmo2": ("attn", "across heads"),
     "bloom": ("attention", "ALiBi"),
     "falcon": ("attention", "fused"),
+    "diffllama": ("attn", "across heads"),
+    "stablelm-norms": ("attn", "across heads"),
 }
 
 

@@ -86,6 +86,8 @@ ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s)
 }
 
 ShmGroup::~ShmGroup() {
+  // A peer that still waits for this rank gets an error at once; one that has what it needs never looks.
+  if (!controls_.empty()) control(rank_).gave_up.store(1, std::memory_order_release);
   for (int fd : pidfds_)
     if (fd >= 0) close(fd);
 }
@@ -113,6 +115,7 @@ void ShmGroup::synchronise() {
   Control& mine = control(rank_);
   mine.descriptor[target & 1] = current_;
   mine.arrived.store(target, std::memory_order_release);
+  int64_t started = 0;  // of waiting in earnest: one deadline for all peers together
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     const std::atomic<uint64_t>& arrived = control(peer).arrived;
@@ -125,13 +128,14 @@ void ShmGroup::synchronise() {
         here = arrived.load(std::memory_order_acquire) >= target;
       }
     } while (!here && spin_ns_ > 0 && now_ns() < deadline);
-    if (!here) wait_slowly(peer);
+    if (here) continue;
+    if (started == 0) started = now_ns();
+    wait_slowly(peer, started);
   }
 }
 
-void ShmGroup::wait_slowly(int peer) {
+void ShmGroup::wait_slowly(int peer, int64_t start) {
   const std::atomic<uint64_t>& arrived = control(peer).arrived;
-  const int64_t start = now_ns();
   int64_t peer_checked = start, interrupt_checked = start;
   while (arrived.load(std::memory_order_acquire) < sequence_) {
     const int64_t now = now_ns();
@@ -162,8 +166,9 @@ void ShmGroup::wait_slowly(int peer) {
 void ShmGroup::check_peer(int peer) const {
   const std::string who = "rank " + std::to_string(peer) + " (pid " + std::to_string(pids_[peer]) + ")";
   if (control(peer).gave_up.load(std::memory_order_acquire) != 0)
-    throw CommError(CommError::Kind::broken,
-                    who + " has given up after an error of its own, while this rank waited in " + describe(current_));
+    throw CommError(
+        CommError::Kind::broken,
+        who + " has left the group or given up after an error, while this rank waited in " + describe(current_));
   bool ended = false;
   if (pidfds_[peer] >= 0) {
     pollfd fd{pidfds_[peer], POLLIN, 0};
@@ -243,7 +248,7 @@ void ShmGroup::all_reduce_large(char* data, size_t count, DType dtype) {
   const size_t item = dtype_bytes(dtype);
   const size_t total = count * item;
   // At least two chunks where they are not tiny, so that the pipeline has something to overlap.
-  const size_t wanted = std::clamp(round_up(total / 2, kLine * size_), kMinChunkBytes, buffer_bytes_);
+  const size_t wanted = std::min(std::max(round_up(total / 2, kLine * size_), kMinChunkBytes), buffer_bytes_);
   const size_t part_bytes = std::max(wanted / size_ / kLine * kLine, kLine);
   const size_t chunk_bytes = part_bytes * size_;
   const size_t n_chunks = (total + chunk_bytes - 1) / chunk_bytes;

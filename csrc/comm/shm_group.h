@@ -84,7 +84,7 @@ class ShmGroup {
   Control& control(int rank) const { return *controls_[rank]; }
   char* buffer(int rank, uint64_t chunk) const { return buffers_[rank] + (chunk % 3) * buffer_bytes_; }
   void synchronise();
-  void wait_slowly(int peer);
+  void wait_slowly(int peer, int64_t start);
   void check_peer(int peer) const;
   void check_descriptors() const;
   std::string describe(const Descriptor& descriptor) const;

@@ -51,8 +51,11 @@ ShmSegment ShmSegment::create(size_t bytes) {
   Fd fd{shm_open(segment.name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600)};
   if (fd.value < 0) fail(errno, "shm_open of " + segment.name_);
   segment.linked_ = true;  // from here on the destructor unlinks it
-  if (const int error = posix_fallocate(fd.value, 0, static_cast<off_t>(bytes)); error != 0)
-    fail(error, "reserving " + std::to_string(bytes) + " bytes of shared memory (see `df /dev/shm`)");
+  int error;
+  do {  // tmpfs gives EINTR when a signal comes
+    error = posix_fallocate(fd.value, 0, static_cast<off_t>(bytes));
+  } while (error == EINTR);
+  if (error != 0) fail(error, "reserving " + std::to_string(bytes) + " bytes of shared memory (see `df /dev/shm`)");
   segment.data_ = map(fd.value, bytes, segment.name_);
   segment.bytes_ = bytes;
   return segment;

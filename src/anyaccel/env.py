@@ -43,8 +43,8 @@ class EnvVar(Generic[T]):
 
 def _positive_float(text: str) -> float:
     value = float(text)
-    if not value > 0:
-        raise ValueError("must be above 0")
+    if not 0 < value < 1e9:
+        raise ValueError("must be above 0 and below a billion")
     return value
 
 
@@ -64,9 +64,16 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _is_one(text: str) -> bool:
+    return text == "1"
+
+
 ISA_NAMES = ("scalar", "avx2", "avx512")
 
 DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of this name")
+DS_ALLOW_DEPRECATED_FP16 = EnvVar(
+    "DS_ALLOW_DEPRECATED_FP16", _is_one, False, "1 allows fp16 on GPUs of compute capability 6, where it is slow"
+)
 ANYACCEL_CACHE_DIR = EnvVar("ANYACCEL_CACHE_DIR", Path, None, "folder for converted models; default ~/.cache/anyaccel")
 ANYACCEL_ISA = EnvVar(
     "ANYACCEL_ISA",
@@ -86,6 +93,7 @@ ANYACCEL_SHM_BYTES = EnvVar(
 
 ALL: tuple[EnvVar[object], ...] = (
     DS_ACCELERATOR,
+    DS_ALLOW_DEPRECATED_FP16,
     ANYACCEL_CACHE_DIR,
     ANYACCEL_ISA,
     ANYACCEL_COMM_TIMEOUT,

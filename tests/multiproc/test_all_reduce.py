@@ -314,3 +314,91 @@ def test_full_shared_memory_falls_back_to_torch() -> None:
 def test_no_group_is_a_clear_error() -> None:
     with pytest.raises(errors.UsageError, match="init_distributed"):
         comm.inference_all_reduce(torch.ones(1))
+
+
+def test_buffers_of_a_few_lines() -> None:
+    """A chunk is smaller than the least the large path would like to use."""
+    ranks.run(check_results, 2, (1, 1000, 40_000), 100_003, ANYACCEL_SHM_BYTES="4096")
+
+
+def leave_the_group() -> str:
+    comm.inference_all_reduce(torch.ones(4))
+    if comm.get_rank() == 1:
+        comm.destroy_process_group()
+        time.sleep(3)
+        os._exit(0)
+    started = time.monotonic()
+    try:
+        comm.inference_all_reduce(torch.ones(4))
+    except errors.CommError as error:
+        os.write(1, f"{time.monotonic() - started:.1f}|{error}".encode())
+        os._exit(0)
+    return "no error"
+
+
+def test_a_rank_that_leaves_the_group_is_noticed(tmp_path: Path) -> None:
+    outcome = ranks.finish(ranks.start(leave_the_group, 2, (), tmp_path), tmp_path)
+    assert [code for code, _ in outcome] == [0, 0], outcome
+    waited, _, text = outcome[0][1].partition("|")
+    assert float(waited) < 2.5
+    assert "rank 1" in text
+    assert "left the group" in text
+
+
+def broadcast_views() -> tuple[complex, float]:
+    conjugate = torch.full((4,), complex(1, comm.get_rank() + 1)).conj()
+    comm.inference_broadcast(conjugate, src=1)
+    negative = torch.full((4,), complex(0, comm.get_rank() + 1.0)).conj().imag
+    comm.inference_all_reduce(negative)
+    return complex(conjugate.resolve_conj()[0]), float(negative[0])
+
+
+def test_conjugate_and_negative_views_are_their_values() -> None:
+    assert ranks.run(broadcast_views, 2) == [(complex(1, -2), -3.0)] * 2
+
+
+def start_with(**wrong: str) -> str:
+    comm.destroy_process_group()
+    os.environ.update(wrong)
+    try:
+        comm.init_distributed("gloo")
+    except errors.AnyAccelError as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        message = "accepted"
+    os.write(1, message.encode())
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("WORLD_SIZE", "0", "UsageError: RANK=0, WORLD_SIZE=0"),
+        ("MASTER_PORT", "99999", "MASTER_PORT=99999"),
+        ("RANK", "one", "UsageError: RANK, WORLD_SIZE and MASTER_PORT must be whole numbers"),
+        ("MASTER_ADDR", "", "UsageError: MASTER_ADDR not set"),
+        ("ANYACCEL_ISA", "sse9", "UsageError: ANYACCEL_ISA='sse9'"),
+        ("ANYACCEL_COMM_TIMEOUT", "inf", "UsageError: ANYACCEL_COMM_TIMEOUT='inf'"),
+    ],
+)
+def test_wrong_environment_is_one_clear_error(name: str, value: str, text: str, tmp_path: Path) -> None:
+    ((code, output),) = ranks.finish(ranks.start(start_with_one, 1, (name, value), tmp_path), tmp_path)
+    assert code == 0, output
+    assert text in output
+
+
+def start_with_one(name: str, value: str) -> str:
+    return start_with(**{name: value})
+
+
+def start_on_ipv6() -> str:
+    comm.destroy_process_group()
+    os.environ["MASTER_ADDR"] = "::1"
+    comm.init_distributed("gloo")
+    return str(float(comm.inference_all_reduce(torch.ones(2))[0]))
+
+
+def test_ipv6_loopback() -> None:
+    if not Path("/proc/net/if_inet6").exists() or "lo" not in Path("/proc/net/if_inet6").read_text():
+        pytest.skip("this machine has no IPv6 loopback address")
+    assert ranks.run(start_on_ipv6, 2) == ["2.0", "2.0"]

@@ -18,11 +18,12 @@ import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 
 from anyaccel.accelerator import inert
+from anyaccel.accelerator.select import get_accelerator
 from anyaccel.accelerator.spec import BackendSpec, Capability, Unavailable
 from anyaccel.errors import CapabilityError, UsageError
 
@@ -32,6 +33,21 @@ logger = logging.getLogger(__name__)
 DeviceIndex = int | str | torch.device | None
 
 HOST = torch.device("cpu")
+
+# What a backend overrides to have a capability; the methods below raise, or do nothing on a synchronous device.
+_METHODS_OF = {
+    Capability.STREAMS: ("Stream", "stream", "current_stream", "Event"),
+    Capability.GRAPHS: ("create_graph", "capture_to_graph"),
+    Capability.RNG: ("default_generator",),
+    Capability.MEMORY_STATS: (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_stats",
+        "reset_peak_memory_stats",
+    ),
+    Capability.MEMORY_SIZE: ("total_memory", "available_memory"),
+    Capability.HOST_REGISTRATION: ("register_host_memory", "unregister_host_memory"),
+}
 
 
 class TypedTensor:
@@ -75,9 +91,21 @@ class Accelerator(abc.ABC):
         self._communication_backend_name = self._first_collective()
         self._compile_backend = self.spec.compile_backend
         self._ranges = threading.local()
+        self._capabilities = frozenset(filter(self._provides, Capability))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._name!r}>"
+
+    # A module that keeps its accelerator is copied and sent to other processes: each has one accelerator.
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Accelerator], tuple[()]]:
+        return get_accelerator, ()
 
     # Detection ----------------------------------------------------------------------------------------------
 
@@ -113,8 +141,22 @@ class Accelerator(abc.ABC):
     # Capabilities -------------------------------------------------------------------------------------------
 
     def has(self, capability: Capability | str) -> bool:
-        """Whether the device has `capability`; ask this rather than compare device names."""
-        return self.spec.capabilities.has(capability)
+        """Whether the device has `capability`; ask this rather than compare device names.
+
+        It lacks what `spec.capabilities` declares absent, and what the backend does not implement.
+
+        Raises:
+            ValueError: no capability of that name.
+        """
+        return Capability(capability) in self._capabilities
+
+    def _provides(self, capability: Capability) -> bool:
+        if not self.spec.capabilities.has(capability):
+            return False
+        if capability is Capability.OP_BUILDERS:
+            return bool(self.spec.op_builders)
+        methods = _METHODS_OF.get(capability, ())
+        return all(getattr(type(self), name) is not getattr(Accelerator, name) for name in methods)
 
     def _lacks(self, capability: Capability | str, why: str = "") -> NoReturn:
         """Raise the one error for something that the device does not have."""

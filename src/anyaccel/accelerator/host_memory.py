@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +15,37 @@ _CLEAR_REFS = "/proc/self/clear_refs"
 _NO_LIMIT = 1 << 62  # cgroup v1 writes "no limit" as the largest multiple of the page size
 
 
+class _Statm:
+    """/proc/self/statm, opened on first use and kept: reading it again costs a third of opening it each time."""
+
+    _descriptor = -1
+    _identity = (0, 0)
+
+    def read(self) -> list[bytes]:
+        """Its fields."""
+        if not self._is_open():
+            self._descriptor = os.open(_STATM, os.O_RDONLY)
+            self._identity = self._file()
+        return os.pread(self._descriptor, 128, 0).split()
+
+    def close(self) -> None:
+        """Close it; the next read opens it anew."""
+        if self._is_open():
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _is_open(self) -> bool:
+        # Someone may have closed all descriptors, and this number may be another file by now.
+        return self._descriptor >= 0 and self._file() == self._identity
+
+    def _file(self) -> tuple[int, int]:
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError:
+            return (-1, -1)
+        return status.st_dev, status.st_ino
+
+
 class ResidentSet:
     """Resident set of this process, now and at its peak.
 
@@ -25,48 +54,28 @@ class ResidentSet:
     kernel refuses that (a sandbox, a hardened /proc), the new peak is exact once the old one is exceeded, and
     until then the highest value that a call has seen.
 
-    One descriptor stays open: reading it again costs a third of opening, reading and closing the file.
+    There is one, RESIDENT_SET, since there is one mark.
     """
 
-    _statm = -1
-
     def __init__(self) -> None:
-        self._start()
-        _LIVE.add(self)
+        self._statm = _Statm()
+        self._forget()
 
-    def _start(self) -> None:
-        self._statm = os.open(_STATM, os.O_RDONLY)
+    def _forget(self) -> None:
         self._stale_mark = 0  # a high-water mark from before the reset, when it could not be lowered
         self._seen = 0  # highest value that a call has seen since then
 
-    def _restart_in_child(self) -> None:
-        # The descriptor still shows the parent, and the child's mark has started anew.
-        os.close(self._statm)
-        self._start()
-
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
-        if self._statm >= 0:
-            _close(self._statm)
+    def restart_in_child(self) -> None:
+        """After a fork: the descriptor still shows the parent, and the mark of the child has started anew."""
+        self._statm.close()
+        self._forget()
 
     def current(self) -> int:
         """Bytes resident now."""
-        fields = self._read_statm()
-        now = int(fields[1]) * _PAGE
+        now = int(self._statm.read()[1]) * _PAGE
         if now > self._seen:
             self._seen = now
         return now
-
-    def _read_statm(self) -> list[bytes]:
-        try:
-            fields = os.pread(self._statm, 128, 0).split()
-        except OSError:
-            fields = []
-        # Someone may have closed all descriptors and this number may be another file by now. statm has seven
-        # fields, of which the fifth and the last are always 0.
-        if len(fields) == 7 and fields[4] == fields[6] == b"0":
-            return fields
-        self._statm = os.open(_STATM, os.O_RDONLY)
-        return os.pread(self._statm, 128, 0).split()
 
     def peak(self) -> int:
         """Highest number of bytes resident since the process began or reset_peak was called."""
@@ -76,25 +85,17 @@ class ResidentSet:
 
     def reset_peak(self) -> None:
         """Start a new peak at what is resident now."""
+        self._forget()
         try:
             with open(_CLEAR_REFS, "w") as file:
                 file.write("5")
-            self._stale_mark = 0
         except OSError:
             self._stale_mark = _high_water_mark()
-        self._seen = 0
         self.current()
 
 
-_LIVE: weakref.WeakSet[ResidentSet] = weakref.WeakSet()
-
-
-def _restart_all_in_child() -> None:
-    for resident in list(_LIVE):
-        resident._restart_in_child()
-
-
-os.register_at_fork(after_in_child=_restart_all_in_child)
+RESIDENT_SET = ResidentSet()
+os.register_at_fork(after_in_child=RESIDENT_SET.restart_in_child)
 
 
 def _high_water_mark() -> int:

@@ -146,11 +146,11 @@ def probe_candidates(detection: Detection | None = None) -> tuple[Candidate, ...
 
 
 def describe_choice() -> str:
-    """One line: the accelerator in use and why."""
+    """One line: the name of the accelerator in use, and why it is that one."""
     detection = detection_report()
     passed_over = [item for item in detection.candidates if item.available is False]
     because = f" ({_reasons(passed_over)})" if passed_over else ""
-    return f"accelerator {detection.chosen}: {detection.how}{because}"
+    return f"{detection.chosen}, {detection.how}{because}"
 
 
 def _reasons(candidates: Iterable[Candidate]) -> str:

@@ -27,13 +27,12 @@ class Capability(StrEnum):
     PINNED_MEMORY = "pinned_memory"
     HOST_REGISTRATION = "register_host_memory"
     FP64 = "fp64"
-    TRITON = "triton"
     OP_BUILDERS = "op_builders"
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the device can do; everything that is not declared absent is there.
+    """What the device can do: all that the backend implements and that is not declared absent.
 
     Attributes:
         synchronous: every operation is complete when its call returns. Streams, events and graphs of such a
@@ -53,7 +52,7 @@ class Capabilities:
                 raise ValueError(f"capability {str(capability)!r} is declared absent without a reason")
 
     def has(self, capability: Capability | str) -> bool:
-        """Whether `capability` is there.
+        """Whether `capability` is not declared absent; `Accelerator.has` also looks at what is implemented.
 
         Raises:
             ValueError: no capability of that name.
@@ -105,7 +104,7 @@ class BackendSpec:
         collectives: in order of preference; the first whose package imports is used.
         visible_devices: environment variables by which the vendor's runtime narrows the devices of a process.
         export_prefixes: variables with these prefixes are passed on to the other nodes of a job.
-        graph_class: class in `torch_module` that holds a captured graph.
+        graph_class: class in `torch_module` that holds a captured graph; empty when there is none.
         compile_backend: default backend of `torch.compile`.
         op_builders: package that holds the op builders; empty when there are none.
         capabilities: see Capabilities.

@@ -56,6 +56,11 @@ class TorchDeviceAccelerator(Accelerator):
             self._lacks(name, f"{self.spec.torch_module} of torch {torch.__version__} does not have it")
         return found
 
+    def _provides(self, capability: Capability) -> bool:
+        if capability is Capability.GRAPHS and not self.spec.graph_class:
+            return False
+        return super()._provides(capability)
+
     # Identity -----------------------------------------------------------------------------------------------
 
     def set_device(self, device_index: DeviceIndex) -> None:

@@ -65,3 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         # The reader went away (`| head`). Python would complain again while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        # Too many open files, no space left, a file that may not be read: the system's word is enough.
+        print(f"anyaccel: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1

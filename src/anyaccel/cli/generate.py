@@ -86,6 +86,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     if not options.temperature >= 0:
         raise UsageError(f"--temperature {options.temperature}: must be 0 or above")
+    if not -(2**63) <= options.seed < 2**63:
+        raise UsageError(f"--seed {options.seed}: must fit 64 bits")
     if not 0 < options.top_p <= 1:
         raise UsageError(f"--top-p {options.top_p}: must be above 0 and at most 1")
 

@@ -6,7 +6,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,7 +37,6 @@ from torch.distributed import (
     is_available,
     is_initialized,
     isend,
-    new_group,
     recv,
     reduce,
     reduce_scatter_tensor,
@@ -45,7 +47,7 @@ from torch.distributed import (
 from anyaccel import _native, env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
-from anyaccel.errors import CommError, UsageError
+from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 __all__ = [
     "ReduceOp",
@@ -105,6 +107,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
+    env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
     backend = dist_backend or get_accelerator().communication_backend_name()
     limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
     try:
@@ -114,7 +117,9 @@ def init_distributed(
             dist.init_process_group(backend, store=HashStore(), timeout=limit, rank=0, world_size=1)
         else:
             _init_from_environment(backend, limit)
-    except (dist.DistError, OSError) as error:
+    except AnyAccelError:
+        raise
+    except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
         raise CommError(f"the ranks did not come together with backend {backend!r}: {error}") from error
 
 
@@ -129,6 +134,10 @@ def _init_from_environment(backend: str, timeout: timedelta) -> None:
         rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     except ValueError as error:
         raise UsageError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers: {error}") from None
+    if not (0 <= rank < world_size and 0 < port < 65536):
+        raise UsageError(
+            f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} cannot be: start it with `anyaccel run`"
+        )
     address = os.environ["MASTER_ADDR"]
     if not _is_loopback(address):
         dist.init_process_group(backend, init_method="env://", timeout=timeout)
@@ -138,7 +147,8 @@ def _init_from_environment(backend: str, timeout: timedelta) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # torchrun's agent listens already and says so; its workers are all clients.
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    listener = socket.create_server((address, port)) if serve else None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family) if serve else None
     store = TCPStore(
         address,
         port,
@@ -163,14 +173,35 @@ def _is_loopback(address: str) -> bool:
 
 def get_local_rank() -> int:
     """This worker's number on its host: LOCAL_RANK, 0 when it is not set."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    text = os.environ.get("LOCAL_RANK", "0")
+    if not text.isdecimal():
+        raise UsageError(f"LOCAL_RANK={text!r} must be a whole number")
+    return int(text)
+
+
+def new_group(ranks: list[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:
+    """As `torch.distributed.new_group`, with ANYACCEL_COMM_TIMEOUT as the default deadline."""
+    limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
+    return dist.new_group(ranks, timeout=limit, backend=backend)
+
+
+@contextmanager
+def _told_as_comm_error(what: str) -> Iterator[None]:
+    """torch.distributed raises RuntimeError for whatever goes wrong on the way."""
+    try:
+        yield
+    except AnyAccelError:
+        raise
+    except RuntimeError as error:
+        raise CommError(f"{what}: {error}") from error
 
 
 def _transport(group: dist.ProcessGroup) -> _native.ShmGroup | None:
     try:
         return _transports[group]
     except KeyError:
-        transport = _transports[group] = shm.connect(group)
+        with _told_as_comm_error("setting up shared memory for a group"):
+            transport = _transports[group] = shm.connect(group)
         return transport
 
 
@@ -181,6 +212,11 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if world is None:
         raise UsageError("no process group: call anyaccel.comm.init_distributed() first")
     return world
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's own values in memory: dense, neither a conjugate nor a negative view."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def inference_all_reduce(
@@ -211,17 +247,18 @@ def inference_all_reduce(
         transport = _transport(world)
         if transport is not None:
             # A strided tensor takes the same way as a dense one: another rank's may be dense.
-            dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+            dense = tensor if tensor.is_contiguous() and not tensor.is_neg() else _plain(tensor)
             transport.all_reduce_sum(dense.data_ptr(), dense.numel(), code)
             return tensor if dense is tensor else tensor.copy_(dense)
     if tensor.numel() == 0 or world.size() == 1:
         return tensor
-    dense = tensor.contiguous()
-    if op == ReduceOp.AVG:  # gloo has none
-        dist.all_reduce(dense, op=ReduceOp.SUM, group=world)
-        dense.div_(world.size())
-    else:
-        dist.all_reduce(dense, op=op, group=world)
+    dense = _plain(tensor)
+    with _told_as_comm_error("all_reduce through torch.distributed"):
+        if op == ReduceOp.AVG:  # gloo has none
+            dist.all_reduce(dense, op=ReduceOp.SUM, group=world)
+            dense.div_(world.size())
+        else:
+            dist.all_reduce(dense, op=op, group=world)
     return tensor if dense is tensor else tensor.copy_(dense)
 
 
@@ -243,9 +280,10 @@ def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessG
     if tensor.is_cpu:
         transport = _transport(world)
         if transport is not None:
-            dense = tensor.contiguous()
+            dense = _plain(tensor)
             transport.broadcast(dense.data_ptr(), dense.numel() * dense.element_size(), src)
             return tensor if dense is tensor else tensor.copy_(dense)
-    dense = tensor.contiguous()
-    dist.broadcast(dense, src=dist.get_global_rank(world, src), group=world)
+    dense = _plain(tensor)
+    with _told_as_comm_error("broadcast through torch.distributed"):
+        dist.broadcast(dense, src=dist.get_global_rank(world, src), group=world)
     return tensor if dense is tensor else tensor.copy_(dense)

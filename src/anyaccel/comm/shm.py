@@ -67,26 +67,23 @@ def connect(group: dist.ProcessGroup) -> _native.ShmGroup | None:
     """
     rank = group.rank()
     native: _native.ShmGroup | None = None
-    host = segment = error = ""
+    host = segment = mine = error = ""
     try:
         host = _host_identity()
         size = buffer_bytes(group.size(), env.ANYACCEL_SHM_BYTES.get())
         native = _native.ShmGroup(rank, group.size(), size, env.ANYACCEL_COMM_TIMEOUT.get())
-        segment = native.name
+        segment, mine = native.name, _pid_namespace()
     except (OSError, ValueError, AnyAccelError) as problem:
         # Told to the peers, so that all take the same way.
         error = f"{type(problem).__name__}: {problem}"
     cards = [
-        card
-        for card in _exchange(group, _Card(host, os.getpid(), _pid_namespace(), segment, error))
-        if isinstance(card, _Card)
+        card for card in _exchange(group, _Card(host, os.getpid(), mine, segment, error)) if isinstance(card, _Card)
     ]
     problems = [f"rank {r}: {card.error}" for r, card in enumerate(cards) if card.error]
     if not problems and len({card.host for card in cards}) > 1:
         logger.info("group of %d ranks spans hosts: no shared memory", group.size())
         return None
     if not problems and native is not None:
-        mine = _pid_namespace()
         # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
         pids = [card.pid if card.pid_namespace == mine else 0 for card in cards]
         try:

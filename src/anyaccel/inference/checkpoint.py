@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ class Checkpoint:
         if file not in self._open_files:
             try:
                 if file.suffix == ".bin":
-                    self._open_files[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                    # Files from before torch 1.6 are no zip archives and cannot be mapped.
+                    mapped = zipfile.is_zipfile(file)
+                    self._open_files[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
                 else:
                     self._open_files[file] = safe_open(file, framework="pt")
             except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError) as error:
@@ -72,23 +75,25 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def read(self, name: str, part: Slice | None) -> torch.Tensor:
-        """The tensor `name`, or only `part` of it: a view of the mapped file where it is in one piece.
+    def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
+        """The tensor `name` of `shape`, or only `part` of it: a view of the mapped file where it is in one piece.
 
         Raises:
-            ModelError: it is not there, or the file is damaged.
+            ModelError: it is not there, has another shape, or the file is damaged.
         """
         if name not in self._files:
             raise ModelError(f"{self._folder}: has no tensor {name!r}")
         file = self._files[name]
         data = self._open(file)
         try:
+            view = data[name] if isinstance(data, dict) else data.get_slice(name)
+            stored = tuple(view.shape if isinstance(data, dict) else view.get_shape())
+            if stored != tuple(shape):
+                raise ModelError(f"{file}: tensor {name!r} is {stored}, the model's configuration needs {tuple(shape)}")
             if isinstance(data, dict):
-                tensor: torch.Tensor = data[name]
-                return tensor if part is None else take(tensor, part)
+                return view if part is None else take(view, part)
             if part is None:
                 return data.get_tensor(name)  # type: ignore[no-any-return]
-            view = data.get_slice(name)
             pieces = [view[(slice(None),) * part.dim + (slice(piece.start, piece.stop),)] for piece in part.ranges]
         except (SafetensorError, KeyError, RuntimeError) as error:
             raise ModelError(f"{file}: tensor {name!r} cannot be read ({error})") from error

@@ -61,9 +61,10 @@ class InferenceConfig:
             UsageError: an option is unknown or its value cannot be used; the message names it.
         """
         values = dict(options)
-        parallel = values.pop("tensor_parallel", values.pop("tp", None))
-        if "mp_size" in values:  # DeepSpeed's older name
-            parallel = {"tp_size": values.pop("mp_size")}
+        given = {name: values.pop(name) for name in ("tensor_parallel", "tp", "mp_size") if name in values}
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} mean the same: give tensor_parallel only")
+        parallel = {"tp_size": given["mp_size"]} if "mp_size" in given else next(iter(given.values()), None)
         if values.pop("replace_with_kernel_inject", False):
             raise UsageError("replace_with_kernel_inject=True is not supported: leave it out")
         dtype = parse_dtype(values.pop("dtype", torch.bfloat16))  # type: ignore[arg-type]
@@ -78,6 +79,9 @@ def _parallel_config(value: object) -> TensorParallelConfig:
     if isinstance(value, TensorParallelConfig):
         return value
     names = [f.name for f in fields(TensorParallelConfig)]
+    if isinstance(value, Mapping) and "enabled" in value:  # DeepSpeed's switch
+        enabled = value["enabled"]
+        value = {name: option for name, option in value.items() if name != "enabled"} if enabled else {}
     if not isinstance(value, Mapping) or set(value) - set(names):
         raise UsageError(f"tensor_parallel={value!r}: needs a dict with {', '.join(names)}")
     return TensorParallelConfig(**value)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from anyaccel.inference.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.tp.plan import TensorParallelPlan, make_plan
 
 logger = logging.getLogger(__name__)
+
+# Tensor-parallel groups of this rank by tp_size, for each default group: engines share them.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 Progress = Callable[[int, int], object]
 
@@ -78,11 +82,13 @@ class InferenceEngine(nn.Module):
         Rank 0's random state and scores are used by all, so that sampling cannot drift apart.
         """
         if self.tp_size > 1:
+            if kwargs.get("max_time") is not None:
+                raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
             from transformers import LogitsProcessorList
 
             accelerator = get_accelerator()
-            state = accelerator.get_rng_state()
-            accelerator.set_rng_state(comm.inference_broadcast(state, group=self.group))
+            state = accelerator.get_rng_state().to(self.device)
+            accelerator.set_rng_state(comm.inference_broadcast(state, group=self.group).cpu())
             processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
             processors.append(lambda _ids, scores: comm.inference_broadcast(scores, group=self.group))
             kwargs["logits_processor"] = processors
@@ -123,7 +129,7 @@ def init_inference(
             raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
     else:
         folder = model_folder(model)
-        module = skeleton(folder)
+        module = skeleton(folder, settings.dtype)
         source = weights_for(module, folder)
     plan = make_plan(module, rank, tp_size)
     for name, why in plan.whole.items():
@@ -162,11 +168,13 @@ def _tp_group(tp_size: int) -> tuple[dist.ProcessGroup | None, int]:
             f"tensor_parallel tp_size={tp_size} does not divide the {world} ranks of this job; start it with "
             f"`anyaccel run --num_accelerators {tp_size} ...`"
         )
-    if world == tp_size:
-        return dist.group.WORLD, comm.get_rank()
-    mine = None
-    for first in range(0, world, tp_size):  # every rank takes part in making every group
-        made = comm.new_group(list(range(first, first + tp_size)))
-        if first <= comm.get_rank() < first + tp_size:
-            mine = made
-    return mine, comm.get_rank() % tp_size
+    everyone = dist.group.WORLD
+    if world == tp_size or everyone is None:
+        return everyone, comm.get_rank()
+    groups = _groups.setdefault(everyone, {})
+    if tp_size not in groups:
+        for first in range(0, world, tp_size):  # every rank takes part in making every group
+            made = comm.new_group(list(range(first, first + tp_size)))
+            if first <= comm.get_rank() < first + tp_size:
+                groups[tp_size] = made
+    return groups[tp_size], comm.get_rank() % tp_size

@@ -106,13 +106,17 @@ def _convert(source: Path, folder: Path, fingerprint: dict[str, object]) -> None
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    for left in folder.parent.glob(f".{folder.name}-*"):  # of a conversion that was killed; the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         try:
             location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
             with _one_reader():
-                tokenizer = AutoTokenizer.from_pretrained(**location)
-                model: Any = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32)
+                tokenizer = AutoTokenizer.from_pretrained(**location, trust_remote_code=False)
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    **location, dtype=torch.float32, trust_remote_code=False
+                )
         except Exception as error:  # the readers raise whatever a damaged file leads them to
             raise ModelError(f"{source}: transformers cannot read this GGUF file ({error})") from error
         # The weights are plain now; transformers would refuse to save a model that still calls itself quantised.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from anyaccel.errors import ModelError
@@ -49,32 +50,46 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (ValueError, OSError, KeyError) as error:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # its files can be wrong in any way
         raise ModelError(f"{folder}: no tokenizer that transformers can read ({error})") from error
 
 
-def skeleton(folder: Path) -> Any:
+def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     """The model of a folder with its parameters on the meta device: structure without memory.
 
+    Args:
+        dtype: in which buffers are computed, as when transformers loads the model in it.
+
     Raises:
-        ModelError: the configuration cannot be read or needs code from the checkpoint, which is not run.
+        ModelError: the configuration cannot be read, the weights are quantised, or the model needs code from the
+            checkpoint, which is not run.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "quantization_config", None):
+            raise ModelError(f"{folder}: its weights are quantised ({_method(config)}), which is not supported")
         # Buffers (rotary frequencies, masks) are real: no checkpoint has them.
         with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, OSError, KeyError, AttributeError) as error:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except ModelError:
+        raise
+    except Exception as error:  # a configuration can be wrong in any way
         raise ModelError(f"{folder}: transformers cannot build this model ({error})") from error
     model.tie_weights()  # the empty weights above were made one by one
     model.eval()
     model.name_or_path = str(folder)
     _read_generation_config(model, folder)
     return model
+
+
+def _method(config: Any) -> str:
+    quantization = config.quantization_config
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return str(method or getattr(quantization, "quant_method", "unknown method"))
 
 
 def _read_generation_config(model: Any, folder: Path) -> None:
@@ -93,8 +108,11 @@ class CheckpointWeights:
         self._checkpoint = checkpoint
         self._names = names
 
-    def read(self, name: str, part: Slice | None) -> Any:
-        return self._checkpoint.read(self._names[name], part)
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
+        return self._checkpoint.read(self._names[name], shape, part)
 
 
 def weights_for(model: nn.Module, folder: Path) -> WeightSource:
@@ -108,11 +126,14 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
     missing = []
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     tied = getattr(model, "all_tied_weights_keys", {})
-    for name, _ in model.named_parameters():
+    buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    for name in [*(name for name, _ in model.named_parameters()), *sorted(buffers)]:
         same = [name, *(target for target, origin in tied.items() if origin == name)]
         same += [origin for target, origin in tied.items() if target == name]
         candidates = [c for n in same for c in (n, n.removeprefix(prefix), prefix + n)]
         found = next((candidate for candidate in candidates if candidate in checkpoint), None)
+        if found is None and name in buffers:
+            continue  # the model has computed it
         if found is None:
             missing.append(name)
         else:
@@ -127,7 +148,9 @@ def _load_whole(folder: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+        )
         model, info = loaded
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f"{folder}: transformers cannot load this checkpoint ({error})") from error

@@ -11,6 +11,7 @@ It is in a process group of its own, so that what is sent to the launcher's whol
 
 from __future__ import annotations
 
+import errno
 import marshal
 import os
 import select
@@ -28,10 +29,13 @@ from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
+    import mmap
     from typing import NoReturn
 
 # Added to a signal number on the control pipe: the workers have it already, it went to the whole group.
 DELIVERED = 0x80
+# Shared memory for the report: the tail of a worker takes at most 40 kB of it, immortal processes as much.
+REPORT_BYTES = 1 << 17
 # What counts as the same moment: a worker dies of Ctrl-C before the launcher has told us of it.
 SAME_MOMENT = 0.1
 # Seconds after SIGKILL until we stop waiting: much memory takes a while to free, a stuck disk takes for ever.
@@ -44,6 +48,15 @@ _LEFTOVER_GRACE = 0.8
 _BACKLOG = 1 << 16
 _TAIL_BYTES = 1 << 14
 _TAIL_LINES = 20
+# Reads per worker of what is still in its pipe when everything has ended; somebody may write for ever.
+_LAST_READS = 64
+# Descriptors that must be left when all workers run: two to be woken up, the rest to look through /proc.
+_SPARE_DESCRIPTORS = 4
+
+_ADVICE = {
+    errno.EMFILE: "raise the limit on open files (ulimit -n), or start fewer workers",
+    errno.EAGAIN: "raise the limit on processes (ulimit -u, or pids.max of the cgroup), or start fewer workers",
+}
 
 
 @dataclass(frozen=True)
@@ -67,21 +80,23 @@ class Failure:
 
 @dataclass
 class Report:
-    """What the guardian tells the launcher at the end, through a file in memory.
+    """What the guardian tells the launcher at the end, through shared memory.
 
     Attributes:
         failure: the first failure; None when no worker failed before somebody ended the job.
         signal: the first signal that asked to end the job.
         immortal: processes that did not end, described.
+        problem: why not all workers could be started.
     """
 
     failure: Failure | None = None
     signal: int | None = None
     immortal: str = ""
+    problem: str = ""
 
     def encode(self) -> bytes:
         failure = tuple(vars(self.failure).values()) if self.failure else None
-        return marshal.dumps((failure, self.signal, self.immortal))
+        return marshal.dumps((failure, self.signal, self.immortal[:10_000], self.problem))
 
     @classmethod
     def decode(cls, data: bytes) -> Report:
@@ -90,8 +105,12 @@ class Report:
         Raises:
             EOFError, ValueError, TypeError: the guardian did not come to the end of it.
         """
-        failure, number, immortal = marshal.loads(data)
-        return cls(failure and Failure(*failure), number, immortal)
+        failure, number, immortal, problem = marshal.loads(data)
+        return cls(failure and Failure(*failure), number, immortal, problem)
+
+
+class _StartError(Exception):
+    """The system does not give what another worker takes."""
 
 
 class _Phase(Enum):
@@ -101,27 +120,36 @@ class _Phase(Enum):
     KILLING = "everything was sent SIGKILL"
 
 
-def guard(workers: Sequence[Worker], grace_period: float, control: int, report: int, group: int) -> NoReturn:
+def guard(workers: Sequence[Worker], grace_period: float, control: int, report: mmap.mmap, group: int) -> NoReturn:
     """Be the guardian in this freshly forked process, whose signals are blocked. Never returns.
 
     Args:
         grace_period: seconds between asking workers to end and killing them.
         control: read end of the launcher's pipe: one byte a signal, end of file when the launcher is gone.
-        report: file in memory that gets the marshalled Report.
-        group: process group of the launcher.
+        report: shared memory that gets the encoded Report.
+        group: process group of the launcher; 0 when its leader is outside our PID namespace.
     """
     code = 70  # EX_SOFTWARE, with a traceback
     try:
-        guardian = _Guardian(workers, grace_period, control, group)
-        os.write(report, guardian.run().encode())
+        try:
+            result = _Guardian(workers, grace_period, control, group).run()
+        except _StartError as error:
+            result = Report(problem=str(error), immortal=_end_everything())
+        report.write(result.encode())
         code = 0
     finally:
         # The stack below belongs to the launcher's copy: it must not be unwound here.
         if code:
             sys.excepthook(*sys.exc_info())
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
-            processes.end_all((), KILL_TIMEOUT)
+            _end_everything()
         os._exit(code)
+
+
+def _end_everything() -> str:
+    """The hard way, when the guardian itself cannot go on; describes what does not end."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # looking through /proc takes descriptors
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    return processes.describe(processes.end_all((), KILL_TIMEOUT))
 
 
 class _Guardian:
@@ -135,7 +163,7 @@ class _Guardian:
         self._phase = _Phase.RUNNING
         self._ask_at: float | None = None  # when SIGTERM follows a gentler signal
         self._act_at: float | None = None  # when the phase ends
-        self._stopping_since = 0.0
+        self._signalled_at = 0.0
         self._give_up_at = 0.0
         self._children = True
         self._finished_at: float | None = None
@@ -149,21 +177,34 @@ class _Guardian:
         os.setpgid(0, 0)
         _native.set_child_subreaper(True)
         os.set_blocking(self._control, False)
-        with open("/proc/self/comm", "w") as file:
-            file.write("anyaccel-guard")
+        try:
+            with open("/proc/self/comm", "w") as file:
+                file.write("anyaccel-guard")
+        except OSError:
+            return  # /proc may be read-only
 
     def _start(self, workers: Sequence[Worker], group: int) -> None:
         own = os.getpid()
-        for worker in workers:
-            rank = worker.binding.rank
-            read_end, write_end = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                become_worker(worker, own, group, write_end)
-            os.close(write_end)
-            os.set_blocking(read_end, False)
-            self._running[pid] = rank
-            self._pipes[read_end] = rank
+        rank = 0
+        try:
+            spare = [os.dup(self._control) for _ in range(_SPARE_DESCRIPTORS)]
+            for worker in workers:
+                rank = worker.binding.rank
+                read_end, write_end = os.pipe()
+                pid = os.fork()
+                if pid == 0:
+                    become_worker(worker, own, group, write_end)
+                os.close(write_end)
+                os.set_blocking(read_end, False)
+                self._running[pid] = rank
+                self._pipes[read_end] = rank
+        except OSError as error:
+            advice = _ADVICE.get(error.errno or 0, "start fewer workers")
+            raise _StartError(
+                f"rank {rank} of {len(workers)} workers cannot be started: {error.strerror}; {advice}"
+            ) from None
+        for descriptor in spare:
+            os.close(descriptor)
 
     def _listen(self) -> int:
         """Let signals wake the loop; returns the descriptor they can be read from."""
@@ -197,8 +238,9 @@ class _Guardian:
         if self._finished_at is None:
             self._finished_at = now
             for pipe in list(self._pipes):
-                while self._pump(pipe):
-                    pass
+                for _ in range(_LAST_READS):
+                    if not self._pump(pipe):
+                        break
         # Who pages through the output may take an hour; who pressed Ctrl-C does not want to wait.
         impatient = self._launcher_gone or (self._result.signal is not None and now > self._finished_at + 1)
         return not self._output.pending or impatient
@@ -279,24 +321,26 @@ class _Guardian:
             pid, rank, status = min(failed, key=lambda entry: not os.WIFSIGNALED(entry[2]))
             now = time.monotonic()
             self._result.failure = Failure(rank, pid, status, now, len(self._running))
-            self._ask(signal.SIGTERM, now)
+            # SIGTERM follows in a moment, unless we are told by then that all of us were sent another signal.
+            self._phase = _Phase.STOPPING
+            self._ask_at, self._act_at = now + min(SAME_MOMENT, self._grace / 2), now + self._grace
 
     def _stop(self, number: int, *, delivered: bool) -> None:
         """Somebody wants the job to end."""
         now = time.monotonic()
         if self._result.signal is None:
-            self._result.signal = number
-        if self._phase is _Phase.RUNNING:
-            self._ask(number, now, delivered=delivered)
-        elif number == signal.SIGINT and now > self._stopping_since + SAME_MOMENT:
+            self._result.signal, self._signalled_at = number, now
+            nobody_asked = self._phase is _Phase.STOPPING and self._ask_at is not None
+            if self._phase is _Phase.RUNNING or nobody_asked:
+                self._ask(number, now, delivered=delivered)
+        elif number == signal.SIGINT and now > self._signalled_at + SAME_MOMENT:
             self._kill()
 
-    def _ask(self, number: int, now: float, *, delivered: bool = False) -> None:
+    def _ask(self, number: int, now: float, *, delivered: bool) -> None:
         self._phase = _Phase.STOPPING
-        self._stopping_since = now
         self._act_at = now + self._grace
-        if number != signal.SIGTERM:
-            self._ask_at = now + self._grace / 2  # a Python that was started in the background ignores SIGINT
+        # A Python that was started in the background ignores SIGINT.
+        self._ask_at = None if number == signal.SIGTERM else now + self._grace / 2
         if not delivered:
             processes.send(self._running, number)
 
@@ -321,9 +365,11 @@ class _Guardian:
             else:
                 self._kill()
         elif not self._running and self._phase is not _Phase.LEFT_OVER:
+            end = now + _SETTLE + _LEFTOVER_GRACE
+            if self._phase is _Phase.STOPPING:
+                end = max(end, self._act_at or 0.0)  # the grace period holds for what is below a worker too
             self._phase = _Phase.LEFT_OVER
-            self._stopping_since = now
-            self._ask_at, self._act_at = now + _SETTLE, now + _SETTLE + _LEFTOVER_GRACE
+            self._ask_at, self._act_at = now + _SETTLE, end
         elif self._ask_at is not None and now >= self._ask_at:
             self._ask_at = None
             if self._phase is _Phase.LEFT_OVER:

@@ -7,6 +7,7 @@ the launcher is gone, and the launcher, a subreaper too, ends everything when th
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 
 from anyaccel import _native
 from anyaccel.launch import processes
-from anyaccel.launch.guardian import DELIVERED, KILL_TIMEOUT, SAME_MOMENT, Failure, Report, guard
+from anyaccel.launch.guardian import DELIVERED, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Failure, Report, guard
 from anyaccel.launch.output import Output
 from anyaccel.launch.worker import STOP_SIGNALS, Worker
 
@@ -25,7 +26,7 @@ def supervise(workers: Sequence[Worker], grace_period: float) -> int:
     """Start the workers, wait for their end, and return the exit code of the job; see `launch_local`."""
     _open_standard_descriptors()
     control_read, control_write = os.pipe()
-    report = os.memfd_create("anyaccel-report")
+    report = mmap.mmap(-1, REPORT_BYTES)  # shared with what is forked
     output = Output()
     stop_signals = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # An ignored SIGCHLD, which a parent may hand down, would make the kernel forget exit codes.
@@ -41,12 +42,12 @@ def supervise(workers: Sequence[Worker], grace_period: float) -> int:
             guard(workers, grace_period, control_read, report, group)
         os.close(control_read)
         os.set_blocking(control_write, False)
-        launcher = _Launcher(guardian, control_write, len(workers), grace_period, output)
+        launcher = _Launcher(guardian, control_write, group, len(workers), grace_period, output)
         status = launcher.watch(stop_signals)
-        code = launcher.conclude(status, _read(report), before)
+        code = launcher.conclude(status, _read(report[:]), before)
     finally:
         os.close(control_write)  # the end of the guardian, should it still be there
-        os.close(report)
+        report.close()
         _native.set_child_subreaper(False)
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if old_handler is None else old_handler)
@@ -65,20 +66,21 @@ def _open_standard_descriptors() -> None:
             os.set_inheritable(number, True)
 
 
-def _read(report: int) -> Report | None:
+def _read(report: bytes) -> Report | None:
     """What the guardian reported; None when it did not come to it."""
-    os.lseek(report, 0, os.SEEK_SET)
-    data = os.read(report, 1 << 20)
     try:
-        return Report.decode(data)
+        return Report.decode(report)
     except (EOFError, ValueError, TypeError):
         return None
 
 
 class _Launcher:
-    def __init__(self, guardian: int, control: int, workers: int, grace_period: float, output: Output) -> None:
+    def __init__(
+        self, guardian: int, control: int, group: int, workers: int, grace_period: float, output: Output
+    ) -> None:
         self._guardian = guardian
         self._control = control
+        self._group = group
         self._workers = f"{workers} worker{'' if workers == 1 else 's'}"
         self._grace = grace_period
         self._output = output
@@ -117,7 +119,7 @@ class _Launcher:
             return
         name = signal.Signals(number).name
         try:
-            os.write(self._control, bytes([number | (DELIVERED if info.si_code == _SI_KERNEL else 0)]))
+            os.write(self._control, bytes([number | (DELIVERED if self._is_delivered(info) else 0)]))
         except OSError:
             what = f"{name} received"  # the guardian has ended, or does not listen and will be killed
         else:
@@ -125,6 +127,12 @@ class _Launcher:
         if self._stop is None:
             self._stop = number, time.monotonic()
         self._output.line(what)
+
+    def _is_delivered(self, info: signal.struct_siginfo) -> bool:
+        """Whether the workers have this signal already."""
+        # A terminal that goes away tells the leader of its session only; a group without a number cannot be joined.
+        only_us = info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
+        return info.si_code == _SI_KERNEL and self._group != 0 and not only_us
 
     def conclude(self, status: int, report: Report | None, before: set[int]) -> int:
         """Make sure that nothing is left, say what happened, and return the exit code of the job."""
@@ -137,11 +145,14 @@ class _Launcher:
 
     def _explain(self, status: int, report: Report | None) -> int:
         failure = report.failure if report else None
-        if self._stop and (failure is None or self._stop[1] <= failure.time + SAME_MOMENT):
+        if self._stop and (failure is None or self._is_cause(*self._stop, failure)):
             return 128 + self._stop[0]
         if report is None:
             self._output.line(f"error: the supervising process {_end(status)}; {self._workers} were ended")
             return _code(status)
+        if report.problem:
+            self._output.line(f"error: {report.problem}")
+            return 1
         if failure:
             for line in _explanation(failure):
                 self._output.line(line)
@@ -149,6 +160,12 @@ class _Launcher:
         if report.signal:
             return 128 + report.signal
         return 0
+
+    @staticmethod
+    def _is_cause(number: int, at: float, failure: Failure) -> bool:
+        """Whether the signal that we got ended the worker too: it may have been faster than we were."""
+        killed_by_it = os.WIFSIGNALED(failure.status) and os.WTERMSIG(failure.status) == number
+        return killed_by_it or at <= failure.time + SAME_MOMENT
 
 
 def _code(status: int) -> int:

@@ -41,7 +41,7 @@ def become_worker(worker: Worker, parent: int, group: int, stderr: int) -> NoRet
 
     Args:
         parent: process id of the process that forked; without it there is no worker.
-        group: process group to join, that of the launcher, so that a terminal reaches the worker.
+        group: process group to join, that of the launcher, so that a terminal reaches the worker; 0 for none.
         stderr: descriptor that becomes its standard error.
     """
     code = _OUR_ERROR
@@ -71,7 +71,8 @@ def _live_with(parent: int, group: int) -> None:
     _native.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)  # it died before the line above
-    os.setpgid(0, group)
+    if group:
+        os.setpgid(0, group)
 
 
 def _bind(binding: RankBinding) -> None:

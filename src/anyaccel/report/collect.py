@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import platform
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from anyaccel import _native
+from anyaccel import _native, env
 from anyaccel._version import __version__
 from anyaccel.errors import AnyAccelError, CapabilityError
 from anyaccel.topology import Machine, format_cpu_list, read_machine
+
+logger = logging.getLogger(__name__)
 
 # Shown even when they are missing.
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "gguf")
@@ -63,7 +65,7 @@ def _versions() -> dict[str, str | None]:
 def _accelerator() -> dict[str, Any]:
     from anyaccel.accelerator import select
 
-    forced = os.environ.get("DS_ACCELERATOR") or None
+    forced = env.DS_ACCELERATOR.get() or None
     try:
         detection = select.detection_report(probe_all=True)
     except AnyAccelError as error:
@@ -74,25 +76,39 @@ def _accelerator() -> dict[str, Any]:
             "candidates": [_candidate(row) for row in select.probe_candidates()],
         }
     accelerator = select.get_accelerator()
+    facts, unknown = _ask(
+        {
+            "device": accelerator.current_device_name,
+            "device_count": accelerator.device_count,
+            "total_memory_bytes": accelerator.total_memory,
+            "available_memory_bytes": accelerator.available_memory,
+            "dtypes": lambda: [str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()],
+            "communication_backend": accelerator.communication_backend_name,
+        }
+    )
     return {
         "name": detection.chosen,
         "forced": forced,
         "why": detection.how,
-        "device": accelerator.current_device_name(),
-        "device_count": accelerator.device_count(),
-        "total_memory_bytes": _if_known(accelerator.total_memory),
-        "available_memory_bytes": _if_known(accelerator.available_memory),
-        "dtypes": [str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()],
-        "communication_backend": accelerator.communication_backend_name(),
+        **facts,
+        "unknown": unknown,
         "candidates": [_candidate(row) for row in detection.candidates],
     }
 
 
-def _if_known(ask: Callable[[], int]) -> int | None:
-    try:
-        return ask()
-    except CapabilityError:
-        return None
+def _ask(questions: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Answers by name, None where there is none, and for those the reason."""
+    answers: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    for name, ask in questions.items():
+        try:
+            answers[name] = ask()
+        except CapabilityError as error:
+            answers[name], reasons[name] = None, str(error)
+        except (Exception, SystemExit) as error:  # a vendor's driver may raise anything
+            logger.debug("asking for %s failed", name, exc_info=True)
+            answers[name], reasons[name] = None, f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return answers, reasons
 
 
 def _candidate(row: Any) -> dict[str, Any]:

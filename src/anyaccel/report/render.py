@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -34,13 +35,13 @@ def _accelerator(accelerator: dict[str, Any] | None) -> list[str]:
     if accelerator["name"] is None:
         head = [("chosen", "none"), ("error", accelerator["error"])]
     else:
-        memory = f"{_gib(accelerator['total_memory_bytes'])}, {_gib(accelerator['available_memory_bytes'])} free"
+        show = functools.partial(_known, accelerator)
         head = [
             ("chosen", f"{accelerator['name']}: {accelerator['why']}"),
-            ("devices", f"{accelerator['device_count']}, current {accelerator['device']}"),
-            ("memory", memory),
-            ("dtypes", " ".join(accelerator["dtypes"])),
-            ("collectives", accelerator["communication_backend"]),
+            ("devices", f"{show('device_count')}, current {show('device')}"),
+            ("memory", f"{show('total_memory_bytes', _gib)}, {show('available_memory_bytes', _gib)} free"),
+            ("dtypes", show("dtypes", " ".join)),
+            ("collectives", show("communication_backend")),
         ]
     candidates = _columns(
         (
@@ -72,5 +73,11 @@ def _topology(topology: dict[str, Any]) -> list[str]:
     return [topology["summary"], *_columns(rows)]
 
 
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+def _known(accelerator: dict[str, Any], name: str, text: Callable[[Any], str] = str) -> str:
+    """An answer as text, or why there is none."""
+    reason = accelerator["unknown"].get(name)
+    return text(accelerator[name]) if reason is None else f"unknown ({reason})"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -8,6 +8,7 @@ machine has a few thousand of these files.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from anyaccel.topology.model import Cpu, Machine, NumaNode, parse_cpu_list
 
@@ -42,7 +43,10 @@ def read_machine(root: Path | None = None) -> Machine:
     nodes = _nodes(f"{base}/sys/devices/system/node", set(online))
     numa = bool(nodes)
     if not nodes:
-        nodes = (NumaNode(0, online, _meminfo(f"{base}/proc/meminfo")),)
+        nodes = (NumaNode(0, online, 0),)
+    if len(nodes) == 1:
+        # The node's own figure may leave out memory that was added to a virtual machine while it ran.
+        nodes = (replace(nodes[0], memory_bytes=max(nodes[0].memory_bytes, _meminfo(f"{base}/proc/meminfo"))),)
     node_of = {cpu: node.id for node in reversed(nodes) for cpu in node.cpus}
 
     cpus = _cpus(cpu_folder, online, node_of, nodes[0].id)

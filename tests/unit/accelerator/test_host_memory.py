@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -140,9 +141,18 @@ def test_over_the_limit_nothing_is_available(tmp_path: Path) -> None:
     assert host_memory.available(tmp_path) == 0
 
 
-def test_the_peak_where_the_kernel_refuses_a_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_CLEAR_REFS", str(tmp_path / "missing" / "clear_refs"))
+@pytest.fixture
+def resident() -> Iterator[host_memory.ResidentSet]:
     resident = host_memory.ResidentSet()
+    yield resident
+    resident._statm.close()
+
+
+@pytest.mark.usefixtures("one_cpu")
+def test_the_peak_where_the_kernel_refuses_a_reset(
+    resident: host_memory.ResidentSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_CLEAR_REFS", str(tmp_path / "missing" / "clear_refs"))
     block = bytearray(96 * MIB)
     resident.reset_peak()
     start = resident.current()
@@ -156,33 +166,45 @@ def test_the_peak_where_the_kernel_refuses_a_reset(tmp_path: Path, monkeypatch: 
     assert resident.peak() - start > 100 * MIB
 
 
-def test_a_descriptor_that_someone_closed_is_opened_again(tmp_path: Path) -> None:
-    resident = host_memory.ResidentSet()
+def test_a_descriptor_that_someone_closed_is_opened_again(resident: host_memory.ResidentSet, tmp_path: Path) -> None:
     before = resident.current()
-    os.close(resident._statm)
+    os.close(resident._statm._descriptor)
     assert abs(resident.current() - before) < 16 * MIB
-    os.close(resident._statm)
+    taken = resident._statm._descriptor
+    os.close(taken)
     with open(tmp_path / "other", "w+") as other:  # takes the number that became free
+        assert other.fileno() == taken
         other.write("1 2 3")
         other.flush()
-        assert other.fileno() == resident._statm
         assert abs(resident.current() - before) < 16 * MIB
 
 
-def test_descriptors_do_not_accumulate() -> None:
+def test_the_file_of_somebody_else_is_not_closed(resident: host_memory.ResidentSet, tmp_path: Path) -> None:
+    resident.current()
+    taken = resident._statm._descriptor
+    os.close(taken)
+    with open(tmp_path / "other", "w") as other:
+        assert other.fileno() == taken
+        resident.restart_in_child()
+        other.write("still open")
+    assert resident.current() > 0
+
+
+def test_one_descriptor_is_enough() -> None:
+    host_memory.RESIDENT_SET.current()
     before = len(list(Path("/proc/self/fd").iterdir()))
     for _ in range(20):
-        host_memory.ResidentSet().current()
+        host_memory.RESIDENT_SET.peak()
     assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
+@pytest.mark.usefixtures("one_cpu")
 def test_a_forked_child_sees_its_own_memory() -> None:
     # In a process of its own, without torch's threads.
     script = """
 import os
-from anyaccel.accelerator.host_memory import ResidentSet
+from anyaccel.accelerator.host_memory import RESIDENT_SET as resident
 MIB = 1 << 20
-resident = ResidentSet()
 resident.reset_peak()
 before = resident.current()
 pid = os.fork()

@@ -3,14 +3,24 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from interface import METHODS, PROPERTIES
 
-from anyaccel.accelerator import Accelerator, BackendSpec, Capabilities, Capability, inert
+from anyaccel.accelerator import (
+    Accelerator,
+    BackendSpec,
+    Capabilities,
+    Capability,
+    TorchDeviceAccelerator,
+    get_accelerator,
+    inert,
+)
 from anyaccel.accelerator.backends.cpu import CpuAccelerator
 from anyaccel.accelerator.backends.cuda import CudaAccelerator
 from anyaccel.errors import CapabilityError
@@ -78,6 +88,54 @@ def test_a_minimal_extension_works() -> None:
     assert Minimal.probe() is None
 
 
+def test_a_minimal_extension_has_only_what_needs_no_method() -> None:
+    minimal = Minimal()
+    assert {capability for capability in Capability if minimal.has(capability)} == {"pinned_memory", "fp64"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [
+        ("streams", ["Stream", "stream", "current_stream", "Event"]),
+        ("graphs", ["create_graph", "capture_to_graph"]),
+        ("rng", ["default_generator"]),
+        ("memory_stats", ["memory_allocated", "max_memory_allocated", "memory_stats", "reset_peak_memory_stats"]),
+        ("memory_size", ["total_memory", "available_memory"]),
+        ("register_host_memory", ["register_host_memory", "unregister_host_memory"]),
+    ],
+)
+def test_what_an_extension_implements_it_has(capability: str, names: list[str]) -> None:
+    methods = dict.fromkeys(names, lambda self, *_args: None)
+    assert type("Complete", (Minimal,), methods)().has(capability)
+    del methods[names[-1]]
+    assert not type("Incomplete", (Minimal,), methods)().has(capability)
+    reason = Capabilities(absent={Capability(capability): "the driver is too old"})
+    methods["spec"] = BackendSpec(name="x", device_type="meta", torch_module="", capabilities=reason)
+    assert not type("Declared", (Minimal,), methods)().has(capability)
+
+
+def test_a_torch_device_without_a_graph_class_has_no_graphs() -> None:
+    class Graphless(TorchDeviceAccelerator):
+        spec = BackendSpec(name="graphless", device_type="meta", torch_module="torch.cuda")
+
+    device = Graphless()
+    assert device.has("streams")
+    assert not device.has("graphs")
+    with pytest.raises(CapabilityError, match="'graphs'"):
+        device.create_graph()
+
+
+def test_copies_and_pickles_are_the_accelerator_of_the_process() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accelerator = get_accelerator()
+
+    layer = Layer()
+    assert copy.deepcopy(layer).accelerator is layer.accelerator is copy.copy(layer.accelerator)
+    assert pickle.loads(pickle.dumps(layer.accelerator)) is layer.accelerator
+
+
 @pytest.mark.parametrize(
     ("capability", "call"),
     [
@@ -125,7 +183,6 @@ def test_the_declared_reason_is_in_the_error() -> None:
         )
 
     assert not Declared().has("graphs")
-    assert Declared().has("streams")
     with pytest.raises(CapabilityError, match="the runtime records nothing"):
         Declared().create_graph()
 
@@ -137,6 +194,8 @@ def test_an_absent_capability_needs_a_reason_and_a_known_name() -> None:
         Capabilities(absent={"gravity": "it floats"})
     with pytest.raises(ValueError, match="gravity"):
         Capabilities().has("gravity")
+    with pytest.raises(ValueError, match="gravity"):
+        Minimal().has("gravity")
 
 
 def test_op_builders_of_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +206,7 @@ def test_op_builders_of_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyP
         spec = BackendSpec(name="ops", device_type="meta", torch_module="", op_builders="minimal_ops")
 
     device = WithOps()
+    assert device.has("op_builders")
     assert device.op_builder_dir() == "minimal_ops"
     assert device.get_op_builder("FusedAdamBuilder").__name__ == "FusedAdamBuilder"
     assert type(device.create_op_builder("FusedAdamBuilder")).__name__ == "FusedAdamBuilder"

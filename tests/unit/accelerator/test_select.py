@@ -136,7 +136,7 @@ def test_a_gpu_build_without_a_gpu_is_a_warning(
 def test_describe_choice_is_one_line(no_cuda: None) -> None:
     line = describe_choice()
     assert "\n" not in line
-    assert line.startswith("accelerator cpu: the first that is available in detection order (cuda: CUDA_")
+    assert line.startswith("cpu, the first that is available in detection order (cuda: CUDA_")
 
 
 def test_cuda_wins_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_forced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: pytest.fail("cuda was probed"))
     assert get_accelerator()._name == "cpu"
-    assert describe_choice() == "accelerator cpu: DS_ACCELERATOR=cpu is set"
+    assert describe_choice() == "cpu, DS_ACCELERATOR=cpu is set"
     assert not caplog.records
 
 
@@ -275,7 +275,7 @@ def test_set_accelerator(no_cuda: None) -> None:
     chosen = CpuAccelerator()
     set_accelerator(chosen)
     assert get_accelerator() is chosen
-    assert describe_choice() == "accelerator cpu: set by set_accelerator()"
+    assert describe_choice() == "cpu, set by set_accelerator()"
     assert [row.name for row in detection_report(probe_all=True).candidates] == ["cuda", "cpu"]
 
 

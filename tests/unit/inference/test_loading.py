@@ -32,14 +32,17 @@ def test_slices_of_safetensors_and_bin_are_the_same(folder: Path, tmp_path_facto
     other = tmp_path_factory.mktemp("bin")
     torch.save({"m": MATRIX, "v": torch.arange(10.0)}, other / "pytorch_model.bin")
     for checkpoint in (Checkpoint(folder), Checkpoint(other)):
-        assert torch.equal(checkpoint.read("m", None), MATRIX)
-        rows = checkpoint.read("m", Slice(0, (range(1, 3), range(7, 10))))
+        size = MATRIX.shape
+        assert torch.equal(checkpoint.read("m", size, None), MATRIX)
+        rows = checkpoint.read("m", size, Slice(0, (range(1, 3), range(7, 10))))
         assert torch.equal(rows, MATRIX[[1, 2, 7, 8, 9]])
-        columns = checkpoint.read("m", Slice(1, (range(2, 5),)))
+        columns = checkpoint.read("m", size, Slice(1, (range(2, 5),)))
         assert torch.equal(columns, MATRIX[:, 2:5])
-        assert torch.equal(checkpoint.read("v", Slice(0, (range(4, 6),))), torch.tensor([4.0, 5.0]))
+        assert torch.equal(checkpoint.read("v", torch.Size([10]), Slice(0, (range(4, 6),))), torch.tensor([4.0, 5.0]))
         with pytest.raises(ModelError, match="no tensor 'w'"):
-            checkpoint.read("w", None)
+            checkpoint.read("w", size, None)
+        with pytest.raises(ModelError, match=r"'m' is \(10, 6\).*needs \(12, 6\)"):
+            checkpoint.read("m", torch.Size([12, 6]), Slice(0, (range(6),)))
 
 
 def test_truncated_file_is_named(folder: Path) -> None:
@@ -101,12 +104,12 @@ def test_model_paths_that_are_none(tmp_path: Path) -> None:
         model_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "no-such-type"}')
     with pytest.raises(ModelError, match="cannot build"):
-        skeleton(tmp_path)
+        skeleton(tmp_path, torch.float32)
 
 
 def test_skeleton_takes_no_memory_and_has_real_buffers(tmp_path: Path) -> None:
     families.build("llama").save_pretrained(tmp_path)
-    model = skeleton(tmp_path)
+    model = skeleton(tmp_path, torch.float32)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
 
@@ -124,7 +127,7 @@ def test_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
 def test_meta_model_is_refused(tmp_path: Path) -> None:
     families.build("llama").save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="meta device"):
-        anyaccel.init_inference(skeleton(tmp_path), dtype="fp32")
+        anyaccel.init_inference(skeleton(tmp_path, torch.float32), dtype="fp32")
 
 
 def test_single_process_engine_is_the_model(tmp_path: Path) -> None:
@@ -161,3 +164,80 @@ def test_plan_needs_no_weights_and_says_what_it_leaves_whole() -> None:
     assert "across heads" in plan.whole["model.layers.0.self_attn"]
     with pytest.raises(ModelError, match="cannot be divided"):
         make_plan(torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2)])), 0, 2)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="fp8"):
+        anyaccel.init_inference(tmp_path)
+
+
+def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    families.build("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would ask
+    with pytest.raises(ModelError):
+        anyaccel.init_inference(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gemma3"])
+def test_buffers_of_the_checkpoint_are_read(family: str, tmp_path: Path) -> None:
+    model = families.build(family)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():
+            buffer.uniform_(0.5, 1.5)
+    model.save_pretrained(tmp_path)
+    engine = anyaccel.init_inference(tmp_path, dtype="fp32")
+    ids = torch.tensor([[3, 4, 5, 9, 11]])
+    with torch.inference_mode():
+        torch.testing.assert_close(engine(ids).logits, model(ids).logits)
+
+
+def test_fp32_buffers_do_not_take_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
+    families.build("gemma2").to(torch.bfloat16).save_pretrained(tmp_path)
+    buffers = dict(skeleton(tmp_path, torch.float32).named_buffers())
+    scale = next(buffer for name, buffer in buffers.items() if name.endswith("embed_scale"))
+    assert float(scale) == pytest.approx(48**0.5, rel=1e-6)
+
+
+def test_subclassed_linears_are_not_cut() -> None:
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = families.build("llama")
+    for layer in model.model.layers:
+        layer.mlp.up_proj.__class__ = Scaled
+    plan = make_plan(model, 0, 2)
+    assert not [name for name in plan.slices if ".mlp." in name]
+
+
+def test_logits_that_are_not_finite_are_an_error() -> None:
+    model = families.build("llama")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    with pytest.raises(ModelError, match="NaN"):
+        list(generate_tokens(engine, torch.tensor([1, 2]), max_new_tokens=3))
+
+
+def test_model_without_key_value_cache_generates_as_transformers_does() -> None:
+    import transformers
+
+    config = transformers.Mamba2Config(
+        vocab_size=128, hidden_size=32, num_hidden_layers=2, head_dim=8, num_heads=8, state_size=8, n_groups=1
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([5, 6, 7, 8])
+    want = model.generate(ids[None], attention_mask=torch.ones(1, 4), max_new_tokens=8, do_sample=False)[0, 4:].tolist()
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    assert list(generate_tokens(engine, ids, max_new_tokens=8)) == want

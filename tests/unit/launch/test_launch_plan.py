@@ -246,22 +246,54 @@ def test_json_round_trip():
 # what the machine is asked for
 
 
+def device_tree(root, *names):
+    (root / "dev").mkdir()
+    for name in names:
+        (root / "dev" / name).touch()
+
+
 @pytest.mark.parametrize(
-    ("environ", "files", "count"),
+    ("environ", "devices", "count"),
     [
-        ({}, [], 2),
-        ({}, ["nvidia0", "nvidia1", "nvidia7", "nvidiactl", "nvidia-uvm"], 3),
-        ({"CUDA_VISIBLE_DEVICES": "0,3,5"}, ["nvidia0"], 3),
-        ({"CUDA_VISIBLE_DEVICES": ""}, ["nvidia0"], 2),
-        ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, ["nvidia0"], 1),
-        ({"DS_ACCELERATOR": "cpu"}, ["nvidia0", "nvidia1", "nvidia2"], 2),
-        ({"DS_ACCELERATOR": "cuda"}, ["nvidia0"], 1),
+        ({}, 0, 2),
+        ({}, 3, 3),
+        ({"CUDA_VISIBLE_DEVICES": "0,3,5"}, 4, 3),
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, 1, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 0, 2),  # a stray one on a node without devices
+        ({"CUDA_VISIBLE_DEVICES": ""}, 1, 2),
+        ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, 3, 1),
+        ({"HIP_VISIBLE_DEVICES": "0"}, 3, 3),  # means nothing to NVIDIA
+        ({"DS_ACCELERATOR": "cpu"}, 3, 2),
+        ({"DS_ACCELERATOR": "cuda"}, 1, 1),
+        ({"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "0,1"}, 0, 2),  # no device files, as in WSL
+        ({"DS_ACCELERATOR": "cuda", "HIP_VISIBLE_DEVICES": "0,1"}, 0, 2),
     ],
 )
-def test_device_count(environ, files, count, tmp_path):
-    for name in files:
-        (tmp_path / name).touch()
+def test_device_count(environ, devices, count, tmp_path):
+    device_tree(tmp_path, *(f"nvidia{number}" for number in range(devices)), "nvidiactl", "nvidia-uvm")
     assert count_devices(machine(1, 1), environ, str(tmp_path)) == count
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, 2),
+        ({"HIP_VISIBLE_DEVICES": "1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        ({"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0"}, 2),
+        ({"HIP_VISIBLE_DEVICES": "0,1,2"}, 2),
+        ({"DS_ACCELERATOR": "cpu"}, 3),
+    ],
+)
+def test_device_count_on_rocm(environ, count, tmp_path):
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    for node, gpu_id in enumerate(["0", "51110", "", "2842"]):
+        (nodes / str(node)).mkdir(parents=True)
+        (nodes / str(node) / "gpu_id").write_text(f"{gpu_id}\n")
+    (nodes / "4").mkdir()  # its gpu_id cannot be read
+    without_driver = count_devices(machine(1, 1, 1), {}, str(tmp_path))
+    device_tree(tmp_path, "kfd")
+    assert (without_driver, count_devices(machine(1, 1, 1), environ, str(tmp_path))) == (3, count)
 
 
 def test_device_count_that_nobody_knows(tmp_path):

@@ -61,15 +61,45 @@ def test_a_choice_that_fails_is_still_reported(monkeypatch: pytest.MonkeyPatch) 
     assert "chosen  none" in render(report)
 
 
-def test_memory_that_the_device_does_not_tell_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_args: Any) -> int:
-        raise CapabilityError("cpu", "memory_size", "not told")
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (CapabilityError("cpu", "memory_size", "not told"), "accelerator 'cpu' does not have 'memory_size': not told"),
+        (RuntimeError("no driver\n  was found"), "RuntimeError: no driver was found"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_what_the_device_does_not_tell_is_unknown_for_a_reason(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, reason: str
+) -> None:
+    def fail(*_args: Any) -> Any:
+        raise error
 
+    questions = {
+        "device": "current_device_name",
+        "device_count": "device_count",
+        "total_memory_bytes": "total_memory",
+        "available_memory_bytes": "available_memory",
+        "dtypes": "supported_dtypes",
+        "communication_backend": "communication_backend_name",
+    }
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    monkeypatch.setattr(CpuAccelerator, "total_memory", absent)
+    for method in questions.values():
+        monkeypatch.setattr(CpuAccelerator, method, fail)
     report = collect()
-    assert report["accelerator"]["total_memory_bytes"] is None
-    assert "unknown, " in render(report)
+    assert [report["accelerator"][name] for name in questions] == [None] * len(questions)
+    assert report["accelerator"]["unknown"] == dict.fromkeys(questions, reason)
+    assert json.loads(json.dumps(report)) == report
+    assert render(report).count(f"unknown ({reason})") == len(questions)
+
+
+def test_one_figure_that_is_unknown_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setattr(CpuAccelerator, "total_memory", lambda *_args: 1 // 0)
+    report = collect()
+    assert list(report["accelerator"]["unknown"]) == ["total_memory_bytes"]
+    assert "unknown (ZeroDivisionError: " in render(report)
+    assert " GiB free" in render(report)
 
 
 def test_columns_are_aligned() -> None:

@@ -191,6 +191,18 @@ def test_no_node_directory(tree):
     assert machine.allowed_memory_nodes == ()  # the kernel has no set_mempolicy either
 
 
+@pytest.mark.parametrize(("node", "host", "shown"), [(6.5, 23.5, 23.5), (8, 7.75, 8)])
+def test_memory_of_the_only_node_is_that_of_the_machine(tree, node, host, shown):
+    # A virtual machine to which memory was added while it ran.
+    tree.cpu(0)
+    tree.online("0")
+    tree.node(0, "0", gib=node)
+    tree.write("proc/meminfo", f"MemTotal: {int(host * 2**20)} kB")
+    assert tree.machine().nodes[0].memory_bytes == shown * 2**30
+    tree.node(1, "", gib=1)
+    assert tree.machine().nodes[0].memory_bytes == node * 2**30
+
+
 def test_cpuset(tree):
     for i in range(8):
         tree.cpu(i, siblings=[i % 4, i % 4 + 4])

@@ -56,15 +56,10 @@ class CpuAccelerator(Accelerator):
                 Capability.GRAPHS: "captured work runs at once, and a replay does nothing",
                 Capability.PINNED_MEMORY: "tensors are in host memory already, no device copies from it",
                 Capability.HOST_REGISTRATION: "there is no device to register host memory with",
-                Capability.TRITON: "torch ships no Triton for CPUs",
                 Capability.OP_BUILDERS: "this version of anyaccel has no op builders for the CPU",
             },
         ),
     )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._resident = host_memory.ResidentSet()
 
     @classmethod
     def probe(cls) -> Unavailable | None:
@@ -110,18 +105,18 @@ class CpuAccelerator(Accelerator):
 
     def memory_allocated(self, device_index: DeviceIndex = None) -> int:
         """Resident set of this process in bytes."""
-        return self._resident.current()
+        return host_memory.RESIDENT_SET.current()
 
     def max_memory_allocated(self, device_index: DeviceIndex = None) -> int:
         """Highest resident set since the process began or the last reset, in bytes; see ResidentSet."""
-        return self._resident.peak()
+        return host_memory.RESIDENT_SET.peak()
 
     def reset_peak_memory_stats(self, device_index: DeviceIndex = None) -> None:
-        self._resident.reset_peak()
+        host_memory.RESIDENT_SET.reset_peak()
 
     def memory_stats(self, device_index: DeviceIndex = None) -> dict[str, Any]:
         """Resident set and its peak under the names of `torch.cuda.memory_stats`, in bytes."""
-        current, peak = self._resident.current(), self._resident.peak()
+        current, peak = host_memory.RESIDENT_SET.current(), host_memory.RESIDENT_SET.peak()
         return {
             f"{kind}_bytes.all.{name}": value
             for kind in ("allocated", "reserved")

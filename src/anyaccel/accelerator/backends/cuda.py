@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import ClassVar
 
 import torch
 
+from anyaccel import env
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 
@@ -53,7 +53,7 @@ class CudaAccelerator(TorchDeviceAccelerator):
 
     def is_fp16_supported(self) -> bool:
         # 7 is the first with tensor cores; 6 computes fp16 but is only allowed on request, as in DeepSpeed.
-        lowest = 6 if os.environ.get("DS_ALLOW_DEPRECATED_FP16", "0") == "1" else 7
+        lowest = 6 if env.DS_ALLOW_DEPRECATED_FP16.get() else 7
         return _is_rocm() or self._major() >= lowest
 
     def is_triton_supported(self) -> bool:

@@ -16,7 +16,7 @@ from anyaccel.inference.tp.plan import Slice, TensorParallelPlan
 
 
 class WeightSource(Protocol):
-    """Where the weights come from; `part` None means the whole tensor.
+    """Where the weights come from.
 
     Attributes:
         mapped: `read` returns views of a mapped file, strided ones for slices of columns.
@@ -24,18 +24,26 @@ class WeightSource(Protocol):
 
     mapped: bool
 
-    def read(self, name: str, part: Slice | None) -> torch.Tensor: ...
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
+        """The tensor `name`, which is of `shape` as a whole, or only `part` of it. Each is asked for once."""
+        ...
 
 
 class LoadedWeights:
-    """Weights that the model has in memory already: a shard is copied out, so that the rest can be freed."""
+    """Weights that a model has in memory already; each is let go of when it has been read."""
 
     def __init__(self, model: nn.Module, mapped: bool = False) -> None:
         self.mapped = mapped
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._tensors.update(model.named_buffers(remove_duplicate=False))
 
-    def read(self, name: str, part: Slice | None) -> torch.Tensor:
-        tensor = self._parameters[name].detach()
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
+        tensor = self._tensors.pop(name).detach()
         return tensor if part is None else take(tensor, part)
 
 
@@ -60,20 +68,24 @@ def apply(
         source: gives the weights by parameter name.
         progress: called with the bytes of each parameter once it is there.
     """
+    places = _places(model)
     for name, parameter in list(model.named_parameters()):
-        tensor = source.read(name, plan.slices.get(name))
+        tensor = source.read(name, parameter.shape, plan.slices.get(name))
         # Out of the file into this rank's own memory, dense, on its own memory node.
-        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        kind = _kind(model, name, dtype) if tensor.is_floating_point() else tensor.dtype
         tensor = tensor.to(device, kind, copy=source.mapped, memory_format=torch.contiguous_format)
-        owner_name, _, short = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        # Every name of a shared parameter gets the one tensor.
-        _replace_everywhere(model, parameter, nn.Parameter(tensor, requires_grad=False), owner, short)
+        loaded = nn.Parameter(tensor, requires_grad=False)
+        for owner, short in places.pop(parameter):
+            owner._parameters[short] = loaded
+        del parameter
         if progress is not None:
             progress(tensor.numel() * tensor.element_size())
-    for buffer_owner in model.modules():
-        for short, buffer in buffer_owner.named_buffers(recurse=False):
-            buffer_owner._buffers[short] = buffer.to(device)
+    saved = model.state_dict().keys()
+    for name, buffer in list(model.named_buffers()):
+        if name in saved and name in source:  # the others are computed by the model itself
+            buffer = source.read(name, buffer.shape, plan.slices.get(name)).clone()
+        owner_name, _, short = name.rpartition(".")
+        model.get_submodule(owner_name)._buffers[short] = buffer.to(device)
     for name, attributes in plan.attributes.items():
         for attribute, value in attributes.items():
             setattr(model.get_submodule(name), attribute, value)
@@ -95,12 +107,22 @@ def apply(
         setattr(parent, short, RowParallelLinear(weight, old.bias, group))
 
 
-def _replace_everywhere(model: nn.Module, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, short: str) -> None:
-    owner._parameters[short] = new
+def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Every place of each parameter: a shared one has several, and all get the one tensor."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is old:
-                module._parameters[name] = new
+        for short, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, short))
+    return places
+
+
+def _kind(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or float32 for what the model says must not be in half precision."""
+    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        keep |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return torch.float32 if any(f".{module}." in f".{name}." for module in keep) else dtype
 
 
 def _fit_features(module: nn.Module) -> None:

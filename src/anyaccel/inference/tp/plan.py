@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.tp.partition import HeadShard, split_features, split_heads
 
 # How the rows of one linear for query, key and value are laid out, by the attention class that splits them.
@@ -27,11 +27,18 @@ FUSED_QKV_LAYOUT = {
 }
 # MLP classes whose one linear holds the gate's rows and then the up projection's.
 FUSED_GATE_UP = frozenset({"Phi3MLP", "GlmMLP", "Glm4MLP"})
+# Subclasses of nn.Linear that compute the same.
+_PLAIN_SUBCLASSES = frozenset({"FalconLinear"})
+# Attention that takes the width of its output from its input: it cannot be narrower.
+_FIXED_WIDTH = frozenset({"TrOCRAttention"})
 # Attention biases that the model computes for all heads at once, outside the block.
 _ALIBI_TYPES = frozenset({"bloom", "mpt"})
 
 _QUERY = re.compile(r"^(w?q|query|q_lin|wq)(_?proj)?$", re.IGNORECASE)
 _KEY_VALUE = re.compile(r"^(w?[kv]|key|value|[kv]_lin)(_?proj)?$", re.IGNORECASE)
+# The linear that writes back to the hidden states, where a block has no plan of its own.
+_ROW = re.compile(r"^(down_proj|o_proj|out_proj|c_proj|dense|dense_4h_to_h|fc2|fc_out|lin2|w2|wo|o)$", re.IGNORECASE)
+_MLP = re.compile(r"mlp|feed_?forward|ffn", re.IGNORECASE)
 _ROW_STYLES = frozenset({"rowwise", "rowwise_split_input"})
 
 # Attributes of attention modules that count heads or features, to be set to what this rank has.
@@ -103,7 +110,11 @@ def _as_linear(name: str, module: nn.Module) -> _Linear | None:
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return None
     transposed = type(module).__name__ == "Conv1D"
-    if not transposed and not isinstance(module, nn.Linear):
+    # A subclass that computes in its own way (quantised, LoRA) is not understood by slicing its weight.
+    plain = isinstance(module, nn.Linear) and (
+        type(module).forward is nn.Linear.forward or type(module).__name__ in _PLAIN_SUBCLASSES
+    )
+    if (not transposed and not plain) or {name for name, _ in module.named_parameters()} - {"weight", "bias"}:
         return None
     return _Linear(name, weight, transposed, getattr(module, "bias", None) is not None)
 
@@ -131,8 +142,7 @@ def make_plan(model: nn.Module, rank: int, size: int) -> TensorParallelPlan:
     """Plan the shards of rank `rank` of `size`. The model may be on the meta device; it is not changed.
 
     Raises:
-        ModelError: no block of the model can be divided.
-        UsageError: there are more ranks than heads or features.
+        ModelError: no block of the model can be divided, or its linears are not plain ones.
     """
     plan = TensorParallelPlan(rank, size)
     if size == 1:
@@ -149,13 +159,15 @@ def make_plan(model: nn.Module, rank: int, size: int) -> TensorParallelPlan:
             continue
         row = _row_parallel(linears, styles)
         columns = [linear for linear in linears if linear is not row]
-        is_attention = "attention" in type(module).__name__.lower()
+        kind = type(module).__name__
         try:
-            if is_attention:
+            if "attention" in kind.lower():
                 _plan_attention(plan, model, name, module, columns, row)
-            else:
+            elif _MLP.search(kind) or [linear.short for linear in linears] == ["fc1", "fc2"]:
                 _plan_mlp(plan, name, module, columns, row)
-        except _Whole as why:
+            else:
+                plan.whole[name] = f"{kind} is neither an attention block nor an MLP by its name"
+        except (_Whole, UsageError) as why:
             plan.whole[name] = str(why)
     if not plan.row_parallel:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(plan.whole.items())[:2])
@@ -169,7 +181,8 @@ def _row_parallel(linears: list[_Linear], styles: dict[str, str]) -> _Linear:
     for linear in linears:
         if styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", linear.name)) in _ROW_STYLES:
             return linear
-    return linears[-1]
+    named = [linear for linear in linears if _ROW.match(linear.short)]
+    return (named or linears)[-1]
 
 
 def _cut_outputs(plan: TensorParallelPlan, linear: _Linear, ranges: tuple[range, ...]) -> None:
@@ -189,14 +202,16 @@ def _scaled(part: range, factor: int, offset: int = 0) -> range:
 
 def _plan_mlp(plan: TensorParallelPlan, name: str, module: nn.Module, columns: list[_Linear], row: _Linear) -> None:
     features = row.inputs
-    between = [
-        parameter
-        for parameter, tensor in module.named_parameters()
-        if "." not in parameter
-        # A norm over the hidden features would need a sum of its own.
-        or (parameter.count(".") == 1 and tuple(tensor.shape) == (features,) and features != row.outputs)
-    ]
-    between = [p for p in between if p.partition(".")[0] not in {linear.short for linear in [*columns, row]}]
+    known = {linear.short for linear in [*columns, row]}
+    # A norm or a convolution over the hidden features would need sums of its own. A decoder layer that holds its MLP's
+    # linears itself (OPT) has other blocks beside them.
+    between = (
+        []
+        if not _MLP.search(type(module).__name__)
+        else [name for name, _ in module.named_parameters() if name.partition(".")[0] not in known]
+    )
+    if getattr(module, "slow_but_exact", False):
+        raise _Whole("slow_but_exact computes with slices of the weight")
     if between:
         raise _Whole(f"{type(module).__name__} has other parameters between its linears: {', '.join(between)}")
     part = split_features(features, plan.size)[plan.rank]
@@ -230,6 +245,8 @@ def _plan_attention(
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if getattr(config, "alibi", False) or getattr(config, "model_type", "") in _ALIBI_TYPES:
         raise _Whole("ALiBi biases are computed for all heads at once")
+    if type(module).__name__ in _FIXED_WIDTH:
+        raise _Whole(f"{type(module).__name__} cannot be narrower than its input")
     head_dim = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if head_dim is None or row.inputs != heads * head_dim:
         raise _Whole(f"{row.short} has {row.inputs} inputs, not {heads} heads of {head_dim}")
@@ -277,8 +294,8 @@ def _extra_slices(
         if name.partition(".")[0] in known:
             continue
         shape = tuple(parameter.shape)
-        if shape == (head_dim,) and ("norm" in name or head_dim not in (heads, kv_heads)):
-            continue  # acts on each head alone
+        if shape == (head_dim,) and "norm" in name and not re.search(r"\.\d+\.", name):
+            continue  # one norm that acts on each head alone; a list has one for each head
         if shape in ((heads,), (heads, head_dim)) and not name.startswith("k"):
             slices[name] = Slice(0, (shard.query,))
         elif shape in ((kv_heads,), (kv_heads, head_dim)) and name.startswith(("k", "v")):
