@@ -285,7 +285,7 @@ def test_a_worker_that_ends_first_does_not_hurry_the_others(job):
     """Rank 1 dies of Ctrl-C before the launcher has told the guardian of it: rank 0 has its time all the same."""
     started = job("note 1wait", "--grace-period", "60", setting="SAME_MOMENT = 15")
     os.kill(started.workers[1], signal.SIGINT)
-    while os.path.exists(f"/proc/{started.workers[1]}"):
+    while Path(f"/proc/{started.workers[1]}").exists():
         time.sleep(0.01)  # until the guardian has seen it
     os.kill(started.launcher.pid, signal.SIGINT)
     wait_for(started.folder / "signals-0")

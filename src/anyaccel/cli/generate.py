@@ -27,7 +27,8 @@ _EXAMPLES = """\
   echo "Summarise: ..." | anyaccel generate - --json"""
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
+    """The options of the command."""
     parser = Parser(
         "generate",
         "Generate text from a prompt. The text goes to standard output as it is made, all else to standard error.",
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     if argv[:1] == [_WORKER]:
         return _generate(argparse.Namespace(**json.loads(Path(argv[1]).read_text())))
-    options = _parser().parse_args(argv)
+    options = build_parser().parse_args(argv)
     options.launch_summary = ""
     _check_numbers(options)
     options.prompt = _prompt(options.prompt)

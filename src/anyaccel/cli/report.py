@@ -8,8 +8,8 @@ import json
 from anyaccel.cli._parser import Parser
 
 
-def main(argv: list[str]) -> int:
-    """Print the report; 0, or 1 when no accelerator can be used (the report says why)."""
+def build_parser() -> Parser:
+    """The options of the command."""
     parser = Parser(
         "report",
         "Print versions, the accelerator and why it was chosen, CPU features and topology.",
@@ -19,7 +19,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--no-torch", action="store_true", help="do not import torch: leaves out the accelerator, takes 0.2 s"
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; 0, or 1 when no accelerator can be used (the report says why)."""
+    options = build_parser().parse_args(argv)
 
     from anyaccel.report.collect import collect
     from anyaccel.report.render import render

@@ -28,7 +28,7 @@ _EXAMPLES = """\
 """
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
     parser = Parser(
         "run",
         "Start a script once per device of this machine, in the environment that torch.distributed expects.\n"
@@ -99,7 +99,7 @@ def _show(options: LaunchOptions, as_json: bool) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code of the job."""
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     if arguments.json and not arguments.dry_run:
         raise UsageError("--json prints the plan and goes with --dry-run; add --dry-run, or leave --json out")
     options = _options(arguments)
