@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication among the ranks of a job: torch.distributed's names, plus shared memory inside one host."""
 
-from anyaccel.comm.api import (
+from torch.distributed import (
     ReduceOp,
     all_gather,
     all_gather_into_tensor,
@@ -13,22 +13,25 @@ from anyaccel.comm.api import (
     broadcast_object_list,
     destroy_process_group,
     gather,
-    get_local_rank,
     get_rank,
     get_world_size,
-    inference_all_reduce,
-    inference_broadcast,
-    init_distributed,
     irecv,
     is_available,
     is_initialized,
     isend,
-    new_group,
     recv,
     reduce,
     reduce_scatter_tensor,
     scatter,
     send,
+)
+
+from anyaccel.comm.api import (
+    get_local_rank,
+    inference_all_reduce,
+    inference_broadcast,
+    init_distributed,
+    new_group,
 )
 
 __all__ = [

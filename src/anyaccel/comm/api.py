@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`init_distributed` and the inference collectives; the other names are torch.distributed's own."""
+"""What `anyaccel.comm` adds to torch.distributed: start-up and the inference collectives."""
 
 from __future__ import annotations
 
@@ -19,65 +19,12 @@ from torch._C._distributed_c10d import (  # torch.distributed hides them from my
     PrefixStore,
     TCPStore,
 )
-from torch.distributed import (
-    ReduceOp,
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_object,
-    all_reduce,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    broadcast_object_list,
-    destroy_process_group,
-    gather,
-    get_rank,
-    get_world_size,
-    irecv,
-    is_available,
-    is_initialized,
-    isend,
-    recv,
-    reduce,
-    reduce_scatter_tensor,
-    scatter,
-    send,
-)
+from torch.distributed import ReduceOp
 
 from anyaccel import _native, env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
 from anyaccel.errors import AnyAccelError, CommError, UsageError
-
-__all__ = [
-    "ReduceOp",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "destroy_process_group",
-    "gather",
-    "get_local_rank",
-    "get_rank",
-    "get_world_size",
-    "inference_all_reduce",
-    "inference_broadcast",
-    "init_distributed",
-    "irecv",
-    "is_available",
-    "is_initialized",
-    "isend",
-    "new_group",
-    "recv",
-    "reduce",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-]
 
 _SUM = ReduceOp.SUM
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
