@@ -12,6 +12,7 @@
 #include "comm/shm_group.h"
 #include "common/cpu_features.h"
 #include "common/process.h"
+#include "common/resident.h"
 
 namespace nb = nanobind;
 using anyaccel::comm::CommError;
@@ -59,6 +60,7 @@ NB_MODULE(_native, m) {
   m.def("isa", [] { return anyaccel::isa_name(anyaccel::selected_isa()); });
   m.def("set_mempolicy", &anyaccel::set_mempolicy, nb::arg("mode"), nb::arg("nodes"));
   m.def("set_parent_death_signal", &anyaccel::set_parent_death_signal, nb::arg("signal"));
+  m.def("resident_bytes", &anyaccel::resident_bytes);
   m.def("set_child_subreaper", &anyaccel::set_child_subreaper, nb::arg("enabled"));
 
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();

@@ -42,7 +42,10 @@ def test_an_unknown_accelerator_exits_with_1_and_says_why() -> None:
     assert (done.returncode, done.stderr) == (1, "")
     accelerator = json.loads(done.stdout)["accelerator"]
     assert accelerator["name"] is None
-    assert accelerator["error"] == "DS_ACCELERATOR='warp' is not known; known accelerators: cuda, cpu"
+    assert accelerator["error"] == (
+        "DS_ACCELERATOR='warp' is not known; known accelerators: "
+        "cpu, cuda, hpu, mlu, mps, mtia, musa, npu, sdaa, supa, xpu, xpu.external, xpu.ipex, xpu.native"
+    )
 
 
 def test_a_bad_flag_is_one_line_and_exit_code_2() -> None:

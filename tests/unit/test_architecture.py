@@ -20,10 +20,11 @@ MAY_IMPORT = {
     "topology": set(),
     "launch": {"topology", "env"},
     "accelerator": {"topology", "env", "_registry"},
+    "ops": {"accelerator", "env"},
     "report": {"accelerator", "topology", "env"},
     "comm": {"accelerator", "env"},
     "inference": {"comm", "accelerator", "env"},
-    "cli": {"launch", "accelerator", "topology", "inference", "comm", "report", "env"},
+    "cli": {"launch", "accelerator", "ops", "topology", "inference", "comm", "report", "env"},
 }
 EVERYBODYS = {"errors", "_version", "_native"}
 
@@ -67,7 +68,7 @@ def modules_after(code: str) -> set[str]:
     [
         "import anyaccel; anyaccel.__version__; dir(anyaccel)",
         "import anyaccel.launch, anyaccel.topology, anyaccel.env, anyaccel.cli.run, anyaccel.cli.generate",
-        "import anyaccel.accelerator",
+        "import anyaccel.accelerator, anyaccel.ops",
     ],
 )
 def test_these_imports_bring_neither_torch_nor_a_vendor_package(code: str) -> None:
@@ -86,6 +87,7 @@ SOURCES = [
         ROOT / "benchmarks": ("*.py",),
         ROOT / "tools": ("*.py",),
         ROOT / "csrc": ("*.cpp", "*.h"),
+        ROOT / "examples": ("*.py", "*.cpp", "*.h"),
     }.items()
     for pattern in patterns
     for path in folder.rglob(pattern)

@@ -24,7 +24,7 @@ import torch
 
 from anyaccel.accelerator import inert
 from anyaccel.accelerator.select import get_accelerator
-from anyaccel.accelerator.spec import BackendSpec, Capability, Unavailable
+from anyaccel.accelerator.spec import METHODS_OF, BackendSpec, Capability, Unavailable
 from anyaccel.errors import CapabilityError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -34,19 +34,19 @@ DeviceIndex = int | str | torch.device | None
 
 HOST = torch.device("cpu")
 
-# What a backend overrides to have a capability; the methods below raise, or do nothing on a synchronous device.
-_METHODS_OF = {
-    Capability.STREAMS: ("Stream", "stream", "current_stream", "Event"),
-    Capability.GRAPHS: ("create_graph", "capture_to_graph"),
-    Capability.RNG: ("default_generator",),
-    Capability.MEMORY_STATS: (
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_stats",
-        "reset_peak_memory_stats",
-    ),
-    Capability.MEMORY_SIZE: ("total_memory", "available_memory"),
-    Capability.HOST_REGISTRATION: ("register_host_memory", "unregister_host_memory"),
+# Methods of a capability whose defaults below work as soon as the others of that capability are overridden.
+_DERIVED = {
+    "default_stream",
+    "get_rng_state",
+    "set_rng_state",
+    "manual_seed",
+    "manual_seed_all",
+    "initial_seed",
+    "reset_max_memory_allocated",
+    "reset_max_memory_cached",
+    "memory_cached",
+    "max_memory_reserved",
+    "max_memory_cached",
 }
 
 
@@ -123,9 +123,11 @@ class Accelerator(abc.ABC):
             importlib.import_module(package)
         except (Exception, SystemExit) as error:  # a vendor package may raise anything at import
             logger.debug("import of %s failed", package, exc_info=True)
-            if isinstance(error, ModuleNotFoundError) and error.name in (package, package.partition(".")[0]):
-                return Unavailable(cls._requires("which is not installed on this system"), installed=False)
-            return Unavailable(cls._requires(f"whose import raised {type(error).__name__}: {error}"), installed=True)
+            if isinstance(error, ModuleNotFoundError) and f"{package}.".startswith(f"{error.name}."):
+                missing = f"{cls._title()} requires {package}, which is not installed on this system"
+                return Unavailable(missing, installed=False)
+            raised = f"whose import raised {type(error).__name__}: {error}"
+            return Unavailable(f"{cls._title()} requires {package}, {raised}", installed=True)
         return None
 
     @classmethod
@@ -135,8 +137,9 @@ class Accelerator(abc.ABC):
         return Unavailable(f"{cls.spec.torch_module} is there but sees no device", installed=True)
 
     @classmethod
-    def _requires(cls, problem: str) -> str:
-        return f"{cls.spec.name.upper()}_Accelerator requires {cls.spec.package}, {problem}"
+    def _title(cls) -> str:
+        """The accelerator's name in messages, as DeepSpeed's documents have it."""
+        return f"{cls.spec.name.upper()}_Accelerator"
 
     # Capabilities -------------------------------------------------------------------------------------------
 
@@ -151,16 +154,22 @@ class Accelerator(abc.ABC):
         return Capability(capability) in self._capabilities
 
     def _provides(self, capability: Capability) -> bool:
-        if not self.spec.capabilities.has(capability):
+        if capability in self.spec.capabilities.absent:
             return False
         if capability is Capability.OP_BUILDERS:
             return bool(self.spec.op_builders)
-        methods = _METHODS_OF.get(capability, ())
-        return all(getattr(type(self), name) is not getattr(Accelerator, name) for name in methods)
+        if capability is Capability.COLLECTIVES:
+            return bool(self.spec.collectives)
+        if capability is Capability.RESERVED_MEMORY and not self._overrides("memory_reserved"):
+            return self._provides(Capability.MEMORY_STATS)  # what the default forwards to
+        return all(self._overrides(name) for name in METHODS_OF.get(capability, ()) if name not in _DERIVED)
 
-    def _lacks(self, capability: Capability | str, why: str = "") -> NoReturn:
+    def _overrides(self, method: str) -> bool:
+        return getattr(type(self), method) is not getattr(Accelerator, method)
+
+    def _lacks(self, capability: str, why: str = "") -> NoReturn:
         """Raise the one error for something that the device does not have."""
-        why = why or self.spec.capabilities.why_absent(capability) or "this backend does not provide it"
+        why = self.spec.capabilities.why_absent(capability) or why or "this backend does not provide it"
         raise CapabilityError(self._name, str(capability), why)
 
     def _inert_or_lacks(self, capability: Capability) -> None:
@@ -279,7 +288,7 @@ class Accelerator(abc.ABC):
     @property
     def Event(self) -> Any:
         """The event class; `elapsed_time` is in milliseconds."""
-        self._inert_or_lacks(Capability.STREAMS)
+        self._inert_or_lacks(Capability.EVENTS)
         return inert.Event
 
     # Memory -------------------------------------------------------------------------------------------------
@@ -294,7 +303,7 @@ class Accelerator(abc.ABC):
 
     def max_memory_allocated(self, device_index: DeviceIndex = None) -> int:
         """Highest memory_allocated since the start or the last reset."""
-        self._lacks(Capability.MEMORY_STATS)
+        self._lacks(Capability.PEAK_MEMORY)
 
     def reset_max_memory_allocated(self, device_index: DeviceIndex = None) -> None:
         """Start a new peak; as in torch, the same as reset_peak_memory_stats."""
@@ -326,7 +335,7 @@ class Accelerator(abc.ABC):
 
     def reset_peak_memory_stats(self, device_index: DeviceIndex = None) -> None:
         """Start a new peak for all max_ figures."""
-        self._lacks(Capability.MEMORY_STATS)
+        self._lacks(Capability.PEAK_MEMORY)
 
     def total_memory(self, device_index: DeviceIndex = None) -> int:
         """Bytes of memory of the device that this process may use at most."""
@@ -382,7 +391,7 @@ class Accelerator(abc.ABC):
 
     def communication_backend_name(self) -> str:
         """Name for `torch.distributed.init_process_group(backend=)`."""
-        return self._communication_backend_name
+        return self._communication_backend_name or self._lacks(Capability.COLLECTIVES)
 
     def _first_collective(self) -> str:
         for backend in self.spec.collectives:
@@ -479,11 +488,16 @@ class Accelerator(abc.ABC):
             align_bytes: 0 asks for page-aligned memory; only a backend with such an allocator heeds it. An
                 int in the place of make_copy means this, as in the interface's older versions.
         """
+        make_copy, _ = self._pin_arguments(make_copy, align_bytes)
         if not self.has(Capability.PINNED_MEMORY):
             return tensor
-        if make_copy or not isinstance(make_copy, bool):
+        if make_copy:
             return tensor.pin_memory()
         return self._empty_pinned(tuple(tensor.shape) if match_shape else (tensor.numel(),), tensor.dtype)
+
+    def _pin_arguments(self, make_copy: Any, align_bytes: int) -> tuple[bool, int]:
+        """make_copy and align_bytes, also when the older interface gave align_bytes by position."""
+        return (make_copy, align_bytes) if isinstance(make_copy, bool) else (True, make_copy)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in page-locked host memory."""
@@ -576,6 +590,10 @@ class Accelerator(abc.ABC):
         return command
 
     # Environment and compilation ----------------------------------------------------------------------------
+
+    def runtime_versions(self) -> dict[str, str]:
+        """Versions of the vendor's software below torch, by name, for reports; empty when it cannot be told."""
+        return {}
 
     def export_envs(self) -> list[str]:
         """Prefixes of the environment variables that go to the other nodes of a job."""

@@ -8,42 +8,11 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_STATM = "/proc/self/statm"
+from anyaccel._native import resident_bytes
+
 _STATUS = "/proc/self/status"
 _CLEAR_REFS = "/proc/self/clear_refs"
 _NO_LIMIT = 1 << 62  # cgroup v1 writes "no limit" as the largest multiple of the page size
-
-
-class _Statm:
-    """/proc/self/statm, opened on first use and kept: reading it again costs a third of opening it each time."""
-
-    _descriptor = -1
-    _identity = (0, 0)
-
-    def read(self) -> list[bytes]:
-        """Its fields."""
-        if not self._is_open():
-            self._descriptor = os.open(_STATM, os.O_RDONLY)
-            self._identity = self._file()
-        return os.pread(self._descriptor, 128, 0).split()
-
-    def close(self) -> None:
-        """Close it; the next read opens it anew."""
-        if self._is_open():
-            os.close(self._descriptor)
-        self._descriptor = -1
-
-    def _is_open(self) -> bool:
-        # Someone may have closed all descriptors, and this number may be another file by now.
-        return self._descriptor >= 0 and self._file() == self._identity
-
-    def _file(self) -> tuple[int, int]:
-        try:
-            status = os.fstat(self._descriptor)
-        except OSError:
-            return (-1, -1)
-        return status.st_dev, status.st_ino
 
 
 class ResidentSet:
@@ -58,7 +27,6 @@ class ResidentSet:
     """
 
     def __init__(self) -> None:
-        self._statm = _Statm()
         self._forget()
 
     def _forget(self) -> None:
@@ -66,13 +34,12 @@ class ResidentSet:
         self._seen = 0  # highest value that a call has seen since then
 
     def restart_in_child(self) -> None:
-        """After a fork: the descriptor still shows the parent, and the mark of the child has started anew."""
-        self._statm.close()
+        """After a fork: the mark of the child has started anew."""
         self._forget()
 
     def current(self) -> int:
         """Bytes resident now."""
-        now = int(self._statm.read()[1]) * _PAGE
+        now = resident_bytes()
         if now > self._seen:
             self._seen = now
         return now

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import os
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anyaccel import env
 from anyaccel._registry import Entry, Registry
-from anyaccel.accelerator.spec import API_VERSION, BackendSpec
+from anyaccel.accelerator import autoload, deadline
+from anyaccel.accelerator.spec import API_VERSION, BackendSpec, Unavailable
 from anyaccel.errors import AcceleratorUnavailableError, UsageError
 
 if TYPE_CHECKING:
@@ -25,10 +27,23 @@ logger = logging.getLogger(__name__)
 REGISTRY: Registry[Callable[[], Accelerator]] = Registry(
     "anyaccel.accelerators",
     {
+        "xpu.external": "anyaccel.accelerator.backends.xpu_external:ExternalXpuAccelerator",
+        "xpu.ipex": "anyaccel.accelerator.backends.xpu_ipex:IpexAccelerator",
+        "xpu.native": "anyaccel.accelerator.backends.xpu:XpuAccelerator",
+        "npu": "anyaccel.accelerator.backends.npu:NpuAccelerator",
+        "sdaa": "anyaccel.accelerator.backends.sdaa:SdaaAccelerator",
+        "mps": "anyaccel.accelerator.backends.mps:MpsAccelerator",
+        "hpu": "anyaccel.accelerator.backends.hpu:HpuAccelerator",
+        "mlu": "anyaccel.accelerator.backends.mlu:MluAccelerator",
+        "supa": "anyaccel.accelerator.backends.supa:SupaAccelerator",
+        "musa": "anyaccel.accelerator.backends.musa:MusaAccelerator",
+        "mtia": "anyaccel.accelerator.backends.mtia:MtiaAccelerator",
         "cuda": "anyaccel.accelerator.backends.cuda:CudaAccelerator",
         "cpu": "anyaccel.accelerator.backends.cpu:CpuAccelerator",
     },
 )
+# Names that DS_ACCELERATOR takes for the first of several ways to the same device.
+FAMILIES = {"xpu": ("xpu.ipex", "xpu.native")}
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,8 @@ class Detection(NamedTuple):
     how: str
     candidates: tuple[Candidate, ...]
 
+
+_TOO_EARLY = "get_accelerator() was called while the accelerator is being detected"
 
 _accelerator: Accelerator | None = None
 _detection: Detection | None = None
@@ -115,7 +132,8 @@ def set_accelerator(accelerator: Accelerator) -> None:
 
 def is_current_accelerator_supported() -> bool:
     """Whether the accelerator in use is one that anyaccel, or an installed extension, registers by name."""
-    return get_accelerator()._name in REGISTRY
+    name = get_accelerator()._name
+    return name in REGISTRY or name in FAMILIES
 
 
 def detection_report(probe_all: bool = False) -> Detection:
@@ -148,9 +166,8 @@ def probe_candidates(detection: Detection | None = None) -> tuple[Candidate, ...
 def describe_choice() -> str:
     """One line: the name of the accelerator in use, and why it is that one."""
     detection = detection_report()
-    passed_over = [item for item in detection.candidates if item.available is False]
-    because = f" ({_reasons(passed_over)})" if passed_over else ""
-    return f"{detection.chosen}, {detection.how}{because}"
+    passed_over = _passed_over(detection.candidates)
+    return f"{detection.chosen}, {detection.how}{f' ({passed_over})' if passed_over else ''}"
 
 
 def _reasons(candidates: Iterable[Candidate]) -> str:
@@ -159,13 +176,16 @@ def _reasons(candidates: Iterable[Candidate]) -> str:
 
 def _choose() -> Accelerator:
     global _accelerator, _detection, _detecting
+    if deadline.is_probing():  # in another thread than the one that holds the lock
+        raise RuntimeError(_TOO_EARLY)
     with _lock:
         if _accelerator is not None:
             return _accelerator
         if _detecting:
-            raise RuntimeError("get_accelerator() was called while the accelerator is being detected")
+            raise RuntimeError(_TOO_EARLY)
         _detecting = True
         try:
+            autoload.import_torch()
             name = env.DS_ACCELERATOR.get()
             _accelerator, _detection = _forced(name) if name else _detected()
         finally:
@@ -174,44 +194,73 @@ def _choose() -> Accelerator:
 
 
 class _Loaded(NamedTuple):
-    """A candidate whose module is imported; `factory` is None when that failed."""
+    """A candidate whose module is imported; `factory` is None when that failed, `spec` when it has none."""
 
     row: Candidate
     factory: Any = None
+    spec: BackendSpec | None = None
 
 
 def _forced(name: str) -> tuple[Accelerator, Detection]:
-    if name not in REGISTRY:
-        known = ", ".join(REGISTRY.names())
+    if name not in REGISTRY and name not in FAMILIES:
+        known = ", ".join(sorted([*REGISTRY.names(), *FAMILIES]))
         raise UsageError(f"DS_ACCELERATOR={name!r} is not known; known accelerators: {known}")
-    loaded = _load(REGISTRY[name])
-    row, accelerator = _build(loaded)
-    if accelerator is None:
-        spec = getattr(loaded.factory, "spec", None)
-        install = f"; {spec.install}" if isinstance(spec, BackendSpec) and spec.install else ""
-        raise AcceleratorUnavailableError(f"DS_ACCELERATOR={name}: {row.reason}{install}")
-    return accelerator, Detection(name, f"DS_ACCELERATOR={name} is set", (row,))
+    rows: list[Candidate] = []
+    install: list[str] = []
+    for member in FAMILIES.get(name, (name,)):
+        loaded = _load(REGISTRY[member])
+        row, accelerator = _build(loaded, _probe(loaded))
+        rows.append(row)
+        if accelerator is not None:
+            return accelerator, Detection(member, f"DS_ACCELERATOR={name} is set", tuple(rows))
+        install += [loaded.spec.install] if loaded.spec and loaded.spec.install else []
+    reasons = "; ".join([*(row.reason for row in rows), " or ".join(install)])
+    raise AcceleratorUnavailableError(f"DS_ACCELERATOR={name}: {reasons.removesuffix('; ')}")
 
 
 def _detected() -> tuple[Accelerator, Detection]:
+    candidates = sorted(map(_load, REGISTRY), key=lambda loaded: loaded.row.order)
+    by_name = {loaded.row.name: loaded for loaded in candidates}
+    probe = functools.cache(lambda name: _probe(by_name[name]))
     winner: Accelerator | None = None
+    chosen = ""
     rows: list[Candidate] = []
-    for loaded in sorted(map(_load, REGISTRY), key=lambda loaded: loaded.row.order):
+    for loaded in candidates:
         if winner is not None:
-            skipped = f"not probed: {winner._name} comes first"
-            rows.append(replace(loaded.row, reason=loaded.row.reason or skipped))
+            rows.append(replace(loaded.row, reason=loaded.row.reason or f"not probed: {chosen} comes first"))
             continue
-        row, winner = _build(loaded)
+        row = probe(loaded.row.name)
+        yields_to = loaded.spec.yields_to if row.available and loaded.spec else ()
+        preferred = [name for name in yields_to if name in by_name and probe(name).available]
+        if preferred:
+            rows.append(replace(row, reason=f"passed over: {preferred[0]} has a device and is preferred to it"))
+            continue
+        row, winner = _build(loaded, row)
+        chosen = row.name
         rows.append(row)
-    failed = [row for row in rows if row.available is False]
-    chosen = next((row.name for row in rows if row.chosen), "")
     if winner is None:
-        raise AcceleratorUnavailableError(f"no accelerator can be used: {_reasons(failed)}")
-    if failed:
-        # Plain CPU torch was installed for the CPU; a warning at each of its starts would be noise.
-        level = logging.WARNING if any(row.installed for row in failed) else logging.INFO
-        logger.log(level, "Setting accelerator to %s. Passed over: %s", chosen.upper(), _reasons(failed))
+        raise AcceleratorUnavailableError(f"no accelerator can be used: {_reasons(rows)}")
+    _announce(chosen, rows, fallback=chosen == candidates[-1].row.name)
     return winner, Detection(chosen, "the first that is available in detection order", tuple(rows))
+
+
+def _announce(chosen: str, rows: list[Candidate], fallback: bool) -> None:
+    """Say what was passed over: a warning when that is everything, or something that the user has installed."""
+    passed_over = _passed_over(rows)
+    if not passed_over:
+        return
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # one process of a job is enough to warn
+    level = logging.WARNING if first and (fallback or any(row.installed for row in rows)) else logging.INFO
+    text = "Setting accelerator to %s. Passed over: %s. `anyaccel report` shows more; DS_ACCELERATOR=%s settles it."
+    logger.log(level, text, chosen.upper(), passed_over, chosen)
+
+
+def _passed_over(rows: Iterable[Candidate]) -> str:
+    """What came before the choice and why not: in full for what is installed, else by name."""
+    before = [row for row in rows if row.reason and row.available is not None]
+    absent = ", ".join(row.name for row in before if row.available is False and not row.installed)
+    present = _reasons(row for row in before if row.available or row.installed)
+    return "; ".join(filter(None, [present, f"nothing is installed for {absent}" if absent else ""]))
 
 
 def _load(entry: Entry[Any]) -> _Loaded:
@@ -220,52 +269,69 @@ def _load(entry: Entry[Any]) -> _Loaded:
     started = time.perf_counter()
     row = Candidate(entry.name, entry.origin)
     try:
-        factory = entry.load()
+        if entry.target.startswith("anyaccel."):
+            factory = entry.load()
+        else:
+            factory = deadline.run(entry.load, _seconds(BackendSpec.probe_deadline_s), entry.target)
     except (Exception, SystemExit) as error:  # an extension may raise anything at import
         logger.debug("import of %s failed", entry.target, exc_info=True)
         return _Loaded(_failed(row, f"import of {entry.target} raised {_text(error)}", started))
     spec = getattr(factory, "spec", None)
-    if isinstance(spec, BackendSpec):
-        row = replace(row, order=spec.order, why=spec.why)
-        if spec.api_version > API_VERSION:
-            versions = f"version {spec.api_version} of the interface, this anyaccel has {API_VERSION}"
-            return _Loaded(_failed(row, f"{entry.origin} needs {versions}; upgrade anyaccel", started))
-    return _Loaded(replace(row, probe_s=time.perf_counter() - started), factory)
+    if not isinstance(spec, BackendSpec):
+        return _Loaded(replace(row, probe_s=time.perf_counter() - started), factory)
+    row = replace(row, order=spec.order, why=spec.why)
+    if spec.api_version > API_VERSION:
+        versions = f"version {spec.api_version} of the interface, this anyaccel has {API_VERSION}"
+        return _Loaded(_failed(row, f"{entry.origin} needs {versions}; upgrade anyaccel", started), None, spec)
+    return _Loaded(replace(row, probe_s=time.perf_counter() - started), factory, spec)
+
+
+def _seconds(declared: float) -> float:
+    return env.ANYACCEL_PROBE_TIMEOUT.get() or declared
 
 
 def _probe(loaded: _Loaded) -> Candidate:
     """Ask a candidate whether its device is there."""
     from anyaccel.accelerator.base import Accelerator
 
-    factory, row = loaded.factory, loaded.row
+    row, factory, spec = loaded
     if factory is None:
         return row
     started = time.perf_counter() - row.probe_s
-    try:
+
+    def ask() -> str | Unavailable | None:
         kind = factory if isinstance(factory, type) else type(factory())
-        if not issubclass(kind, Accelerator):
-            return _failed(row, f"{row.origin} registers {kind!r}, which is no Accelerator", started)
-        missing = kind.probe()
+        return kind.probe() if issubclass(kind, Accelerator) else f"{row.origin} registers {kind!r}, no Accelerator"
+
+    try:
+        missing = _bounded(ask, spec)
     except (Exception, SystemExit) as error:  # a vendor's module may raise anything
         logger.debug("probe of %s failed", row.name, exc_info=True)
         return _failed(row, f"its probe raised {_text(error)}", started)
+    if isinstance(missing, str):
+        return _failed(row, missing, started)
     if missing is not None:
         return _failed(row, missing.reason, started, missing.installed)
     return replace(row, available=True, reason="", probe_s=time.perf_counter() - started)
 
 
-def _build(loaded: _Loaded) -> tuple[Candidate, Accelerator | None]:
-    """Probe a candidate and make its accelerator."""
-    row = _probe(loaded)
+def _build(loaded: _Loaded, row: Candidate) -> tuple[Candidate, Accelerator | None]:
+    """Make the accelerator of a candidate that was probed."""
     if not row.available:
         return row, None
     started = time.perf_counter() - row.probe_s
     try:
-        accelerator: Accelerator = loaded.factory()
+        accelerator: Accelerator = _bounded(loaded.factory, loaded.spec)
     except (Exception, SystemExit) as error:  # as above
         logger.debug("construction of %s failed", row.name, exc_info=True)
         return _failed(row, f"its constructor raised {_text(error)}", started), None
     return replace(row, chosen=True, probe_s=time.perf_counter() - started), accelerator
+
+
+def _bounded(work: Callable[[], Any], spec: BackendSpec | None) -> Any:
+    """The result of a candidate's own code, within its deadline."""
+    declared = spec.probe_deadline_s if spec else BackendSpec.probe_deadline_s
+    return deadline.run(work, _seconds(declared), spec.package if spec else "")
 
 
 def _failed(row: Candidate, reason: str, started: float, installed: bool = True) -> Candidate:

@@ -20,14 +20,51 @@ class Capability(StrEnum):
     """What an accelerator may lack. The value is the name that CapabilityError carries."""
 
     STREAMS = "streams"
+    EVENTS = "events"
     GRAPHS = "graphs"
     RNG = "rng"
     MEMORY_STATS = "memory_stats"
+    PEAK_MEMORY = "peak_memory"
+    RESERVED_MEMORY = "reserved_memory"
     MEMORY_SIZE = "memory_size"
+    COLLECTIVES = "collectives"
     PINNED_MEMORY = "pinned_memory"
     HOST_REGISTRATION = "register_host_memory"
     FP64 = "fp64"
     OP_BUILDERS = "op_builders"
+
+
+# The methods that need a capability: where it is absent they raise CapabilityError, except streams, events and
+# graphs of a synchronous device, which are objects that do nothing. PINNED_MEMORY and FP64 are asked, not called.
+METHODS_OF: Mapping[Capability, tuple[str, ...]] = {
+    Capability.STREAMS: ("Stream", "stream", "current_stream", "default_stream"),
+    Capability.EVENTS: ("Event",),
+    Capability.GRAPHS: ("create_graph", "capture_to_graph"),
+    Capability.RNG: (
+        "default_generator",
+        "get_rng_state",
+        "set_rng_state",
+        "manual_seed",
+        "manual_seed_all",
+        "initial_seed",
+    ),
+    Capability.MEMORY_STATS: ("memory_allocated", "memory_stats"),
+    Capability.PEAK_MEMORY: (
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "max_memory_cached",
+        "reset_peak_memory_stats",
+        "reset_max_memory_allocated",
+        "reset_max_memory_cached",
+    ),
+    Capability.RESERVED_MEMORY: ("memory_reserved", "memory_cached"),
+    Capability.MEMORY_SIZE: ("total_memory", "available_memory"),
+    Capability.COLLECTIVES: ("communication_backend_name",),
+    Capability.HOST_REGISTRATION: ("register_host_memory", "unregister_host_memory"),
+    Capability.OP_BUILDERS: ("op_builder_dir", "create_op_builder"),
+}
+# The capability that a method needs.
+CAPABILITY_OF = {method: capability for capability, methods in METHODS_OF.items() for method in methods}
 
 
 @dataclass(frozen=True)
@@ -37,31 +74,27 @@ class Capabilities:
     Attributes:
         synchronous: every operation is complete when its call returns. Streams, events and graphs of such a
             device are objects that do nothing, so code written for a queueing device runs unchanged.
-        absent: each capability that is lacking, with the reason that its error gives.
+        absent: what is lacking, with the reason that its error gives: a Capability, or the name of one method
+            where the rest of its capability is there.
 
     Raises:
-        ValueError: an unknown capability, or one that is absent without a reason.
+        ValueError: a key that is no capability and no name of a method, or an absence without a reason.
     """
 
     synchronous: bool = False
-    absent: Mapping[Capability, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for capability, reason in self.absent.items():
-            if Capability(capability) and not reason:
-                raise ValueError(f"capability {str(capability)!r} is declared absent without a reason")
+        known = {*Capability, *CAPABILITY_OF, "is_current_stream_capturing"}
+        for name, reason in self.absent.items():
+            if name not in known:
+                raise ValueError(f"{str(name)!r} is declared absent but is no capability: {', '.join(Capability)}")
+            if not reason:
+                raise ValueError(f"capability {str(name)!r} is declared absent without a reason")
 
-    def has(self, capability: Capability | str) -> bool:
-        """Whether `capability` is not declared absent; `Accelerator.has` also looks at what is implemented.
-
-        Raises:
-            ValueError: no capability of that name.
-        """
-        return Capability(capability) not in self.absent
-
-    def why_absent(self, capability: str) -> str:
-        """Reason that the declaration gives; empty for what is there or is no capability at all."""
-        return next((reason for name, reason in self.absent.items() if name == capability), "")
+    def why_absent(self, name: str) -> str:
+        """Reason that the declaration gives for a capability or method; empty for what is there."""
+        return self.absent.get(name, "")
 
 
 class CollectiveBackend(NamedTuple):
@@ -74,6 +107,22 @@ class CollectiveBackend(NamedTuple):
 
     name: str
     package: str = ""
+
+
+class HostRegistration(NamedTuple):
+    """How a vendor's runtime page-locks existing host memory; each function answers with an error code, 0 is good.
+
+    Attributes:
+        runtime: function of the torch module that returns the runtime's bindings.
+        register: takes (address, bytes, flags).
+        unregister: takes (address).
+        flags: for `register`.
+    """
+
+    runtime: str
+    register: str
+    unregister: str
+    flags: int = 0
 
 
 class Unavailable(NamedTuple):
@@ -101,10 +150,16 @@ class BackendSpec:
         install: what a user does to get it, as a sentence.
         order: detection tries low numbers first; an extension that says nothing comes before all of ours.
         why: why it has this place in the order.
+        yields_to: accelerators that detection prefers to this one wherever they have a device.
+        probe_deadline_s: seconds after which detection passes over a candidate that has not answered.
         collectives: in order of preference; the first whose package imports is used.
         visible_devices: environment variables by which the vendor's runtime narrows the devices of a process.
         export_prefixes: variables with these prefixes are passed on to the other nodes of a job.
         graph_class: class in `torch_module` that holds a captured graph; empty when there is none.
+        range_module: submodule of `torch_module` with range_push and range_pop for the vendor's profiler; empty
+            for ranges of `torch.profiler`.
+        host_registration: how existing host memory is page-locked; None when it cannot be.
+        triton_backend: folder in triton/backends that drives the device; empty when there is none.
         compile_backend: default backend of `torch.compile`.
         op_builders: package that holds the op builders; empty when there are none.
         capabilities: see Capabilities.
@@ -118,10 +173,15 @@ class BackendSpec:
     install: str = ""
     order: int = 0
     why: str = "an extension was installed to be used"
+    yields_to: tuple[str, ...] = ()
+    probe_deadline_s: float = 60.0
     collectives: tuple[CollectiveBackend, ...] = ()
     visible_devices: tuple[str, ...] = ()
     export_prefixes: tuple[str, ...] = ()
     graph_class: str = ""
+    range_module: str = ""
+    host_registration: HostRegistration | None = None
+    triton_backend: str = ""
     compile_backend: str = "inductor"
     op_builders: str = ""
     capabilities: Capabilities = Capabilities()

@@ -84,6 +84,7 @@ def _accelerator() -> dict[str, Any]:
             "available_memory_bytes": accelerator.available_memory,
             "dtypes": lambda: [str(dtype).removeprefix("torch.") for dtype in accelerator.supported_dtypes()],
             "communication_backend": accelerator.communication_backend_name,
+            "runtime_versions": accelerator.runtime_versions,
         }
     )
     return {

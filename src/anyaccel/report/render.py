@@ -43,6 +43,8 @@ def _accelerator(accelerator: dict[str, Any] | None) -> list[str]:
             ("dtypes", show("dtypes", " ".join)),
             ("collectives", show("communication_backend")),
         ]
+        if accelerator["runtime_versions"] != {}:
+            head.append(("runtime", show("runtime_versions", _pairs)))
     candidates = _columns(
         (
             f"{'*' if row['chosen'] else ' '} {row['name']}",
@@ -77,6 +79,10 @@ def _known(accelerator: dict[str, Any], name: str, text: Callable[[Any], str] = 
     """An answer as text, or why there is none."""
     reason = accelerator["unknown"].get(name)
     return text(accelerator[name]) if reason is None else f"unknown ({reason})"
+
+
+def _pairs(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _gib(size: int) -> str:

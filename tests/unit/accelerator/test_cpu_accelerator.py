@@ -143,6 +143,7 @@ def test_memory_is_the_resident_set_in_bytes(cpu: CpuAccelerator) -> None:
     assert 60 * MIB <= cpu.memory_allocated() - before <= 80 * MIB
     assert abs(cpu.memory_reserved(0) - cpu.memory_allocated()) < 8 * MIB
     assert abs(cpu.memory_cached(0) - cpu.memory_allocated()) < 8 * MIB
+    assert abs(cpu.get_rss() - cpu.memory_allocated()) < 8 * MIB
     del block
     assert cpu.memory_allocated() - before < 16 * MIB
 
@@ -297,17 +298,22 @@ def test_host_registration_is_absent(cpu: CpuAccelerator) -> None:
 
 
 def test_op_builders(cpu: CpuAccelerator) -> None:
-    assert cpu.get_op_builder("CPUAdamBuilder") is None
-    with pytest.raises(CapabilityError, match=r"'CPUAdamBuilder'.*no op builders"):
-        cpu.create_op_builder("CPUAdamBuilder")
-    with pytest.raises(CapabilityError, match="op_builders"):
-        cpu.op_builder_dir()
+    assert cpu.op_builder_dir() == "anyaccel.ops.builders.cpu"
+    documented = {"CCLCommBuilder", "ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder", "AsyncIOBuilder"}
+    for name in documented:
+        builder = cpu.create_op_builder(name)
+        assert isinstance(builder, cpu.get_op_builder(name))
+        assert builder.is_compatible() or builder.why_not()
+    assert cpu.get_op_builder("WarpDriveBuilder") is None
+    with pytest.raises(CapabilityError, match=r"'WarpDriveBuilder'.*anyaccel.ops.builders.cpu does not define it"):
+        cpu.create_op_builder("WarpDriveBuilder")
     from setuptools.command.build_ext import build_ext
 
     assert issubclass(cpu.build_extension(), build_ext)
 
 
 def test_environment(cpu: CpuAccelerator) -> None:
+    assert cpu.runtime_versions() == {}
     assert cpu.export_envs() == ["CCL", "GLOO"]
     assert cpu.visible_devices_envs() == []
     environment: dict[str, str] = {}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -142,10 +141,16 @@ def test_over_the_limit_nothing_is_available(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def resident() -> Iterator[host_memory.ResidentSet]:
-    resident = host_memory.ResidentSet()
-    yield resident
-    resident._statm.close()
+def resident() -> host_memory.ResidentSet:
+    return host_memory.ResidentSet()
+
+
+def statm() -> int:
+    """Number of the descriptor that the native code keeps."""
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and os.readlink(link).endswith("/statm"):
+            return int(link.name)
+    raise AssertionError("no descriptor is kept")
 
 
 @pytest.mark.usefixtures("one_cpu")
@@ -168,9 +173,9 @@ def test_the_peak_where_the_kernel_refuses_a_reset(
 
 def test_a_descriptor_that_someone_closed_is_opened_again(resident: host_memory.ResidentSet, tmp_path: Path) -> None:
     before = resident.current()
-    os.close(resident._statm._descriptor)
+    os.close(statm())
     assert abs(resident.current() - before) < 16 * MIB
-    taken = resident._statm._descriptor
+    taken = statm()
     os.close(taken)
     with open(tmp_path / "other", "w+") as other:  # takes the number that became free
         assert other.fileno() == taken
@@ -179,15 +184,26 @@ def test_a_descriptor_that_someone_closed_is_opened_again(resident: host_memory.
         assert abs(resident.current() - before) < 16 * MIB
 
 
-def test_the_file_of_somebody_else_is_not_closed(resident: host_memory.ResidentSet, tmp_path: Path) -> None:
-    resident.current()
-    taken = resident._statm._descriptor
-    os.close(taken)
-    with open(tmp_path / "other", "w") as other:
-        assert other.fileno() == taken
-        resident.restart_in_child()
+def test_the_file_of_somebody_else_is_not_closed(tmp_path: Path) -> None:
+    script = f"""
+import os
+from anyaccel._native import resident_bytes
+def statm():
+    return next(int(fd) for fd in os.listdir("/proc/self/fd") if os.readlink(f"/proc/self/fd/{{fd}}").endswith("/statm"))
+resident_bytes()
+taken = statm()
+os.close(taken)
+with open({str(tmp_path / "other")!r}, "w") as other:
+    assert other.fileno() == taken
+    pid = os.fork()
+    if pid == 0:
         other.write("still open")
-    assert resident.current() > 0
+        other.flush()
+        os._exit(0 if resident_bytes() > 0 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert (tmp_path / "other").read_text() == "still open"
 
 
 def test_one_descriptor_is_enough() -> None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,7 +39,7 @@ from anyaccel.accelerator import Accelerator, BackendSpec, Unavailable
 
 class Simd(Accelerator):
     spec = BackendSpec(name={name!r}, device_type="meta", torch_module="torch.simd", order={order},
-                       install="pip install simd0", api_version={api})
+                       install="pip install simd0", api_version={api}, {extra})
     made = 0
 
     def __init__(self):
@@ -75,11 +77,12 @@ class Extensions:
         api: int = 1,
         count: str = "return 1",
         constructor: str = "pass",
+        extra: str = "",
         source: str | None = None,
         target: str = "Simd",
     ) -> None:
         module = f"extension_{self.folder.name}_{name}".replace("-", "_")
-        text = EXTENSION.format(name=name, order=order, api=api, count=count, constructor=constructor)
+        text = EXTENSION.format(name=name, order=order, api=api, count=count, constructor=constructor, extra=extra)
         (self.folder / f"{module}.py").write_text(text if source is None else textwrap.dedent(source))
         entries = {entry.name: entry.target for entry in select.REGISTRY}
         entries[name] = f"{module}:{target}"
@@ -98,6 +101,23 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
 
 
+OURS = [
+    "xpu.external",
+    "xpu.ipex",
+    "xpu.native",
+    "npu",
+    "sdaa",
+    "mps",
+    "hpu",
+    "mlu",
+    "supa",
+    "musa",
+    "mtia",
+    "cuda",
+    "cpu",
+]  # the documented order
+
+
 def rows() -> dict[str, select.Candidate]:
     return {row.name: row for row in detection_report().candidates}
 
@@ -110,15 +130,24 @@ def test_cpu_is_chosen_where_nothing_else_is(no_cuda: None, caplog: pytest.LogCa
         assert type(get_accelerator()) is CpuAccelerator
         assert get_accelerator() is get_accelerator() is anyaccel.get_accelerator()
     report = detection_report()
-    assert (report.chosen, [row.name for row in report.candidates]) == ("cpu", ["cuda", "cpu"])
-    cuda, cpu = report.candidates
+    assert (report.chosen, [row.name for row in report.candidates]) == ("cpu", OURS)
+    cuda, cpu = report.candidates[-2:]
     assert (cuda.available, cuda.chosen, cpu.available, cpu.chosen) == (False, False, True, True)
     assert "CUDA_Accelerator requires a CUDA or ROCm build of torch" in cuda.reason
     assert all(0 <= row.probe_s < 10 and row.why and row.origin == "anyaccel" for row in report.candidates)
     assert is_current_accelerator_supported()
     (record,) = [record for record in caplog.records if "Setting accelerator" in record.message]
-    assert record.levelno == logging.INFO  # plain CPU torch: this is what was installed, not a fallback
-    assert "Setting accelerator to CPU. Passed over: cuda: CUDA_Accelerator requires" in record.message
+    assert record.levelno == logging.WARNING
+    assert record.message.startswith("Setting accelerator to CPU. Passed over: nothing is installed for xpu.external, ")
+
+
+def test_other_processes_of_a_job_do_not_repeat_the_warning(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with caplog.at_level(logging.INFO, "anyaccel"):
+        get_accelerator()
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
 def test_a_gpu_build_without_a_gpu_is_a_warning(
@@ -136,7 +165,7 @@ def test_a_gpu_build_without_a_gpu_is_a_warning(
 def test_describe_choice_is_one_line(no_cuda: None) -> None:
     line = describe_choice()
     assert "\n" not in line
-    assert line.startswith("cpu, the first that is available in detection order (cuda: CUDA_")
+    assert line.startswith("cpu, the first that is available in detection order (nothing is installed for xpu.ex")
 
 
 def test_cuda_wins_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +186,12 @@ def test_extensions_come_in_declared_order(no_cuda: None, extensions: Extensions
     extensions.add("second", order=5)
     extensions.add("first", order=1)
     assert get_accelerator()._name == "first"
-    assert [row.name for row in detection_report().candidates] == ["first", "second", "cuda", "cpu", "late"]
+    assert [row.name for row in detection_report().candidates] == ["first", "second", *OURS, "late"]
     assert is_current_accelerator_supported()
 
 
 def test_a_function_can_be_registered(no_cuda: None, extensions: Extensions) -> None:
-    source = EXTENSION.format(name="made", order=0, api=1, count="return 1", constructor="pass")
+    source = EXTENSION.format(name="made", order=0, api=1, count="return 1", constructor="pass", extra="")
     extensions.add("made", source=source + "\ndef make():\n    return Simd()\n", target="make")
     assert get_accelerator()._name == "made"
 
@@ -180,8 +209,8 @@ def test_a_function_can_be_registered(no_cuda: None, extensions: Extensions) -> 
         ("import sys; sys.exit(3)", "SystemExit: 3"),
         ("this is no Python", "SyntaxError"),
         ("class Other: pass", "AttributeError"),
-        ("Simd = dict", "is no Accelerator"),
-        ("def Simd(): return 7", "is no Accelerator"),
+        ("Simd = dict", "no Accelerator"),
+        ("def Simd(): return 7", "no Accelerator"),
     ],
 )
 def test_a_broken_extension(
@@ -230,6 +259,79 @@ def test_a_failure_is_not_remembered(no_cuda: None, monkeypatch: pytest.MonkeyPa
     assert get_accelerator()._name == "cpu"
 
 
+HANGS = "import time; time.sleep({})"
+
+
+@pytest.mark.parametrize(
+    "details",
+    [
+        {"source": HANGS.format(1.5)},
+        {"count": HANGS.format(1.5)},
+        {"constructor": "if self.made > 1: " + HANGS.format(1.5)},
+    ],
+)
+def test_what_hangs_is_passed_over(
+    no_cuda: None, extensions: Extensions, monkeypatch: pytest.MonkeyPatch, details: dict[str, str]
+) -> None:
+    monkeypatch.setenv("ANYACCEL_PROBE_TIMEOUT", "0.2")
+    extensions.add("slow", **details)
+    started = time.monotonic()
+    assert get_accelerator()._name == "cpu"
+    assert time.monotonic() - started < 1.4
+    assert "TimeoutError: no answer within 0.2 s; ANYACCEL_PROBE_TIMEOUT=SECONDS allows more" in rows()["slow"].reason
+    assert 0.2 <= rows()["slow"].probe_s < 1.4
+    for thread in threading.enumerate():  # it ends by itself here; a real one stays behind
+        if thread.name == "anyaccel-probe":
+            thread.join(5)
+
+
+def test_a_backend_declares_its_deadline(no_cuda: None, extensions: Extensions) -> None:
+    extensions.add("slow", count="import time; time.sleep(0.6); return 1", extra="probe_deadline_s=0.1")
+    assert get_accelerator()._name == "cpu"
+    assert "no answer within 0.1 s" in rows()["slow"].reason
+    for thread in threading.enumerate():
+        if thread.name == "anyaccel-probe":
+            thread.join(5)
+
+
+def test_a_package_that_installs_signal_handlers_is_probed_in_the_main_thread(
+    no_cuda: None, extensions: Extensions
+) -> None:
+    extensions.add("handler", count="import signal; signal.signal(signal.SIGUSR2, signal.SIG_DFL); return 1")
+    assert get_accelerator()._name == "handler"
+
+
+def test_a_package_that_asks_for_the_accelerator_while_it_is_imported(no_cuda: None, extensions: Extensions) -> None:
+    """It holds the lock of its own import, which a probe in another thread would wait for."""
+    name = f"extension_{extensions.folder.name}_eager".replace("-", "_")
+    extensions.add("eager")
+    source = (extensions.folder / f"{name}.py").read_text()
+    (extensions.folder / f"{name}.py").write_text(source + "\nimport anyaccel\nFOUND = anyaccel.get_accelerator()\n")
+    started = time.monotonic()
+    assert importlib.import_module(name).FOUND._name == "eager"
+    assert time.monotonic() - started < 10
+
+
+def test_one_that_yields_to_another(
+    extensions: Extensions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    extensions.add("shy", extra="yields_to=('cuda', 'not-installed')")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert get_accelerator()._name == "cuda"
+    assert (rows()["shy"].available, rows()["shy"].chosen) == (True, False)
+    assert rows()["shy"].reason == "passed over: cuda has a device and is preferred to it"
+    assert "shy: passed over: cuda" in describe_choice()
+    monkeypatch.setenv("DS_ACCELERATOR", "shy")
+    select._accelerator = None
+    assert get_accelerator()._name == "shy"
+
+
+def test_one_that_yields_wins_where_the_other_has_no_device(no_cuda: None, extensions: Extensions) -> None:
+    extensions.add("shy", extra="yields_to=('cuda',)")
+    assert get_accelerator()._name == "shy"
+
+
 # DS_ACCELERATOR and set_accelerator ------------------------------------------------------------------------
 
 
@@ -245,7 +347,9 @@ def test_forced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
 @pytest.mark.parametrize("name", ["gpu", "CPU", "cuda:0"])
 def test_forced_to_an_unknown_name(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", name)
-    with pytest.raises(UsageError, match=f"DS_ACCELERATOR='{name}' is not known; known accelerators: cuda, cpu"):
+    with pytest.raises(
+        UsageError, match=f"DS_ACCELERATOR='{name}' is not known; known accelerators: cpu, cuda, hpu, m"
+    ):
         get_accelerator()
     with pytest.raises(ValueError, match="not known"):  # what DeepSpeed raises
         get_accelerator()
@@ -276,7 +380,7 @@ def test_set_accelerator(no_cuda: None) -> None:
     set_accelerator(chosen)
     assert get_accelerator() is chosen
     assert describe_choice() == "cpu, set by set_accelerator()"
-    assert [row.name for row in detection_report(probe_all=True).candidates] == ["cuda", "cpu"]
+    assert [row.name for row in detection_report(probe_all=True).candidates] == OURS
 
 
 @pytest.mark.parametrize("wrong", [None, "cpu", torch.device("cpu"), CpuAccelerator, SimpleNamespace(_name="cpu")])
@@ -333,7 +437,7 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 def test_installed_extensions_and_fork_in_a_fresh_process(tmp_path: Path) -> None:
     # Two distributions as pip leaves them: one works, one has a broken driver library.
-    simd = EXTENSION.format(name="simd0", order=3, api=1, count="return 1", constructor="pass")
+    simd = EXTENSION.format(name="simd0", order=3, api=1, count="return 1", constructor="pass", extra="")
     (tmp_path / "simd0_accelerator.py").write_text(simd)
     (tmp_path / "broken_accelerator.py").write_text("raise OSError('libbroken.so.1')\n")
     for name, attribute in (("simd0", "simd0_accelerator:Simd"), ("broken", "broken_accelerator:Broken")):
@@ -378,6 +482,30 @@ def test_installed_extensions_and_fork_in_a_fresh_process(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert "Setting accelerator to SIMD0. Passed over: broken: " in done.stderr
+
+
+def test_a_broken_autoload_package_is_a_warning_and_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "torch_broken.py").write_text("raise OSError('libbroken.so.1')\n")
+    (tmp_path / "torch_good.py").write_text("LOADED = []\ndef load():\n    LOADED.append(1)\n")
+    info = tmp_path / "vendor-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor\nVersion: 1.0\n")
+    entries = "[torch.backends]\ntorch_broken = torch_broken:load\ntorch_good = torch_good:load\n"
+    (info / "entry_points.txt").write_text(entries)
+    script = """
+        import os
+        from anyaccel.accelerator import get_accelerator
+        assert get_accelerator()._name == "cpu"
+        import torch_good
+        assert torch_good.LOADED == ([1] if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0" else [])
+        print(os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD"))
+    """
+    done = run(script, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+    assert "torch runs without its extension 'torch_broken': OSError: libbroken.so.1" in done.stderr
+    done = run(script, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+    assert "torch_broken" not in done.stderr
 
 
 def test_the_lazy_names_of_the_package() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -40,13 +41,14 @@ def test_the_whole_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(json.dumps(report)) == report
     accelerator = report["accelerator"]
     assert (accelerator["name"], accelerator["forced"]) == ("cpu", "cpu")
-    assert [row["name"] for row in accelerator["candidates"]] == ["cuda", "cpu"]
+    assert [row["name"] for row in accelerator["candidates"]][-2:] == ["cuda", "cpu"]
+    assert len(accelerator["candidates"]) >= 13
     assert [row["name"] for row in accelerator["candidates"] if row["chosen"]] == ["cpu"]
     assert all(isinstance(row["available"], bool) for row in accelerator["candidates"])
     assert accelerator["total_memory_bytes"] >= accelerator["available_memory_bytes"] > 0
     assert accelerator["dtypes"][0] == "float32"
     text = render(report)
-    assert "  * cpu   available" in text
+    assert re.search(r"^  \* cpu +available", text, re.MULTILINE)
     assert "cpu: DS_ACCELERATOR=cpu is set" in text
     assert read_machine().summary() in text
     assert not text.endswith("\n")
@@ -57,7 +59,7 @@ def test_a_choice_that_fails_is_still_reported(monkeypatch: pytest.MonkeyPatch) 
     report = collect()
     assert report["accelerator"]["name"] is None
     assert "'warp' is not known" in report["accelerator"]["error"]
-    assert {row["name"] for row in report["accelerator"]["candidates"]} == {"cuda", "cpu"}
+    assert {row["name"] for row in report["accelerator"]["candidates"]} >= {"npu", "xpu.native", "cuda", "cpu"}
     assert "chosen  none" in render(report)
 
 

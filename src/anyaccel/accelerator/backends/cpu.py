@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU as an accelerator. One NUMA node is one device; its memory is the resident set of this process."""
+"""The CPU as an accelerator. One NUMA node is one device; its memory is the resident set of this process.
+
+Longer than the others, since there is no torch module to forward to.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +52,15 @@ class CpuAccelerator(Accelerator):
         collectives=(CollectiveBackend("ccl", "oneccl_bindings_for_pytorch"), CollectiveBackend("gloo")),
         visible_devices=(),  # a process is bound to cores by its CPU set, no variable narrows them
         export_prefixes=("CCL", "GLOO"),
+        op_builders="anyaccel.ops.builders.cpu",
         capabilities=Capabilities(
             synchronous=True,
             absent={
                 Capability.STREAMS: "operations on a CPU are complete when they return",
+                Capability.EVENTS: "operations on a CPU are complete when they return; its events measure time only",
                 Capability.GRAPHS: "captured work runs at once, and a replay does nothing",
                 Capability.PINNED_MEMORY: "tensors are in host memory already, no device copies from it",
                 Capability.HOST_REGISTRATION: "there is no device to register host memory with",
-                Capability.OP_BUILDERS: "this version of anyaccel has no op builders for the CPU",
             },
         ),
     )
@@ -106,6 +110,10 @@ class CpuAccelerator(Accelerator):
     def memory_allocated(self, device_index: DeviceIndex = None) -> int:
         """Resident set of this process in bytes."""
         return host_memory.RESIDENT_SET.current()
+
+    def get_rss(self) -> int:
+        """Resident set of this process in bytes, under the name that DeepSpeed's CPU accelerator has for it."""
+        return self.memory_allocated()
 
     def max_memory_allocated(self, device_index: DeviceIndex = None) -> int:
         """Highest resident set since the process began or the last reset, in bytes; see ResidentSet."""

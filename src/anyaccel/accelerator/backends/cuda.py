@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import ClassVar
 
 import torch
 
 from anyaccel import env
-from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
+from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, HostRegistration
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 
 
@@ -31,17 +30,17 @@ class CudaAccelerator(TorchDeviceAccelerator):
         visible_devices=("CUDA_VISIBLE_DEVICES",),
         export_prefixes=("NCCL", "TORCH_NCCL"),
         graph_class="CUDAGraph",
-        capabilities=Capabilities(
-            absent={Capability.OP_BUILDERS: "this version of anyaccel has no op builders for CUDA"}
-        ),
+        range_module="nvtx",  # roctx on ROCm, behind the same name
+        host_registration=HostRegistration("cudart", "cudaHostRegister", "cudaHostUnregister"),
+        triton_backend="nvidia",
+        op_builders="anyaccel.ops.builders.host",
     )
 
+    _BUILD = "a CUDA or ROCm build of torch"
+
     @classmethod
-    def probe(cls) -> Unavailable | None:
-        if torch.version.cuda is None and not _is_rocm():
-            needed = "CUDA_Accelerator requires a CUDA or ROCm build of torch"
-            return Unavailable(f"{needed}, which {torch.__version__} is not", installed=False)
-        return super().probe()
+    def _is_built(cls) -> bool:
+        return torch.version.cuda is not None or _is_rocm()
 
     def _major(self) -> int:
         """Major compute capability of the current device; gfx generation on ROCm."""
@@ -58,25 +57,11 @@ class CudaAccelerator(TorchDeviceAccelerator):
 
     def is_triton_supported(self) -> bool:
         # On ROCm the import of pytorch-triton-rocm breaks torch's device API, so Triton is not used there.
-        return not _is_rocm() and importlib.util.find_spec("triton") is not None and self._major() >= 8
+        return not _is_rocm() and super().is_triton_supported() and self._major() >= 8
 
     def prefer_triton_grouped_mm(self) -> bool:
         # torch._grouped_mm has fast kernels from compute capability 9 on.
         return self.is_triton_supported() and self._major() < 9 and hasattr(torch, "_grouped_mm")
-
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Open an NVTX range (roctx on ROCm); torch's binding has neither domains nor categories."""
-        self._vendor("nvtx").range_push(msg)
-
-    def range_pop(self, domain: str | None = None) -> None:
-        self._vendor("nvtx").range_pop()
-
-    def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        self._vendor("check_error")(int(self._vendor("cudart")().cudaHostRegister(address, num_bytes, 0)))
-        return True
-
-    def unregister_host_memory(self, address: int) -> None:
-        self._vendor("check_error")(int(self._vendor("cudart")().cudaHostUnregister(address)))
 
     def visible_devices_envs(self) -> list[str]:
         # On ROCm HIP_VISIBLE_DEVICES wins over CUDA_VISIBLE_DEVICES, which the runtime also reads.

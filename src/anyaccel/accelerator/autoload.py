@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports torch so that a broken vendor package is a warning and not a crash.
+
+`import torch` loads every package that registers in the entry-point group "torch.backends", and fails as a whole when
+one of them does. Here torch is imported without them, and then each is loaded by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from importlib.metadata import EntryPoint, entry_points
+
+from anyaccel import env
+from anyaccel.accelerator import deadline
+from anyaccel.accelerator.spec import BackendSpec
+
+logger = logging.getLogger(__name__)
+
+_VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own switch
+
+
+def import_torch() -> None:
+    """Import torch and the packages that extend it; nothing to do when torch is imported already."""
+    if "torch" in sys.modules:
+        return
+    before = os.environ.get(_VARIABLE)
+    os.environ[_VARIABLE] = "0"
+    try:
+        importlib.import_module("torch")
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+    if before in (None, "1"):
+        for point in entry_points(group="torch.backends"):
+            _load(point)
+
+
+def _load(point: EntryPoint) -> None:
+    seconds = env.ANYACCEL_PROBE_TIMEOUT.get() or BackendSpec.probe_deadline_s
+    try:
+        deadline.run(lambda: point.load()(), seconds, point.module)
+    except (Exception, SystemExit) as error:  # a vendor package may raise anything at import
+        logger.debug("loading %s failed", point.value, exc_info=True)
+        problem = f"{type(error).__name__}: {error}"
+        logger.warning("torch runs without its extension %r: %s (%s=0 skips all)", point.name, problem, _VARIABLE)
