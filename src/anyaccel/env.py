@@ -74,12 +74,20 @@ DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of th
 DS_ALLOW_DEPRECATED_FP16 = EnvVar(
     "DS_ALLOW_DEPRECATED_FP16", _is_one, False, "1 allows fp16 on GPUs of compute capability 6, where it is slow"
 )
-ANYACCEL_CACHE_DIR = EnvVar("ANYACCEL_CACHE_DIR", Path, None, "folder for converted models; default ~/.cache/anyaccel")
+ANYACCEL_CACHE_DIR = EnvVar(
+    "ANYACCEL_CACHE_DIR", Path, None, "folder for converted models and built ops; default ~/.cache/anyaccel"
+)
 ANYACCEL_ISA = EnvVar(
     "ANYACCEL_ISA",
     _one_of(*ISA_NAMES),
     "",
     "highest instruction set that native code uses: " + ", ".join(ISA_NAMES),
+)
+ANYACCEL_PROBE_TIMEOUT = EnvVar(
+    "ANYACCEL_PROBE_TIMEOUT",
+    _positive_float,
+    None,
+    "seconds that detection waits for one accelerator's package and device; default 60, or what the backend declares",
 )
 ANYACCEL_COMM_TIMEOUT = EnvVar(
     "ANYACCEL_COMM_TIMEOUT", _positive_float, 300.0, "seconds that a collective waits for a live peer"
@@ -90,14 +98,23 @@ ANYACCEL_SHM_BYTES = EnvVar(
     8 << 20,
     "shared memory of one process group, all ranks together, in bytes",
 )
+ANYACCEL_BUILD_TIMEOUT = EnvVar(
+    "ANYACCEL_BUILD_TIMEOUT", _positive_float, 600.0, "seconds that one build of an op may take, or wait for another's"
+)
+CXX = EnvVar("CXX", str, "", "C++ compiler command that builds ops; default the first of c++, g++, clang++ in PATH")
+MAX_JOBS = EnvVar("MAX_JOBS", _positive_int, 0, "compilers that a build of an op runs at once; default: allowed CPUs")
 
 ALL: tuple[EnvVar[object], ...] = (
     DS_ACCELERATOR,
     DS_ALLOW_DEPRECATED_FP16,
     ANYACCEL_CACHE_DIR,
     ANYACCEL_ISA,
+    ANYACCEL_PROBE_TIMEOUT,
     ANYACCEL_COMM_TIMEOUT,
     ANYACCEL_SHM_BYTES,
+    ANYACCEL_BUILD_TIMEOUT,
+    CXX,
+    MAX_JOBS,
 )  # type: ignore[assignment]
 
 

@@ -39,6 +39,14 @@ class CapabilityError(AnyAccelError, NotImplementedError):
         self.capability = capability
 
 
+class OpBuildError(AnyAccelError, RuntimeError):
+    """An op cannot be built or loaded: no compiler, bad sources, a compiler that failed or did not end in time.
+
+    The message has the command, the last lines of the compiler's output and, where something is missing, what to
+    install.
+    """
+
+
 class CommError(AnyAccelError, RuntimeError):
     """A collective could not be completed; the group it ran on is not usable any more."""
 

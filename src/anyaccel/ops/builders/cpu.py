@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builders of the CPU's ops: those of the host, and what DeepSpeed's CPU accelerator has beside them."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from anyaccel.ops.builder import NotBuiltYet
+from anyaccel.ops.builders.host import AsyncIOBuilder, CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
+
+__all__ = [
+    "AsyncIOBuilder",
+    "CCLCommBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "FusedAdamBuilder",
+    "ShareMemCommBuilder",
+]
+
+
+class CCLCommBuilder(NotBuiltYet):
+    """Collectives of oneCCL."""
+
+    NAME: ClassVar[str] = "deepspeed_ccl_comm"
+    BUILD_VAR: ClassVar[str] = "DS_BUILD_CCL_COMM"
+    REASON: ClassVar[str] = "collectives are part of anyaccel.comm; there is no separate op for oneCCL"
+
+
+class ShareMemCommBuilder(NotBuiltYet):
+    """Collectives through shared memory."""
+
+    NAME: ClassVar[str] = "deepspeed_shm_comm"
+    BUILD_VAR: ClassVar[str] = "DS_BUILD_SHM_COMM"
+    REASON: ClassVar[str] = "shared-memory collectives are part of anyaccel.comm; there is no separate op for them"
+
+
+class FusedAdamBuilder(NotBuiltYet):
+    """Adam over many tensors in one call."""
+
+    NAME: ClassVar[str] = "fused_adam"
+    BUILD_VAR: ClassVar[str] = "DS_BUILD_FUSED_ADAM"
+    REASON: ClassVar[str] = (
+        "this version of anyaccel does not contain the fused Adam op yet; torch.optim.Adam(fused=True) works on the CPU"
+    )
