@@ -36,7 +36,7 @@ $(STAMP)-dev: $(STAMP)-demo
 	$(PIP) install -q $(CONSTRAINTS) $$($(BIN)/python tools/extras.py dev)
 	@touch $@
 
-NATIVE := CMakeLists.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
+NATIVE := CMakeLists.txt $(shell find csrc examples -name '*.cpp' -o -name '*.h')
 $(STAMP)-build: $(STAMP)-demo pyproject.toml $(NATIVE)
 	@echo "Building the native module."
 	$(PIP) install -q --no-build-isolation --no-deps -e .
@@ -51,12 +51,12 @@ lint: $(STAMP)-dev $(STAMP)-build ## ruff, mypy --strict and clang-format, chang
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc examples -name '*.cpp' -o -name '*.h')
 
 format: $(STAMP)-dev ## put Python and C++ sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find csrc -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find csrc examples -name '*.cpp' -o -name '*.h')
 
 test: lint ## lint and the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow"

@@ -166,7 +166,7 @@ def probe_candidates(detection: Detection | None = None) -> tuple[Candidate, ...
 def describe_choice() -> str:
     """One line: the name of the accelerator in use, and why it is that one."""
     detection = detection_report()
-    passed_over = _passed_over(detection.candidates)
+    passed_over = _passed_over(detection.candidates, "any other")
     return f"{detection.chosen}, {detection.how}{f' ({passed_over})' if passed_over else ''}"
 
 
@@ -255,10 +255,11 @@ def _announce(chosen: str, rows: list[Candidate], fallback: bool) -> None:
     logger.log(level, text, chosen.upper(), passed_over, chosen)
 
 
-def _passed_over(rows: Iterable[Candidate]) -> str:
-    """What came before the choice and why not: in full for what is installed, else by name."""
+def _passed_over(rows: Iterable[Candidate], absent: str = "") -> str:
+    """What came before the choice and why not: in full for what is installed, else by name, or as `absent` says."""
     before = [row for row in rows if row.reason and row.available is not None]
-    absent = ", ".join(row.name for row in before if row.available is False and not row.installed)
+    names = ", ".join(row.name for row in before if row.available is False and not row.installed)
+    absent = names and (absent or names)
     present = _reasons(row for row in before if row.available or row.installed)
     return "; ".join(filter(None, [present, f"nothing is installed for {absent}" if absent else ""]))
 

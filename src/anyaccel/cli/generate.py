@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._quiet import silence_detection
 from anyaccel.errors import AnyAccelError, UsageError
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ def _generate(options: argparse.Namespace) -> int:
     """Load and generate in this process, as one of `--tp` ranks or alone."""
     from anyaccel.accelerator import describe_choice, get_accelerator
 
+    silence_detection()
     screen = _Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
     screen.line(f"accelerator: {describe_choice()}")
     screen.line(options.launch_summary or _alone())

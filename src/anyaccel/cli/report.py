@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json
-import logging
 
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._quiet import silence_detection
 
 
 def build_parser() -> Parser:
@@ -30,8 +30,7 @@ def main(argv: list[str]) -> int:
     from anyaccel.report.collect import collect
     from anyaccel.report.render import render
 
-    # What detection warns of is in the report.
-    logging.getLogger("anyaccel.accelerator").setLevel(logging.ERROR)
+    silence_detection()
     report = collect(with_torch=not options.no_torch)
     print(json.dumps(report, indent=2) if options.json else render(report))
     accelerator = report["accelerator"]

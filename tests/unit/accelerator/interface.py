@@ -67,6 +67,7 @@ METHODS = {
     "create_op_builder": "class_name",
     "get_op_builder": "class_name",
     "build_extension": "",
+    "runtime_versions": "",
     "export_envs": "",
     "visible_devices_envs": "",
     "set_visible_devices_envs": "current_env, local_accelerator_ids",

@@ -148,7 +148,7 @@ def resident() -> host_memory.ResidentSet:
 def statm() -> int:
     """Number of the descriptor that the native code keeps."""
     for link in Path("/proc/self/fd").iterdir():
-        if link.is_symlink() and os.readlink(link).endswith("/statm"):
+        if link.is_symlink() and str(link.readlink()).endswith("/statm"):
             return int(link.name)
     raise AssertionError("no descriptor is kept")
 
@@ -189,7 +189,8 @@ def test_the_file_of_somebody_else_is_not_closed(tmp_path: Path) -> None:
 import os
 from anyaccel._native import resident_bytes
 def statm():
-    return next(int(fd) for fd in os.listdir("/proc/self/fd") if os.readlink(f"/proc/self/fd/{{fd}}").endswith("/statm"))
+    links = {{int(fd): os.readlink(f"/proc/self/fd/{{fd}}") for fd in os.listdir("/proc/self/fd")[:-1]}}
+    return next(fd for fd, target in links.items() if target.endswith("/statm"))
 resident_bytes()
 taken = statm()
 os.close(taken)

@@ -50,7 +50,8 @@ def test_property(name: str) -> None:
 
 def test_every_public_method_is_part_of_the_interface() -> None:
     public = {name for name in dir(Accelerator) if not name.startswith("_")}
-    assert public - set(METHODS) - PROPERTIES <= {"probe", "has", "runtime_versions"}, "add it to interface.py and to the docs"
+    beyond = {"probe", "has", "runtime_versions"}  # not DeepSpeed's
+    assert public - set(METHODS) - PROPERTIES <= beyond, "add it to interface.py and to the docs"
 
 
 def test_few_methods_are_required() -> None:

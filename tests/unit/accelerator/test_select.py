@@ -165,7 +165,7 @@ def test_a_gpu_build_without_a_gpu_is_a_warning(
 def test_describe_choice_is_one_line(no_cuda: None) -> None:
     line = describe_choice()
     assert "\n" not in line
-    assert line.startswith("cpu, the first that is available in detection order (nothing is installed for xpu.ex")
+    assert line.startswith("cpu, the first that is available in detection order (nothing is installed for any other)")
 
 
 def test_cuda_wins_without_a_context(monkeypatch: pytest.MonkeyPatch) -> None:

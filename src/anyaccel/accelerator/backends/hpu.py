@@ -91,6 +91,12 @@ class HpuAccelerator(TorchDeviceAccelerator):
     def empty_cache(self) -> None:
         return
 
+    def memory_stats(self, device_index: DeviceIndex = None) -> dict[str, Any]:
+        """The vendor's counters under its own names, and those that torch.cuda also has under these names too."""
+        stats = super().memory_stats(device_index)
+        names = {"allocated_bytes.all.current": "InUse", "allocated_bytes.all.peak": "MaxInUse"}
+        return stats | {name: stats[theirs] for name, theirs in names.items()}
+
     def total_memory(self, device_index: DeviceIndex = None) -> int:
         return int(self._vendor("memory_stats")(device_index)["Limit"])
 

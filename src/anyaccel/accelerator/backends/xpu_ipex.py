@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from torch.torch_version import TorchVersion
 
+from anyaccel.accelerator import torch_device
 from anyaccel.accelerator.backends.xpu import XpuAccelerator
-from anyaccel.accelerator.spec import BackendSpec, Unavailable
+from anyaccel.accelerator.spec import BackendSpec, Capability, Unavailable
 
 _IPEX = "intel_extension_for_pytorch"
 
@@ -41,6 +42,16 @@ class IpexAccelerator(XpuAccelerator):
     @classmethod
     def _is_built(cls) -> bool:
         return True  # IPEX brings what torch lacks
+
+    def _provides(self, capability: Capability) -> bool:
+        if capability is Capability.GRAPHS and not hasattr(
+            torch_device.find_module(self.spec.torch_module), self.spec.graph_class
+        ):
+            return False  # an IPEX that puts its own torch.xpu in the place of torch's, as older ones did
+        return super()._provides(capability)
+
+    def is_bf16_supported(self) -> bool:
+        return not hasattr(self._module, "is_bf16_supported") or super().is_bf16_supported()
 
     def use_host_timers(self) -> bool:
         # Events of IPEX before 2.6 measure wrongly.

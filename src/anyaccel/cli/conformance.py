@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel conformance`: run every method of the accelerator interface on the device of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections import Counter
+
+from anyaccel._version import __version__
+from anyaccel.cli._parser import Parser
+from anyaccel.cli._quiet import silence_detection
+from anyaccel.errors import UsageError
+
+TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+if TYPE_CHECKING:
+    from typing import Any
+
+    from anyaccel.accelerator.base import Accelerator
+    from anyaccel.accelerator.conformance.run import Result
+
+_OUTCOMES = ("pass", "absent", "fail")
+
+
+def build_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser(
+        "conformance",
+        "Run every method of the accelerator interface on a live device, and compare types, units and results with\n"
+        "what the interface says. What the device declares absent must say so with the documented error.",
+        "  anyaccel conformance\n"
+        "  anyaccel conformance cuda -k memory\n"
+        "  anyaccel conformance --json | jq '.results[] | select(.outcome == \"fail\")'",
+    )
+    parser.add_argument("name", nargs="?", help="the accelerator, as DS_ACCELERATOR takes it; default: the one in use")
+    parser.add_argument("-k", metavar="TEXT", dest="text", help="only checks with this text in their name or methods")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print the traceback of each failure")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the checks; 1 when one fails."""
+    options = build_parser().parse_args(argv)
+    if options.name:
+        os.environ["DS_ACCELERATOR"] = options.name
+
+    from anyaccel.accelerator import get_accelerator
+    from anyaccel.accelerator.conformance.run import run_check, select_checks
+
+    silence_detection()
+    accelerator = get_accelerator()
+    checks = select_checks(options.text)
+    if not checks:
+        raise UsageError(f"-k {options.text!r}: no check has this text in its name or methods; without -k all are run")
+    results: list[Result] = []
+    if not options.json:
+        about = _about(accelerator)
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        print(f"{about['accelerator']} on {about['device']}: {len(checks)} checks; {versions}")
+        subject, title = (max(len(getattr(check, field)) for check in checks) for field in ("subject", "title"))
+        print(f"{'subject':{subject}}  {'check':{title}}  result  {'time':>8}  detail", flush=True)
+    for check in checks:
+        result = run_check(check, accelerator)
+        results.append(result)
+        if not options.json:
+            row = f"{result.subject:{subject}}  {result.check:{title}}  {result.outcome:6}  {result.seconds:6.2f} s"
+            print(f"{row}  {result.detail}".rstrip(), flush=True)
+            if options.verbose and result.traceback:
+                print(result.traceback, flush=True)
+    counts = Counter(result.outcome for result in results)
+    if options.json:
+        summary = {outcome: counts[outcome] for outcome in _OUTCOMES}
+        everything = {**_about(accelerator), "counts": summary, "results": [result._asdict() for result in results]}
+        print(json.dumps(everything, indent=2))
+    else:
+        print(", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES))
+    return 1 if counts["fail"] else 0
+
+
+def _about(accelerator: Accelerator) -> dict[str, Any]:
+    """Name, device and versions, as far as a broken backend tells them."""
+    import torch
+
+    versions = {"anyaccel": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    device = ""
+    try:
+        device = accelerator.current_device_name()
+        versions |= accelerator.runtime_versions()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (their own checks tell more)
+        device = device or f"unknown ({type(error).__name__})"
+    return {"accelerator": accelerator._name, "device": str(device), "versions": versions}

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every backend × every method of the interface, against the recorded signatures of the vendors' modules.
+
+A pair is right when it gives what vendors.py says, or raises CapabilityError where the backend declares that it has
+no such thing. An AttributeError or a TypeError of the module is a call that the vendor does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fake_vendor import PACKAGES, FakeVendor, installed, write_package
+from vendors import BACKENDS, CASES, HERE, NAMES, Outcome, run_all
+
+from anyaccel.accelerator import get_accelerator, select
+from anyaccel.errors import AcceleratorUnavailableError
+
+
+def problem(outcome: Outcome, absent: bool, outdated: bool) -> str:
+    """What is wrong with the outcome of one method; empty when nothing is."""
+    if not absent:
+        return "" if outcome.result == "right" else outcome.result
+    if outcome.result != "absent":
+        return f"must raise CapabilityError, but: {outcome.result}"
+    return "" if outcome.declared or outdated else "it raises CapabilityError, but has() says it is there"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_every_method(name: str) -> None:
+    outcomes, backend = run_all()[name], BACKENDS[name]
+    assert list(outcomes) == list(NAMES)
+    problems = {
+        method: problem(outcome, method in backend.absent, method in backend.outdated)
+        for method, outcome in outcomes.items()
+    }
+    assert {method: text for method, text in problems.items() if text} == {}
+
+
+def test_every_method_and_every_backend_is_covered() -> None:
+    assert set(CASES) == set(NAMES)
+    assert {backend.entry or name for name, backend in BACKENDS.items()} == {
+        entry.name for entry in select.REGISTRY if entry.origin == "anyaccel"
+    }
+
+
+# The fake itself -------------------------------------------------------------------------------------------
+
+
+def test_the_fake_refuses_what_the_vendor_does_not_take() -> None:
+    cuda, mps, npu = FakeVendor("cuda"), FakeVendor("mps"), FakeVendor("npu")
+    with pytest.raises(TypeError):
+        cuda.initial_seed(3)
+    with pytest.raises(AttributeError):
+        cuda.reset_max_memory_reserved()
+    with pytest.raises(TypeError):
+        cuda.graph(cuda.CUDAGraph(), polo=1)
+    with pytest.raises(TypeError):
+        cuda.cudart().cudaHostRegister(ptr=1, size=2, flags=0)  # compiled: by position only
+    with pytest.raises(TypeError):
+        mps.Event().record(None)
+    with pytest.raises(TypeError):
+        mps.synchronize(0)
+    with pytest.raises(TypeError):
+        npu.get_device_properties(device=0)
+    npu.mstx.range_push("message", domain="mine")
+    with pytest.raises(ValueError, match="Expected a npu device"):
+        npu.memory_allocated("cuda:0")
+    with pytest.raises(AttributeError):
+        FakeVendor("hpu", lazy=False).HPUGraph  # noqa: B018
+    assert not hasattr(FakeVendor("musa"), "default_generators")
+    assert FakeVendor("xpu").default_generators == ()
+    assert len(FakeVendor("hpu").random.default_generators) == 1
+
+
+def test_the_recorded_surfaces_of_torch_are_those_of_this_torch() -> None:
+    if not torch.__version__.startswith("2.13"):
+        pytest.skip(f"recorded from torch 2.13, this is {torch.__version__}")
+    for name in ("cuda", "xpu", "mps", "mtia"):
+        recorded = FakeVendor(name).recorded
+        module = getattr(torch, name)
+        conditional = {"_exchange_device", "_maybe_exchange_device"}
+        missing = {item for item in recorded["functions"] if not hasattr(module, item)} - conditional
+        assert missing == set(), f"torch.{name}"
+
+
+# DS_ACCELERATOR --------------------------------------------------------------------------------------------
+
+# What is asked for, what is installed, and the class that must come.
+FORCED = [
+    ("cuda", "cuda", "CudaAccelerator"),
+    ("cuda", "cuda.rocm", "CudaAccelerator"),
+    ("xpu", "xpu.native", "XpuAccelerator"),
+    ("xpu", "xpu.ipex", "IpexAccelerator"),
+    ("xpu.native", "xpu.native", "XpuAccelerator"),
+    ("xpu.ipex", "xpu.ipex", "IpexAccelerator"),
+    ("xpu.external", "xpu.external", "ExternalXpuAccelerator"),
+    ("xpu.external", "xpu.external.older", "ExternalXpuAccelerator"),
+    ("npu", "npu", "NpuAccelerator"),
+    ("mps", "mps", "MpsAccelerator"),
+    ("hpu", "hpu", "HpuAccelerator"),
+    ("hpu", "hpu.eager", "HpuAccelerator"),
+    ("mlu", "mlu", "MluAccelerator"),
+    ("sdaa", "sdaa", "SdaaAccelerator"),
+    ("musa", "musa", "MusaAccelerator"),
+    ("supa", "supa", "SupaAccelerator"),
+    ("mtia", "mtia", "MtiaAccelerator"),
+]
+
+
+@pytest.mark.usefixtures("undecided")
+@pytest.mark.parametrize(("asked", "software", "kind"), FORCED)
+def test_forced(monkeypatch: pytest.MonkeyPatch, asked: str, software: str, kind: str) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", asked)
+    with installed(software):
+        accelerator = get_accelerator()
+        assert type(accelerator).__name__ == kind
+        assert accelerator.device_count() == 2
+        assert accelerator._name == asked.partition(".")[0]
+
+
+_ABSENT = "which is not installed on this system"
+
+
+@pytest.mark.usefixtures("undecided")
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ("npu", f"NPU_Accelerator requires torch_npu, {_ABSENT}"),
+        ("mlu", f"MLU_Accelerator requires torch_mlu, {_ABSENT}"),
+        ("sdaa", f"SDAA_Accelerator requires torch_sdaa, {_ABSENT}"),
+        ("musa", f"MUSA_Accelerator requires torch_musa, {_ABSENT}"),
+        ("supa", f"SUPA_Accelerator requires torch_supa, {_ABSENT}"),
+        ("hpu", f"HPU_Accelerator requires habana_frameworks.torch.hpu, {_ABSENT}"),
+        ("xpu", f"XPU_Accelerator requires intel_extension_for_pytorch, {_ABSENT}"),
+        ("xpu", "XPU_Accelerator requires a build of torch with XPU support"),
+        ("xpu.ipex", f"XPU_Accelerator requires intel_extension_for_pytorch, {_ABSENT}"),
+        ("xpu.native", "XPU_Accelerator requires a build of torch with XPU support"),
+        ("xpu.external", f"XPU_Accelerator requires intel_extension_for_deepspeed, {_ABSENT}"),
+        ("mps", "MPS_Accelerator requires torch.mps"),
+        ("mtia", "MTIA_Accelerator requires a build of torch with MTIA support"),
+        ("cuda", "CUDA_Accelerator requires a CUDA or ROCm build of torch"),
+    ],
+)
+def test_forced_without_the_software(monkeypatch: pytest.MonkeyPatch, asked: str, reason: str) -> None:
+    for build in ("cuda", "hip", "xpu"):
+        monkeypatch.setattr(torch.version, build, None)
+    monkeypatch.setenv("DS_ACCELERATOR", asked)
+    with pytest.raises(AcceleratorUnavailableError) as caught:
+        get_accelerator()
+    assert f"DS_ACCELERATOR={asked}: " in str(caught.value)
+    assert reason in str(caught.value)
+    assert "install" in str(caught.value) or "use a Mac" in str(caught.value)
+
+
+@pytest.mark.usefixtures("undecided")
+@pytest.mark.parametrize("software", ["npu", "sdaa", "mps", "hpu", "mlu", "supa", "musa", "mtia", "xpu.ipex"])
+def test_without_a_device_it_is_passed_over(monkeypatch: pytest.MonkeyPatch, software: str) -> None:
+    with installed(software) as vendor:
+        vendor.state.count = 0
+        assert get_accelerator()._name != software
+        (row,) = [row for row in select.detection_report().candidates if row.name == software]
+        assert row.available is False
+        assert row.installed
+        assert "sees no device" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("npu", "libascendcl.so: cannot open shared object file"), ("xpu.external", "No module named 'deepspeed'")],
+)
+@pytest.mark.usefixtures("undecided")
+def test_a_package_that_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, reason: str
+) -> None:
+    (file,) = PACKAGES[name]
+    broken = {"npu": f"raise ImportError({reason!r})", "xpu.external": "import deepspeed.accelerator"}[name]
+    (tmp_path / file).parent.mkdir()
+    (tmp_path / file).write_text(broken)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    with pytest.raises(AcceleratorUnavailableError, match=r"whose import raised"):
+        get_accelerator()
+
+
+def test_in_a_new_process(tmp_path: Path) -> None:
+    """As a user has it: the package is on the path, one variable is set."""
+    write_package(tmp_path, "npu")
+    script = (
+        "import torch; torch.utils.rename_privateuse1_backend('npu')\n"
+        "from anyaccel.accelerator import describe_choice, get_accelerator\n"
+        "a = get_accelerator()\n"
+        "print(a._name, a.device(1), a.current_device_name(), a.total_memory() >> 30, describe_choice())\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(HERE), *sys.path[1:]])
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "npu"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=100)
+    assert done.stdout.split() == ["npu", "npu:1", "npu:1", "80", "npu,", "DS_ACCELERATOR=npu", "is", "set"], (
+        done.stderr
+    )
