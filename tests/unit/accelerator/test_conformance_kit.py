@@ -30,9 +30,43 @@ from anyaccel.accelerator.conformance.run import Result, run_check, run_checks, 
 from anyaccel.accelerator.spec import METHODS_OF, BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
 from anyaccel.errors import CapabilityError
 
-CPU = CpuAccelerator
 MIB = 1 << 20
 BY_ID = {check.id: check for check in CHECKS}
+
+
+def builders(**classes: Any) -> str:
+    """A module with these op builders."""
+    module = ModuleType(f"test_builders_{len(sys.modules)}")
+    vars(module).update(classes)
+    sys.modules[module.__name__] = module
+    return module.__name__
+
+
+class Builder:
+    NAME = "test"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def why_not(self) -> str:
+        return ""
+
+    def load(self, verbose: bool = False) -> Any:
+        return self
+
+
+class BuilderWithReason(Builder):
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return False
+
+    def why_not(self) -> str:
+        return "it is a test"
+
+
+class CPU(CpuAccelerator):
+    """The live CPU, without the ops that it may have to compile."""
+
+    spec = dataclasses.replace(CpuAccelerator.spec, op_builders=builders(One=Builder, Two=BuilderWithReason))
 
 
 # An accelerator with queues -----------------------------------------------------------------------------------
@@ -111,11 +145,11 @@ class FakeGraph(list[Callable[[], object]]):
             call()
 
 
-class Queue(CpuAccelerator):
+class Queue(CPU):
     """The CPU's tensors, two devices of one index to torch, real queues, graphs and host registration."""
 
     spec = dataclasses.replace(
-        CpuAccelerator.spec,
+        CPU.spec,
         name="queue",
         visible_devices=("ANYACCEL_TEST_DEVICES",),
         capabilities=Capabilities(absent={Capability.PINNED_MEMORY: "it is a test"}),
@@ -362,27 +396,6 @@ def runs_at_once(self: Any, graph: Any, pool: Any = None, stream: Any = None) ->
 class OnMeta(TypedTensor):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype, "meta")
-
-
-def builders(**classes: Any) -> str:
-    """A module with these op builders."""
-    module = ModuleType(f"test_builders_{len(sys.modules)}")
-    vars(module).update(classes)
-    sys.modules[module.__name__] = module
-    return module.__name__
-
-
-class Builder:
-    NAME = "test"
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        return True
-
-    def why_not(self) -> str:
-        return ""
-
-    def load(self, verbose: bool = False) -> Any:
-        return self
 
 
 class BuilderWithoutReason(Builder):
