@@ -62,6 +62,7 @@ def greedy_tokens(folder: str, dtype: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.timeout(300)  # the first to need the model, whose conversion takes most of a minute
 def test_two_ranks_give_the_tokens_of_one_and_of_transformers(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM
 
