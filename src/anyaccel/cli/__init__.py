@@ -13,7 +13,9 @@ from anyaccel.errors import AnyAccelError
 
 # Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
 COMMANDS = {
-    "run": "start a script on every device of this machine, each worker bound to its own cores",
+    "run": "start a script on every device of this machine, or of several hosts, each worker bound to its own cores",
+    "bind": "bind this process to its part of the machine, below torchrun, mpirun or srun, and run a command",
+    "topo": "draw packages, NUMA nodes, cores and caches, and which rank would get which of them",
     "generate": "generate text with a local Hugging Face or GGUF model, on one or several workers",
     "report": "print versions, the accelerator and why it was chosen, CPU features and topology",
     "conformance": "run every method of the accelerator interface on the device, and say what is wrong",

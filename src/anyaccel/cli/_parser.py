@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Iterable
 
 from anyaccel.errors import UsageError
 
@@ -49,7 +50,14 @@ class Parser(argparse.ArgumentParser):
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
         """Add an argument; the other spelling of a long option is added without being shown in the help."""
-        action = super().add_argument(*names, **kwargs)
+        return self._spelled(super().add_argument(*names, **kwargs), names)
+
+    def group(self, title: str) -> Callable[..., argparse.Action]:
+        """`add_argument` for a group of the help with a title of its own."""
+        group = self.add_argument_group(title)
+        return lambda *names, **kwargs: self._spelled(group.add_argument(*names, **kwargs), names)
+
+    def _spelled(self, action: argparse.Action, names: Iterable[str]) -> argparse.Action:
         for name in names:
             if name.startswith("--"):
                 body = name[2:]

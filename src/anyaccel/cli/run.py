@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`anyaccel run`: start a script on every device of this machine."""
+"""`anyaccel run`: start a script on every device of this machine, or of several hosts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,36 @@ import argparse
 import os
 
 from anyaccel import launch
+from anyaccel.cli._binding import add_binding_options, binding_options
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
-from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, LaunchOptions, parse_core_list
+from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, DEFAULT_HOSTFILE, LaunchOptions, parse_elastic
+from anyaccel.launch.output import LEVELS
 from anyaccel.launch.runners import local
 from anyaccel.topology import read_machine
+
+TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+if TYPE_CHECKING:
+    from typing import Any
+
+    from anyaccel.launch.cluster import ClusterOptions
+
+# Options about several hosts, as `ClusterOptions` names them, and their defaults: a launch on this machine alone
+# does not import that module.
+_CLUSTER_DEFAULTS: dict[str, object] = {
+    "hostfile": None,
+    "include": "",
+    "exclude": "",
+    "num_nodes": None,
+    "node_rank": None,
+    "no_ssh": False,
+    "force_multi": False,
+    "launcher": None,
+    "launcher_args": "",
+    "ssh_port": None,
+    "exports": (),
+}
+_LAUNCHERS = "ssh, pdsh, openmpi, mpich, impi, mvapich, slurm"
 
 _EXAMPLES = """\
   one worker per device (on CPU: per NUMA node)
@@ -22,6 +47,14 @@ _EXAMPLES = """\
       anyaccel run --num_accelerators 4 --bind_core_list 0-27,32-59 train.py
   show the plan and start nothing
       anyaccel run --bind_cores_to_rank --dry-run train.py
+  all hosts of a file with lines such as: node1 slots=2
+      anyaccel run --hostfile hosts --bind_cores_to_rank train.py
+  slots 0 and 1 of node1 and all of node2, through Intel MPI
+      anyaccel run --hostfile hosts --include node1:0,1@node2 --launcher impi train.py
+  one log file a rank, shown here too, each line with its rank
+      anyaccel run --enable_each_rank_log logs --tee --rank-prefix train.py
+  start all workers again after a failure, up to three times
+      anyaccel run --max-restarts 3 train.py
   a module that does not know --local_rank; a program that is not Python
       anyaccel run --no_local_rank -m package.module --flag
       anyaccel run --no_local_rank --no_python ./program argument
@@ -31,20 +64,19 @@ _EXAMPLES = """\
 def build_parser() -> Parser:
     parser = Parser(
         "run",
-        "Start a script once per device of this machine, in the environment that torch.distributed expects.\n"
-        "When one worker fails, or this command is ended, nothing of the job stays alive.",
+        "Start a script once per device of this machine, or of several hosts, in the environment that\n"
+        "torch.distributed expects. When one worker fails, or this command is ended, nothing of the job stays alive.",
         _EXAMPLES,
     )
     parser.usage = "anyaccel run [options] script [args ...]"
     add = parser.add_argument
-    add("--num_accelerators", "--num_gpus", type=int, metavar="N", help="workers; default: one per device")
-    add("--bind_cores_to_rank", action="store_true", help="bind each worker to its own cores and memory")
-    add("--bind_core_list", metavar="LIST", help="CPUs to divide among workers, such as 0-27,32-59")
-    add("--master_addr", metavar="ADDR", help="address of rank 0; default: 127.0.0.1")
+    add("--num_accelerators", "--num_gpus", type=int, metavar="N", help="workers a host; default: one per device")
+    add("--master_addr", metavar="ADDR", help="address of rank 0; default: 127.0.0.1, or as other hosts see the first")
     add("--master_port", type=int, metavar="PORT", help="TCP port of rank 0; default: a free one")
     add("-m", "--module", action="store_true", help="script is a module, run as python -m does")
     add("--no_python", action="store_true", help="script is a program, run without Python")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    add("--venv_script", metavar="FILE", help="source this before each worker, whose python is the one it brings")
     add(
         "--grace-period",
         type=float,
@@ -54,9 +86,41 @@ def build_parser() -> Parser:
     )
     add("--dry-run", action="store_true", help="print the plan and start nothing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
+    add_binding_options(parser)
+    _add_output_options(parser)
+    _add_cluster_options(parser)
     # One argument that takes everything: argparse would drop a `--` that is meant for the script.
-    add("command", nargs=argparse.REMAINDER, metavar="script [args ...]", help="what to run")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script [args ...]", help="what to run")
     return parser
+
+
+def _add_output_options(parser: Parser) -> None:
+    add = parser.group("output")
+    add("--enable_each_rank_log", metavar="DIR", help="write the output of each rank to a file of its own in DIR")
+    add("--tee", action="store_true", help="with --enable_each_rank_log: show the output here as well")
+    add("--rank-prefix", action="store_true", help="begin each line of a worker with [rankN]")
+    add("--save_pid", action="store_true", help="write this launcher's process id to a file, and say which")
+    add("--log_level", choices=LEVELS, default="info", metavar="LEVEL", help=f"{', '.join(LEVELS)}; default: info")
+    add("-q", "--quiet", action="store_true", help="say nothing but errors")
+
+
+def _add_cluster_options(parser: Parser) -> None:
+    add = parser.group("several hosts")
+    add("--hostfile", "-H", metavar="FILE", help="hosts, one `name slots=N` a line; default: /job/hostfile, if there")
+    add("--include", "-i", default="", metavar="LIST", help="only these hosts and slots, as in node1:0,1@node2")
+    add("--exclude", "-e", default="", metavar="LIST", help="all but these hosts and slots")
+    add("--num_nodes", type=int, metavar="N", help="only the first N hosts")
+    add("--launcher", metavar="NAME", help=f"{_LAUNCHERS}; default: ssh")
+    add("--launcher_args", default="", metavar="ARGS", help="more arguments for it, in one word")
+    add("--ssh_port", "-p", type=int, metavar="PORT", help="TCP port of sshd on all hosts")
+    add(
+        "--export", action="append", default=[], metavar="NAME", help="variable that travels, or NAME=VALUE; repeatable"
+    )
+    add("--no_ssh", action="store_true", help="start only this host's workers; you run this command on each host")
+    add("--node_rank", type=int, metavar="N", help="with --no_ssh: number of this host")
+    add("--force_multi", action="store_true", help="use the launcher even where the only host is this one")
+    add("--max-restarts", type=int, metavar="N", help="start all workers again after a failure (torch elastic)")
+    add("--elastic", metavar="MIN:MAX", help="go on with so many hosts (torch elastic)")
 
 
 def _options(arguments: argparse.Namespace) -> LaunchOptions:
@@ -67,19 +131,37 @@ def _options(arguments: argparse.Namespace) -> LaunchOptions:
         script=command[0] if command else "",
         script_args=tuple(command[1:]),
         num_accelerators=arguments.num_accelerators,
-        bind_cores=arguments.bind_cores_to_rank,
-        core_list=None if arguments.bind_core_list is None else parse_core_list(arguments.bind_core_list),
         master_addr=arguments.master_addr,
         master_port=arguments.master_port,
         module=arguments.module,
         no_python=arguments.no_python,
         local_rank_argument=not arguments.no_local_rank,
         grace_period=arguments.grace_period,
+        venv_script=arguments.venv_script,
+        max_restarts=arguments.max_restarts,
+        elastic=None if arguments.elastic is None else parse_elastic(arguments.elastic),
+        log_dir=arguments.enable_each_rank_log,
+        tee=arguments.tee,
+        rank_prefix=arguments.rank_prefix,
+        log_level="error" if arguments.quiet else arguments.log_level,
+        **binding_options(arguments),
     )
 
 
+def _cluster_options(arguments: argparse.Namespace) -> ClusterOptions | None:
+    """None for a launch on this machine alone."""
+    arguments.exports = tuple(arguments.export)
+    given: dict[str, Any] = {name: getattr(arguments, name) for name in _CLUSTER_DEFAULTS}
+    plain = given == _CLUSTER_DEFAULTS and arguments.max_restarts is None and arguments.elastic is None
+    if plain and not os.path.exists(DEFAULT_HOSTFILE):  # noqa: PTH110 - importing pathlib takes 8 ms
+        return None
+    from anyaccel.launch.cluster import ClusterOptions
+
+    return ClusterOptions(**given)
+
+
 def _show(options: LaunchOptions, as_json: bool) -> None:
-    """Print what would be started."""
+    """Print what would be started on this machine."""
     launch.check_script(options, os.environ.get("PATH", os.defpath))
     machine = read_machine()
     plan = launch.make_plan(options, machine)
@@ -103,6 +185,22 @@ def main(argv: list[str]) -> int:
     if arguments.json and not arguments.dry_run:
         raise UsageError("--json prints the plan and goes with --dry-run; add --dry-run, or leave --json out")
     options = _options(arguments)
+    cluster = _cluster_options(arguments)
+    if not arguments.save_pid or arguments.dry_run:
+        return _run(arguments, options, cluster)
+    from anyaccel.launch.pid_file import pid_file
+
+    with pid_file() as path:
+        if not arguments.quiet:
+            print(f"anyaccel: process id {os.getpid()} is in {path}", flush=True)
+        return _run(arguments, options, cluster)
+
+
+def _run(arguments: argparse.Namespace, options: LaunchOptions, cluster: ClusterOptions | None) -> int:
+    if cluster is not None:
+        from anyaccel.cli._cluster import run_or_show
+
+        return run_or_show(options, cluster, dry_run=arguments.dry_run, as_json=arguments.json)
     if arguments.dry_run:
         _show(options, arguments.json)
         return 0

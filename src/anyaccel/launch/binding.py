@@ -1,15 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From topology to core sets: which rank gets which cores and which memory. Pure functions."""
+"""From topology to core sets: which rank gets which cores. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.memory import memory_policy
+from anyaccel.launch.options import BindingOptions
 from anyaccel.topology import Cpu, Machine, format_cpu_list
 
-# Modes of set_mempolicy(2) by the name that a plan shows.
-MEMORY_POLICIES = {"default": 0, "bind": 2}
+# Plain classes: a frozen dataclass takes 1.4 ms of each launch.
+
+
+class RankShare:
+    """What one rank of a machine gets.
+
+    Attributes:
+        cores: logical CPUs; empty when it is not bound.
+        memory_policy: a key of `memory.MEMORY_MODES`.
+        memory_nodes: NUMA nodes of that policy; empty with "default".
+    """
+
+    __slots__ = ("cores", "memory_nodes", "memory_policy")
+
+    def __init__(self, cores: tuple[int, ...], memory_policy: str, memory_nodes: tuple[int, ...]) -> None:
+        self.cores, self.memory_policy, self.memory_nodes = cores, memory_policy, memory_nodes
+
+
+class Shares:
+    """What all ranks of a machine get.
+
+    Attributes:
+        ranks: by local rank.
+        left_over: cores of the core list, else of the machine, that nobody got.
+        reserved: cores that are left to the system.
+        notes: what is worth knowing, one line each.
+        warnings: what could not be done as asked, and what was done instead; errors where options are strict.
+    """
+
+    __slots__ = ("left_over", "notes", "ranks", "reserved", "warnings")
+
+    def __init__(
+        self,
+        ranks: tuple[RankShare, ...],
+        left_over: tuple[int, ...] = (),
+        reserved: tuple[int, ...] = (),
+        notes: tuple[str, ...] = (),
+        warnings: tuple[str, ...] = (),
+    ) -> None:
+        self.ranks, self.left_over, self.reserved = ranks, left_over, reserved
+        self.notes, self.warnings = notes, warnings
+
+
+def bind_ranks(
+    options: BindingOptions, machine: Machine, ranks: int, device_nodes: Sequence[int | None] = ()
+) -> Shares:
+    """Divide the machine among its ranks as the options say.
+
+    Args:
+        ranks: number of ranks of this machine.
+        device_nodes: NUMA node of the device of each rank, None where it is unknown; empty without devices.
+
+    Raises:
+        UsageError: it cannot be divided as asked.
+    """
+    notes: list[str] = []
+    warnings: list[str] = []
+    reserved: tuple[int, ...] = ()
+    left_over: tuple[int, ...] = ()
+    cores: Sequence[tuple[int, ...]] = [()] * ranks
+    if options.core_list is not None:
+        cores, left_over = divide_core_list(machine, ranks, options.core_list)
+        used = [core for share in cores for core in share]
+        notes += [
+            f"CPUs {format_cpu_list(group)} are threads of one physical core" for group in shared_cores(machine, used)
+        ]
+    elif options.bind_cores:
+        nodes, reserved = reserve_cores(machine, options.cores_reserved)
+        shares, obstacle = _share_by_device(machine, nodes, ranks, device_nodes)
+        if obstacle:
+            warnings.append(f"{obstacle}; workers are spread over the NUMA nodes as without devices")
+        shares = shares or _spread(machine, nodes, ranks)
+        notes += _about_kinds(shares)
+        if options.smt:
+            notes.append("what is listed are threads: a worker has all threads of its cores")
+        given = {cpu.id for share in shares for cpu in share}
+        left_over = tuple(sorted(cpu.id for node in nodes.values() for cpu in node if cpu.id not in given))
+        cores = [_threads(machine, share) if options.smt else tuple(cpu.id for cpu in share) for share in shares]
+
+    found = tuple(RankShare(share, *_memory(options, machine, share)) for share in cores)
+    if options.memory_policy in ("bind", "preferred", "interleave") and any(not share.memory_nodes for share in found):
+        why = (
+            "this process may use no memory there" if machine.allowed_memory_nodes else "this kernel has no NUMA nodes"
+        )
+        warnings.append(f"--mem-policy {options.memory_policy} is left out: {why}")
+    return Shares(found, left_over, reserved, tuple(notes), tuple(warnings))
+
+
+def _memory(options: BindingOptions, machine: Machine, cores: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    if cores or options.memory_policy == "interleave":
+        return memory_policy(machine, cores, options.memory_policy)
+    return ("default", ())
 
 
 def divide_core_list(
@@ -46,6 +138,26 @@ def divide_core_list(
     return shares, tuple(core_list[ranks * size :])
 
 
+def reserve_cores(machine: Machine, count: int) -> tuple[dict[int, tuple[Cpu, ...]], tuple[int, ...]]:
+    """The allowed cores by NUMA node without the last `count` of each, and those.
+
+    Raises:
+        UsageError: nothing is left.
+    """
+    nodes = machine.nodes_with_cores()
+    if not count:
+        return nodes, ()
+    kept = {node: cores[:-count] for node, cores in nodes.items() if len(cores) > count}
+    if not kept:
+        most = max(map(len, nodes.values()))
+        raise UsageError(
+            f"--cores-reserved {count} leaves no core for workers: no NUMA node has more than {_count(most, 'core')} "
+            "that this process may use; reserve fewer"
+        )
+    left = {cpu.id for cores in kept.values() for cpu in cores}
+    return kept, tuple(cpu.id for cpu in machine.cores() if cpu.id not in left)
+
+
 def spread_cores(machine: Machine, ranks: int) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
     """Give each rank the same number of physical cores, ranks spread over NUMA nodes and no rank across two.
 
@@ -58,23 +170,30 @@ def spread_cores(machine: Machine, ranks: int) -> tuple[list[tuple[int, ...]], t
     Raises:
         UsageError: there are more ranks than cores.
     """
-    nodes = list(machine.nodes_with_cores().values())
+    found = bind_ranks(BindingOptions(bind_cores=True), machine, ranks)
+    return [share.cores for share in found.ranks], found.left_over
+
+
+def _spread(machine: Machine, by_node: Mapping[int, Sequence[Cpu]], ranks: int) -> list[list[Cpu]]:
+    nodes = list(by_node.values())
     total = sum(map(len, nodes))
     share = total // ranks
     if share == 0:
+        reserved = len(machine.cores()) - total
+        but = f" beside the {reserved} of --cores-reserved" if reserved else ""
         raise UsageError(
             f"{ranks} workers cannot each have a core of their own: this process may use only "
-            f"{_count(total, 'core')} (CPU {format_cpu_list(machine.allowed_cpus)}); "
+            f"{_count(total, 'core')}{but} (CPU {format_cpu_list(machine.allowed_cpus)}); "
             f"start at most {total}, or do not bind them"
         )
     inside = _largest_inside(nodes, ranks)
     if any(len(node) >= share for node in nodes) or 4 * inside >= 3 * share:
-        shares = _place_inside(nodes, ranks, inside)
-    else:
-        line = [cpu.id for node in nodes for cpu in node]
-        shares = [tuple(line[rank * share : (rank + 1) * share]) for rank in range(ranks)]
-    given = {core for cores in shares for core in cores}
-    return shares, tuple(cpu.id for cpu in machine.cores() if cpu.id not in given)
+        counts = _counts_inside(nodes, ranks, inside)
+        return [
+            cores for node, count in zip(nodes, counts, strict=True) if count for cores in _deal(node, count, inside)
+        ]
+    line = [cpu for node in nodes for cpu in node]
+    return [line[rank * share : (rank + 1) * share] for rank in range(ranks)]
 
 
 def _largest_inside(nodes: Sequence[Sequence[Cpu]], ranks: int) -> int:
@@ -85,30 +204,98 @@ def _largest_inside(nodes: Sequence[Sequence[Cpu]], ranks: int) -> int:
     return size
 
 
-def _place_inside(nodes: Sequence[Sequence[Cpu]], ranks: int, size: int) -> list[tuple[int, ...]]:
+def _counts_inside(nodes: Sequence[Sequence[Cpu]], ranks: int, size: int) -> list[int]:
+    """Ranks of each node, as evenly as there is room."""
     counts = [0] * len(nodes)
     for _ in range(ranks):
         free = [index for index, node in enumerate(nodes) if len(node) // size > counts[index]]
         counts[min(free, key=lambda index: (counts[index], index))] += 1
-    return [
-        tuple(cpu.id for cpu in node[place * size : (place + 1) * size])
-        for node, count in zip(nodes, counts, strict=True)
-        for place in range(count)
-    ]
+    return counts
 
 
-def memory_policy(machine: Machine, cores: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Where a rank on these cores takes its memory from: a key of MEMORY_POLICIES, and the nodes.
+def _deal(node: Sequence[Cpu], ranks: int, size: int) -> list[list[Cpu]]:
+    """`size` cores of a node for each rank: neighbours, and of each kind the same number as far as that goes.
 
-    Cores inside one node that has memory bind to that node (to all nodes that show the same cores, where the
-    kernel was told to cut one node into several). Cores of several nodes, or of a node without memory, keep
-    the kernel's default, which takes memory from the node that touches it, or the nearest one.
+    Ranks wait for each other: one that had only efficiency cores would set the pace for all.
     """
-    wanted = set(cores)
-    nodes = tuple(
-        node.id for node in machine.nodes if wanted.issubset(node.cpus) and node.id in machine.allowed_memory_nodes
-    )
-    return ("bind", nodes) if nodes else ("default", ())
+    kinds: dict[str, list[Cpu]] = {}
+    for cpu in node:
+        kinds.setdefault(cpu.kind, []).append(cpu)
+    shares: list[list[Cpu]] = [[] for _ in range(ranks)]
+    for cpus in sorted(kinds.values(), key=lambda cpus: cpus[0].kind != "performance"):
+        each = len(cpus) // ranks
+        for share in shares:
+            count = min(each, size - len(share))
+            share += cpus[:count]
+            del cpus[:count]
+    rest = iter([cpu for cpus in kinds.values() for cpu in cpus])
+    for share in shares:
+        while len(share) < size:
+            share.append(next(rest))
+        share.sort(key=lambda cpu: node.index(cpu))
+    return shares
+
+
+def _share_by_device(
+    machine: Machine, nodes: Mapping[int, Sequence[Cpu]], ranks: int, device_nodes: Sequence[int | None]
+) -> tuple[list[list[Cpu]], str]:
+    """Cores of the node of each rank's device, shared with the other ranks whose devices are there.
+
+    Returns:
+        Cores of each rank; none, and the reason, where that cannot be had. No reason without devices, and where
+        there is only one node to choose from.
+    """
+    if not device_nodes or len(nodes) == 1:
+        return [], ""
+    if len(device_nodes) < ranks:
+        return [], f"there are {len(device_nodes)} devices for {ranks} workers"
+    homes: list[int] = []
+    for rank, node in enumerate(device_nodes[:ranks]):
+        home = None if node is None else _home(machine, nodes, node)
+        if home is None:
+            where = "the kernel does not say at which NUMA node it is"
+            return [], f"device {rank}: " + (where if node is None else f"there is no core to use at its node {node}")
+        homes.append(home)
+    for home in sorted(set(homes)):
+        if homes.count(home) > len(nodes[home]):
+            return [], f"node {home} has {_count(len(nodes[home]), 'core')} for the {homes.count(home)} devices there"
+    dealt = {home: iter(_deal(nodes[home], count, len(nodes[home]) // count)) for home, count in _tally(homes).items()}
+    return [next(dealt[home]) for home in homes], ""
+
+
+def _tally(homes: Sequence[int]) -> dict[int, int]:
+    return {home: homes.count(home) for home in homes}
+
+
+def _home(machine: Machine, nodes: Mapping[int, Sequence[Cpu]], node: int) -> int | None:
+    """The node whose cores are nearest to this one; one that was cut into several counts once."""
+    for near in machine.nearest_nodes(node):
+        shown = machine.node(near)
+        for cpu_id in shown.cpus if shown else ():
+            cpu = machine.cpu(cpu_id)
+            if cpu is not None and cpu.node in nodes:
+                return cpu.node
+    return None
+
+
+def _threads(machine: Machine, share: Sequence[Cpu]) -> tuple[int, ...]:
+    """All allowed threads of the cores, first ones first."""
+    allowed = set(machine.allowed_cpus)
+    groups = [[thread for thread in cpu.siblings or (cpu.id,) if thread in allowed] for cpu in share]
+    return tuple(sorted(thread for group in groups for thread in group))
+
+
+def _about_kinds(shares: Sequence[Sequence[Cpu]]) -> list[str]:
+    """One line where cores differ in kind."""
+    mixes = []
+    for share in shares:
+        kinds = [cpu.kind for cpu in share]
+        mixes.append(" and ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
+    if not any(cpu.kind for share in shares for cpu in share):
+        return []
+    if len(set(mixes)) == 1:
+        return [f"cores differ in kind: each worker has {mixes[0]}"]
+    return ["cores differ in kind: " + ", ".join(f"worker {rank} has {mix}" for rank, mix in enumerate(mixes))]
 
 
 def shared_cores(machine: Machine, cores: Sequence[int]) -> list[tuple[int, ...]]:

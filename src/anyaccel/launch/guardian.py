@@ -18,13 +18,15 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from anyaccel import _native
 from anyaccel.launch import processes
-from anyaccel.launch.output import Output
+from anyaccel.launch.failure import Failure, Report
+from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions
+from anyaccel.launch.streams import Streams
 from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
@@ -44,69 +46,33 @@ KILL_TIMEOUT = 30.0
 _SETTLE = 0.2
 # Seconds that left-over processes have between SIGTERM and SIGKILL.
 _LEFTOVER_GRACE = 0.8
-# Bytes waiting for a slow reader of standard error; above this workers wait, as they would without us.
-_BACKLOG = 1 << 16
-_TAIL_BYTES = 1 << 14
-_TAIL_LINES = 20
-# Reads per worker of what is still in its pipe when everything has ended; somebody may write for ever.
-_LAST_READS = 64
 # Descriptors that must be left when all workers run: two to be woken up, the rest to look through /proc.
 _SPARE_DESCRIPTORS = 4
 
 _ADVICE = {
     errno.EMFILE: "raise the limit on open files (ulimit -n), or start fewer workers",
+    errno.ENOSPC: "free some space, or give another folder for the logs",
     errno.EAGAIN: "raise the limit on processes (ulimit -u, or pids.max of the cgroup), or start fewer workers",
 }
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The first worker that failed.
-
-    Attributes:
-        status: its wait status.
-        time: when it was noticed, in seconds of CLOCK_MONOTONIC.
-        others: number of workers that were alive then.
-        tail: its last lines on standard error.
-    """
-
-    rank: int
-    pid: int
-    status: int
-    time: float
-    others: int
-    tail: tuple[str, ...] = ()
-
-
 @dataclass
-class Report:
-    """What the guardian tells the launcher at the end, through shared memory.
+class Link:
+    """The connection to a launcher on another host.
 
     Attributes:
-        failure: the first failure; None when no worker failed before somebody ended the job.
-        signal: the first signal that asked to end the job.
-        immortal: processes that did not end, described.
-        problem: why not all workers could be started.
+        descriptor: gets one byte a signal, 0 now and then as a sign of life, end of file when that launcher is gone.
+        patience: seconds without a byte after which it counts as gone.
+        output: where that launcher reads what happens.
+        announce: what to write there about the first failure, at once.
+        conclude: what to write there about how the job ended here.
     """
 
-    failure: Failure | None = None
-    signal: int | None = None
-    immortal: str = ""
-    problem: str = ""
-
-    def encode(self) -> bytes:
-        failure = tuple(vars(self.failure).values()) if self.failure else None
-        return marshal.dumps((failure, self.signal, self.immortal[:10_000], self.problem))
-
-    @classmethod
-    def decode(cls, data: bytes) -> Report:
-        """The opposite of `encode`, in the process that the guardian was forked from.
-
-        Raises:
-            EOFError, ValueError, TypeError: the guardian did not come to the end of it.
-        """
-        failure, number, immortal, problem = marshal.loads(data)
-        return cls(failure and Failure(*failure), number, immortal, problem)
+    descriptor: int
+    patience: float
+    output: Output
+    announce: Callable[[Failure], bytes]
+    conclude: Callable[[Report], bytes]
 
 
 class _StartError(Exception):
@@ -120,7 +86,16 @@ class _Phase(Enum):
     KILLING = "everything was sent SIGKILL"
 
 
-def guard(workers: Sequence[Worker], grace_period: float, control: int, report: mmap.mmap, group: int) -> NoReturn:
+def guard(
+    workers: Sequence[Worker],
+    grace_period: float,
+    control: int,
+    report: mmap.mmap,
+    group: int,
+    console: Output,
+    options: OutputOptions,
+    link: Link | None,
+) -> NoReturn:
     """Be the guardian in this freshly forked process, whose signals are blocked. Never returns.
 
     Args:
@@ -128,14 +103,17 @@ def guard(workers: Sequence[Worker], grace_period: float, control: int, report: 
         control: read end of the launcher's pipe: one byte a signal, end of file when the launcher is gone.
         report: shared memory that gets the encoded Report.
         group: process group of the launcher; 0 when its leader is outside our PID namespace.
+        console: standard error.
+        options: where the workers' output goes.
+        link: the launcher on another host; None when there is none.
     """
     code = 70  # EX_SOFTWARE, with a traceback
     try:
         try:
-            result = _Guardian(workers, grace_period, control, group).run()
+            result = _Guardian(workers, grace_period, control, group, Streams(options, console), console, link).run()
         except _StartError as error:
             result = Report(problem=str(error), immortal=_end_everything())
-        report.write(result.encode())
+        report.write(marshal.dumps(result.encode()))
         code = 0
     finally:
         # The stack below belongs to the launcher's copy: it must not be unwound here.
@@ -153,13 +131,24 @@ def _end_everything() -> str:
 
 
 class _Guardian:
-    def __init__(self, workers: Sequence[Worker], grace_period: float, control: int, group: int) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        grace_period: float,
+        control: int,
+        group: int,
+        streams: Streams,
+        console: Output,
+        link: Link | None,
+    ) -> None:
         self._grace = grace_period
         self._control = control
-        self._output = Output()
+        self._link = link
+        self._heard_at = time.monotonic()
+        self._output = console
+        self._streams = streams
+        self._outputs = [*streams.outputs, *([link.output] if link and link.output is not console else [])]
         self._running: dict[int, int] = {}  # process id -> rank
-        self._pipes: dict[int, int] = {}  # read end of standard error -> rank
-        self._tails = [bytearray() for _ in workers]
         self._phase = _Phase.RUNNING
         self._ask_at: float | None = None  # when SIGTERM follows a gentler signal
         self._act_at: float | None = None  # when the phase ends
@@ -190,18 +179,19 @@ class _Guardian:
             spare = [os.dup(self._control) for _ in range(_SPARE_DESCRIPTORS)]
             for worker in workers:
                 rank = worker.binding.rank
-                read_end, write_end = os.pipe()
+                output, error = self._streams.open(rank)
                 pid = os.fork()
                 if pid == 0:
-                    become_worker(worker, own, group, write_end)
-                os.close(write_end)
-                os.set_blocking(read_end, False)
+                    become_worker(worker, own, group, output, error)
+                os.close(error)
+                if output is not None:
+                    os.close(output)
                 self._running[pid] = rank
-                self._pipes[read_end] = rank
         except OSError as error:
             advice = _ADVICE.get(error.errno or 0, "start fewer workers")
+            file = f" ({error.filename})" if error.filename else ""
             raise _StartError(
-                f"rank {rank} of {len(workers)} workers cannot be started: {error.strerror}; {advice}"
+                f"rank {rank} of {len(workers)} workers cannot be started: {error.strerror}{file}; {advice}"
             ) from None
         for descriptor in spare:
             os.close(descriptor)
@@ -229,7 +219,7 @@ class _Guardian:
                 break
             self._wait()
         if failure := self._result.failure:
-            self._result.failure = replace(failure, tail=self._tail(failure.rank))
+            self._result.failure = replace(failure, tail=self._streams.tail(failure.rank))
         return self._result
 
     def _done(self, now: float) -> bool:
@@ -237,13 +227,10 @@ class _Guardian:
             return False
         if self._finished_at is None:
             self._finished_at = now
-            for pipe in list(self._pipes):
-                for _ in range(_LAST_READS):
-                    if not self._pump(pipe):
-                        break
+            self._streams.finish()
         # Who pages through the output may take an hour; who pressed Ctrl-C does not want to wait.
         impatient = self._launcher_gone or (self._result.signal is not None and now > self._finished_at + 1)
-        return not self._output.pending or impatient
+        return not any(output.pending for output in self._outputs) or impatient
 
     def _wait(self) -> None:
         """Sleep until something happens or the next deadline comes."""
@@ -255,53 +242,49 @@ class _Guardian:
         poller.register(self._wakeup, select.POLLIN)
         if not self._launcher_gone:
             poller.register(self._control, select.POLLIN)
-        if self._output.pending:
-            poller.register(self._output.descriptor, select.POLLOUT)
-        if self._output.pending < _BACKLOG:
-            for pipe in self._pipes:
-                poller.register(pipe, select.POLLIN)
+            if self._link:
+                poller.register(self._link.descriptor, select.POLLIN)
+                if self._children:
+                    deadlines.append(self._heard_at + self._link.patience)
+        for output in self._outputs:
+            if output.pending:
+                events = select.POLLOUT
+                if self._link and output.descriptor == self._link.descriptor and not self._launcher_gone:
+                    events |= select.POLLIN
+                poller.register(output.descriptor, events)
+        for pipe in self._streams.readable():
+            poller.register(pipe, select.POLLIN)
         timeout = max(0.0, min(deadlines) - now) * 1000 + 1 if deadlines else None
-        for descriptor, _ in poller.poll(timeout):
+        for descriptor, event in poller.poll(timeout):
             if descriptor == self._wakeup:
                 self._on_signals()
-            elif descriptor == self._control:
-                self._on_control()
-            elif descriptor in self._pipes:
-                self._pump(descriptor)
-        self._output.flush()
+            elif descriptor == self._control or (self._link and descriptor == self._link.descriptor):
+                if event & ~select.POLLOUT:
+                    self._on_control(descriptor)
+            elif self._streams.owns(descriptor):
+                self._streams.pump(descriptor)
+        for output in self._outputs:
+            output.flush()
 
     def _on_signals(self) -> None:
         for number in os.read(self._wakeup, 4096):
             if number != signal.SIGCHLD:
                 self._stop(number, delivered=False)
 
-    def _on_control(self) -> None:
-        message = os.read(self._control, 4096)
+    def _on_control(self, descriptor: int) -> None:
+        try:
+            message = os.read(descriptor, 4096)
+        except OSError:
+            message = b""  # a connection that was reset
         if not message:
-            self._launcher_gone = True
-            self._kill()
-        for byte in message:
+            self._lose_launcher()
+        self._heard_at = time.monotonic()
+        for byte in message.replace(b"\0", b""):
             self._stop(byte & ~DELIVERED, delivered=bool(byte & DELIVERED))
 
-    def _pump(self, pipe: int) -> bool:
-        """Pass on what a worker wrote to standard error and keep its end; False if there was nothing."""
-        rank = self._pipes[pipe]
-        try:
-            data = os.read(pipe, _BACKLOG)
-        except BlockingIOError:
-            return False
-        if not data:
-            del self._pipes[pipe]
-            os.close(pipe)
-            return False
-        self._output.write(data)
-        self._tails[rank] += data
-        del self._tails[rank][:-_TAIL_BYTES]
-        return True
-
-    def _tail(self, rank: int) -> tuple[str, ...]:
-        lines = self._tails[rank].decode(errors="replace").splitlines()
-        return tuple([line[:500] for line in lines if line.strip()][-_TAIL_LINES:])
+    def _lose_launcher(self) -> None:
+        self._launcher_gone = True
+        self._kill()
 
     def _reap(self) -> None:
         ended: list[tuple[int, int, int]] = []
@@ -324,6 +307,10 @@ class _Guardian:
             # SIGTERM follows in a moment, unless we are told by then that all of us were sent another signal.
             self._phase = _Phase.STOPPING
             self._ask_at, self._act_at = now + min(SAME_MOMENT, self._grace / 2), now + self._grace
+            if self._link:
+                self._streams.drain(rank)
+                failure = replace(self._result.failure, tail=self._streams.tail(rank))
+                self._link.output.write(self._link.announce(failure))
 
     def _stop(self, number: int, *, delivered: bool) -> None:
         """Somebody wants the job to end."""
@@ -358,6 +345,10 @@ class _Guardian:
         """Do what is due."""
         if not self._children:
             return
+        link = self._link
+        if link and not self._launcher_gone and now >= self._heard_at + link.patience:
+            self._output.line(f"error: no sign of life from the launcher for {link.patience:g} s, ending all", ERROR)
+            self._lose_launcher()
         if self._phase is _Phase.KILLING:
             if now > self._give_up_at:
                 self._result.immortal = processes.describe(processes.descendants())
@@ -375,7 +366,7 @@ class _Guardian:
             if self._phase is _Phase.LEFT_OVER:
                 left = [pid for pid, state in processes.descendants().items() if state != "Z"]
                 if left:
-                    self._output.line(f"ending what finished workers left behind: {processes.describe(left)}")
+                    self._output.line(f"ending what finished workers left behind: {processes.describe(left)}", WARNING)
                     processes.send(left, signal.SIGTERM)
             else:
                 processes.send(self._running, signal.SIGTERM)

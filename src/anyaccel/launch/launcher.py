@@ -2,7 +2,7 @@
 """The launcher of one machine: asks the machine, makes the plan, starts and supervises the workers."""
 
 # Importing pathlib takes 8 ms of each launch.
-# ruff: noqa: PTH109, PTH110, PTH116, PTH208
+# ruff: noqa: PTH109, PTH110, PTH116
 
 from __future__ import annotations
 
@@ -13,94 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, LaunchOptions
-from anyaccel.launch.plan import LaunchPlan, RankBinding, build_plan
+from anyaccel.launch.output import LEVELS, WARNING, Output, OutputOptions
+from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
+from anyaccel.launch.planning import plan_here
 from anyaccel.launch.runners import local
+from anyaccel.launch.streams import prepare_log_dir
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.worker import Worker
 from anyaccel.topology import Machine, read_machine
-
-_CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
-_ROCM_DEVICES = "HIP_VISIBLE_DEVICES"
-
-
-def count_devices(machine: Machine, environ: Mapping[str, str], root: str = "") -> int:
-    """How many devices this machine has for workers, without importing torch or a vendor library.
-
-    DS_ACCELERATOR names the accelerator; without it, one that has devices here is taken, else the CPU. Devices
-    are those that the kernel shows, at most as many as the visible-devices variable lists; for an accelerator
-    that was asked for by name that list alone counts. The CPU has one device per NUMA node with allowed cores.
-
-    Args:
-        root: where `dev/` and `sys/` are; tests give a tree of their own.
-
-    Raises:
-        UsageError: DS_ACCELERATOR names one whose devices cannot be counted like this, or that has none.
-    """
-    # Not through anyaccel.env, whose import takes 15 ms of each launch.
-    asked = environ.get("DS_ACCELERATOR", "")
-    counters: dict[str, Callable[[], int]] = {
-        "cuda": lambda: _gpus(environ, root, forced=bool(asked)),
-        "cpu": lambda: len(machine.nodes_with_cores()),
-    }
-    if not asked:
-        return next(filter(None, (count() for count in counters.values())), 1)
-    if asked not in counters:
-        raise UsageError(f"DS_ACCELERATOR={asked!r}: cannot count its devices; give --num_accelerators")
-    count = counters[asked]()
-    if not count:
-        check = f"check {_CUDA_DEVICES} and {_ROCM_DEVICES}, or give --num_accelerators"
-        raise UsageError(f"DS_ACCELERATOR={asked!r}: no device visible; {check}")
-    return count
-
-
-def _gpus(environ: Mapping[str, str], root: str, *, forced: bool) -> int:
-    """NVIDIA's GPUs, else AMD's, whose torch goes by the same name."""
-    variables = [_CUDA_DEVICES]
-    there = _nvidia_devices(root)
-    if not there:
-        there = _amd_devices(root)
-        variables.insert(0, _ROCM_DEVICES)  # on ROCm it wins over the other, which also counts
-    listed = next((_visible(environ[name]) for name in variables if name in environ), None)
-    if listed is None:
-        return there
-    # The variable may be a stray one, of a login shell that is used on nodes with and without devices.
-    return listed if forced else min(listed, there)
-
-
-def _visible(devices: str) -> int:
-    """Devices in a list such as "0,3"; as in CUDA, those after a negative or empty entry do not count."""
-    count = 0
-    for device in devices.split(","):
-        if not device.strip() or device.strip().startswith("-"):
-            break
-        count += 1
-    return count
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _nvidia_devices(root: str) -> int:
-    return sum(name.startswith("nvidia") and name[6:].isdigit() for name in _names(f"{root}/dev"))
-
-
-def _amd_devices(root: str) -> int:
-    """Nodes of the compute driver that are GPUs: a CPU has gpu_id 0, a GPU kept from a container cannot be read."""
-    if not os.path.exists(f"{root}/dev/kfd"):
-        return 0
-    nodes = f"{root}/sys/class/kfd/kfd/topology/nodes"
-    found = 0
-    for node in _names(nodes):
-        try:
-            with open(f"{nodes}/{node}/gpu_id") as file:
-                found += file.read().strip() not in ("", "0")
-        except OSError:
-            continue
-    return found
 
 
 def free_port(wanted: int | None = None) -> int:
@@ -132,6 +52,8 @@ def make_plan(
     *,
     environ: Mapping[str, str] | None = None,
     extra_env: Mapping[str, str] | None = None,
+    place: Place | None = None,
+    device_ids: Sequence[int] | None = None,
 ) -> LaunchPlan:
     """The plan for `options` on this machine. Starts nothing.
 
@@ -139,19 +61,24 @@ def make_plan(
         machine: what to plan for; read from this machine when left out.
         environ: the environment that the workers will inherit; `os.environ` when left out.
         extra_env: more variables for every worker. Those of the plan itself win.
+        place: where the ranks of this machine stand in the whole job; when left out, they are all.
+        device_ids: the devices of this machine that take part; when left out, the first ones.
 
     Raises:
         UsageError: what is asked for cannot be had on this machine.
     """
     machine = machine or read_machine()
     environ = os.environ if environ is None else environ
-    return build_plan(
+    # On another host than that of rank 0 the port may be taken, and nobody minds.
+    first = place is None or place.node == 0
+    return plan_here(
         options,
         machine,
-        devices=1 if options.num_accelerators else count_devices(machine, environ),
-        master_port=free_port(options.master_port),
+        master_port=free_port(options.master_port) if first else options.master_port or 0,
         environ=environ,
         extra_env=extra_env,
+        place=place,
+        device_ids=device_ids,
     )
 
 
@@ -160,6 +87,7 @@ def launch_local(
     command: Sequence[str] | Callable[[RankBinding], Sequence[str]],
     *,
     grace_period: float = DEFAULT_GRACE_PERIOD,
+    output: OutputOptions | None = None,
 ) -> int:
     """Start one worker per rank of `plan`, wait for all, and return the exit code of the job.
 
@@ -168,6 +96,7 @@ def launch_local(
     Args:
         command: argument vector of the workers, or a function that gives it for a rank.
         grace_period: seconds between asking workers to end and killing them.
+        output: where the workers' output goes; to that of this process when left out.
 
     Returns:
         0 when all workers returned 0, else the exit code of the first one that failed, 128 + N when signal N
@@ -177,7 +106,7 @@ def launch_local(
     for binding in plan.ranks:
         argv = command(binding) if callable(command) else command
         workers.append(Worker(binding, tuple(argv), {**os.environ, **binding.env}))
-    return supervise(workers, grace_period)
+    return supervise(workers, grace_period, options=output)
 
 
 def check_script(options: LaunchOptions, search_path: str) -> None:
@@ -210,5 +139,26 @@ def run(options: LaunchOptions, *, extra_env: Mapping[str, str] | None = None) -
         UsageError: what is asked for cannot be had on this machine; nothing was started.
     """
     check_script(options, os.environ.get("PATH", os.defpath))
+    prepare_log_dir(options)
     plan = make_plan(options, extra_env=extra_env)
-    return launch_local(plan, lambda binding: local.build_command(options, binding), grace_period=options.grace_period)
+    say_warnings(plan, options)
+    return launch_local(
+        plan,
+        lambda binding: local.build_command(options, binding),
+        grace_period=options.grace_period,
+        output=options,
+    )
+
+
+def say_warnings(plan: LaunchPlan, options: OutputOptions, name: str = "anyaccel") -> None:
+    """Say what a plan did otherwise than asked, on standard error.
+
+    Args:
+        name: what each line begins with.
+    """
+    if not plan.warnings:
+        return  # standard error may even be closed
+    output = Output(2, LEVELS[options.log_level], name)
+    for warning in plan.warnings:
+        output.line(f"warning: {warning}", WARNING)
+    output.close(None)

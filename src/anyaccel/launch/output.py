@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing to standard error without ever waiting for the one who reads it."""
+"""Writing to standard output and error without ever waiting for the one who reads it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,68 @@ import os
 import select
 import stat
 import time
+from dataclasses import dataclass
+
+from anyaccel.errors import UsageError
 
 # What a pipe takes at once when it reports that it can be written to.
 _CHUNK = select.PIPE_BUF
 
+# Levels of the launcher's own lines, as in `logging`.
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+DEBUG, INFO, WARNING, ERROR = LEVELS.values()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Where output goes.
+
+    Attributes:
+        log_dir: folder that gets one log file a rank, standard output and error together; None for none. The
+            console then shows the launcher's own lines only.
+        tee: with `log_dir`, show the workers' output on the console as well.
+        rank_prefix: begin each line of a worker with ``[rankN] ``.
+        log_level: the launcher's own lines below this level are left out: a key of LEVELS.
+    """
+
+    log_dir: str | None = None
+    tee: bool = False
+    rank_prefix: bool = False
+    log_level: str = "info"
+
+    def check_output(self) -> None:
+        """Raise UsageError where the options contradict each other."""
+        if self.log_dir is not None and not self.log_dir:
+            raise UsageError("--enable_each_rank_log is empty; give a folder or leave it out")
+        if self.tee and self.log_dir is None:
+            raise UsageError("--tee shows what goes to log files, and there are none; add --enable_each_rank_log DIR")
+        if self.log_level not in LEVELS:
+            raise UsageError(f"--log_level is {self.log_level!r}, it must be one of {', '.join(LEVELS)}")
+
 
 class Output:
-    """A queue in front of a descriptor that other processes write to as well."""
+    """A queue in front of a descriptor that other processes write to as well.
 
-    def __init__(self, descriptor: int = 2) -> None:
+    Args:
+        level: lines below it are left out.
+        name: what each line begins with.
+    """
+
+    def __init__(self, descriptor: int = 2, level: int = INFO, name: str = "anyaccel") -> None:
         self._pending = bytearray()
         self._broken = False
         self._given = descriptor
+        self._level = level
+        self._name = name
         self.descriptor = self._unblocked(descriptor)
 
-    @staticmethod
-    def _unblocked(descriptor: int) -> int:
+    def _unblocked(self, descriptor: int) -> int:
         """The same pipe or terminal, opened anew: O_NONBLOCK on `descriptor` would change it for all."""
-        mode = os.fstat(descriptor).st_mode
+        try:
+            mode = os.fstat(descriptor).st_mode
+        except OSError:
+            self._broken = True  # it is closed: nobody is to hear of it
+            return descriptor
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
             try:
@@ -44,9 +88,10 @@ class Output:
             self._pending += data
             self.flush()
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, level: int = INFO) -> None:
         """`write` for a message of ours."""
-        self.write(f"anyaccel: {text}\n".encode(errors="backslashreplace"))
+        if level >= self._level:
+            self.write(f"{self._name}: {text}\n".encode(errors="backslashreplace"))
 
     def flush(self) -> None:
         """Pass on what the reader takes now."""

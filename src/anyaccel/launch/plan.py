@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from anyaccel.launch.binding import divide_core_list, memory_policy, shared_cores, spread_cores
-from anyaccel.launch.options import LaunchOptions
+from anyaccel.errors import UsageError
+from anyaccel.launch.binding import Shares, bind_ranks
+from anyaccel.launch.devices import narrow_devices
+from anyaccel.launch.numeric import openmp_binding
+from anyaccel.launch.options import BindingOptions, LaunchOptions
 from anyaccel.topology import Machine, format_cpu_list
 
 
@@ -22,9 +25,10 @@ class RankBinding:
         rank: number among all workers.
         local_rank: number among the workers of this machine.
         cores: logical CPUs it is bound to; empty when it is not bound.
-        memory_policy: "bind" or "default".
-        memory_nodes: NUMA nodes its memory comes from; empty with "default".
+        memory_policy: a key of `memory.MEMORY_MODES`.
+        memory_nodes: NUMA nodes of that policy; empty with "default".
         env: what is set in its environment, on top of the launcher's own.
+        strict: end it where the kernel refuses to bind it.
     """
 
     rank: int
@@ -33,6 +37,24 @@ class RankBinding:
     memory_policy: str
     memory_nodes: tuple[int, ...]
     env: Mapping[str, str]
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of this machine stand in the whole job.
+
+    Attributes:
+        first_rank: rank of the first worker of this machine.
+        world_size: number of workers of the whole job; None where those of this machine are all.
+        node: number of this machine.
+        nodes: number of machines.
+    """
+
+    first_rank: int = 0
+    world_size: int | None = None
+    node: int = 0
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -40,12 +62,14 @@ class LaunchPlan:
     """All workers of one launch on this machine.
 
     Attributes:
-        world_size: number of workers.
+        world_size: number of workers of the whole job.
         master_addr: address of rank 0.
         master_port: TCP port of rank 0.
-        ranks: one entry a worker, by rank.
+        ranks: one entry a worker of this machine, by rank.
         left_over: cores of the core list, else of the machine, that nobody got; empty when nobody is bound.
-        notes: what the user should know about this plan, one line each.
+        notes: what is worth knowing about this plan, one line each.
+        warnings: what was not done as asked or as the user set it, and what was done instead; said at the start.
+        reserved: cores that are left to the system.
     """
 
     world_size: int
@@ -54,6 +78,8 @@ class LaunchPlan:
     ranks: tuple[RankBinding, ...]
     left_over: tuple[int, ...]
     notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    reserved: tuple[int, ...] = ()
 
     @property
     def bound(self) -> bool:
@@ -78,34 +104,50 @@ class LaunchPlan:
                 for binding in self.ranks
             ],
             "left_over_cores": list(self.left_over),
+            "reserved_cores": list(self.reserved),
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
         }
 
     def render(self) -> str:
         """The plan for people, one line a rank, without a newline at the end."""
-        workers = f"{self.world_size} worker{'' if self.world_size == 1 else 's'}"
+        here, all_of_them = len(self.ranks), self.world_size
+        workers = f"{all_of_them} worker{'' if all_of_them == 1 else 's'}"
+        if here != all_of_them:
+            workers = f"{here} of {workers} here"
         lines = [f"plan: {workers}, {self._cores_each()}, master {self.master_addr}:{self.master_port}"]
-        width = len(str(self.world_size - 1))
-        lines += [f"  rank {binding.rank:{width}}: {_place(binding)}" for binding in self.ranks]
+        width = len(str(self.ranks[-1].rank))
+        lines += [f"  rank {binding.rank:{width}}: {describe(binding)}" for binding in self.ranks]
+        if self.reserved:
+            lines.append(f"  reserved cores: {format_cpu_list(self.reserved)}")
         if self.bound:
             lines.append(f"  left-over cores: {format_cpu_list(self.left_over) or 'none'}")
+        lines += [f"  warning: {warning}" for warning in self.warnings]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
     def _cores_each(self) -> str:
         if not self.bound:
             return "not bound to cores"
-        size = len(self.ranks[0].cores)
-        return f"{size} core{'' if size == 1 else 's'} each"
+        sizes = {len(binding.cores) for binding in self.ranks}
+        each = str(max(sizes)) if len(sizes) == 1 else f"{min(sizes)} to {max(sizes)}"
+        return f"{each} core{'' if each == '1' else 's'} each"
 
 
-def _place(binding: RankBinding) -> str:
+_MEMORY = {
+    "bind": "memory of node",
+    "preferred": "memory first of node",
+    "interleave": "memory in turn of node",
+}
+
+
+def describe(binding: RankBinding) -> str:
+    """Where one rank runs, for people."""
     threads = f"OMP_NUM_THREADS={binding.env['OMP_NUM_THREADS']}"
-    if not binding.cores:
-        return f"any core, {threads}"
     cores = f"core{'' if len(binding.cores) == 1 else 's'} {format_cpu_list(binding.cores)}"
+    memory = f"{_MEMORY.get(binding.memory_policy, '')} {format_cpu_list(binding.memory_nodes)}"
     if not binding.memory_nodes:
-        return f"{cores}, memory of any node, {threads}"
-    return f"{cores}, memory of node {format_cpu_list(binding.memory_nodes)}, {threads}"
+        memory = "memory of any node" if binding.cores else ""
+    return ", ".join(filter(None, (cores if binding.cores else "any core", memory, threads)))
 
 
 def build_plan(
@@ -116,56 +158,121 @@ def build_plan(
     master_port: int,
     environ: Mapping[str, str],
     extra_env: Mapping[str, str] | None = None,
+    place: Place = Place(),
+    device_ids: Sequence[int] | None = None,
+    device_nodes: Sequence[int | None] = (),
+    device_variable: str = "",
+    allocator: str = "",
 ) -> LaunchPlan:
     """The plan for `options` on `machine`.
 
     Args:
-        devices: number of workers when the options do not say.
+        devices: number of workers when neither the options nor `device_ids` say.
         master_port: port of rank 0 when the options do not say.
         environ: the launcher's environment; what the user set there is kept.
         extra_env: more variables for every worker.
+        place: where the workers of this machine stand in the whole job.
+        device_ids: numbers of the visible devices that take part, one worker each; None for the first ones.
+        device_nodes: NUMA node of the device of each local rank, None where unknown; empty without devices.
+        device_variable: variable that is set to `device_ids`: each worker sees all of them and takes that of its
+            LOCAL_RANK; "" where there is none.
+        allocator: path of the library to preload; "" for none.
 
     Raises:
-        UsageError: the cores cannot be divided as asked.
+        UsageError: the cores cannot be divided as asked; with strict options, anything that is a warning otherwise.
     """
-    ranks = options.num_accelerators or devices
-    notes: list[str] = []
-    shares: Sequence[tuple[int, ...]] = [()] * ranks
-    left_over: tuple[int, ...] = ()
-    cores = len(machine.cores())
-    if options.core_list is not None:
-        shares, left_over = divide_core_list(machine, ranks, options.core_list)
-        used = [core for share in shares for core in share]
-        notes += [
-            f"CPUs {format_cpu_list(group)} are threads of one physical core" for group in shared_cores(machine, used)
-        ]
-    elif options.bind_cores:
-        shares, left_over = spread_cores(machine, ranks)
-    elif ranks > cores:
-        notes.append(f"{ranks} workers share {cores} core{'' if cores == 1 else 's'}")
+    ranks = options.num_accelerators or (len(device_ids) if device_ids is not None else devices)
+    inherited = {**environ, **(extra_env or {})}
+    shares = bind_ranks(options, machine, ranks, device_nodes)
+    variables, notes, warnings = rank_environments(options, machine, shares, inherited, allocator)
+    if device_ids is not None and device_variable:
+        visible = narrow_devices(device_variable, inherited, device_ids)
+        variables = [{**env, device_variable: visible} for env in variables]
+        if inherited.get(device_variable, visible) != visible:
+            notes.append(f"{device_variable}={inherited[device_variable]} becomes {visible} for the slots chosen")
+    check_strict(options, warnings)
 
-    # An empty value counts as unset, as in OpenMP.
-    users_threads = environ.get("OMP_NUM_THREADS") or (extra_env or {}).get("OMP_NUM_THREADS")
-    if users_threads:
-        notes.append(f"OMP_NUM_THREADS={users_threads} is kept as it was set")
+    world_size = ranks if place.world_size is None else place.world_size
     master_addr = options.master_addr or "127.0.0.1"
     port = options.master_port or master_port
-
     bindings = []
-    for rank, share in enumerate(shares):
-        policy, nodes = memory_policy(machine, share) if share else ("default", ())
+    for local_rank, share in enumerate(shares.ranks):
+        rank = place.first_rank + local_rank
         env = {
             **(extra_env or {}),
             "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(local_rank),
             "LOCAL_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
-            "CROSS_RANK": "0",
-            "CROSS_SIZE": "1",
+            "CROSS_RANK": str(place.node),
+            "CROSS_SIZE": str(place.nodes),
+            "GROUP_RANK": str(place.node),
+            "NODE_RANK": str(place.node),
             "MASTER_ADDR": master_addr,
             "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": users_threads or str(len(share) or max(1, cores // ranks)),
+            **variables[local_rank],
         }
-        bindings.append(RankBinding(rank, rank, share, policy, nodes, env))
-    return LaunchPlan(ranks, master_addr, port, tuple(bindings), left_over, tuple(notes))
+        bindings.append(
+            RankBinding(
+                rank, local_rank, share.cores, share.memory_policy, share.memory_nodes, env, strict=options.strict
+            )
+        )
+    return LaunchPlan(
+        world_size,
+        master_addr,
+        port,
+        tuple(bindings),
+        shares.left_over,
+        tuple(notes),
+        tuple(warnings),
+        shares.reserved,
+    )
+
+
+def rank_environments(
+    options: BindingOptions, machine: Machine, shares: Shares, environ: Mapping[str, str], allocator: str
+) -> tuple[list[dict[str, str]], list[str], list[str]]:
+    """What numeric libraries and the allocator need, by rank, with all notes and warnings of these shares.
+
+    Args:
+        environ: what the ranks inherit.
+        allocator: path of the library to preload; "" for none.
+    """
+    ranks = len(shares.ranks)
+    cores = len(machine.cores())
+    notes, warnings = list(shares.notes), list(shares.warnings)
+    if not options.bind_cores and ranks > cores:
+        notes.append(f"{ranks} workers share {cores} core{'' if cores == 1 else 's'}")
+    # An empty value counts as unset, as in OpenMP.
+    users_threads = environ.get("OMP_NUM_THREADS", "")
+    if users_threads:
+        least = min(len(share.cores) for share in shares.ranks)
+        first = users_threads.partition(",")[0].strip()
+        if options.bind_cores and first.isdigit() and int(first) > least:
+            warnings.append(
+                f"OMP_NUM_THREADS={users_threads} is kept as it was set, though a worker has only {least} "
+                f"CPU{'' if least == 1 else 's'}"
+            )
+        else:
+            notes.append(f"OMP_NUM_THREADS={users_threads} is kept as it was set")
+    variables: list[dict[str, str]] = [{} for _ in shares.ranks]
+    if options.bind_cores:
+        variables, kept, replaced = openmp_binding([share.cores for share in shares.ranks], environ)
+        notes += kept
+        warnings += replaced
+    for env, share in zip(variables, shares.ranks, strict=True):
+        env["OMP_NUM_THREADS"] = users_threads or str(len(share.cores) or max(1, cores // ranks))
+    if allocator:
+        from anyaccel.launch.allocators import preload  # few launches need it
+
+        variables = [{**env, "LD_PRELOAD": preload(allocator, environ)} for env in variables]
+        if environ.get("LD_PRELOAD"):
+            notes.append(f"LD_PRELOAD={environ['LD_PRELOAD']} comes after {allocator}")
+    return variables, notes, warnings
+
+
+def check_strict(options: BindingOptions, warnings: Sequence[str]) -> None:
+    """Raise UsageError where there are warnings and options are strict."""
+    if options.strict and warnings:
+        raise UsageError(f"{'; '.join(warnings)}; that is an error because of --strict")

@@ -7,6 +7,7 @@ the launcher is gone, and the launcher, a subreaper too, ends everything when th
 
 from __future__ import annotations
 
+import marshal
 import mmap
 import os
 import signal
@@ -15,19 +16,38 @@ from collections.abc import Sequence
 
 from anyaccel import _native
 from anyaccel.launch import processes
-from anyaccel.launch.guardian import DELIVERED, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Failure, Report, guard
-from anyaccel.launch.output import Output
+from anyaccel.launch.failure import Failure, Report, describe_end, exit_code, explain
+from anyaccel.launch.guardian import DELIVERED, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link, guard
+from anyaccel.launch.output import ERROR, LEVELS, Output, OutputOptions
 from anyaccel.launch.worker import STOP_SIGNALS, Worker
 
+# Seconds for a launcher on another host to take what is said at the end.
+_LAST_WORD = 2.0
 _SI_KERNEL = 0x80  # si_code of what the terminal sends, to the whole foreground group
 
 
-def supervise(workers: Sequence[Worker], grace_period: float) -> int:
-    """Start the workers, wait for their end, and return the exit code of the job; see `launch_local`."""
+def supervise(
+    workers: Sequence[Worker],
+    grace_period: float,
+    *,
+    options: OutputOptions | None = None,
+    link: Link | None = None,
+    console: Output | None = None,
+    host: str = "",
+) -> int:
+    """Start the workers, wait for their end, and return the exit code of the job; see `launch_local`.
+
+    Args:
+        options: where output goes; what `OutputOptions()` says when left out.
+        link: the launcher on another host, which is told what happened.
+        console: standard error; `Output()` with the level of the options when left out.
+        host: name of this host for messages, in a job on several.
+    """
     _open_standard_descriptors()
+    options = options or OutputOptions()
     control_read, control_write = os.pipe()
     report = mmap.mmap(-1, REPORT_BYTES)  # shared with what is forked
-    output = Output()
+    output = console or Output(2, LEVELS[options.log_level])
     stop_signals = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # An ignored SIGCHLD, which a parent may hand down, would make the kernel forget exit codes.
     old_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -39,18 +59,25 @@ def supervise(workers: Sequence[Worker], grace_period: float) -> int:
         guardian = os.fork()
         if guardian == 0:
             os.close(control_write)
-            guard(workers, grace_period, control_read, report, group)
+            guard(workers, grace_period, control_read, report, group, output, options, link)
         os.close(control_read)
         os.set_blocking(control_write, False)
         launcher = _Launcher(guardian, control_write, group, len(workers), grace_period, output)
         status = launcher.watch(stop_signals)
-        code = launcher.conclude(status, _read(report[:]), before)
+        found = launcher.conclude(status, _read(report[:]), before)
+        code = launcher.result(found)
+        if link:
+            link.output.write(link.conclude(found))
+        else:
+            launcher.explain(found, host)
     finally:
         os.close(control_write)  # the end of the guardian, should it still be there
         report.close()
         _native.set_child_subreaper(False)
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if old_handler is None else old_handler)
+    if link and link.output is not output:
+        link.output.close(_LAST_WORD)
     # Signals have their usual effect again: whoever waits here for a reader that does not read can be ended.
     output.close(1.0 if launcher.stopped else None)
     return code
@@ -69,7 +96,7 @@ def _open_standard_descriptors() -> None:
 def _read(report: bytes) -> Report | None:
     """What the guardian reported; None when it did not come to it."""
     try:
-        return Report.decode(report)
+        return Report.decode(marshal.loads(report))
     except (EOFError, ValueError, TypeError):
         return None
 
@@ -85,6 +112,7 @@ class _Launcher:
         self._grace = grace_period
         self._output = output
         self._stop: tuple[int, float] | None = None  # the first signal, and when it came
+        self._lost = 0  # wait status of a guardian that did not come to its report
 
     @property
     def stopped(self) -> bool:
@@ -134,63 +162,40 @@ class _Launcher:
         only_us = info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
         return info.si_code == _SI_KERNEL and self._group != 0 and not only_us
 
-    def conclude(self, status: int, report: Report | None, before: set[int]) -> int:
-        """Make sure that nothing is left, say what happened, and return the exit code of the job."""
-        immortal = report.immortal if report else ""
+    def conclude(self, status: int, report: Report | None, before: set[int]) -> Report:
+        """Make sure that nothing is left; returns what happened."""
         if report is None:
             immortal = processes.describe(processes.end_all(before, KILL_TIMEOUT))
-        if immortal:
-            self._output.line(f"error: these processes do not end, not even by SIGKILL: {immortal}")
-        return self._explain(status, report)
+            self._lost = status
+            problem = f"the supervising process {describe_end(status)}; {self._workers} were ended"
+            report = Report(immortal=immortal, problem=problem)
+        if self._stop and (report.failure is None or self._is_cause(*self._stop, report.failure)):
+            report.failure, report.problem = None, ""
+            report.signal = self._stop[0]
+        return report
 
-    def _explain(self, status: int, report: Report | None) -> int:
-        failure = report.failure if report else None
-        if self._stop and (failure is None or self._is_cause(*self._stop, failure)):
-            return 128 + self._stop[0]
-        if report is None:
-            self._output.line(f"error: the supervising process {_end(status)}; {self._workers} were ended")
-            return _code(status)
+    def result(self, report: Report) -> int:
+        """The exit code of the job."""
+        if report.failure:
+            return exit_code(report.failure.status)
         if report.problem:
-            self._output.line(f"error: {report.problem}")
-            return 1
-        if failure:
-            for line in _explanation(failure):
-                self._output.line(line)
-            return _code(failure.status)
-        if report.signal:
-            return 128 + report.signal
-        return 0
+            return exit_code(self._lost) or 1
+        return 128 + report.signal if report.signal else 0
+
+    def explain(self, report: Report, host: str) -> None:
+        """Say what happened."""
+        if report.immortal:
+            self._output.line(f"error: these processes do not end, not even by SIGKILL: {report.immortal}", ERROR)
+        if report.problem:
+            self._output.line(f"error: {report.problem}", ERROR)
+        elif report.failure:
+            failure = report.failure
+            who = f"rank {failure.rank}{f' on host {host}' if host else ''}"
+            for line in explain(failure, who, failure.others):
+                self._output.line(line, ERROR)
 
     @staticmethod
     def _is_cause(number: int, at: float, failure: Failure) -> bool:
         """Whether the signal that we got ended the worker too: it may have been faster than we were."""
         killed_by_it = os.WIFSIGNALED(failure.status) and os.WTERMSIG(failure.status) == number
         return killed_by_it or at <= failure.time + SAME_MOMENT
-
-
-def _code(status: int) -> int:
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
-def _end(status: int) -> str:
-    if not os.WIFSIGNALED(status):
-        return f"exited with code {os.WEXITSTATUS(status)}"
-    number = os.WTERMSIG(status)
-    try:
-        return f"was killed by {signal.Signals(number).name}"
-    except ValueError:
-        return f"was killed by signal {number}"  # a real-time signal, these have no names
-
-
-def _explanation(failure: Failure) -> list[str]:
-    others = failure.others
-    ended = "" if others == 0 else f"; {others} other worker{' was' if others == 1 else 's were'} ended"
-    lines = [f"error: rank {failure.rank} (process {failure.pid}) {_end(failure.status)}{ended}"]
-    if os.WIFSIGNALED(failure.status) and os.WTERMSIG(failure.status) == signal.SIGKILL:
-        lines.append("the launcher did not send that; the kernel does when memory runs out, see dmesg")
-    if failure.tail:
-        lines.append(f"last lines of rank {failure.rank} on standard error:")
-        lines += [f"  | {line}" for line in failure.tail]
-    if any("--local_rank" in line and "rror" in line for line in failure.tail):
-        lines.append("the script does not take --local_rank; start it with --no_local_rank")
-    return lines

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyaccel import _native
-from anyaccel.launch.binding import MEMORY_POLICIES
+from anyaccel.launch.apply import bind_worker
 from anyaccel.launch.plan import RankBinding
-from anyaccel.topology import format_cpu_list
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
@@ -36,17 +35,20 @@ class Worker:
     env: Mapping[str, str]
 
 
-def become_worker(worker: Worker, parent: int, group: int, stderr: int) -> NoReturn:
+def become_worker(worker: Worker, parent: int, group: int, stdout: int | None, stderr: int) -> NoReturn:
     """Turn this freshly forked process, whose signals are blocked, into the worker. Never returns.
 
     Args:
         parent: process id of the process that forked; without it there is no worker.
         group: process group to join, that of the launcher, so that a terminal reaches the worker; 0 for none.
+        stdout: descriptor that becomes its standard output; None for the one that is there.
         stderr: descriptor that becomes its standard error.
     """
     code = _OUR_ERROR
     try:
         os.dup2(stderr, 2)
+        if stdout is not None:
+            os.dup2(stdout, 1)
         _live_with(parent, group)
         _bind(worker.binding)
         _reset_signals()
@@ -76,22 +78,7 @@ def _live_with(parent: int, group: int) -> None:
 
 
 def _bind(binding: RankBinding) -> None:
-    if not binding.cores:
-        return
-    cores = format_cpu_list(binding.cores)
-    try:
-        os.sched_setaffinity(0, binding.cores)
-    except OSError as error:
-        _say(f"warning: rank {binding.rank} is not bound to cores {cores}: {error.strerror}")
-    try:
-        if binding.memory_nodes:
-            _native.set_mempolicy(MEMORY_POLICIES[binding.memory_policy], binding.memory_nodes)
-    except OSError as error:
-        nodes = format_cpu_list(binding.memory_nodes)
-        _say(
-            f"warning: memory of rank {binding.rank} is not bound to node {nodes}: "
-            f"{os.strerror(error.errno or 0)} (usual in containers); its cores are bound to {cores}"
-        )
+    bind_worker(binding, _say)
 
 
 def _reset_signals() -> None:

@@ -49,6 +49,16 @@ def format_cpu_list(numbers: Iterable[int]) -> str:
     return ",".join("-".join(map(str, run)) for run in runs)
 
 
+# Kinds of memory that a node without cores may have, and what people call them.
+MEMORY_KINDS = {
+    "hbm": "HBM",
+    "cxl": "CXL memory",
+    "pmem": "persistent memory",
+    "gpu": "memory of a GPU",
+    "slow": "memory slower than that of the cores",
+}
+
+
 @dataclass(frozen=True)
 class Cpu:
     """One logical CPU that is online.
@@ -60,6 +70,7 @@ class Cpu:
         core_id: core number as the firmware gives it; unique at most within package and die.
         node: NUMA node (the lowest one, where several nodes show the same CPU).
         siblings: ids of the logical CPUs of the same physical core, itself included, ascending.
+        kind: "performance", "efficiency" or "low power" on a machine whose cores differ, else "".
     """
 
     id: int
@@ -68,6 +79,7 @@ class Cpu:
     core_id: int = 0
     node: int = 0
     siblings: tuple[int, ...] = ()
+    kind: str = ""
 
     @property
     def core(self) -> int:
@@ -84,12 +96,19 @@ class NumaNode:
         cpus: ids of its online logical CPUs, ascending; empty for a node that only has memory.
         memory_bytes: its memory in bytes; 0 for a node that only has CPUs.
         distances: distance to each node by node id, as the firmware gives it (10 is local); may be empty.
+        memory_kind: technology of the memory of a node without cores, where the kernel tells it: a key of
+            MEMORY_KINDS. "" where it is not known, and for nodes with cores, whose memory is the usual one.
+        memory_evidence: how `memory_kind` is known, for people; "" where it is not.
+        initiators: nodes that the firmware names as the closest to the memory of a node without cores; may be empty.
     """
 
     id: int
     cpus: tuple[int, ...]
     memory_bytes: int
     distances: dict[int, int] = field(default_factory=dict, hash=False)
+    memory_kind: str = ""
+    memory_evidence: str = ""
+    initiators: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +152,37 @@ class Machine:
             by_node.setdefault(cpu.node, []).append(cpu)
         order = sorted(by_node, key=lambda node: (by_node[node][0].package, node))
         return {node: tuple(by_node[node]) for node in order}
+
+    def nearest_nodes(self, node_id: int) -> tuple[int, ...]:
+        """The nodes with cores that a node is closest to, itself where it has cores.
+
+        What the firmware names as initiators wins over the distance table. Empty where nothing tells.
+        """
+        node = self.node(node_id)
+        if node is None:
+            return ()
+        with_cores = [other.id for other in self.nodes if other.cpus]
+        if node_id in with_cores:
+            return (node_id,)
+        named = tuple(other for other in with_cores if other in node.initiators)
+        if named:
+            return named
+        known = {other: node.distances[other] for other in with_cores if other in node.distances}
+        return tuple(other for other, distance in known.items() if distance == min(known.values()))
+
+    def memory_near(self, node_id: int, kind: str | None = None) -> tuple[NumaNode, ...]:
+        """The nodes without cores whose memory is closest to this node, the nearest first.
+
+        Args:
+            kind: only memory of this kind, such as "hbm".
+        """
+        found = [
+            node
+            for node in self.nodes
+            if node.memory_bytes and not node.cpus and node_id in self.nearest_nodes(node.id)
+            if kind is None or node.memory_kind == kind
+        ]
+        return tuple(sorted(found, key=lambda node: node.distances.get(node_id, 1 << 16)))
 
     def summary(self) -> str:
         """The topology in one line."""

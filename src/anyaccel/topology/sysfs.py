@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only reader of the machine: /sys/devices/system/{cpu,node} and /proc, live or recorded.
+"""The reader of the machine: /sys/devices/system/{cpu,node}, /proc and cpusets, live or recorded.
 
 Plain system calls rather than pathlib or open(): this is on the start-up path of every launch, and a large
 machine has a few thousand of these files.
@@ -10,14 +10,21 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from anyaccel.errors import UsageError
 from anyaccel.topology.model import Cpu, Machine, NumaNode, parse_cpu_list
+
+# cgroup v1, v2, v1 of old kernels, v1 mounted without prefixes.
+_CPUSET_CPUS = ("cpuset.effective_cpus", "cpuset.cpus.effective", "cpuset.cpus", "cpus")
+_CPUSET_MEMS = ("cpuset.effective_mems", "cpuset.mems.effective", "cpuset.mems", "mems")
+# Beside `cpu_core`: folder of the performance counters that only this kind of core has.
+_OTHER_KINDS = {"cpu_atom": "efficiency", "cpu_lowpower": "low power"}
 
 TYPE_CHECKING = False  # type checkers know the name; importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def read_machine(root: Path | None = None) -> Machine:
+def read_machine(root: Path | str | None = None) -> Machine:
     """The machine this process runs on, or a recorded one.
 
     Args:
@@ -26,7 +33,8 @@ def read_machine(root: Path | None = None) -> Machine:
             restricted.
 
     Anything may be missing: without topology files each CPU is its own core, without a node directory there
-    is one node 0. Offline CPUs and nodes are left out.
+    is one node 0. Offline CPUs and nodes are left out. Caches and devices are read apart, by
+    `anyaccel.topology.details`: a launch does without them.
     """
     base = "" if root is None else os.fspath(root)
     status = _status(f"{base}/proc/self/status")
@@ -37,7 +45,11 @@ def read_machine(root: Path | None = None) -> Machine:
         online = tuple(sorted(affinity.union(_online_cpus(cpu_folder))))
     else:
         online = _online_cpus(cpu_folder) or (0,)
-        affinity = set(_numbers(status.get("Cpus_allowed_list")) or online)
+        affinity = set(numbers(status.get("Cpus_allowed_list")) or online)
+    # Live, the kernel's own answers have the cpuset in them; a recording may lack those, or have them from outside.
+    cpuset, cpuset_mems = _cpuset(base) if base else (None, None)
+    # A cpuset that leaves nothing is not the one of this process.
+    affinity = affinity.intersection(cpuset or affinity) or affinity
     usable = tuple(cpu for cpu in online if cpu in affinity)
 
     nodes = _nodes(f"{base}/sys/devices/system/node", set(online))
@@ -47,32 +59,62 @@ def read_machine(root: Path | None = None) -> Machine:
     if len(nodes) == 1:
         # The node's own figure may leave out memory that was added to a virtual machine while it ran.
         nodes = (replace(nodes[0], memory_bytes=max(nodes[0].memory_bytes, _meminfo(f"{base}/proc/meminfo"))),)
+    if any(node.memory_bytes and not node.cpus for node in nodes):
+        from anyaccel.topology.memory import tell_memory_kinds  # most machines have no such node
+
+        nodes = tell_memory_kinds(nodes, base)
     node_of = {cpu: node.id for node in reversed(nodes) for cpu in node.cpus}
 
     cpus = _cpus(cpu_folder, online, node_of, nodes[0].id)
-    mems = _numbers(status.get("Mems_allowed_list"))
-    memory = tuple(node.id for node in nodes if node.memory_bytes and (mems is None or node.id in mems))
+    kinds = _core_kinds(f"{base}/sys/devices", cpus)
+    if kinds:
+        cpus = tuple(replace(cpu, kind=kinds.get(cpu.core, "")) for cpu in cpus)
+    mems = numbers(status.get("Mems_allowed_list"))
+    memory = tuple(
+        node.id
+        for node in nodes
+        if node.memory_bytes and all(limit is None or node.id in limit for limit in (mems, cpuset_mems))
+    )
     return Machine(cpus, nodes, usable, memory if numa else ())
 
 
-def _read(path: str) -> str | None:
-    """Text of a small file; None where it is missing or cannot be read (an offline CPU, a masked file)."""
+def check_recording(root: Path | str) -> None:
+    """Raise UsageError where `root` is not the folder of a recorded machine, saying what was looked for."""
+    base = os.fspath(root)
+    wanted = f"{base.rstrip('/') or '/'}/sys/devices/system/cpu"
+    if numbered(wanted, "cpu") or _online_cpus(wanted):
+        return
+    if not os.path.isdir(base):  # noqa: PTH112 - importing pathlib takes 8 ms of each launch
+        raise UsageError(f"--sysfs-root {base!r} is not a folder; give one that has sys/ and proc/ of a machine")
+    inside = [name for name in names(base) if numbered(f"{base}/{name}/sys/devices/system/cpu", "cpu")]
+    hint = f"did you mean {base.rstrip('/')}/{inside[0]}?" if inside else "give the folder that has sys/ and proc/"
+    raise UsageError(f"--sysfs-root {base!r} has no recorded machine: there are no CPUs in {wanted}; {hint}")
+
+
+def read_text(path: str, limit: int | None = None) -> str | None:
+    """Text of a small file; None where it is missing or cannot be read (an offline CPU, a masked file).
+
+    Args:
+        limit: bytes after which to stop; all of it when left out.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
         parts = []
-        while part := os.read(descriptor, 65536):
+        while part := os.read(descriptor, limit or 65536):
             parts.append(part)
+            if limit:
+                break
     except OSError:
         return None
     finally:
         os.close(descriptor)
-    return b"".join(parts).decode(errors="replace").strip()
+    return b"".join(parts).decode(errors="replace").strip("\0 \t\r\n")  # some recordings keep the final NUL
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
+def numbers(text: str | None) -> tuple[int, ...] | None:
     """A kernel list; None where it is missing or not a list."""
     if text is None:
         return None
@@ -82,7 +124,22 @@ def _numbers(text: str | None) -> tuple[int, ...] | None:
         return None
 
 
-def _number(text: str | None) -> int:
+def mask_numbers(text: str | None) -> tuple[int, ...] | None:
+    """The numbers of a kernel mask such as "ff,ffffffff"; None where it is missing or not a mask."""
+    try:
+        bits = int((text or "").replace(",", ""), 16)
+    except ValueError:
+        return None
+    return tuple(bit for bit in range(bits.bit_length()) if bits >> bit & 1)
+
+
+def listed(list_file: str, mask_file: str) -> tuple[int, ...] | None:
+    """What a list file names; old kernels and some recordings have only the mask file beside it."""
+    found = numbers(read_text(list_file))
+    return found or mask_numbers(read_text(mask_file)) or found
+
+
+def number(text: str | None) -> int:
     """A kernel number; 0 where it is missing, not a number or -1 (the kernel's "unknown")."""
     try:
         return max(0, int(text or 0))
@@ -90,38 +147,103 @@ def _number(text: str | None) -> int:
         return 0
 
 
-def _numbered(folder: str, prefix: str) -> tuple[int, ...]:
-    """The numbers N of the entries `prefix`N of a folder."""
+def names(folder: str) -> list[str]:
+    """Names of the entries of a folder, sorted; none where it is missing."""
     try:
         with os.scandir(folder) as entries:
-            names = [entry.name for entry in entries]
+            return sorted(entry.name for entry in entries)
     except OSError:
-        return ()
-    tails = (name[len(prefix) :] for name in names if name.startswith(prefix))
+        return []
+
+
+def numbered(folder: str, prefix: str) -> tuple[int, ...]:
+    """The numbers N of the entries `prefix`N of a folder."""
+    tails = (name[len(prefix) :] for name in names(folder) if name.startswith(prefix))
     return tuple(sorted(int(tail) for tail in tails if tail.isascii() and tail.isdigit()))
 
 
 def _status(path: str) -> dict[str, str]:
-    pairs = (line.partition(":") for line in (_read(path) or "").splitlines())
+    pairs = (line.partition(":") for line in (read_text(path) or "").splitlines())
     return {name: value.strip() for name, _, value in pairs}
 
 
 def _meminfo(path: str, field: str = "MemTotal:") -> int:
     """Bytes of memory in /proc/meminfo, or in a node's meminfo, whose lines start with "Node N"."""
-    for line in (_read(path) or "").splitlines():
+    for line in (read_text(path) or "").splitlines():
         words = line.split()
         if field in words[:-1]:
-            return _number(words[words.index(field) + 1]) * 1024
+            return number(words[words.index(field) + 1]) * 1024
     return 0
 
 
+def _cpuset(base: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """CPUs and memory nodes of the cgroup (v1 or v2) of the recorded process; None where there is no cpuset."""
+    for path, mounts in _cpuset_places(base):
+        if ".." in path:
+            continue  # outside of what this process may see
+        # A container sees its own cgroup as the root, a cgroup without the controller has that of its parent.
+        parts = [part for part in path.split("/") if part]
+        for depth in range(len(parts), -1, -1):
+            for mount in mounts:
+                folder = "/".join((base + mount, *parts[:depth]))
+                cpus = _first_list(folder, _CPUSET_CPUS)
+                if cpus:
+                    return cpus, _first_list(folder, _CPUSET_MEMS)
+    return None, None
+
+
+def _cpuset_places(base: str) -> list[tuple[str, list[str]]]:
+    """Where to look: the path of a cgroup, and the folders where its hierarchy may be mounted."""
+    v1, v2 = ["/sys/fs/cgroup/cpuset", "/dev/cpuset"], ["/sys/fs/cgroup"]
+    for line in (read_text(f"{base}/proc/mounts") or "").splitlines():
+        _, folder, kind, options, *_ = [*line.split(), "", "", "", ""]
+        if kind == "cgroup2":
+            v2.insert(0, folder)
+        elif kind == "cpuset" or (kind == "cgroup" and "cpuset" in options.split(",")):
+            v1.insert(0, folder)
+    places = []
+    for line in (read_text(f"{base}/proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if "cpuset" in controllers.split(","):
+            places.append((path, v1))
+        elif not controllers:
+            places.append((path, v2))
+    return places or [(read_text(f"{base}/proc/self/cpuset") or "", v1 + v2)]
+
+
+def _first_list(folder: str, candidates: tuple[str, ...]) -> tuple[int, ...] | None:
+    return next((found for name in candidates if (found := numbers(read_text(f"{folder}/{name}")))), None)
+
+
+def _core_kinds(folder: str, cpus: tuple[Cpu, ...]) -> dict[int, str]:
+    """Kind by core where cores differ: as x86 says which counters a CPU has, else as the scheduler rates them."""
+    rated = f"{folder}/system/cpu/cpu"
+    performance = numbers(read_text(f"{folder}/cpu_core/cpus"))
+    if performance is not None:
+        kinds = dict.fromkeys(performance, "performance")
+        for counters, kind in _OTHER_KINDS.items():
+            kinds.update(dict.fromkeys(numbers(read_text(f"{folder}/{counters}/cpus")) or (), kind))
+        return kinds
+    # On x86 the counters tell it, so that a launch there need not read a rate of each core.
+    live = folder == "/sys/devices"
+    if (live and os.uname().machine == "x86_64") or read_text(f"{rated}{cpus[0].id}/cpu_capacity") is None:
+        return {}
+    rates = {core: number(read_text(f"{rated}{core}/cpu_capacity")) for core in {cpu.core for cpu in cpus}}
+    # Cores of one design differ a little in what they may clock.
+    limit = max(rates.values()) * 3 // 4
+    if min(rates.values()) >= limit:
+        return {}
+    return {core: "performance" if rate >= limit else "efficiency" for core, rate in rates.items()}
+
+
 def _online_cpus(folder: str) -> tuple[int, ...]:
-    listed = _numbers(_read(f"{folder}/online"))
-    if listed:
-        return listed
+    online = numbers(read_text(f"{folder}/online"))
+    if online:
+        return online
     # A dump made with `cp` may lack the list; a CPU without `online` (the boot CPU) cannot be taken offline.
-    found = _numbered(folder, "cpu")
-    return tuple(cpu for cpu in found if _read(f"{folder}/cpu{cpu}/online") != "0")
+    found = numbered(folder, "cpu")
+    return tuple(cpu for cpu in found if read_text(f"{folder}/cpu{cpu}/online") != "0")
 
 
 def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int], default_node: int) -> tuple[Cpu, ...]:
@@ -130,14 +252,14 @@ def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int], default
     siblings: dict[int, tuple[int, ...]] = {}
     for cpu in online:
         topology = f"{folder}/cpu{cpu}/topology/"
-        package, die, core = (_read(topology + name) for name in ("physical_package_id", "die_id", "core_id"))
-        keys[cpu] = (_number(package), _number(die), _number(core))
+        package, die, core = (read_text(topology + name) for name in ("physical_package_id", "die_id", "core_id"))
+        keys[cpu] = (number(package), number(die), number(core))
         if cpu in siblings:
             continue
-        listed = _numbers(_read(topology + "core_cpus_list") or _read(topology + "thread_siblings_list"))
-        if listed is None and core is not None:
+        threads = _siblings(topology)
+        if threads is None and core is not None:
             continue  # told apart by their keys below
-        group = tuple(other for other in listed or () if other in known)
+        group = tuple(other for other in threads or () if other in known and other not in siblings)
         if cpu not in group:
             group = (cpu,)
         siblings.update(dict.fromkeys(group, group))
@@ -147,16 +269,24 @@ def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int], default
     return tuple(Cpu(cpu, *keys[cpu], node=node_of.get(cpu, default_node), siblings=siblings[cpu]) for cpu in online)
 
 
+def _siblings(topology: str) -> tuple[int, ...] | None:
+    for name in ("core_cpus", "thread_siblings"):
+        found = listed(f"{topology}{name}_list", f"{topology}{name}")
+        if found:
+            return found
+    return None
+
+
 def _nodes(folder: str, online: set[int]) -> tuple[NumaNode, ...]:
-    ids = _numbered(folder, "node")
-    listed = _numbers(_read(f"{folder}/online"))
-    if listed is not None:
-        ids = tuple(node for node in ids if node in listed)
+    ids = numbered(folder, "node")
+    shown = numbers(read_text(f"{folder}/online"))
+    if shown is not None:
+        ids = tuple(node for node in ids if node in shown)
     nodes = []
     for node in ids:
         path = f"{folder}/node{node}/"
-        cpus = tuple(cpu for cpu in _numbers(_read(path + "cpulist")) or () if cpu in online)
-        distances = [_number(word) for word in (_read(path + "distance") or "").split()]
+        cpus = tuple(cpu for cpu in listed(path + "cpulist", path + "cpumap") or () if cpu in online)
+        distances = [number(word) for word in (read_text(path + "distance") or "").split()]
         # The table has one column for each online node, in order; another length cannot be attributed.
         table = dict(zip(ids, distances, strict=True)) if len(distances) == len(ids) else {}
         nodes.append(NumaNode(node, cpus, _meminfo(path + "meminfo"), table))

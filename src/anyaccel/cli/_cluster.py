@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of `anyaccel run` for several hosts; imported only for them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from anyaccel.launch.cluster import ClusterLaunch, ClusterOptions, prepare, run_cluster
+from anyaccel.launch.options import LaunchOptions
+from anyaccel.topology import format_cpu_list
+
+
+def show(options: LaunchOptions, cluster: ClusterOptions, as_json: bool) -> None:
+    """Print which hosts would take part and how they would be reached. Asks none of them."""
+    launch = prepare(options, cluster)
+    if as_json:
+        print(json.dumps(_to_dict(launch), indent=2))
+        return
+    task = launch.task
+    how = launch.runner.name if launch.runner else "no launcher, this host only"
+    print(f"job: {task.world_size} workers on {len(task.hosts)} hosts, by {how}")
+    for node, host in enumerate(task.hosts):
+        first = task.place(node).first_rank
+        ranks = format_cpu_list(range(first, first + len(host.slots)))
+        print(f"  host {node}: {host.name}, slots {format_cpu_list(host.slots)}, ranks {ranks}")
+    print(f"  rank 0 listens on {task.options.master_addr or 'the address of the first host that the others see'}")
+    print(f"  variables that travel: {', '.join(sorted(task.environment)) or 'none'}")
+    for command in _commands(launch):
+        print(f"  command: {shlex.join(command)}")
+    print("  each host makes its own plan; on this one: anyaccel run --dry-run without the options about hosts")
+
+
+def _to_dict(launch: ClusterLaunch) -> dict[str, object]:
+    task = launch.task
+    return {
+        "world_size": task.world_size,
+        "launcher": launch.runner.name if launch.runner else None,
+        "master_addr": task.options.master_addr,
+        "master_port": task.options.master_port,
+        "hosts": [
+            {"name": host.name, "slots": list(host.slots), "first_rank": task.place(node).first_rank}
+            for node, host in enumerate(task.hosts)
+        ],
+        "environment": dict(task.environment),
+        "commands": [list(command) for command in _commands(launch)],
+    }
+
+
+def _commands(launch: ClusterLaunch) -> list[tuple[str, ...]]:
+    if launch.runner is None or launch.commands:
+        return list(launch.commands)
+    return [launch.command("PORT/WORD/ADDRESS")[0]]
+
+
+def run_or_show(options: LaunchOptions, cluster: ClusterOptions, *, dry_run: bool, as_json: bool) -> int:
+    """Run the job, or with `dry_run` print it; returns the exit code."""
+    if dry_run:
+        show(options, cluster, as_json)
+        return 0
+    return run_cluster(options, cluster)

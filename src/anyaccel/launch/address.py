@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and addresses of hosts."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+_SIOCGIFADDR = 0x8915
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a name of a hostfile means the host that this process runs on."""
+    if "@" in name:
+        return False  # another user
+    if name.lower() in ("localhost", socket.gethostname().lower()):
+        return True
+    return any(_is_ours(family, address) for family, address in _addresses(name))
+
+
+def own_addresses(hosts: Sequence[str]) -> list[str]:
+    """Addresses of this host, those that face `hosts` first."""
+    found = []
+    for host in hosts:
+        for family, address in _addresses(host.rpartition("@")[2]):
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.connect((address, 9))  # sends nothing
+                except OSError:
+                    continue
+                found.append(str(probe.getsockname()[0]))
+    return list(dict.fromkeys(found)) or ["127.0.0.1"]
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface whose own IPv4 address reaches `address`; None where that cannot be told."""
+    for family, target in _addresses(address):
+        if family != socket.AF_INET:
+            continue
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((target, 9))
+                own = probe.getsockname()[0]
+                for _, name in socket.if_nameindex():
+                    request = struct.pack("256s", os.fsencode(name)[:15])
+                    try:
+                        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                    except OSError:
+                        continue  # an interface without an address
+                    if socket.inet_ntoa(answer[20:24]) == own and own != target:
+                        return name
+                    if socket.inet_ntoa(answer[20:24]) == target:
+                        return name  # ours: the way to it is the loopback, others come in here
+            except OSError:
+                continue
+    return None
+
+
+def hostname_is_loopback() -> bool:
+    """Whether this host's own name leads nowhere, or only to itself: gloo takes its address from it."""
+    found = _addresses(socket.gethostname())
+    return all(address.startswith("127.") or address == "::1" for _, address in found)
+
+
+def _addresses(name: str) -> list[tuple[int, str]]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [(family, str(address[0])) for family, _, _, _, address in found]
+
+
+def _is_ours(family: int, address: str) -> bool:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))  # only an own address can be bound
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How agents below mpirun, srun or pdsh find the launcher: they call it back through TCP.
+
+The launchers' own exit codes and signals do not suffice: MPICH's and Intel's mpiexec go on when a rank exits with an
+error, srun returns the largest code rather than the first, MPICH returns 0 after SIGTERM, and pdsh leaves remote
+commands alive. What a caller must know is the secret word of the job.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from anyaccel.launch.address import own_addresses
+from anyaccel.launch.channel import ConnectionLostError, FrameReader
+
+TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
+if TYPE_CHECKING:
+    from typing import Any
+
+# The environment variable that brings the contact to the agents, where the launcher passes variables on.
+VARIABLE = "ANYACCEL_CONTACT"
+# Seconds for a caller to say the word, and for an agent to reach one of the launcher's addresses.
+_INTRODUCTION = 10.0
+_CONNECT = 10.0
+# Callers that have not said the word yet; more are refused.
+_MOST_STRANGERS = 4096
+
+
+@dataclass(frozen=True)
+class Contact:
+    """Where the launcher listens, and the word to say. As text it needs no quoting anywhere."""
+
+    port: int
+    word: str
+    addresses: tuple[str, ...]
+
+    def encode(self) -> str:
+        """As text: ``PORT/WORD/ADDRESS/ADDRESS``."""
+        return "/".join([str(self.port), self.word, *self.addresses])
+
+    @classmethod
+    def decode(cls, text: str) -> Contact:
+        """The opposite of `encode`."""
+        port, word, *addresses = text.split("/")
+        return cls(int(port), word, tuple(addresses))
+
+    def call(self) -> socket.socket:
+        """A connection to the launcher.
+
+        Raises:
+            ConnectionLostError: none of its addresses answers.
+        """
+        deadline = time.monotonic() + _CONNECT
+        with selectors.DefaultSelector() as selector:
+            why = "no address"
+            try:
+                for address in self.addresses:
+                    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                    attempt = socket.socket(family, socket.SOCK_STREAM)
+                    attempt.setblocking(False)
+                    attempt.connect_ex((address, self.port))
+                    selector.register(attempt, selectors.EVENT_WRITE, address)
+                # All at once: an address of another network may not even refuse.
+                while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                    for key, _ in selector.select(left):
+                        found = key.fileobj
+                        assert isinstance(found, socket.socket)
+                        selector.unregister(found)
+                        number = found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                        if not number:
+                            return found
+                        why = os.strerror(number)
+                        found.close()
+            finally:
+                for key in list(selector.get_map().values()):
+                    assert isinstance(key.fileobj, socket.socket)
+                    key.fileobj.close()
+        where = ", ".join(f"{address}:{self.port}" for address in self.addresses)
+        raise ConnectionLostError(f"the launcher cannot be reached at {where}: {why}; a firewall may be in between")
+
+
+class Reception:
+    """Listens for agents, and lets in those that know the word.
+
+    Args:
+        hosts: names of the job's hosts: the launcher's addresses that face them are tried first.
+        on_hello: called with connection, reader and what the agent said; takes over both.
+    """
+
+    def __init__(
+        self, word: str, hosts: Sequence[str], on_hello: Callable[[socket.socket, FrameReader, Any], None]
+    ) -> None:
+        self._on_hello = on_hello
+        self._strangers: dict[int, tuple[socket.socket, FrameReader, float]] = {}
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=both)
+        self._listener.setblocking(False)
+        self.contact = Contact(self._listener.getsockname()[1], word, tuple(own_addresses(hosts)))
+
+    def to_read(self) -> list[int]:
+        """Descriptors to wait for."""
+        return [] if self._listener.fileno() < 0 else [self._listener.fileno(), *self._strangers]
+
+    def read(self, descriptor: int) -> None:
+        """Let a caller in, or hear one."""
+        if descriptor != self._listener.fileno():
+            self._hear(descriptor)
+            return
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return  # it has gone again, or there are no descriptors left: it tries again
+        if len(self._strangers) >= _MOST_STRANGERS:
+            connection.close()
+            return
+        connection.setblocking(False)
+        number = connection.fileno()
+        reader = FrameReader(
+            self.contact.word,
+            lambda _kind, data: self._introduce(number, data),
+            lambda _text: self._dismiss(number),
+        )
+        self._strangers[number] = connection, reader, time.monotonic() + _INTRODUCTION
+
+    def _hear(self, number: int) -> None:
+        connection, reader, _ = self._strangers[number]
+        try:
+            data = connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            reader.feed(data)
+        else:
+            self._dismiss(number)
+
+    def _introduce(self, number: int, data: Any) -> None:
+        if number in self._strangers:
+            connection, reader, _ = self._strangers.pop(number)
+            self._on_hello(connection, reader, data)
+
+    def _dismiss(self, number: int) -> None:
+        if number in self._strangers:
+            self._strangers.pop(number)[0].close()
+
+    def tidy(self) -> None:
+        """Send away those that have not said the word in time."""
+        now = time.monotonic()
+        for number, (_, _, deadline) in list(self._strangers.items()):
+            if now > deadline:
+                self._dismiss(number)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._listener.close()
+        for number in list(self._strangers):
+            self._dismiss(number)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--max-restarts` and `--elastic`: the command of torch.distributed.run, with the binder inside.
+
+torch starts, watches and restarts the workers. All that is done here is to say what to start, once a host:
+
+    python -m torch.distributed.run [rendezvous] --no-python env ... python -m anyaccel bind [...] -- python -u script
+
+Who starts this should be the parent of everything below it, as `supervise` is: SIGKILL to torch's process leaves its
+workers alive. Its exit code is 1 whatever the code of the worker that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from anyaccel.errors import UsageError
+
+_LOOPBACK = "127.0.0.1"
+
+
+def build_command(
+    command: Sequence[str],
+    arguments: Sequence[str] = (),
+    *,
+    python: str,
+    slots: int,
+    max_restarts: int = 0,
+    nodes: tuple[int, int] = (1, 1),
+    job_id: str = "anyaccel",
+    endpoint: tuple[str, int] | None = None,
+    first: bool = True,
+    address: str | None = None,
+    binding: Sequence[str] | None = None,
+    local_rank_argument: bool = True,
+    threads: int | None = None,
+    users_threads: bool = False,
+) -> list[str]:
+    """The argument vector of torch's launcher on one host.
+
+    Args:
+        command: what to start, such as ``python -u script.py``.
+        arguments: what comes after it; they arrive byte for byte.
+        python: interpreter that has torch and anyaccel.
+        slots: workers of this host.
+        max_restarts: how often all workers are started again when one fails, or when a host comes or goes.
+        nodes: smallest and largest number of hosts. With fewer than the largest, torch waits 30 s for more.
+        job_id: the same on all hosts, different for each job that uses this endpoint.
+        endpoint: address and TCP port of the first host, where the hosts meet; None for a job of one host, which
+            meets on the loopback at a free port.
+        first: this host is the first one. The job needs it to the end: the meeting place is in its process.
+        address: address of this host as the others see it; None for what its own name leads to.
+        binding: options of `anyaccel bind`; None to leave the workers unbound.
+        local_rank_argument: pass `--local_rank=N` to the script.
+        threads: OMP_NUM_THREADS of each worker; None to leave it to the binder, or unset.
+        users_threads: the user has set OMP_NUM_THREADS, and it stays as it is.
+
+    Raises:
+        UsageError: numbers that cannot be.
+    """
+    least, most = nodes
+    if max_restarts < 0:
+        raise UsageError(f"--max-restarts is {max_restarts}, it must be 0 or more")
+    if not 1 <= least <= most:
+        raise UsageError(f"--elastic is {least}:{most}, it must be MIN:MAX with 1 <= MIN <= MAX")
+    if endpoint is None and most > 1:
+        raise UsageError(f"--elastic {least}:{most} needs to know the hosts; add --hostfile FILE")
+    if endpoint is None:
+        endpoint, address = (_LOOPBACK, 0), _LOOPBACK
+    host, port = endpoint
+    meeting = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    launcher = [
+        python, "-m", "torch.distributed.run",
+        "--nnodes", f"{least}:{most}",
+        "--nproc-per-node", str(slots),
+        "--max-restarts", str(max_restarts),
+        "--rdzv-backend", "c10d",
+        "--rdzv-endpoint", meeting,
+        "--rdzv-id", job_id,
+        # Otherwise torch compares names, which hosts may share or not know.
+        "--rdzv-conf", f"is_host={int(first)}",
+    ]  # fmt: skip
+    if address is not None:
+        launcher += ["--local-addr", address]
+    launcher.append("--no-python")
+    worker: list[str] = []
+    if not users_threads:
+        # torch sets OMP_NUM_THREADS=1 where it is not set, which would look like the user's wish.
+        worker += ["env", f"OMP_NUM_THREADS={threads}"] if threads else ["env", "-u", "OMP_NUM_THREADS"]
+    if binding is not None:
+        worker += [python, "-m", "anyaccel", "bind", *binding, "--"]
+    worker += command
+    # torch replaces ${local_rank} in every word, and $$ by $.
+    words = [word.replace("$", "$$") for word in worker]
+    if local_rank_argument:
+        words.append("--local_rank=${local_rank}")
+    return [*launcher, *words, *(word.replace("$", "$$") for word in arguments)]
+
+
+def launcher_environment(environ: Mapping[str, str], grace_period: float) -> dict[str, str]:
+    """Variables for torch's launcher on top of `environ`.
+
+    Args:
+        grace_period: seconds between asking workers to end and killing them. torch has 30 s, and whole seconds only.
+    """
+    variables = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace_period))),
+        # A store for each round. In the one that torch 2.13 shares by default, what the workers of the round before
+        # have left makes the new ones wait for each other without end.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    if not environ.get("OMP_NUM_THREADS"):
+        variables["OMP_NUM_THREADS"] = "1"  # keeps torch from warning that it does so; the workers get another
+    return variables

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which variables travel from the launcher to the workers on other hosts.
+
+A later source wins over an earlier one:
+
+1. variables of the launcher whose names begin with one of `PREFIXES`, less those of `KEPT_BACK`;
+2. the file `.deepspeed_env` (or what DS_ENV_FILE names) and then `.anyaccel_env` of the home folder;
+3. the same two of the current folder;
+4. `--export NAME` and `--export NAME=VALUE`, in the order given.
+
+What the launcher decides for each worker (RANK, MASTER_ADDR, ...) wins over all of them, so it is an error to name it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from anyaccel.errors import UsageError
+
+# The documented table: docs/launching.md. A test compares it with export_prefixes of every backend.
+PREFIXES: dict[str, tuple[str, ...]] = {
+    "what programs and libraries are found by": ("PATH", "LD_LIBRARY", "PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    "threads and CPU libraries": ("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL", "ONEDNN", "OPENBLAS_", "MALLOC_"),
+    "collectives and networks": ("NCCL", "RCCL", "CCL", "GLOO", "UCX", "UCC", "FI_", "I_MPI", "MV2_", "MVP_", "PSM"),
+    "torch and models": ("TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "TRITON_"),
+    "experiments": ("MLFLOW", "WANDB_"),
+    "anyaccel and DeepSpeed": ("ANYACCEL_", "DS_"),
+    "accelerators": (
+        "CUDA_", "HIP_", "ROCM_", "HSA_",
+        "ONEAPI", "SYCL", "ZE_", "IPEX_",
+        "ASCEND", "HCCL",
+        "HABANA", "PT_HPU",
+        "NEUWARE_HOME", "CNCL",
+        "TCCL", "SDAA",
+        "BCCL", "BIREN", "SUPA",
+        "MCCL", "MUSA",
+    ),
+}  # fmt: skip
+_PREFIXES = tuple(prefix for group in PREFIXES.values() for prefix in group)
+
+# Each host has its own: which devices a worker sees follows from the slots of its host.
+_DEVICES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+    "ASCEND_RT_VISIBLE_DEVICES",
+    "ASCEND_VISIBLE_DEVICES",
+    "HABANA_VISIBLE_MODULES",
+    "HABANA_VISIBLE_DEVICES",
+    "MLU_VISIBLE_DEVICES",
+    "MUSA_VISIBLE_DEVICES",
+    "SDAA_VISIBLE_DEVICES",
+    "SUPA_VISIBLE_DEVICES",
+)
+# They begin like something that travels, but belong to the process, job or host that the launcher itself runs in.
+KEPT_BACK = (
+    *_DEVICES,
+    "TORCHELASTIC_",
+    "MV2_COMM_",
+    "MVP_COMM_",
+    "I_MPI_INFO_",
+    "I_MPI_HYDRA_",
+    "I_MPI_PIN_INFO",
+    "I_MPI_PIN_MAPPING",
+    "DS_ENV_FILE",
+    "PYTHONSTARTUP",
+    "PYTHONINSPECT",
+    "PYTHONBREAKPOINT",
+)
+# Whoever may run `ps` on a host reads what travels on a command line. `--export HF_TOKEN` sends one on purpose.
+_SECRETS = ("TOKEN", "PASSWORD", "SECRET", "API_KEY", "APIKEY", "CREDENTIALS", "ACCESS_KEY")
+
+# What the launcher, or the one below it, gives each worker.
+_GIVEN = (
+    *("RANK", "LOCAL_RANK", "CROSS_RANK", "GROUP_RANK", "NODE_RANK"),
+    *("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE"),
+)
+_GIVEN_PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MV2_COMM", "MVP_COMM")
+_OPTIONS = {"MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port"}
+
+
+def forwarded_environment(
+    environ: Mapping[str, str], exports: Sequence[str] = (), folders: Sequence[str] = ()
+) -> dict[str, str]:
+    """The variables that travel, by name; see the top of this module for what wins.
+
+    Args:
+        environ: variables of the launcher.
+        exports: values of `--export`, in their order.
+        folders: where environment files may be, the most important one first: current folder, home folder.
+
+    Raises:
+        UsageError: a line of a file or an `--export` is malformed, names what is not set, or what each worker is
+            given by the launcher.
+    """
+    found = {name: value for name, value in environ.items() if _travels(name)}
+    names = (environ.get("DS_ENV_FILE") or ".deepspeed_env", ".anyaccel_env")
+    paths = dict.fromkeys(os.path.join(folder, name) for folder in reversed(folders) for name in names)  # noqa: PTH118
+    for path in paths:
+        found.update(_read_file(path))
+    for export in exports:
+        name, equals, value = export.partition("=")
+        _check_name(name, f"--export {export!r}")
+        if not equals:
+            if name not in environ:
+                raise UsageError(f"--export {name}: it is not set here; set it, or write --export {name}=VALUE")
+            value = environ[name]
+        found[name] = value
+    return dict(sorted(found.items()))
+
+
+def _travels(name: str) -> bool:
+    if not name.startswith(_PREFIXES) or name.startswith(KEPT_BACK) or not _is_name(name):
+        return False
+    return not any(word in name for word in _SECRETS) or name.startswith("TOKENIZERS_")
+
+
+def _is_name(name: str) -> bool:
+    return name.isascii() and name.isidentifier()
+
+
+def _check_name(name: str, where: str) -> None:
+    if not _is_name(name):
+        raise UsageError(f"{where}: {name!r} is not the name of a variable; write NAME=VALUE")
+    if name in _OPTIONS:
+        raise UsageError(f"{where}: {name} is given by the launcher; use {_OPTIONS[name]}")
+    if name in _GIVEN or name.startswith(_GIVEN_PREFIXES):
+        raise UsageError(f"{where}: the launcher gives each worker a {name} of its own; leave it out")
+
+
+def _read_file(path: str) -> dict[str, str]:
+    """The variables of an environment file; none where it is not there."""
+    try:
+        # As the variables of a process: bytes that are not UTF-8 are kept.
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            text = file.read()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UsageError(f"environment file {path!r} cannot be read: {error.strerror}") from None
+    return parse_environment_file(text.removeprefix("\ufeff"), path)
+
+
+def parse_environment_file(text: str, name: str) -> dict[str, str]:
+    """The variables of a `.deepspeed_env` or `.anyaccel_env`: ``NAME=VALUE``, one a line.
+
+    ``export`` before the name, empty lines and comments (``#`` after white space or at the beginning) are accepted.
+    A value may stand in single quotes, where everything is literal, or in double quotes, where a backslash makes
+    ``"``, ``\\``, ``$`` and a backquote literal. Nothing is expanded: ``$HOME`` stays ``$HOME``.
+
+    Args:
+        name: what messages call it: the path of the file.
+
+    Raises:
+        UsageError: a line is malformed. Names the line.
+    """
+    found: dict[str, str] = {}
+    for number, raw in enumerate(text.split("\n"), 1):
+        line = raw.strip()
+        where = f"{name}:{number}"
+        if line.startswith("export") and line[6:7].isspace():
+            line = line[6:].lstrip()
+        if not line or line.startswith("#"):
+            continue
+        variable, equals, value = line.partition("=")
+        if not equals:
+            raise UsageError(f"{where}: {line!r} sets no variable; write NAME=VALUE")
+        _check_name(variable.rstrip(), where)
+        if "\0" in value:
+            raise UsageError(f"{where}: the value of {variable} has a NUL byte, which no variable can have")
+        found[variable.rstrip()] = _value(value.lstrip(), where)
+    return found
+
+
+def _value(text: str, where: str) -> str:
+    if text[:1] not in ("'", '"'):
+        return _without_comment(text)
+    quote, value, position = text[0], "", 1
+    while position < len(text) and text[position] != quote:
+        if quote == '"' and text[position] == "\\" and text[position + 1 : position + 2] in ('"', "\\", "$", "`"):
+            position += 1
+        value += text[position : position + 1]
+        position += 1
+    if position >= len(text):
+        raise UsageError(f"{where}: the quote {quote} is not closed in this line; close it")
+    rest = text[position + 1 :]
+    if rest and not (rest.isspace() or (rest[0].isspace() and rest.lstrip().startswith("#"))):
+        raise UsageError(f"{where}: {rest.strip()!r} follows the closing quote; put the whole value into quotes")
+    return value
+
+
+def _without_comment(text: str) -> str:
+    if text.startswith("#"):
+        return ""
+    for position, character in enumerate(text):
+        if character == "#" and text[position - 1].isspace():
+            return text[:position].rstrip()
+    return text

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher of several hosts: watches the agents that start the workers there.
+
+Nothing is started before every agent has said that it can: an unreachable host, a missing folder, too few cores end
+the job before it begins. The first failure anywhere ends the workers everywhere. Agents notice by themselves when
+this process is gone: their connection ends, or no sign of life comes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+
+from anyaccel.errors import UsageError
+from anyaccel.launch import channel
+from anyaccel.launch.agents import Agent
+from anyaccel.launch.failure import Report, exit_code, explain
+from anyaccel.launch.guardian import SAME_MOMENT
+from anyaccel.launch.launcher_process import LauncherProcess
+from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output
+from anyaccel.launch.signals import stop_signals
+from anyaccel.launch.streams import BACKLOG
+from anyaccel.launch.task import Task
+
+TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
+if TYPE_CHECKING:
+    from typing import Any
+
+    from anyaccel.launch.callback import Reception
+
+# Seconds until every agent must have said that it is ready.
+_START = 60.0
+# Failures of several hosts that come within this time are one event: what was killed is its cause.
+_ONE_EVENT = 0.5
+# Seconds that agents have to end beyond the grace period; then that they have when their input has ended.
+_SLACK = 1.5
+_HARD = 2.0
+
+
+class Front:
+    """Watches the agents of a job and ends it when one fails.
+
+    Args:
+        least: number of agents that must stay; None for all. An elastic job goes on without the others.
+    """
+
+    def __init__(self, task: Task, least: int | None = None) -> None:
+        level = LEVELS[task.options.log_level]
+        self.console = Output(2, level)
+        self.output = Output(1, level)
+        self.agents: list[Agent] = []
+        self.reception: Reception | None = None  # of agents that call back
+        self.launcher: LauncherProcess | None = None  # what starts these
+        self._task = task
+        self._least = least
+        self._started = False
+        self._stop: tuple[int, float] | None = None
+        self._ending_at: float | None = None
+        self._step = 0  # of ending: asked, input ended, connection cut
+        self._next_beat = 0.0
+        self._deadline = 0.0
+
+    def run(self) -> int:
+        """Watch the job until its end; returns its exit code: 0, that of the first failed worker, or 128 + signal.
+
+        Call it within `stop_signals`.
+        """
+        patient = self.launcher is not None and self.launcher.may_wait
+        self._deadline = time.monotonic() + (float("inf") if patient else _START)
+        try:
+            with stop_signals() as wakeup:
+                for agent in self.agents:
+                    self._introduce(agent)
+                while any(not agent.ended for agent in self.agents) or (self.launcher and self.launcher.running):
+                    self._wait(wakeup)
+                    self._reap()
+                    self._advance()
+                code = self._conclude()
+        finally:
+            self._abandon()
+        self.console.close(1.0 if self._stop else None)
+        self.output.close(1.0 if self._stop else None)
+        return code
+
+    # starting
+
+    def _introduce(self, agent: Agent) -> None:
+        """Tell an agent what it is to do, as soon as it can hear that."""
+        number = self.agents.index(agent)
+        first = {"number": number, "task": self._task.encode()}
+        if self.reception is None:
+            first["word"] = self._task.word
+        agent.send(channel.encode_line(first))
+
+    def on_call(self, agent: Agent) -> None:
+        """An agent has called back."""
+        self._introduce(agent)
+        if self._deadline == float("inf"):
+            self._deadline = time.monotonic() + _START
+
+    def on_frame(self, agent: Agent, kind: str, data: Any) -> None:
+        """An agent has something to say."""
+        if kind == channel.READY:
+            agent.ready = data
+            if all(other.ready for other in self.agents) and self._ending_at is None:
+                self._go()
+        elif kind == channel.REFUSED:
+            agent.problem, agent.code = data["message"], data["code"]
+            self.end(signal.SIGTERM)
+        elif kind == channel.FAILED:
+            agent.failure, agent.failed_at = Report.decode(data).failure, time.monotonic()
+            self.end(signal.SIGTERM, failed=agent)
+        elif kind == channel.FINISHED:
+            agent.report = Report.decode(data)
+
+    def _go(self) -> None:
+        """Every agent is ready: tell all of them where rank 0 is."""
+        options = self._task.options
+        try:
+            address = options.master_addr or self._address_of_first()
+        except UsageError as error:
+            self.agents[0].problem, self.agents[0].code = str(error), error.exit_code
+            self.end(signal.SIGTERM)
+            return
+        master = {"address": address, "port": options.master_port or (self.agents[0].ready or {})["port"]}
+        self.console.line(f"rank 0 is at {address}:{master['port']}", DEBUG)
+        self._started = True
+        if self.reception:
+            self.reception.close()
+        for agent in self.agents:
+            if plan := str((agent.ready or {}).get("plan", "")):
+                self.console.line(f"{agent.host}: {plan}", DEBUG)
+            agent.send(channel.encode_line(master))
+
+    def _address_of_first(self) -> str:
+        """The first host's address as the others see it: each end of a connection knows both addresses."""
+        connections = [str((agent.ready or {}).get("connection") or "").split() for agent in self.agents]
+        elsewhere = [words for words in connections if words and words[0] != words[2]]
+        if connections[0] in elsewhere:
+            address = connections[0][2]  # from here to it
+        else:
+            # It is this host: the first one elsewhere says from where it was called.
+            address = elsewhere[0][0] if elsewhere else "127.0.0.1"
+        if elsewhere and (address.startswith("127.") or address == "::1"):
+            raise UsageError(f"the other hosts cannot reach rank 0 at {address}; give its address with --master_addr")
+        return address
+
+    def _too_late(self) -> None:
+        if self.launcher:
+            silent = [agent for agent in self.agents if agent.ready is None]
+            hosts = ", ".join(dict.fromkeys(agent.host for agent in silent))
+            count = f"{len(silent)} of {len(self.agents)} processes"
+            self.launcher.problem = f"{count} did not get ready within {_START:g} s, on host {hosts}"
+        for agent in self.agents:
+            if self.launcher is None and agent.ready is None and not agent.ended and not agent.problem:
+                agent.problem = f"did not answer within {_START:g} s"
+        self.end(signal.SIGTERM)
+
+    # watching
+
+    def _wait(self, wakeup: int) -> None:
+        now = time.monotonic()
+        times = [now + 5.0]
+        if self._started:
+            times.append(self._next_beat)
+        elif self._ending_at is None:
+            times.append(self._deadline)
+        if self._ending_at is not None:
+            times.append(self._ending_at)
+        poller = select.poll()
+        poller.register(wakeup, select.POLLIN)
+        outputs = (self.console, self.output)
+        readers = {}
+        for agent in self.agents:
+            if all(output.pending < BACKLOG for output in outputs):
+                readers.update(dict.fromkeys(agent.to_read(), agent.read))
+            if (descriptor := agent.to_write()) is not None:
+                poller.register(descriptor, select.POLLOUT)
+        for descriptor in readers:
+            poller.register(descriptor, select.POLLIN | (select.POLLOUT if self._owes(descriptor) else 0))
+        strangers = self.reception.to_read() if self.reception else []
+        for descriptor in strangers:
+            poller.register(descriptor, select.POLLIN)
+        for output in outputs:
+            if output.pending:
+                poller.register(output.descriptor, select.POLLOUT)
+        for descriptor, event in poller.poll(max(0.0, min(times) - now) * 1000 + 1):
+            if descriptor == wakeup:
+                for number in os.read(wakeup, 4096):
+                    self._on_signal(number)
+            elif descriptor in readers and event & ~select.POLLOUT:
+                readers[descriptor](descriptor)
+            elif descriptor in strangers and self.reception:
+                self.reception.read(descriptor)
+        for agent in self.agents:
+            if agent.to_write() is not None:
+                agent.send(b"")
+        for output in outputs:
+            output.flush()
+
+    def _owes(self, descriptor: int) -> bool:
+        """Whether more is to be sent on a descriptor that is read from as well."""
+        return any(agent.to_write() == descriptor for agent in self.agents)
+
+    def _reap(self) -> None:
+        for agent in self.agents:
+            if agent.ended or (how := agent.reap()) is None:
+                continue
+            agent.ended = True
+            if agent.report is None and not agent.problem and self._step < 2:
+                self._lost(agent, how)
+        if self.launcher and self.launcher.reap():
+            missing = [agent for agent in self.agents if not agent.ended and agent.ready is None]
+            for agent in missing:
+                agent.ended = True
+            if missing and self._ending_at is None:
+                self.launcher.problem = f"{self.launcher.how} before all workers were started"
+                self.end(signal.SIGTERM)
+
+    def _lost(self, agent: Agent, how: str) -> None:
+        """An agent ended without a word."""
+        if not self._started and self._ending_at is not None:
+            return  # it was told to go
+        agent.problem = f"cannot be reached: {how}" if agent.ready is None else f"the connection was lost ({how})"
+        alive = sum(other.running for other in self.agents)
+        if self._started and self._ending_at is None and self._least is not None and alive >= self._least:
+            self.console.line(f"warning: host {agent.host}: {agent.problem}; {alive} hosts go on", WARNING)
+            agent.problem = ""
+        else:
+            self.end(signal.SIGTERM)
+
+    # ending
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGCHLD:
+            return
+        if self._stop is None:
+            self._stop = number, time.monotonic()
+            hosts = len(self._task.hosts)
+            workers = f"{self._task.world_size} workers on {hosts} host{'' if hosts == 1 else 's'}"
+            self.console.line(f"{signal.Signals(number).name} received, ending {workers}")
+            self.end(number)
+        elif number == signal.SIGINT:
+            self.console.line("SIGINT received again")
+            self.end(number, again=True)
+
+    def end(self, number: int, *, failed: Agent | None = None, again: bool = False) -> None:
+        """Ask all agents to end their workers; the one whose worker failed does that by itself."""
+        if self._ending_at is not None and not again:
+            return
+        if self._ending_at is None:
+            self._ending_at = time.monotonic() + (self._task.options.grace_period if self._started else 0) + _SLACK
+        for agent in self.agents:
+            if not self._started:
+                agent.hang_up()
+            elif agent is not failed and agent.running:
+                agent.send(bytes([number]))
+        if not self._started and self.launcher:
+            self.launcher.end()
+
+    def _advance(self) -> None:
+        """Do what is due."""
+        now = time.monotonic()
+        if self.reception:
+            self.reception.tidy()
+        if self._started and now >= self._next_beat:
+            self._next_beat = now + channel.HEARTBEAT
+            for agent in self.agents:
+                if not agent.ended and not agent.behind:
+                    agent.send(b"\0")
+        if not self._started and self._ending_at is None and now > self._deadline:
+            self._too_late()
+        if self.launcher and self._ending_at is None and all(agent.ended for agent in self.agents):
+            self._ending_at = now + _HARD  # it has nothing left to wait for
+        if self._ending_at is None or now < self._ending_at:
+            return
+        self._step += 1
+        self._ending_at = now + _HARD
+        for agent in self.agents:
+            if agent.ended:
+                continue
+            if self._step == 1:
+                agent.hang_up()
+            else:
+                if agent.report is None and not agent.problem:
+                    agent.problem = "did not confirm that its workers have ended; they do when it misses us"
+                agent.kill()
+        if self.launcher:
+            self.launcher.end()
+
+    def _abandon(self) -> None:
+        """Leave no process of ours behind, whatever happened."""
+        for agent in self.agents:
+            if not agent.ended:
+                agent.kill()
+                agent.reap()
+        if self.reception:
+            self.reception.close()
+        if self.launcher:
+            self.launcher.kill()
+
+    def _conclude(self) -> int:
+        """Say what happened; returns the exit code of the job."""
+        for agent in self.agents:
+            report = agent.report
+            if report and report.immortal:
+                self._error(f"host {agent.host}: these processes do not end, not even by SIGKILL: {report.immortal}")
+            if report and report.problem:
+                agent.problem = agent.problem or report.problem
+        problems = {f"host {agent.host}: {agent.problem}": agent.code for agent in self.agents if agent.problem}
+        if self.launcher and self.launcher.problem:
+            problems[self.launcher.problem] = 1
+        for problem in problems:
+            self._error(problem)
+        failed = self._cause()
+        if self._stop and (failed is None or self._stop[1] <= failed.failed_at + SAME_MOMENT):
+            return 128 + self._stop[0]
+        if failed and failed.failure:
+            failure = failed.failure
+            others = failure.others + self._task.world_size - failed.size
+            for line in explain(failure, f"rank {failure.rank} on host {failed.host}", others):
+                self.console.line(line, ERROR)
+            return exit_code(failure.status)
+        signals = [agent.report.signal for agent in self.agents if agent.report and agent.report.signal]
+        if problems:
+            return max(problems.values())
+        return 128 + signals[0] if signals else 0
+
+    def _error(self, text: str) -> None:
+        self.console.line(f"error: {text}", ERROR)
+
+    def _cause(self) -> Agent | None:
+        """The agent whose worker failed first; of those that failed at once, one whose worker was killed."""
+        for agent in self.agents:
+            # The frame may have been lost in what ssh said; the report at the end has it too.
+            if agent.failure is None and agent.report and agent.report.failure:
+                agent.failure, agent.failed_at = agent.report.failure, time.monotonic()
+        failed = [(agent, agent.failure) for agent in self.agents if agent.failure]
+        if not failed:
+            return None
+        first = min(agent.failed_at for agent, _ in failed)
+        event = [pair for pair in failed if pair[0].failed_at <= first + _ONE_EVENT]
+        return min(event, key=lambda pair: (not os.WIFSIGNALED(pair[1].status), pair[0].failed_at))[0]
+
+
+def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | None = None) -> int:
+    """Run a job with one agent a host, each started by a command; returns its exit code as `Front.run` does.
+
+    Args:
+        commands: argument vector of each host's agent.
+        least: see `Front`.
+    """
+    from anyaccel.launch.agents import PipeAgent
+
+    front = Front(task, least)
+    for host, command in zip(task.hosts, commands, strict=True):
+        front.console.line(f"{host.name}: {' '.join(command)}", DEBUG)
+        agent = PipeAgent(host.name, len(host.slots), command, task.word, front.on_frame, front.console, front.output)
+        front.agents.append(agent)
+    return front.run()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank this process is, as the launcher above it says in the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from anyaccel.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RankFromEnvironment:
+    """This process among those of its job.
+
+    Attributes:
+        rank: number among all processes; None where the launcher does not say.
+        world_size: number of all processes; None where the launcher does not say.
+        local_rank: number among the processes of this machine.
+        local_size: number of processes of this machine.
+        source: whose variables those are, for people.
+        variable: the one that has the local rank.
+    """
+
+    rank: int | None
+    world_size: int | None
+    local_rank: int
+    local_size: int
+    source: str
+    variable: str = ""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The variables of one launcher; the first that is set counts, where there are several."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_sizes: tuple[str, ...] = ()
+
+
+_TORCH = _Source("torch.distributed", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
+# The innermost launcher first: torchrun is started by srun, mpirun starts its daemons with srun, never the other way.
+_SOURCES = (
+    _TORCH,
+    _Source(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Source(
+        "MVAPICH2",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Source(
+        "MVAPICH",
+        "MVP_COMM_WORLD_RANK",
+        "MVP_COMM_WORLD_SIZE",
+        "MVP_COMM_WORLD_LOCAL_RANK",
+        ("MVP_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    # Its process manager hydra sets them; Intel MPI's is a hydra too.
+    _Source("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
+    _Source("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",)),
+    _Source("Cray PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", ("PMI_LOCAL_SIZE",)),
+    _Source(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        ("JSM_NAMESPACE_LOCAL_SIZE",),
+    ),
+    _Source("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    _Source("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def rank_from_environment(environ: Mapping[str, str], *, launcher_only: bool = False) -> RankFromEnvironment:
+    """The place of this process, from the variables of torchrun, an MPI, Slurm, PALS, jsrun or Flux.
+
+    Args:
+        launcher_only: leave RANK, LOCAL_RANK and so on aside; below an MPI launcher they may be inherited.
+
+    Raises:
+        UsageError: no launcher says it, or what it says is not a rank; names the variables that were looked for.
+    """
+    sources = tuple(source for source in _SOURCES if not (launcher_only and source is _TORCH))
+    incomplete: _Source | None = None
+    for source in sources:
+        if not environ.get(source.local_rank):
+            continue
+        local_size = _local_size(environ, source)
+        if local_size is None:
+            incomplete = incomplete or source
+            continue
+        local_rank = _number(environ, source.local_rank)
+        if local_rank >= local_size:
+            raise UsageError(
+                f"{source.local_rank}={local_rank} is not below the number of local ranks, {local_size}, which "
+                f"{source.name} gives; give --local_rank and --local_size"
+            )
+        rank, size = (
+            _number(environ, name) if environ.get(name) else None for name in (source.rank, source.world_size)
+        )
+        return RankFromEnvironment(rank, size, local_rank, local_size, source.name, source.local_rank)
+    if incomplete is not None:
+        raise UsageError(
+            f"{incomplete.local_rank}={environ[incomplete.local_rank]} is set, but not how many ranks this machine has "
+            f"({' or '.join(_size_names(incomplete))}); give --local_size"
+        )
+    raise UsageError(
+        "no local rank in the environment; looked for "
+        + ", ".join(source.local_rank for source in sources)
+        + "; give --local_rank and --local_size"
+    )
+
+
+def slurm_tasks(text: str) -> tuple[int, ...]:
+    """Tasks by node of a text such as ``"2(x3),1"``, which is 2, 2, 2, 1.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        count, _, times = part.strip().partition("(x")
+        if times and not times.endswith(")"):
+            raise ValueError(f"{part!r} has no closing bracket")
+        found += [int(count)] * (int(times[:-1]) if times else 1)
+    return tuple(found)
+
+
+def _local_size(environ: Mapping[str, str], source: _Source) -> int | None:
+    for name in source.local_sizes:
+        if environ.get(name):
+            return _number(environ, name)
+    if source.name == "Slurm":
+        return _slurm_local_size(environ)
+    if source.name == "Flux" and environ.get("FLUX_JOB_SIZE") and environ.get("FLUX_JOB_NNODES"):
+        # It does not say; what is known is the average, which is it where it is a whole number.
+        tasks, nodes = _number(environ, "FLUX_JOB_SIZE"), _number(environ, "FLUX_JOB_NNODES")
+        return tasks // nodes if nodes and tasks % nodes == 0 else None
+    return None
+
+
+def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
+    # The step may have other tasks than the job that it is part of.
+    name = next(filter(environ.get, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")), None)
+    if name is None or not environ.get("SLURM_NODEID"):
+        return None
+    node = _number(environ, "SLURM_NODEID")
+    try:
+        return slurm_tasks(environ[name])[node]
+    except (ValueError, IndexError):
+        raise UsageError(
+            f"{name}={environ[name]!r} does not say how many tasks node {node} has; give --local_rank and --local_size"
+        ) from None
+
+
+def _size_names(source: _Source) -> tuple[str, ...]:
+    others = {"Slurm": ("SLURM_TASKS_PER_NODE with SLURM_NODEID",), "Flux": ("as many on each node",)}
+    return source.local_sizes or others[source.name]
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{name}={environ[name]!r} is not a number; give --local_rank and --local_size")
+    return int(text)

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agent: starts and supervises workers of its host, and does what the launcher on another host says.
+
+`python -m anyaccel.launch.node` is started by the launcher, never by a person: by ssh, once a host, where the launcher
+speaks through standard input and hears through standard error; by pdsh, once a host, with its number and the contact as
+arguments; by mpirun or srun, once a rank, with the contact in the environment. The last two call the launcher back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from anyaccel import _native
+from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.launch import channel
+from anyaccel.launch.channel import encode_frame, read_line
+from anyaccel.launch.failure import Report
+from anyaccel.launch.guardian import Link
+from anyaccel.launch.launcher import free_port, say_warnings
+from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
+from anyaccel.launch.output import LEVELS, Output
+from anyaccel.launch.plan import LaunchPlan
+from anyaccel.launch.supervise import supervise
+from anyaccel.launch.task import Task
+
+TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
+if TYPE_CHECKING:
+    from typing import Any
+
+# Seconds for the launcher to say what to do, and for all others to be ready.
+_FIRST_WORD = 60.0
+_ALL_READY = 24 * 3600.0  # Slurm may start the other ranks much later; the launcher's end is noticed anyway
+
+
+class _Agent:
+    """What the ways of being started have in common.
+
+    Args:
+        word: secret word of the job.
+        source: descriptor that the launcher speaks through.
+        output: where it hears.
+        connection: "ITS-ADDRESS ITS-PORT OUR-ADDRESS OUR-PORT" as in SSH_CONNECTION; "" on the launcher's own host.
+        found: the rank to be, below MPI; None for all ranks of the host.
+    """
+
+    def __init__(
+        self, word: str, source: int, output: Output, connection: str, found: RankFromEnvironment | None
+    ) -> None:
+        self._word = word
+        self._source = source
+        self._output = output
+        self._connection = connection
+        self._found = found
+
+    def _tell(self, kind: str, data: Any) -> bytes:
+        return encode_frame(self._word, kind, data)
+
+    def run(self, first: Mapping[str, Any]) -> int:
+        """Do what the launcher says.
+
+        Args:
+            first: what it said first.
+        """
+        try:
+            task = Task.decode(first["task"])
+            node = first["number"] if self._found is None else self._node(task, self._found)
+            task.enter()
+            plan = task.plan(node)
+            is_first = task.place(node).first_rank == 0 and (self._found is None or self._found.local_rank == 0)
+            port = free_port(task.options.master_port) if is_first else None
+        except (AnyAccelError, OSError) as error:
+            code = error.exit_code if isinstance(error, AnyAccelError) else 1
+            self._output.write(self._tell(channel.REFUSED, {"message": str(error), "code": code}))
+            self._output.close(_FIRST_WORD)
+            return 0
+        speaks = self._found is None or self._found.local_rank == 0
+        ready = {"connection": self._connection, "port": port, "plan": plan.render() if speaks else ""}
+        self._output.write(self._tell(channel.READY, ready))
+        master = read_line(self._source, _ALL_READY)
+        task = task.with_master(master["address"], master["port"])
+        return self._start(task, node, task.plan(node), speaks)
+
+    @staticmethod
+    def _node(task: Task, found: RankFromEnvironment) -> int:
+        """Number of the host that this rank is on, by the hostfile.
+
+        Raises:
+            UsageError: the launcher above has placed ranks otherwise.
+        """
+        if found.world_size not in (None, task.world_size):
+            raise UsageError(
+                f"{found.source} started {found.world_size} ranks, and the hosts have {task.world_size} slots; "
+                "check --launcher_args"
+            )
+        node = task.node_of_rank(found.rank or 0)
+        if found.rank != task.place(node).first_rank + found.local_rank:
+            raise UsageError(
+                f"{found.source} gave rank {found.rank} the local rank {found.local_rank}: it has not placed ranks "
+                "host by host in the order of the hostfile; check --launcher_args"
+            )
+        return node
+
+    def _start(self, task: Task, node: int, plan: LaunchPlan, speaks: bool) -> int:
+        host = task.hosts[node].name
+        workers = task.workers(plan, node)
+        if self._found is not None:
+            workers = [workers[self._found.local_rank]]
+        name = f"anyaccel on {host}"
+        if speaks:
+            say_warnings(plan, task.options, name)
+        link = Link(
+            self._source,
+            channel.PATIENCE,
+            self._output,
+            announce=lambda failure: self._tell(channel.FAILED, Report(failure=failure).encode()),
+            conclude=lambda report: self._tell(channel.FINISHED, report.encode()),
+        )
+        console = Output(2, LEVELS[task.options.log_level], name)
+        supervise(workers, task.options.grace_period, options=task.options, link=link, console=console, host=host)
+        return 0  # the launcher knows; a launcher in between would make a failure of its own of another code
+
+
+def _take_standard_input() -> int:
+    """Where standard input comes from, by another number; workers get an empty one."""
+    descriptor = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return descriptor
+
+
+def _behind_ssh() -> int:
+    source = _take_standard_input()
+    first = read_line(source, _FIRST_WORD)
+    return _Agent(first["word"], source, Output(2), os.environ.get("SSH_CONNECTION", ""), None).run(first)
+
+
+def _calling_back(contact_text: str, number: int | None) -> int:
+    """Below pdsh (`number` is that of the host), or below mpirun or srun (the rank is in the environment)."""
+    from anyaccel.launch.callback import Contact
+
+    os.close(_take_standard_input())
+    # The end of the daemon above is a request to end like any other: workers get their grace period.
+    _native.set_parent_death_signal(signal.SIGTERM)
+    contact = Contact.decode(contact_text)
+    found = rank_from_environment(os.environ, launcher_only=True) if number is None else None
+    connection = contact.call()
+    ours, its = connection.getsockname()[0], connection.getpeername()[0]
+    descriptor = connection.detach()
+    os.set_inheritable(descriptor, False)
+    output = Output(descriptor)
+    mine = number if found is None else found.rank
+    output.write(encode_frame(contact.word, channel.HELLO, {"number": mine, "host": os.uname().nodename}))
+    first = read_line(descriptor, _FIRST_WORD)
+    # Version 4 addresses come as version 6 ones on a socket for both.
+    ends = [address.removeprefix("::ffff:") for address in (its, ours)]
+    called = "" if ends[0] == ends[1] else f"{ends[0]} 0 {ends[1]} 0"
+    return _Agent(contact.word, descriptor, output, called, found).run(first)
+
+
+def main(arguments: list[str]) -> int:
+    """Be the agent; returns 0 when the launcher knows how it went."""
+    try:
+        if not arguments and "ANYACCEL_CONTACT" not in os.environ:
+            return _behind_ssh()
+        number = int(arguments[0]) if arguments else None
+        contact = arguments[1] if arguments else os.environ.pop("ANYACCEL_CONTACT")
+        return _calling_back(contact, number)
+    except channel.HungUpError:
+        return 1  # nothing was started, and who hung up knows why
+    except AnyAccelError as error:
+        Output().line(f"error: host {os.uname().nodename}: {error}")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intel MPI's mpiexec.hydra: every rank, through ssh. It is a hydra of its own, with options of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anyaccel.launch.job import ClusterJob
+from anyaccel.launch.runners import ssh_options, start_environment, unless_given
+from anyaccel.launch.runners.mpich import hydra_command
+
+
+def build_command(job: ClusterJob) -> list[str]:
+    """The argument vector of mpiexec.hydra: the options of `hydra_command`, and
+
+    -bootstrap-exec-args: what ssh is told.
+    -genv I_MPI_PIN 0: cores are given by our own plan.
+    """
+    given = job.launcher_args
+    options = [
+        *unless_given(given, ("bootstrap-exec-args",), "-bootstrap-exec-args", " ".join(ssh_options(job))),
+        *([] if "I_MPI_PIN" in given else ["-genv", "I_MPI_PIN", "0"]),
+    ]
+    return hydra_command(job, "Intel MPI", options)
+
+
+def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the job: hydra itself reads I_MPI_*."""
+    return start_environment(job)

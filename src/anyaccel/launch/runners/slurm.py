@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slurm's srun: every rank, in the allocation that it runs in or in one of its own.
+
+srun returns the largest exit code, be it that of a rank it has ended itself. Agents return 0 when they have told the
+launcher how it went, so that this does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anyaccel.launch.job import ClusterJob
+from anyaccel.launch.runners import check_hosts, start_environment, unless_given
+
+
+def build_command(job: ClusterJob) -> list[str]:
+    """The argument vector of srun.
+
+    --distribution=arbitrary, --nodelist=h1,h1,h2: each rank on the host that is named at its place. Otherwise srun
+        sorts the hosts, and spreads ranks evenly.
+    --cpu-bind=none: cores are given by our own plan.
+    --kill-on-bad-exit=1: an agent that cannot even call back ends the others.
+    --quit-on-interrupt: one Ctrl-C ends it, instead of two within a second.
+    --export=ALL: its default, unless SLURM_EXPORT_ENV says otherwise.
+    --input=none: workers on other hosts have no standard input.
+    --chdir=/: where the folder is not there, Slurm would start the ranks in /tmp.
+    """
+    check_hosts(job, "Slurm")
+    given = job.launcher_args
+    placement = ("distribution", "m", "nodelist", "w")
+    names = ",".join(host.name for host in job.hosts for _ in host.slots)
+    return [
+        "srun",
+        f"--ntasks={job.world_size}",
+        *unless_given(given, placement, "--distribution=arbitrary", f"--nodelist={names}"),
+        *unless_given(given, ("cpu-bind",), "--cpu-bind=none"),
+        "--kill-on-bad-exit=1",
+        "--quit-on-interrupt",
+        *unless_given(given, ("export",), "--export=ALL"),
+        *unless_given(given, ("input", "i"), "--input=none"),
+        *unless_given(given, ("chdir", "D"), "--chdir=/"),
+        *(["--verbose"] if job.verbose else []),
+        *given,
+        *job.program,
+    ]
+
+
+def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the job; outside of an allocation, srun asks for hosts of its own.
+
+    An arbitrary distribution does not tell Slurm how many CPUs each host is to give: one with two ranks may give one.
+    On hosts of its own each rank gets the CPUs it asks for, which is one unless `--launcher_args=--cpus-per-task=N`
+    says more. In `salloc --exclusive`, ranks may use all CPUs of their host.
+    """
+    variables = start_environment(job)
+    if "SLURM_JOB_ID" not in environ and "SLURM_EXCLUSIVE" not in environ:
+        variables["SLURM_EXCLUSIVE"] = "exclusive"
+    return variables

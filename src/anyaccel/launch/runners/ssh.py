@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One agent a host, started by the system's OpenSSH. The default on several hosts.
+
+What an agent is to do goes through its standard input (see `anyaccel.launch.channel`), not through the command line:
+no shell sees an argument or a variable of the job, and their size has no limit.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+# Never ask (there is nobody to answer for each of a hundred hosts), and notice a dead connection within 6 s.
+_OPTIONS = (
+    "BatchMode=yes",
+    "ConnectTimeout=10",
+    "ServerAliveInterval=2",
+    "ServerAliveCountMax=3",
+    "ClearAllForwardings=yes",
+    "LogLevel=ERROR",
+)
+
+
+def agent_command(python: str) -> list[str]:
+    """What runs on each host. `-P`: the folder it is started in must not shadow a module."""
+    return [python, "-P", "-m", "anyaccel.launch.node"]
+
+
+def build_command(
+    host: str,
+    *,
+    python: str,
+    environment: Mapping[str, str],
+    venv_script: str | None = None,
+    ssh_port: int | None = None,
+    launcher_args: Sequence[str] = (),
+) -> list[str]:
+    """The argument vector of ssh for one host.
+
+    Args:
+        host: as ssh knows it.
+        python: interpreter that has anyaccel on that host.
+        environment: variables that the start of Python there depends on; the others travel by themselves.
+        venv_script: file to source before, which brings its own `python`.
+        ssh_port: TCP port of sshd; None for what ssh itself uses.
+        launcher_args: more options for ssh; they win over ours.
+    """
+    words = ["exec", "env", *(f"{name}={value}" for name, value in environment.items())]
+    words += agent_command("python" if venv_script else python)
+    line = shlex.join(words)
+    if venv_script:
+        # The login shell may be one that cannot source it.
+        line = f"exec bash -c {shlex.quote(f'. {shlex.quote(venv_script)} && {line}')}"
+    # The first value that ssh is given of an option counts.
+    command = ["ssh", "-T", "-x", *launcher_args]
+    if ssh_port is not None:
+        command += ["-p", str(ssh_port)]
+    for option in _OPTIONS:
+        command += ["-o", option]
+    return [*command, "--", host, line]

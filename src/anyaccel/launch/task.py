@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every host of a job is told, and what it makes of it: its own plan, and the workers to start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from anyaccel._version import __version__
+from anyaccel.errors import UsageError
+from anyaccel.launch.job import Host
+from anyaccel.launch.launcher import check_script, make_plan
+from anyaccel.launch.options import LaunchOptions
+from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
+from anyaccel.launch.runners import local
+from anyaccel.launch.streams import prepare_log_dir
+from anyaccel.launch.worker import Worker
+
+TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
+if TYPE_CHECKING:
+    from typing import Any
+
+
+@dataclass(frozen=True)
+class Task:
+    """The job as its hosts see it.
+
+    Attributes:
+        options: with the port and address of rank 0 once they are known.
+        hosts: in the order of their ranks.
+        environment: variables that travel from the launcher.
+        folder: working directory of the workers.
+        word: secret word of the job, on the launcher's side; it travels apart.
+    """
+
+    options: LaunchOptions
+    hosts: tuple[Host, ...]
+    environment: Mapping[str, str]
+    folder: str
+    word: str = ""
+
+    def encode(self) -> dict[str, Any]:
+        """Types that JSON has."""
+        return {
+            "version": __version__,
+            "options": asdict(self.options),
+            "hosts": [[host.name, list(host.slots)] for host in self.hosts],
+            "environment": dict(self.environment),
+            "folder": self.folder,
+        }
+
+    @classmethod
+    def decode(cls, data: Any) -> Task:
+        """The opposite of `encode`, on another host.
+
+        Raises:
+            UsageError: it was made by another version of this package.
+        """
+        if data["version"] != __version__:
+            raise UsageError(
+                f"this host has anyaccel {__version__} in {sys.prefix}, the launcher has {data['version']}; "
+                "install the same version on all hosts"
+            )
+        lists = {name: tuple(value) for name, value in data["options"].items() if isinstance(value, list)}
+        hosts = tuple(Host(name, tuple(slots)) for name, slots in data["hosts"])
+        return cls(LaunchOptions(**{**data["options"], **lists}), hosts, data["environment"], data["folder"])
+
+    def with_master(self, address: str | None, port: int | None) -> Task:
+        """The same with the address of rank 0."""
+        return replace(self, options=replace(self.options, master_addr=address, master_port=port))
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers on all hosts."""
+        return sum(len(host.slots) for host in self.hosts)
+
+    def place(self, node: int) -> Place:
+        """Where the ranks of a host stand among all."""
+        first = sum(len(host.slots) for host in self.hosts[:node])
+        return Place(first, self.world_size, node, len(self.hosts))
+
+    def node_of_rank(self, rank: int) -> int:
+        """Number of the host that a rank is on."""
+        for node, host in enumerate(self.hosts):
+            rank -= len(host.slots)
+            if rank < 0:
+                return node
+        raise UsageError(f"there is no rank {rank} among {self.world_size}")
+
+    def enter(self) -> None:
+        """Take over folder and environment of the launcher.
+
+        Raises:
+            UsageError: the folder is not there, or something that is to be started in it.
+        """
+        os.environ.update(self.environment)
+        try:
+            os.chdir(self.folder)
+        except OSError as error:
+            raise UsageError(
+                f"folder {self.folder!r} cannot be entered on this host: {error.strerror}; it must be there on "
+                "every host (a shared file system, or a copy)"
+            ) from None
+        check_script(self.options, os.environ.get("PATH", os.defpath))
+        prepare_log_dir(self.options)
+
+    def plan(self, node: int) -> LaunchPlan:
+        """The plan of one host, made on it.
+
+        Raises:
+            UsageError: what is asked for cannot be had there.
+        """
+        slots = self.hosts[node].slots
+        # A selection that leaves nothing out at the beginning is what LOCAL_RANK says anyway.
+        chosen = None if slots == tuple(range(len(slots))) else slots
+        options = replace(self.options, num_accelerators=len(slots))
+        return make_plan(options, place=self.place(node), device_ids=chosen)
+
+    def workers(self, plan: LaunchPlan, node: int) -> list[Worker]:
+        """What to start of a plan on this host: the workers, or torch's elastic launcher for them."""
+        if self.options.is_elastic:
+            return [self._elastic_launcher(plan, node)]
+        extra = self._socket_interface(node)
+        return [
+            Worker(
+                binding,
+                tuple(local.build_command(self.options, binding)),
+                {**os.environ, **extra, **binding.env},
+            )
+            for binding in plan.ranks
+        ]
+
+    def _elastic_launcher(self, plan: LaunchPlan, node: int) -> Worker:
+        """torch.distributed.run with the binder inside; it starts the workers of this host."""
+        from anyaccel.launch import elastic
+
+        options, hosts = self.options, len(self.hosts)
+        nodes = options.elastic or (hosts, hosts)
+        several = nodes[1] > 1
+        users_threads = bool(os.environ.get("OMP_NUM_THREADS"))
+        argv = elastic.build_command(
+            local.program(options),
+            options.script_args,
+            python=sys.executable,
+            slots=len(plan.ranks),
+            max_restarts=options.max_restarts or 0,
+            nodes=nodes,
+            endpoint=(plan.master_addr, plan.master_port) if several else None,
+            first=node == 0,
+            address=self._own_address(plan.master_addr, node) if several else None,
+            binding=options.arguments() if options.bind_cores else None,
+            local_rank_argument=options.local_rank_argument,
+            threads=None if options.bind_cores else int(plan.ranks[0].env["OMP_NUM_THREADS"]),
+            users_threads=users_threads,
+        )
+        binding = RankBinding(plan.ranks[0].rank, 0, (), "default", (), {})
+        environ = {**os.environ, **self._socket_interface(node)}
+        return Worker(binding, tuple(argv), {**environ, **elastic.launcher_environment(environ, options.grace_period)})
+
+    def _own_address(self, master: str, node: int) -> str:
+        from anyaccel.launch.address import own_addresses
+
+        return master if node == 0 else own_addresses([master])[0]
+
+    def _socket_interface(self, node: int) -> dict[str, str]:
+        """gloo takes its address from the host's name; where that leads nowhere, the others could not reach it."""
+        if len(self.hosts) < 2 or os.environ.get("GLOO_SOCKET_IFNAME") or not self.options.master_addr:
+            return {}
+        from anyaccel.launch.address import hostname_is_loopback, interface_towards
+
+        if not hostname_is_loopback():
+            return {}
+        name = interface_towards(self.options.master_addr)
+        return {"GLOO_SOCKET_IFNAME": name} if name else {}

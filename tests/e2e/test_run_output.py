@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the output of `anyaccel run` goes: log files, the console, prefixes, the launcher's own lines."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = """
+import os, sys
+rank = os.environ["RANK"]
+print("out of", rank, flush=True)
+print("err of", rank, file=sys.stderr, flush=True)
+sys.stdout.write("no newline at the end")
+if sys.argv[-1] == "fail" and rank == "1":
+    sys.exit(7)
+"""
+
+
+def run(*arguments, cwd, **kwargs):
+    command = [sys.executable, "-m", "anyaccel", "run", *map(str, arguments)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, **kwargs)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    return tmp_path
+
+
+def logs(folder):
+    found = {}
+    for path in sorted(Path(folder).iterdir()):
+        stamp, rank = re.fullmatch(r"(\d{14})_rank(\d+)\.log", path.name).groups()
+        assert stamp.startswith("20")
+        found[int(rank)] = path.read_text()
+    return found
+
+
+def test_each_rank_has_a_log_and_the_console_is_silent(folder):
+    done = run("--num_accelerators", 2, "--enable_each_rank_log", "logs/deep", "worker.py", cwd=folder)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    found = logs(folder / "logs" / "deep")
+    assert sorted(found) == [0, 1]
+    for rank, text in found.items():
+        assert sorted(text.splitlines()) == [f"err of {rank}", "no newline at the end", f"out of {rank}"]
+
+
+def test_tee_shows_it_as_well_on_the_right_streams(folder):
+    done = run("--num_accelerators", 1, "--enable_each_rank_log", "logs", "--tee", "worker.py", cwd=folder)
+    assert done.stdout == "out of 0\nno newline at the end\n"
+    assert done.stderr == "err of 0\n"
+    assert "out of 0" in logs(folder / "logs")[0]
+
+
+def test_each_line_can_name_its_rank(folder):
+    done = run("--num_accelerators", 2, "--rank-prefix", "worker.py", cwd=folder)
+    expected = [f"[rank{rank}] {text}" for rank in (0, 1) for text in (f"out of {rank}", "no newline at the end")]
+    assert sorted(done.stdout.splitlines()) == sorted(expected)
+    assert sorted(done.stderr.splitlines()) == ["[rank0] err of 0", "[rank1] err of 1"]
+
+
+def test_a_failure_is_explained_although_the_output_went_to_a_log(folder):
+    done = run("--num_accelerators", 2, "--enable_each_rank_log", "logs", "-q", "worker.py", "fail", cwd=folder)
+    assert done.returncode == 7
+    assert re.fullmatch(
+        r"anyaccel: error: rank 1 \(process \d+\) exited with code 7(; 1 other worker was ended)?\n"
+        r"anyaccel: last lines of rank 1 on standard error:\n"
+        r"anyaccel:   \| err of 1\n",
+        done.stderr,
+    )
+
+
+def test_a_full_disk_in_the_log_folder_does_not_end_the_job(folder, tmp_path):
+    """A real full file system: the logs of a small tmpfs that has no page left."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        code = "import sys; print('x' * 30000); print('y' * 60000, flush=True); print('the end')"
+        (folder / "much.py").write_text(code)
+        done = run("--num_accelerators", 1, "--enable_each_rank_log", disk, "much.py", cwd=folder)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert done.returncode == 0
+    assert done.stderr.count("cannot be written: No space left on device; the job goes on") == 1
+    assert done.stdout.endswith("the end\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tee"], "--tee shows what goes to log files, and there are none; add --enable_each_rank_log DIR"),
+        (["--enable_each_rank_log", "worker.py"], "'worker.py' cannot be made: File exists; give another folder"),
+        (["--enable_each_rank_log", ""], "--enable_each_rank_log is empty"),
+        (["--log_level", "loud"], "invalid choice: 'loud'"),
+    ],
+)
+def test_options_that_cannot_be(folder, arguments, message):
+    done = run(*arguments, "worker.py", cwd=folder)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_process_id_can_be_found_and_is_forgotten_afterwards(folder, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(folder))
+    (folder / "show.py").write_text(
+        "import glob, os\n[name] = glob.glob('*.anyaccel')\n"
+        "print(open(name).read().strip(), os.readlink(f'/proc/{int(open(name).read())}/exe'))\n"
+    )
+    done = run("--num_accelerators", 1, "--save_pid", "show.py", cwd=folder)
+    said, shown = done.stdout.splitlines()
+    pid, program = shown.split()
+    assert said == f"anyaccel: process id {pid} is in {folder}/{pid}.anyaccel"
+    assert Path(program).name.startswith("python")
+    assert list(folder.glob("*.anyaccel")) == []
+
+
+def test_workers_run_in_an_environment_that_a_script_makes(folder):
+    (folder / "activate here").write_text("export FROM_SCRIPT='a value'\n")
+    command = ["--no_python", "--no_local_rank", "sh", "-c", 'printf "%s|" "$FROM_SCRIPT" "$@"', "sh", "a  b", "", "$x"]
+    done = run("--num_accelerators", 1, "--venv_script", "./activate here", *command, cwd=folder)
+    assert (done.stdout, done.returncode) == ("a value|a  b||$x|", 0)
+
+
+def test_debug_says_where_the_logs_are(folder):
+    options = ["--num_accelerators", 1, "--log_level", "debug", "--enable_each_rank_log", "logs"]
+    done = run(*options, "worker.py", cwd=folder)
+    assert re.search(r"anyaccel: log of rank 0: logs/\d+_rank0\.log\n", done.stderr)

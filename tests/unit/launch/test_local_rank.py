@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank a process is, from what each launcher sets."""
+
+from __future__ import annotations
+
+import pytest
+
+from anyaccel.errors import UsageError
+from anyaccel.launch.local_rank import rank_from_environment, slurm_tasks
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_TASKS_PER_NODE": "7(x9)",  # of the job, which the step is a part of
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "environ"),
+    [
+        ("torch.distributed", TORCHRUN),
+        ("Open MPI", OPEN_MPI),
+        ("MVAPICH2", {name.replace("OMPI_", "MV2_"): value for name, value in OPEN_MPI.items()}),
+        ("MVAPICH", {name.replace("OMPI_", "MVP_"): value for name, value in OPEN_MPI.items()}),
+        ("MPICH or Intel MPI", {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}),
+        ("PALS", {"PALS_RANKID": "5", "PMI_SIZE": "8", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "4"}),
+        ("Cray PMI", {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "4"}),
+        ("jsrun", {name.replace("OMPI_COMM_WORLD", "JSM_NAMESPACE"): value for name, value in OPEN_MPI.items()}),
+        ("Flux", {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_NNODES": "2"}),
+        ("Slurm", SLURM),
+    ],
+)
+def test_every_launcher(source: str, environ: dict[str, str]) -> None:
+    found = rank_from_environment(environ)
+    assert (found.source, found.rank, found.world_size) == (source, 5, 8)
+    assert (found.local_rank, found.local_size) == (1, 4)
+    assert environ[found.variable] == "1"
+
+
+def test_the_innermost_launcher_counts() -> None:
+    # srun starts the daemons of mpirun, and torchrun.
+    inner = {**SLURM, **OPEN_MPI, "SLURM_LOCALID": "0", "SLURM_PROCID": "1"}
+    assert rank_from_environment(inner).source == "Open MPI"
+    assert rank_from_environment({**inner, **TORCHRUN}).source == "torch.distributed"
+    assert rank_from_environment({**inner, **TORCHRUN}, launcher_only=True).source == "Open MPI"
+
+
+def test_a_local_rank_without_its_size_is_looked_for_elsewhere() -> None:
+    # A script with `export LOCAL_RANK=$SLURM_LOCALID`.
+    assert rank_from_environment({**SLURM, "LOCAL_RANK": "1"}).source == "Slurm"
+
+
+def test_ranks_that_are_not_said() -> None:
+    found = rank_from_environment({"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"})
+    assert (found.rank, found.world_size) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({}, r"no local rank .* LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_RANK.*SLURM_LOCALID; give --local_rank"),
+        ({"LOCAL_RANK": ""}, "no local rank"),
+        ({"LOCAL_RANK": "1"}, r"LOCAL_RANK=1 is set, but not how many .*LOCAL_WORLD_SIZE or LOCAL_SIZE"),
+        ({"LOCAL_RANK": "one", "LOCAL_SIZE": "2"}, r"LOCAL_RANK='one' is not a number"),
+        ({"LOCAL_RANK": "2", "LOCAL_SIZE": "2"}, r"LOCAL_RANK=2 is not below the number of local ranks, 2"),
+        ({"LOCAL_RANK": "-1", "LOCAL_SIZE": "2"}, r"'-1' is not a number"),
+        ({"SLURM_LOCALID": "0"}, r"SLURM_LOCALID=0 is set.*SLURM_TASKS_PER_NODE with SLURM_NODEID"),
+        ({**SLURM, "SLURM_NODEID": "2"}, r"SLURM_STEP_TASKS_PER_NODE='4\(x2\)' does not say how many tasks node 2"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x"}, "does not say how many tasks node 1"),
+        (
+            {"FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_SIZE": "3", "FLUX_JOB_NNODES": "2"},
+            r"FLUX_TASK_LOCAL_ID=0 is set, but not how many",
+        ),
+    ],
+)
+def test_what_cannot_be_told(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        rank_from_environment(environ)
+
+
+def test_tasks_by_node() -> None:
+    assert slurm_tasks("2(x3),1") == (2, 2, 2, 1)
+    assert slurm_tasks("4") == (4,)
+    with pytest.raises(ValueError, match="bracket"):
+        slurm_tasks("2(x3")

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Machines of every kind, written as trees and read back; and machines that nobody thought of."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from anyaccel.topology import Machine, read_machine
+from sysfs_trees import MACHINES, Expected, Memory, Spec, build
+
+
+def read(spec: Spec, root: Path) -> tuple[Machine, Expected]:
+    expected = build(spec, root)
+    return read_machine(root), expected
+
+
+def check(machine: Machine, expected: Expected) -> None:
+    assert tuple(cpu.id for cpu in machine.cpus) == expected.online
+    assert {cpu.siblings for cpu in machine.cpus} == expected.cores
+    assert {cpu.id: cpu.node for cpu in machine.cpus} == expected.node_of
+    assert {cpu.id: cpu.package for cpu in machine.cpus} == expected.package_of
+    assert tuple(node.id for node in machine.nodes) == expected.nodes
+    assert {cpu.id for cpu in machine.cpus if cpu.kind == "efficiency"} == expected.efficient
+    assert set(machine.allowed_cpus) <= set(expected.online)
+    # What the planner builds on: each allowed CPU is in exactly one core, and siblings agree on who they are.
+    by_id = {cpu.id: cpu for cpu in machine.cpus}
+    for cpu in machine.cpus:
+        assert cpu.id in cpu.siblings
+        assert all(by_id[other].siblings == cpu.siblings for other in cpu.siblings)
+    cores = machine.cores()
+    assert {cpu.core for cpu in cores} == {by_id[cpu].core for cpu in machine.allowed_cpus}
+    assert len({cpu.core for cpu in cores}) == len(cores)
+    assert sorted(cpu.id for group in machine.nodes_with_cores().values() for cpu in group) == [c.id for c in cores]
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_machine_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
+    machine, expected = read(MACHINES[name], tmp_path)
+    check(machine, expected)
+    for node in machine.nodes:
+        if node.distances:
+            assert set(node.distances) == set(expected.nodes)
+            assert node.distances[node.id] == 10
+
+
+@pytest.mark.parametrize("packages", range(1, 9))
+@pytest.mark.parametrize("nodes", [1, 2, 4])
+def test_one_to_eight_sockets(packages: int, nodes: int, tmp_path: Path) -> None:
+    machine, expected = read(Spec(packages=packages, nodes=nodes, cores=2, threads=2, caches=False), tmp_path)
+    check(machine, expected)
+    assert {cpu.package for cpu in machine.cpus} == set(range(packages))
+    assert list(map(len, machine.nodes_with_cores().values())) == [2] * packages * nodes
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    shape = Spec(
+        packages=draw(st.integers(1, 3)),
+        nodes=draw(st.integers(0, 2)),
+        cores=draw(st.integers(1, 3)),
+        threads=draw(st.sampled_from([1, 2, 4])),
+        numbering=draw(st.sampled_from(["cores first", "side by side", "alternating"])),
+        caches=False,
+    )
+    efficiency = draw(st.integers(0, shape.cores - 1)) if shape.cores > 1 else 0
+    shape = replace(shape, efficiency=efficiency, fake=draw(st.integers(1, 2)) if shape.nodes else 1)
+    if shape.nodes:
+        near = draw(st.integers(0, shape.packages * shape.nodes * shape.fake - 1))
+        shape = replace(shape, memory=draw(st.sampled_from([(), (Memory(8, (near,)),)])))
+    places = shape.packages * max(1, shape.nodes)
+    count = places * ((shape.cores - efficiency) * shape.threads + efficiency)
+    cpus = draw(st.permutations(sorted(draw(st.sets(st.integers(0, 200), min_size=count, max_size=count)))))
+    nodes = places * shape.fake + len(shape.memory)
+    ids = draw(st.permutations(sorted(draw(st.sets(st.integers(0, 60), min_size=nodes, max_size=nodes)))))
+    offline = draw(st.sets(st.sampled_from(cpus), max_size=count - 1))
+    allowed = draw(st.sets(st.sampled_from([cpu for cpu in cpus if cpu not in offline]), min_size=1))
+    return replace(
+        shape,
+        cpu_ids=tuple(cpus),
+        node_ids=tuple(ids) if shape.nodes else (),
+        offline=tuple(sorted(offline)),
+        allowed=",".join(map(str, sorted(allowed | offline))),
+        cgroup=draw(st.sampled_from(["", "v1", "v2"])),
+    )
+
+
+@given(specs())
+@settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink writes trees for minutes
+def test_any_numbering_is_read_as_it_was_written(spec: Spec) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        machine, expected = read(spec, Path(folder))
+    check(machine, expected)
+    wanted = {int(cpu) for cpu in (spec.allowed or "").split(",")} & set(expected.online)
+    assert set(machine.allowed_cpus) == wanted
+
+
+@pytest.mark.parametrize("name", ["cpuset", "cpuset v1", "cpuset v2"])
+def test_cpusets_limit_cpus_and_memory(name: str, tmp_path: Path) -> None:
+    machine, _ = read(MACHINES[name], tmp_path)
+    assert machine.allowed_cpus == (1, 5, 6, 7, 13)
+    assert [cpu.id for cpu in machine.cores()] == [1, 5, 6, 7]
+    assert machine.allowed_memory_nodes == (1,)
+
+
+def put(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "allowed"),
+    [
+        # The controller is on in a parent only.
+        ({"proc/self/cgroup": "0::/a/b/c\n", "sys/fs/cgroup/a/cpuset.cpus.effective": "2-3\n"}, (2, 3)),
+        # A container: the path is the host's, what is mounted is the container's own.
+        ({"proc/self/cgroup": "4:cpuset:/docker/1f\n", "sys/fs/cgroup/cpuset/cpuset.cpus": "1\n"}, (1,)),
+        # Outside of the namespace.
+        ({"proc/self/cgroup": "0::/../x\n", "sys/fs/cgroup/cpuset.cpus.effective": "1\n"}, (0, 1, 2, 3)),
+        # An old kernel, and mounted elsewhere.
+        ({"proc/self/cpuset": "/job\n", "dev/cpuset/job/cpus": "0,3\n"}, (0, 3)),
+        (
+            {
+                "proc/self/cgroup": "0::/job\n",
+                "proc/mounts": "none /cgroup/unified cgroup2 rw 0 0\n",
+                "cgroup/unified/job/cpuset.cpus.effective": "3\n",
+            },
+            (3,),
+        ),
+        # Nothing that this process could run on: not its own.
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpuset.cpus.effective": "64-71\n"}, (0, 1, 2, 3)),
+        # The status is narrower.
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/cpuset.cpus.effective": "0-2\n",
+                "proc/self/status": "Cpus_allowed_list:\t2-3\n",
+            },
+            (2,),
+        ),
+    ],
+)
+def test_where_cpusets_are_found(files: dict[str, str], allowed: tuple[int, ...], tmp_path: Path) -> None:
+    build(Spec(), tmp_path)
+    for path, text in files.items():
+        put(tmp_path, path, text)
+    assert read_machine(tmp_path).allowed_cpus == allowed
+
+
+def test_masks_where_lists_are_missing_or_padded(tmp_path: Path) -> None:
+    """Old kernels have only masks; `tar` pads what it takes from /sys with NULs."""
+    expected = build(replace(MACHINES["interleaved"], allowed=None), tmp_path)
+    for cpu in expected.online:
+        core = next(core for core in expected.cores if cpu in core)
+        topology = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        (topology / "core_cpus_list").unlink()
+        (topology / "thread_siblings_list").unlink()
+        (topology / "thread_siblings").write_text(f"00000000,{sum(1 << other for other in core):08x}\n")
+    for node in expected.nodes:
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        (folder / "cpulist").unlink()
+        mask = sum(1 << cpu for cpu, of in expected.node_of.items() if of == node)
+        (folder / "cpumap").write_text(f"{mask:08x}\n")
+    online = tmp_path / "sys/devices/system/cpu/online"
+    online.write_bytes(online.read_bytes() + bytes(100))
+    check(read_machine(tmp_path), expected)
+
+
+def test_siblings_that_contradict_each_other_still_make_cores(tmp_path: Path) -> None:
+    build(Spec(cores=3), tmp_path)
+    for cpu, siblings in {0: "0-1", 1: "1-2", 2: "2,0"}.items():
+        put(tmp_path, f"sys/devices/system/cpu/cpu{cpu}/topology/core_cpus_list", siblings)
+    assert {cpu.siblings for cpu in read_machine(tmp_path).cpus} == {(0, 1), (2,)}
+
+
+# memory without cores
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("xeon max, flat", {2: ("hbm", (0,)), 3: ("hbm", (1,))}),
+        ("xeon max, flat, snc4", {8 + node: ("hbm", (node,)) for node in range(8)}),
+        ("xeon max, flat, by tiers", {2: ("hbm", (0,)), 3: ("hbm", (1,))}),
+        ("cxl", {2: ("cxl", (0, 1))}),
+        ("cxl without driver", {2: ("slow", (0,))}),
+        ("persistent memory", {2: ("pmem", (0,)), 3: ("pmem", (1,))}),
+        ("memory of unknown kind", {2: ("", (0, 1))}),
+        ("memory of a GPU", {254: ("gpu", (8,))}),
+        ("two sockets", {}),
+        ("xeon max, cache", {}),
+    ],
+)
+def test_what_is_known_of_memory_without_cores(
+    name: str, kinds: dict[int, tuple[str, tuple[int, ...]]], tmp_path: Path
+) -> None:
+    machine, _ = read(MACHINES[name], tmp_path)
+    found = {node.id: node for node in machine.nodes if not node.cpus}
+    assert {id: (node.memory_kind, machine.nearest_nodes(id)) for id, node in found.items()} == kinds
+    assert all(bool(node.memory_kind) == bool(node.memory_evidence) for node in found.values())
+    assert all(node.memory_kind == "" for node in machine.nodes if node.cpus)
+
+
+def test_hbm_beside_a_node(tmp_path: Path) -> None:
+    machine, _ = read(MACHINES["xeon max, flat, snc4"], tmp_path)
+    assert [node.id for node in machine.memory_near(5, "hbm")] == [13]
+    assert machine.memory_near(5, "cxl") == ()
+    assert [node.id for node in machine.memory_near(5)] == [13]
+    assert machine.nearest_nodes(5) == (5,)
+    assert machine.nearest_nodes(99) == ()
+
+
+def test_memory_of_a_xeon_max_that_is_no_hbm(tmp_path: Path) -> None:
+    machine, _ = read(replace(MACHINES["xeon max, flat"], memory=(Memory(256, (0,)),)), tmp_path)
+    assert machine.nodes[2].memory_kind == ""
+
+
+# kinds of cores
+
+
+@pytest.mark.parametrize("name", ["hybrid", "arm64, hybrid"])
+def test_hybrid_cores(name: str, tmp_path: Path) -> None:
+    machine, expected = read(MACHINES[name], tmp_path)
+    kinds = {cpu.id: cpu.kind for cpu in machine.cpus}
+    assert kinds == {cpu: "efficiency" if cpu in expected.efficient else "performance" for cpu in expected.online}
+    assert {len(cpu.siblings) for cpu in machine.cpus if cpu.kind == "efficiency"} == {1}
+
+
+def test_cores_that_only_clock_differently_are_of_one_kind(tmp_path: Path) -> None:
+    build(MACHINES["arm64"], tmp_path)
+    put(tmp_path, "sys/devices/system/cpu/cpu3/cpu_capacity", "981\n")
+    assert {cpu.kind for cpu in read_machine(tmp_path).cpus} == {""}
