@@ -135,7 +135,7 @@ def test_what_the_user_tells_ssh_stays():
     ours = "-o BatchMode=yes -o ConnectTimeout=10 -p 22"
     assert RUNNERS["mpich"].launcher_environment(two, {"HYDRA_LAUNCHER_EXTRA_ARGS": "-v"}) == {
         **CALL,
-        "HYDRA_LAUNCHER_EXTRA_ARGS": f"-v {ours}"
+        "HYDRA_LAUNCHER_EXTRA_ARGS": f"-v {ours}",
     }
     assert RUNNERS["pdsh"].launcher_environment(two, {"PDSH_SSH_ARGS_APPEND": "-v"}) == {
         "PDSH_SSH_ARGS_APPEND": f"-v {ours}"
