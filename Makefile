@@ -13,7 +13,7 @@ DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench-peers clean
+.PHONY: help setup demo test test-all test-tools lint format bench-peers clean
 .NOTPARALLEL:
 
 help: ## show the targets
@@ -58,10 +58,14 @@ format: $(STAMP)-dev ## put Python and C++ sources into shape
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(find csrc examples -name '*.cpp' -o -name '*.h')
 
-test: lint ## lint and the tests, without the slow ones
+# MPI, pdsh, Slurm and sshd for jobs on several hosts. Needs root and Debian; without, it says so and those tests are skipped.
+test-tools: $(STAMP)-dev ## install what the tests of several hosts run jobs with
+	@PYTHON=$(BIN)/python tools/install_test_tools.sh
+
+test: lint test-tools ## lint and the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint ## lint and every test
+test-all: lint test-tools ## lint and every test
 	$(BIN)/python -m pytest
 
 clean: ## remove what the other targets made

@@ -19,7 +19,8 @@ def show(options: LaunchOptions, cluster: ClusterOptions, as_json: bool) -> None
         return
     task = launch.task
     how = launch.runner.name if launch.runner else "no launcher, this host only"
-    print(f"job: {task.world_size} workers on {len(task.hosts)} hosts, by {how}")
+    workers, hosts = _count(task.world_size, "worker"), _count(len(task.hosts), "host")
+    print(f"job: {workers} on {hosts}, by {how}")
     for node, host in enumerate(task.hosts):
         first = task.place(node).first_rank
         ranks = format_cpu_list(range(first, first + len(host.slots)))
@@ -51,6 +52,10 @@ def _commands(launch: ClusterLaunch) -> list[tuple[str, ...]]:
     if launch.runner is None or launch.commands:
         return list(launch.commands)
     return [launch.command("PORT/WORD/ADDRESS")[0]]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def run_or_show(options: LaunchOptions, cluster: ClusterOptions, *, dry_run: bool, as_json: bool) -> int:

@@ -10,9 +10,9 @@ from anyaccel import launch
 from anyaccel.cli._binding import add_binding_options, binding_options
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
+from anyaccel.launch.command import worker_command
 from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, DEFAULT_HOSTFILE, LaunchOptions, parse_elastic
 from anyaccel.launch.output import LEVELS
-from anyaccel.launch.runners import local
 from anyaccel.topology import read_machine
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
@@ -165,7 +165,7 @@ def _show(options: LaunchOptions, as_json: bool) -> None:
     launch.check_script(options, os.environ.get("PATH", os.defpath))
     machine = read_machine()
     plan = launch.make_plan(options, machine)
-    commands = [local.build_command(options, binding) for binding in plan.ranks]
+    commands = [worker_command(options, binding) for binding in plan.ranks]
     if as_json:
         import json  # 4 ms that a launch does not need
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Bytes of what ssh says before an agent speaks that are kept for a message.
 _SAID = 4096
 # Milliseconds without an answer of the other end's kernel after which a TCP connection counts as lost.
-_UNANSWERED = 6000
+_UNANSWERED = 5000
 
 
 class Agent:

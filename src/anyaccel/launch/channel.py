@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Seconds between signs of life, and without one until an agent ends its workers.
 HEARTBEAT = 1.0
-PATIENCE = 8.0
+PATIENCE = 7.0
 
 # Kinds of frames: the agent has called back, is ready, cannot do its part, has a worker that failed, has finished.
 HELLO, READY, REFUSED, FAILED, FINISHED = "hello", "ready", "refused", "failed", "finished"

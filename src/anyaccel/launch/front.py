@@ -31,8 +31,12 @@ if TYPE_CHECKING:
 
     from anyaccel.launch.callback import Reception
 
-# Seconds until every agent must have said that it is ready.
+# Seconds until the agents must have said that they are ready: of ssh all of them, of another launcher the first.
 _START = 60.0
+# Seconds without another one of these being ready. It does not say by itself which host it cannot reach.
+_NEXT_READY = 12.0
+# Seconds for a launcher whose agents have all ended to end too; again as many until it is killed.
+_LAST = 1.0
 # Failures of several hosts that come within this time are one event: what was killed is its cause.
 _ONE_EVENT = 0.5
 # Seconds that agents have to end beyond the grace period; then that they have when their input has ended.
@@ -62,6 +66,7 @@ class Front:
         self._step = 0  # of ending: asked, input ended, connection cut
         self._next_beat = 0.0
         self._deadline = 0.0
+        self._launcher_at: float | None = None  # when it is ended, or killed
 
     def run(self) -> int:
         """Watch the job until its end; returns its exit code: 0, that of the first failed worker, or 128 + signal.
@@ -105,6 +110,8 @@ class Front:
         """An agent has something to say."""
         if kind == channel.READY:
             agent.ready = data
+            if self.launcher:
+                self._deadline = time.monotonic() + _NEXT_READY
             if all(other.ready for other in self.agents) and self._ending_at is None:
                 self._go()
         elif kind == channel.REFUSED:
@@ -153,7 +160,7 @@ class Front:
             silent = [agent for agent in self.agents if agent.ready is None]
             hosts = ", ".join(dict.fromkeys(agent.host for agent in silent))
             count = f"{len(silent)} of {len(self.agents)} processes"
-            self.launcher.problem = f"{count} did not get ready within {_START:g} s, on host {hosts}"
+            self.launcher.problem = f"{count} did not get ready in time, on host {hosts}; can it be reached?"
         for agent in self.agents:
             if self.launcher is None and agent.ready is None and not agent.ended and not agent.problem:
                 agent.problem = f"did not answer within {_START:g} s"
@@ -168,8 +175,7 @@ class Front:
             times.append(self._next_beat)
         elif self._ending_at is None:
             times.append(self._deadline)
-        if self._ending_at is not None:
-            times.append(self._ending_at)
+        times += [at for at in (self._ending_at, self._launcher_at) if at is not None]
         poller = select.poll()
         poller.register(wakeup, select.POLLIN)
         outputs = (self.console, self.output)
@@ -217,7 +223,8 @@ class Front:
             for agent in missing:
                 agent.ended = True
             if missing and self._ending_at is None:
-                self.launcher.problem = f"{self.launcher.how} before all workers were started"
+                hosts = ", ".join(dict.fromkeys(agent.host for agent in missing))
+                self.launcher.problem = f"{self.launcher.how} before workers were started on host {hosts}"
                 self.end(signal.SIGTERM)
 
     def _lost(self, agent: Agent, how: str) -> None:
@@ -273,8 +280,11 @@ class Front:
                     agent.send(b"\0")
         if not self._started and self._ending_at is None and now > self._deadline:
             self._too_late()
-        if self.launcher and self._ending_at is None and all(agent.ended for agent in self.agents):
-            self._ending_at = now + _HARD  # it has nothing left to wait for
+        if self.launcher and all(agent.ended for agent in self.agents):
+            self._launcher_at = self._launcher_at or now + _LAST  # it has nothing left to wait for
+            if now >= self._launcher_at:
+                self._launcher_at = now + _LAST
+                self.launcher.end()
         if self._ending_at is None or now < self._ending_at:
             return
         self._step += 1
@@ -288,8 +298,6 @@ class Front:
                 if agent.report is None and not agent.problem:
                     agent.problem = "did not confirm that its workers have ended; they do when it misses us"
                 agent.kill()
-        if self.launcher:
-            self.launcher.end()
 
     def _abandon(self) -> None:
         """Leave no process of ours behind, whatever happened."""

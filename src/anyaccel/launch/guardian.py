@@ -46,6 +46,8 @@ KILL_TIMEOUT = 30.0
 _SETTLE = 0.2
 # Seconds that left-over processes have between SIGTERM and SIGKILL.
 _LEFTOVER_GRACE = 0.8
+# Seconds beyond the time to wake up after which this process was stopped, or its machine.
+_OVERSLEPT = 2.0
 # Descriptors that must be left when all workers run: two to be woken up, the rest to look through /proc.
 _SPARE_DESCRIPTORS = 4
 
@@ -255,7 +257,10 @@ class _Guardian:
         for pipe in self._streams.readable():
             poller.register(pipe, select.POLLIN)
         timeout = max(0.0, min(deadlines) - now) * 1000 + 1 if deadlines else None
-        for descriptor, event in poller.poll(timeout):
+        ready = poller.poll(timeout)
+        if timeout is not None and time.monotonic() > now + timeout / 1000 + _OVERSLEPT:
+            self._heard_at = time.monotonic()  # we were stopped: the silence may have been ours
+        for descriptor, event in ready:
             if descriptor == self._wakeup:
                 self._on_signals()
             elif descriptor == self._control or (self._link and descriptor == self._link.descriptor):

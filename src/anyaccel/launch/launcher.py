@@ -12,11 +12,11 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.command import worker_command
 from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, LaunchOptions
 from anyaccel.launch.output import LEVELS, WARNING, Output, OutputOptions
 from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
 from anyaccel.launch.planning import plan_here
-from anyaccel.launch.runners import local
 from anyaccel.launch.streams import prepare_log_dir
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.worker import Worker
@@ -144,7 +144,7 @@ def run(options: LaunchOptions, *, extra_env: Mapping[str, str] | None = None) -
     say_warnings(plan, options)
     return launch_local(
         plan,
-        lambda binding: local.build_command(options, binding),
+        lambda binding: worker_command(options, binding),
         grace_period=options.grace_period,
         output=options,
     )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from anyaccel import _native
 from anyaccel.launch.failure import describe_end
+from anyaccel.launch.processes import children, end_all
 
 # Seconds for it to end after SIGKILL.
 _KILL = 5.0
@@ -34,6 +35,8 @@ class LauncherProcess:
         self.how = ""
         self._signals = [signal.SIGTERM, signal.SIGKILL]
         own = os.getpid()
+        self._others = children()
+        _native.set_child_subreaper(True)  # what it leaves behind comes to us
 
         def tie() -> None:
             _native.set_parent_death_signal(signal.SIGTERM)
@@ -66,7 +69,9 @@ class LauncherProcess:
             self._signals = self._signals[-1:]
 
     def kill(self) -> None:
-        """Leave nothing of it behind."""
+        """Leave nothing of it behind: mpirun's ssh may wait for a host that is gone."""
         if self.running:
             self._process.kill()
             self._process.wait(_KILL)
+        end_all(self._others, _KILL)
+        _native.set_child_subreaper(False)

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 
 from anyaccel._version import __version__
 from anyaccel.errors import UsageError
+from anyaccel.launch.command import program, worker_command
 from anyaccel.launch.job import Host
 from anyaccel.launch.launcher import check_script, make_plan
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
-from anyaccel.launch.runners import local
 from anyaccel.launch.streams import prepare_log_dir
 from anyaccel.launch.worker import Worker
 
@@ -126,7 +126,7 @@ class Task:
         return [
             Worker(
                 binding,
-                tuple(local.build_command(self.options, binding)),
+                tuple(worker_command(self.options, binding)),
                 {**os.environ, **extra, **binding.env},
             )
             for binding in plan.ranks
@@ -141,7 +141,7 @@ class Task:
         several = nodes[1] > 1
         users_threads = bool(os.environ.get("OMP_NUM_THREADS"))
         argv = elastic.build_command(
-            local.program(options),
+            program(options),
             options.script_args,
             python=sys.executable,
             slots=len(plan.ranks),

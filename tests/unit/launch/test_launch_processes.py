@@ -10,12 +10,12 @@ import time
 import pytest
 
 from anyaccel.launch import processes
+from anyaccel.launch.command import worker_command
 from anyaccel.launch.guardian import Failure, Report
 from anyaccel.launch.launcher import check_script
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.output import Output
 from anyaccel.launch.plan import RankBinding
-from anyaccel.launch.runners.local import build_command
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_report_round_trip():
 )
 def test_local_command(options, command):
     binding = RankBinding(1, 1, (), "default", (), {})
-    assert build_command(LaunchOptions("x", ("-a", "b c"), **options), binding) == command
+    assert worker_command(LaunchOptions("x", ("-a", "b c"), **options), binding) == command
 
 
 def test_check_script(tmp_path):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-# Never ask (there is nobody to answer for each of a hundred hosts), and notice a dead connection within 6 s.
+# Never ask (there is nobody to answer for each of a hundred hosts), and notice a dead connection within 4 to 6 s.
 _OPTIONS = (
     "BatchMode=yes",
     "ConnectTimeout=10",
     "ServerAliveInterval=2",
-    "ServerAliveCountMax=3",
+    "ServerAliveCountMax=2",
     "ClearAllForwardings=yes",
     "LogLevel=ERROR",
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of this machine, started by the launcher itself."""
+"""The argument vector of a worker."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.plan import RankBinding
 
 
-def build_command(options: LaunchOptions, binding: RankBinding) -> list[str]:
-    """The argument vector of one worker."""
+def worker_command(options: LaunchOptions, binding: RankBinding) -> list[str]:
+    """All of it, for one rank."""
     rank = [f"--local_rank={binding.local_rank}"] if options.local_rank_argument else []
     return [*program(options), *rank, *options.script_args]
 

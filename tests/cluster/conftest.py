@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four hosts on this machine, made once a session (tools/test_cluster.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cluster_hosts import LAUNCHERS, Hosts, test_cluster
+
+
+# One for the session, made before the first test looks at its child processes.
+@pytest.fixture(scope="session")
+def _hosts() -> Iterator[Hosts]:
+    if why := test_cluster.missing():
+        pytest.skip(why)
+    slurm_is_missing = test_cluster.missing(slurm=True)
+    with test_cluster.Cluster(4) as cluster:
+        if not slurm_is_missing:
+            try:
+                cluster.start_slurm()
+            except test_cluster.ClusterError as error:
+                slurm_is_missing = f"Slurm cannot be started here: {error}"
+        yield Hosts(cluster, slurm_is_missing)
+
+
+@pytest.fixture
+def hosts(_hosts: Hosts) -> Iterator[Hosts]:
+    """Four hosts; a test that leaves a process on one of them fails."""
+    for host in _hosts.cluster:
+        host.reconnect()
+    yield _hosts
+    left = _hosts.wait_idle(5)
+    _hosts.cluster.kill_jobs()
+    assert not left, f"the test leaves processes behind: {left}"
+
+
+@pytest.fixture(params=LAUNCHERS)
+def launcher(request: pytest.FixtureRequest, hosts: Hosts) -> str:
+    """Each launcher that is there."""
+    hosts.need(request.param)
+    return str(request.param)

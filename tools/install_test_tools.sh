@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Installs what the cluster tests run jobs with: MPI, pdsh, Slurm and sshd from Debian's packages, Intel MPI from PyPI.
+# What is there is left alone (then it takes 0.1 s); what cannot be had is one line, and the tests that need it are
+# skipped. Nothing that is installed here is started, now or at the next boot.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+impi=${IMPI_FOLDER:-.venv/impi} # mpiexec.hydra is in its bin/
+PATH=$PATH:/usr/sbin:/sbin
+
+say() { echo "install_test_tools: $*"; }
+
+# program:package
+wanted="mpirun.openmpi:openmpi-bin mpiexec.mpich:mpich pdsh:pdsh sshd:openssh-server ssh:openssh-client
+  slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge ip:iproute2 numactl:numactl
+  nsenter:util-linux"
+
+packages=
+for pair in $wanted; do
+  command -v "${pair%%:*}" >/dev/null || packages="$packages ${pair#*:}"
+done
+
+# Debian starts a service when it installs one, unless this file says no.
+policy=/usr/sbin/policy-rc.d
+made_policy=
+tidy() { [ -z "$made_policy" ] || rm -f "$policy"; }
+trap tidy EXIT
+
+install_packages() {
+  if ! command -v apt-get >/dev/null; then
+    say "this is not Debian or Ubuntu; the cluster tests need:$packages"
+    return
+  fi
+  if [ "$(id -u)" != 0 ]; then
+    say "not root, so nothing is installed; the cluster tests need: sudo apt-get install$packages"
+    return
+  fi
+  if [ ! -e "$policy" ]; then
+    made_policy=yes
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod +x "$policy"
+  fi
+  local units_before log package unit
+  units_before=$(ls /etc/systemd/system/multi-user.target.wants 2>/dev/null)
+  log=$(mktemp)
+  export DEBIAN_FRONTEND=noninteractive
+  local get=(apt-get -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=2)
+  say "installing$packages"
+  # The lists may be missing, or too old for the server.
+  # shellcheck disable=SC2086
+  if ! "${get[@]}" install -y --no-install-recommends $packages >"$log" 2>&1; then
+    "${get[@]}" update >>"$log" 2>&1
+    # shellcheck disable=SC2086
+    if ! "${get[@]}" install -y --no-install-recommends $packages >>"$log" 2>&1; then
+      for package in $packages; do # one that cannot be had must not take the others with it
+        "${get[@]}" install -y --no-install-recommends "$package" >>"$log" 2>&1 ||
+          say "$package cannot be installed: $(grep -E '^E: ' "$log" | tail -1)"
+      done
+    fi
+  fi
+  rm -f "$log"
+  for unit in ssh munge slurmd slurmctld; do
+    if [ -e "/etc/systemd/system/multi-user.target.wants/$unit.service" ] &&
+      ! grep -qx "$unit.service" <<<"$units_before"; then
+      systemctl -q disable "$unit.service" 2>/dev/null
+    fi
+  done
+}
+
+[ -z "$packages" ] || install_packages
+
+# In a folder of its own: nothing of it shadows what the project's environment has. It is for x86-64 only.
+if [ ! -x "$impi/bin/mpiexec.hydra" ]; then
+  if [ "$(uname -m)" != x86_64 ]; then
+    say "Intel MPI is for x86-64, this is $(uname -m); its tests are skipped"
+  else
+    say "installing impi-rt from PyPI into $impi (130 MB)"
+    why=$({ "$python" -m venv "$impi" &&
+      "$impi/bin/python" -m pip --disable-pip-version-check install -q --no-deps impi-rt; } 2>&1)
+    if [ -x "$impi/bin/mpiexec.hydra" ]; then
+      # Its bin/ goes on a PATH: benchmarks, and a python that would be in front of others.
+      rm -f "$impi"/bin/{IMB-*,python*,pip*,activate*,Activate*}
+    else
+      say "impi-rt cannot be installed, and the tests of Intel MPI are skipped: $(tail -1 <<<"$why")"
+      rm -rf "$impi"
+    fi
+  fi
+fi
+exit 0
