@@ -48,6 +48,7 @@ class Hosts:
     def __init__(self, cluster: test_cluster.Cluster, slurm_is_missing: str | None) -> None:
         self.cluster = cluster
         self.slurm_is_missing = slurm_is_missing
+        self._child: subprocess.Popen[str] | None = None  # the last that was started
 
     def __getitem__(self, index: int) -> test_cluster.Host:
         return self.cluster[index]
@@ -92,6 +93,7 @@ class Hosts:
         child: subprocess.Popen[str] = self[0].popen(
             self.command(launcher, hostfile, arguments), text=True, env=environment, **options
         )
+        self._child = child
         return child
 
     def run(
@@ -117,7 +119,10 @@ class Hosts:
         """Wait until all ranks of wait.py run."""
         deadline = time.monotonic() + seconds
         while len([path for path in folder.glob("rank?") if path.suffix == ""]) < ranks:
-            assert time.monotonic() < deadline, f"not all of {ranks} ranks run after {seconds} s"
+            if time.monotonic() > deadline or (self._child and self._child.poll() is not None):
+                assert self._child
+                self._child.terminate()
+                raise AssertionError(f"not all of {ranks} ranks run; {self._child.communicate(timeout=30)}")
             time.sleep(0.01)
         time.sleep(0.1)  # they have seen each other too
 

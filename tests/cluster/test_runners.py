@@ -11,13 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster_hosts import ALL_REDUCE, WAIT, Hosts, lines
+from cluster_hosts import ALL_REDUCE, LAUNCHERS, WAIT, Hosts, lines
 
 ARGUMENTS = ["a b", "$HOME", "", "it's", 'say "no"', "back\\slash", "*", "new\nline", "ü→∞", "%n"]
 SSH_LAUNCHERS = ["ssh", "pdsh", "openmpi", "mpich", "impi"]
+# One of the two ways in which agents talk to the launcher is enough for `make test`.
+MOSTLY_SSH = ["ssh", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS if name != "ssh")]
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_reduce(hosts: Hosts, launcher: str, tmp_path: Path, count: int) -> None:
     done = hosts.run(launcher, hosts.hostfile(tmp_path, hosts=count), ALL_REDUCE, *ARGUMENTS)
     assert done.returncode == 0, done.stderr
@@ -72,6 +74,7 @@ def test_another_port_of_sshd(hosts: Hosts, launcher: str, tmp_path: Path) -> No
     assert _places(tmp_path) == {0: "node1", 1: "node2"}
 
 
+@pytest.mark.parametrize("launcher", MOSTLY_SSH)
 def test_variables_travel(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "show.sh"
     script.write_text('#!/bin/sh\nprintf "%s|%s|%s" "$MY_WORD" "$MY_OTHER" "$NCCL_DEBUG" >"$1/env$RANK"\n')
@@ -130,6 +133,7 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, launcher: str, tmp
     assert name in done.stderr
 
 
+@pytest.mark.parametrize("launcher", MOSTLY_SSH)
 def test_a_lost_connection_ends_the_job_on_both_sides(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
     with hosts.start(launcher, hosts.hostfile(tmp_path, 2), WAIT, tmp_path, "--ignore", "--child") as child:
         hosts.wait_started(tmp_path, 4)

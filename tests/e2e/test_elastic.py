@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers that torch.distributed.elastic restarts, bound by `anyaccel bind`."""
 
+import ast
 import json
 import os
 import signal
@@ -112,3 +113,27 @@ def test_two_hosts_are_one_job_and_restart_together(start):
         assert job.returncode == 0, errors
     ranks = results(start.folder)
     assert [[seen["total"] for seen in rounds] for rounds in ranks] == [[3, 3], [3, 3]]
+
+
+FAILS_ONCE = """
+import os, sys
+round, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+with open(f"cli-{round}-{rank}", "w") as file:
+    file.write(repr((sys.argv[1:], sorted(os.sched_getaffinity(0)))))
+if round == "0" and rank == "1":
+    sys.exit(9)
+"""
+
+
+@two_cores
+def test_the_command_restarts_bound_workers(tmp_path):
+    (tmp_path / "train.py").write_text(FAILS_ONCE)
+    options = ["--num_accelerators", "2", "--bind_cores_to_rank", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "anyaccel", "run", *options, "train.py", *ARGUMENTS]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    cores = [share.id for share in read_machine().cores()]
+    for rank in (0, 1):
+        arguments, mine = ast.literal_eval((tmp_path / f"cli-1-{rank}").read_text())
+        assert arguments == [f"--local_rank={rank}", *ARGUMENTS]
+        assert mine == sorted(cores[rank * (len(cores) // 2) : (rank + 1) * (len(cores) // 2)])
