@@ -174,3 +174,12 @@ def test_each_host_is_started_by_hand(hosts: Hosts, tmp_path: Path) -> None:
     ranks = lines("".join(output for output, _ in done))
     assert [line["host"] for line in ranks] == ["node1", "node2"]
     assert {line["sum"] for line in ranks} == {3.0}
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_without_a_host_that_dies(hosts: Hosts, tmp_path: Path) -> None:
+    options = ["--elastic", "1:2", "--max-restarts", 2, "--no_local_rank"]
+    done = hosts.run("ssh", hosts.hostfile(tmp_path), *options, ALL_REDUCE.with_name("elastic.py"), timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "warning: host node2: the connection was lost" in done.stderr
+    assert "finished with 1 in round 1" in done.stdout

@@ -234,7 +234,8 @@ class Front:
         agent.problem = f"cannot be reached: {how}" if agent.ready is None else f"the connection was lost ({how})"
         alive = sum(other.running for other in self.agents)
         if self._started and self._ending_at is None and self._least is not None and alive >= self._least:
-            self.console.line(f"warning: host {agent.host}: {agent.problem}; {alive} hosts go on", WARNING)
+            rest = f"{alive} host{' goes' if alive == 1 else 's go'} on"
+            self.console.line(f"warning: host {agent.host}: {agent.problem}; {rest}", WARNING)
             agent.problem = ""
         else:
             self.end(signal.SIGTERM)
