@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locked tensors: aligned, locked as far as that may be, freed with the tensor, pinned where an accelerator does that."""
+"""Locked tensors: aligned, locked where that may be, freed with the tensor, pinned where an accelerator does that."""
 
 from __future__ import annotations
 
