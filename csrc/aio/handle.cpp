@@ -139,6 +139,8 @@ class Handle::Worker {
     slots_[index] = slot;
     if (request->write()) file.touch();
     start(index);
+    // The device has something to do while the next block is copied.
+    if (slot.bounce != nullptr && request->write()) queue_->submit();
     return true;
   }
 

@@ -113,7 +113,7 @@ void Request::scatter(const Chunk& chunk, const char* bounce, int64_t base) cons
 
 void Request::gather(const Chunk& chunk, char* bounce, int64_t base) const {
   visit(chunk, [&](char* address, int64_t at, int64_t bytes) {
-    std::memcpy(bounce + (at - base), address, static_cast<size_t>(bytes));
+    copy_out(bounce + (at - base), address, static_cast<size_t>(bytes));
     return true;
   });
 }

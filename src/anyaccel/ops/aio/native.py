@@ -10,7 +10,9 @@ from typing import Any
 ENGINES = ("auto", "io_uring", "linux_aio", "threads")
 
 # In the order of Step and Leftover in csrc/aio/file.h.
-STEPS = ("", "opening", "looking at", "reserving space", "reading", "writing", "syncing", "renaming", "reading", "")
+STEPS = (
+    "", "opening it", "looking at it", "reserving space", "reading", "writing", "syncing it", "renaming it", "reading", "",
+)  # fmt: skip
 END_OF_FILE, CANCELLED = 8, 9
 LEFTOVERS = (
     "the file is as it was before",

@@ -95,7 +95,7 @@ class Request:
         else:
             step = native.STEPS[status.step]
             at = f", at offset {status.offset}" if step in ("reading", "writing") else ""
-            why = f"{step + ' it: ' if step and step != what else ''}{os.strerror(code)}{at}"
+            why = f"{f'{step}: ' if step and step != what else ''}{os.strerror(code)}{at}"
         left = f"; {native.LEFTOVERS[status.leftover]}" if writes else ""
         return AioError(code, f"{where} failed: {why} (errno {code}){left}", self.name, status.offset)
 
