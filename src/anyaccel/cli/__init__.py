@@ -16,6 +16,7 @@ COMMANDS = {
     "run": "start a script on every device of this machine, each worker bound to its own cores",
     "generate": "generate text with a local Hugging Face or GGUF model, on one or several workers",
     "report": "print versions, the accelerator and why it was chosen, CPU features and topology",
+    "ops": "list, build or clean up the native ops of the accelerator",
     "conformance": "run every method of the accelerator interface on the device, and say what is wrong",
 }
 
