@@ -83,14 +83,15 @@ def main() -> int:
         size = sum(tensor.nbytes for tensor in tensors.values())
         files = {who: f"{name}/{who}" for who in ("ours", "safetensors", "torch")}
         times: dict[str, list[float]] = {}
+        writers: dict[str, Callable[[Tensors], object]] = {
+            "anyaccel.io.save": lambda tensors: save(tensors, files["ours"], progress=False),
+            "safetensors save_file": lambda tensors: save_file(dict(tensors), files["safetensors"]),
+            "torch.save": lambda tensors: torch.save(tensors, files["torch"]),
+        }
         for round_number in range(-1, min(2, options.rounds)):
-            for who, write in (
-                ("anyaccel.io.save", lambda: save(tensors, files["ours"], progress=False)),
-                ("safetensors save_file", lambda: save_file(tensors, files["safetensors"])),
-                ("torch.save", lambda: torch.save(tensors, files["torch"])),
-            ):
+            for who, write in writers.items():
                 start = time.perf_counter()
-                write()
+                write(tensors)
                 drop_pages(files[{"a": "ours", "s": "safetensors", "t": "torch"}[who[0]]])  # with fsync
                 if round_number >= 0:
                     times.setdefault(f"save and sync||{who}", []).append(time.perf_counter() - start)
@@ -105,9 +106,8 @@ def main() -> int:
                     times.setdefault(f"{cache}||{limit}", []).append(seconds)
                 for what, people in runs.items():
                     for who, (file, call) in people.items():
-                        if cache == "cold":
-                            drop_pages(file)
-                        else:
+                        drop_pages(file)
+                        if cache == "warm":  # everybody's pages come the same way: their size depends on it
                             Path(file).read_bytes()
                         start = time.perf_counter()
                         found = call()

@@ -11,7 +11,8 @@ ENGINES = ("auto", "io_uring", "linux_aio", "threads")
 
 # In the order of Step and Leftover in csrc/aio/file.h.
 STEPS = (
-    "", "opening it", "looking at it", "reserving space", "reading", "writing", "syncing it", "renaming it", "reading", "",
+    "", "opening it", "looking at it", "reserving space", "reading", "writing", "syncing it", "renaming it", "reading",
+    "",
 )  # fmt: skip
 END_OF_FILE, CANCELLED = 8, 9
 LEFTOVERS = (
