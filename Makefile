@@ -13,7 +13,7 @@ DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-tools lint format bench-peers clean
+.PHONY: help setup demo test test-all test-tools lint format sanitize bench-peers clean
 .NOTPARALLEL:
 
 help: ## show the targets
@@ -51,12 +51,12 @@ lint: $(STAMP)-dev $(STAMP)-build ## ruff, mypy --strict and clang-format, chang
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc examples -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc examples tests/native -name '*.cpp' -o -name '*.h')
 
 format: $(STAMP)-dev ## put Python and C++ sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $$(find csrc examples -name '*.cpp' -o -name '*.h')
+	$(BIN)/clang-format -i $$(find csrc examples tests/native -name '*.cpp' -o -name '*.h')
 
 # MPI, pdsh, Slurm and sshd for jobs on several hosts. Needs root and Debian; without, it says so and those tests are skipped.
 test-tools: $(STAMP)-dev ## install what the tests of several hosts run jobs with
@@ -67,6 +67,9 @@ test: lint test-tools ## lint and the tests, without the slow ones
 
 test-all: lint test-tools ## lint and every test
 	$(BIN)/python -m pytest
+
+sanitize: $(STAMP)-venv ## build the native tests with address and thread sanitizers, and run them
+	$(BIN)/python tools/sanitize.py
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

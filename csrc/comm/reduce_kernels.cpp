@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled once per ISA variant (CMake: anyaccel_isa_variants); ANYACCEL_VARIANT names it.
+// Compiled once per ISA variant (CMake: anyaccel_isa_variants); ANYACCEL_ISA_VARIANT names it.
 #include "comm/reduce_kernels.h"
 
 #include <cstdint>
@@ -177,7 +177,7 @@ void reduce(const void* const* sources, int n_sources, void* dst, void* dst2, si
 
 }  // namespace
 
-const ReduceKernels& ANYACCEL_CONCAT(reduce_kernels_, ANYACCEL_VARIANT)() {
+const ReduceKernels& ANYACCEL_CONCAT(reduce_kernels_, ANYACCEL_ISA_VARIANT)() {
   static const ReduceKernels kernels{{reduce<F32>, reduce<BF16>, reduce<F16>}};
   return kernels;
 }

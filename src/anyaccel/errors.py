@@ -47,6 +47,27 @@ class OpBuildError(AnyAccelError, RuntimeError):
     """
 
 
+class AioError(AnyAccelError, OSError):
+    """A file could not be read or written.
+
+    Attributes:
+        errno: of the system call that failed; ENODATA where the file ended too early, ECANCELED for what was given up.
+        filename: the file.
+        offset: in it, in bytes, where the error was met.
+    """
+
+    def __init__(self, number: int, message: str, filename: str, offset: int) -> None:
+        super().__init__(number, message, filename)
+        self.message = message
+        self.offset = offset
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[type[AioError], tuple[int | None, str, str, int]]:
+        return type(self), (self.errno, self.message, self.filename, self.offset)
+
+
 class CommError(AnyAccelError, RuntimeError):
     """A collective could not be completed; the group it ran on is not usable any more."""
 

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "accelerator": {"topology", "env", "_registry"},
     "ops": {"accelerator", "env"},
     "report": {"accelerator", "topology", "env"},
+    "io": {"ops", "accelerator", "env"},
     "comm": {"accelerator", "env"},
     "inference": {"comm", "accelerator", "env"},
     "cli": {"launch", "accelerator", "ops", "topology", "inference", "comm", "report", "env"},

@@ -18,6 +18,7 @@ COMMANDS = {
     "topo": "draw packages, NUMA nodes, cores and caches, and which rank would get which of them",
     "generate": "generate text with a local Hugging Face or GGUF model, on one or several workers",
     "report": "print versions, the accelerator and why it was chosen, CPU features and topology",
+    "ops": "list, build or clean up the native ops of the accelerator",
     "conformance": "run every method of the accelerator interface on the device, and say what is wrong",
 }
 

@@ -16,7 +16,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from anyaccel import env
 from anyaccel.errors import CapabilityError, OpBuildError, UsageError
@@ -29,6 +29,20 @@ _loaded: dict[tuple[type[OpBuilder], str], Any] = {}
 
 # Flags that GCC and clang want again when they link.
 _ALSO_LINK = re.compile(r"-(f|m|O|g|pthread$)")
+
+
+class OpStatus(NamedTuple):
+    """Where an op would come from.
+
+    Attributes:
+        kind: "prebuilt", "cached" (built here before), "jit" (would be built now) or "unavailable".
+        detail: the library's file; for "jit" the compiler; for "unavailable" the reason.
+        seconds: that building it took; None where that is not known.
+    """
+
+    kind: str
+    detail: str
+    seconds: float | None = None
 
 
 class OpBuilder(abc.ABC):
@@ -136,6 +150,22 @@ class OpBuilder(abc.ABC):
             return str(error).partition("\n")[0]
         return ""
 
+    def status(self) -> OpStatus:
+        """Where load() would take the op from. Builds nothing."""
+        reason = self.why_not()
+        if reason:
+            return OpStatus("unavailable", reason)
+        if self._load_prebuilt() is not None:
+            return OpStatus("prebuilt", self._find_prebuilt())
+        try:
+            built = jit.find(self._recipe(self.name))
+            compiler = toolchains.find_compiler()
+        except OpBuildError as error:  # the prebuilt copy is another variant, and there is no compiler
+            return OpStatus("unavailable", str(error).partition("\n")[0])
+        if built is not None:
+            return OpStatus("cached", str(built.path), built.seconds)
+        return OpStatus("jit", compiler.version.partition("\n")[0])
+
     def _switched_off(self) -> str:
         off = bool(self.BUILD_VAR) and os.environ.get(self.BUILD_VAR) == "0"
         return f"{self.BUILD_VAR}=0 in the environment switches it off" if off else ""
@@ -160,7 +190,7 @@ class OpBuilder(abc.ABC):
             if reason := self._switched_off():
                 raise self._incapable(reason)
             op = self._load_prebuilt()
-            _loaded.setdefault(key, self.jit_load(verbose) if op is None else op)
+            _loaded.setdefault(key, self.jit_load(verbose) if op is None else self.wrap(op))
         return _loaded[key]
 
     def jit_load(self, verbose: bool = False) -> Any:
@@ -174,7 +204,11 @@ class OpBuilder(abc.ABC):
         toolchains.find_compiler()
         if not self.is_compatible(verbose):
             raise self._incapable(self.why_not() or f"{type(self).__name__}.is_compatible() is false")
-        return jit.open_library(jit.build(recipe, verbose), self.absolute_name())
+        return self.wrap(jit.open_library(jit.build(recipe, verbose), self.absolute_name()))
+
+    def wrap(self, op: ModuleType | ctypes.CDLL) -> Any:
+        """What load() returns for a library that was opened; a subclass may put an object of its own around it."""
+        return op
 
     def variant(self) -> str:
         """What a library is built for: machine, Python and, with TORCH_HEADERS, torch's version and C++ ABI."""

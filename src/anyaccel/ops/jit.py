@@ -91,6 +91,60 @@ def build(recipe: Recipe, verbose: bool = False) -> Path:
         ) from error
 
 
+@dataclass(frozen=True)
+class Built:
+    """A library in the cache.
+
+    Attributes:
+        path: its file.
+        seconds: that building it took.
+        compiler: first line of what the compiler says of itself.
+    """
+
+    path: Path
+    seconds: float
+    compiler: str
+
+
+def find(recipe: Recipe) -> Built | None:
+    """The library of `recipe` in the cache; None when it is not there, or damaged. Builds nothing.
+
+    Raises:
+        OpBuildError: there is no compiler, whose version is a part of the key; or the cache is not private.
+    """
+    compiler = toolchains.find_compiler()
+    cache = env.cache_dir().absolute() / "ops"
+    if not cache.is_dir():
+        return None
+    _check_private(cache)
+    path, _ = _Entry(recipe, compiler, cache, _key(recipe, compiler)).look()
+    if path is None:
+        return None
+    manifest = json.loads((path.parent / _MANIFEST).read_text())
+    return Built(path, float(manifest["seconds"]), str(manifest["compiler"]))
+
+
+def clean(cache: Path) -> tuple[int, int]:
+    """Remove every library below `cache`; programs that have loaded one keep it.
+
+    Returns:
+        Libraries removed, and bytes freed.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    libraries = size = 0
+    for entry in sorted(cache.iterdir()) if cache.is_dir() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            size += sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
+            libraries += not entry.name.startswith(".")
+            shutil.rmtree(entry)
+        elif not entry.name.endswith(".lock"):  # somebody may hold it
+            size += entry.stat().st_size
+            entry.unlink()
+    return libraries, size
+
+
 def open_library(path: Path, module_name: str) -> ModuleType | ctypes.CDLL:
     """Load a built library.
 
@@ -165,18 +219,18 @@ class _Entry:
         self._cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._cache.mkdir(exist_ok=True, mode=0o700)
         _check_private(self._cache)
-        found, _ = self._look()
+        found, _ = self.look()
         if found is not None:
             return found
         with _locked(self._cache / f"{self._hidden}.lock", self._recipe.name):
-            found, damage = self._look()  # another process may have built it meanwhile
+            found, damage = self.look()  # another process may have built it meanwhile
             if found is not None:
                 return found
             if damage:
                 logger.warning("op %s: %s; building it again", self._recipe.name, damage)
             return self._build(verbose)
 
-    def _look(self) -> tuple[Path | None, str]:
+    def look(self) -> tuple[Path | None, str]:
         """The library if it is there and whole; and what is wrong with one that is there and not whole."""
         try:
             headers = json.loads((self._cache / f"{self._hidden}.headers").read_text())

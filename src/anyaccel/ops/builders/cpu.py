@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from anyaccel.ops.builder import NotBuiltYet
 from anyaccel.ops.builders.host import AsyncIOBuilder, CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
+from anyaccel.ops.builders.optimizers import FusedAdamBuilder
 
 __all__ = [
     "AsyncIOBuilder",
@@ -33,13 +34,3 @@ class ShareMemCommBuilder(NotBuiltYet):
     NAME: ClassVar[str] = "deepspeed_shm_comm"
     BUILD_VAR: ClassVar[str] = "DS_BUILD_SHM_COMM"
     REASON: ClassVar[str] = "shared-memory collectives are part of anyaccel.comm; there is no separate op for them"
-
-
-class FusedAdamBuilder(NotBuiltYet):
-    """Adam over many tensors in one call."""
-
-    NAME: ClassVar[str] = "fused_adam"
-    BUILD_VAR: ClassVar[str] = "DS_BUILD_FUSED_ADAM"
-    REASON: ClassVar[str] = (
-        "this version of anyaccel does not contain the fused Adam op yet; torch.optim.Adam(fused=True) works on the CPU"
-    )

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// A file that is being read or written: its descriptors, its alignment, and what becomes of it when a write fails.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+namespace anyaccel::aio {
+
+// What was being done when an error came. The order is that of STEPS in anyaccel/ops/aio.py.
+enum class Step : int32_t { none, open, stat, allocate, read, write, sync, rename, end_of_file, cancelled };
+
+// What a failed write left. The order is that of LEFTOVERS in anyaccel/ops/aio.py.
+enum class Leftover : int32_t { untouched, removed, truncated, undefined };
+
+struct Failure {
+  Step step = Step::none;
+  int error = 0;
+  int64_t offset = 0;
+
+  explicit operator bool() const { return step != Step::none; }
+};
+
+struct FileOptions {
+  bool write = false;
+  bool atomic = false;  // write beside, rename at the end
+  bool cached = false;  // is in the page cache, so through it
+};
+
+// No file system wants more; direct transfers are not used with one that does.
+constexpr int64_t kMaxAlignment = 1 << 16;
+
+class File {
+ public:
+  File() = default;
+  ~File();
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  // Opens `path`, or again the file of `descriptor` when that is not negative, to transfer bytes [begin, end).
+  Failure open(const std::string& path, int descriptor, const FileOptions& options, int64_t begin, int64_t end);
+
+  // All was written: makes it durable and puts it in place as the options say.
+  Failure commit();
+
+  // The write failed or was given up: what is there must not look complete.
+  Leftover abandon();
+
+  void close();
+
+  int direct() const { return direct_; }            // opened with O_DIRECT; negative where the file system has none
+  int buffered() const { return buffered_; }        // opened without
+  int64_t alignment() const { return alignment_; }  // of offsets and sizes of direct transfers
+  int64_t memory_alignment() const { return memory_alignment_; }
+
+  // The file system took O_DIRECT but refused a transfer.
+  void refuse_direct() { refused_.store(true, std::memory_order_relaxed); }
+  bool refused_direct() const { return refused_.load(std::memory_order_relaxed); }
+  bool uses_direct() const { return direct_ >= 0 && !refused_direct(); }
+
+  // Writing has begun, so abandon() has to act.
+  void touch() { touched_.store(true, std::memory_order_relaxed); }
+
+ private:
+  Failure open_for_write(const std::string& path);
+  Failure reserve();
+  void open_direct();
+
+  std::string path_;
+  std::string beside_;  // where an atomic write goes first
+  FileOptions options_;
+  int64_t begin_ = 0, end_ = 0, size_before_ = 0;
+  bool created_ = false;
+  std::atomic<bool> touched_{false}, refused_{false};
+  int buffered_ = -1, direct_ = -1;
+  int64_t alignment_ = 4096, memory_alignment_ = 4096;
+};
+
+// Bytes of [0, size) of an open file that are in the page cache; -1 where the kernel does not tell.
+int64_t cached_bytes(int descriptor, int64_t size);
+
+}  // namespace anyaccel::aio

@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "aio/handle.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <optional>
+#include <system_error>
+
+namespace anyaccel::aio {
+namespace {
+
+constexpr size_t kHugePage = 2 << 20;
+// A full queue of 1 MiB blocks. More would fall out of the caches between the device's write and our copy.
+constexpr int64_t kBounceBytes = 32 << 20;
+// A thread that transfers synchronously has a depth of one, so there are this many of them instead.
+constexpr unsigned kSynchronousThreads = 8;
+
+// Page-aligned blocks that stand in for memory that is not aligned. In huge pages where there are any: a block is then
+// one piece for the device.
+class BouncePool {
+ public:
+  ~BouncePool() {
+    if (memory_ != nullptr) munmap(memory_, mapped_);
+  }
+
+  // Makes the pool on first use. Throws std::bad_alloc.
+  char* take(Queue& queue, int64_t block, unsigned depth) {
+    if (memory_ == nullptr) make(queue, block, depth);
+    if (free_.empty()) return nullptr;
+    char* found = free_.back();
+    free_.pop_back();
+    return found;
+  }
+
+  void give(char* block) { free_.push_back(block); }
+
+ private:
+  void make(Queue& queue, int64_t block, unsigned depth) {
+    block += (kMaxAlignment - block % kMaxAlignment) % kMaxAlignment;
+    const auto count = std::clamp<int64_t>(kBounceBytes / block, 2, depth + 1);
+    const size_t bytes = static_cast<size_t>(count * block);
+    mapped_ = bytes + kHugePage;
+    void* address = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (address == MAP_FAILED) throw std::bad_alloc();
+    memory_ = static_cast<char*>(address);
+    char* first = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_) + kHugePage - 1) & ~(kHugePage - 1));
+    (void)madvise(first, bytes, MADV_HUGEPAGE);
+    queue.pin(first, bytes);
+    for (int64_t i = count; i-- > 0;) free_.push_back(first + i * block);
+  }
+
+  char* memory_ = nullptr;
+  size_t mapped_ = 0;
+  std::vector<char*> free_;
+};
+
+}  // namespace
+
+// One thread's transfers.
+class Handle::Worker {
+ public:
+  Worker(Handle& handle, std::unique_ptr<Queue> queue, unsigned depth)
+      : handle_(handle), queue_(std::move(queue)), slots_(depth) {
+    for (unsigned i = depth; i-- > 0;) free_.push_back(i);
+  }
+
+  void run() {
+    while (fill()) {
+      queue_->submit();
+      done_.clear();
+      queue_->reap(done_);
+      for (const Completion& completion : done_) {
+        complete(completion);
+        // The device has something to do while we copy.
+        if (done_.size() > 1 && fill()) queue_->submit();
+      }
+    }
+  }
+
+ private:
+  struct Slot {
+    std::shared_ptr<Request> request;
+    Chunk chunk{};
+    int64_t from = 0;  // what is before it is transferred
+    int64_t base = 0;  // offset in the file of `address`
+    char* address = nullptr;
+    char* bounce = nullptr;
+  };
+
+  bool busy() const { return free_.size() < slots_.size(); }
+
+  // Starts as many transfers as there may be. False at the end.
+  bool fill() {
+    while (!free_.empty()) {
+      if (!held_request_) {
+        held_request_ = handle_.take(!busy(), held_chunk_);
+        if (!held_request_) return busy();
+      }
+      if (!begin(held_request_, held_request_->chunk(held_chunk_))) break;  // until a bounce block is free
+      held_request_.reset();
+    }
+    return true;
+  }
+
+  bool begin(const std::shared_ptr<Request>& request, const Chunk& chunk) {
+    if (request->stopped() || !request->wanted(chunk)) {
+      handle_.finish_chunk(request, 0);
+      return true;
+    }
+    File& file = request->file;
+    if (!file.uses_direct()) {
+      buffered(request, chunk, chunk.begin);
+      return true;
+    }
+    const int64_t unit = file.alignment();
+    Slot slot{request, chunk, chunk.begin, chunk.begin - chunk.begin % unit, nullptr, nullptr};
+    slot.address = request->contiguous(chunk);
+    const bool aligned =
+        slot.address != nullptr && slot.base == chunk.begin && chunk.end % unit == 0 &&
+        reinterpret_cast<uintptr_t>(slot.address) % static_cast<uintptr_t>(file.memory_alignment()) == 0;
+    if (!aligned) {
+      try {
+        slot.bounce = bounce_.take(*queue_, handle_.block_bytes(), static_cast<unsigned>(slots_.size()));
+      } catch (const std::bad_alloc&) {
+        request->fail({request->write() ? Step::write : Step::read, ENOMEM, chunk.begin});
+        handle_.finish_chunk(request, 0);
+        return true;
+      }
+      if (slot.bounce == nullptr) return false;
+      slot.address = slot.bounce;
+      if (request->write()) request->gather(chunk, slot.bounce, slot.base);
+    }
+    const unsigned index = free_.back();
+    free_.pop_back();
+    slots_[index] = slot;
+    if (request->write()) file.touch();
+    start(index);
+    // The device has something to do while the next block is copied.
+    if (slot.bounce != nullptr && request->write()) queue_->submit();
+    return true;
+  }
+
+  void start(unsigned index) {
+    const Slot& slot = slots_[index];
+    const int64_t unit = slot.request->file.alignment();
+    const int64_t from = slot.from - slot.from % unit;
+    const int64_t end = slot.chunk.end + (unit - slot.chunk.end % unit) % unit;
+    queue_->add(index, {slot.request->file.direct(), slot.request->write(), slot.address + (from - slot.base),
+                        static_cast<uint32_t>(end - from), from});
+    if (handle_.config_.single_submit) queue_->submit();
+  }
+
+  void complete(const Completion& completion) {
+    Slot& slot = slots_[completion.slot];
+    Request& request = *slot.request;
+    const int64_t unit = request.file.alignment();
+    if (completion.result == -EAGAIN || completion.result == -EINTR) {
+      if (!request.cancelled()) return start(completion.slot);
+    } else if (completion.result == -EINVAL || completion.result == -EOPNOTSUPP) {
+      request.file.refuse_direct();
+      return finish_buffered(completion.slot);
+    } else if (completion.result < 0) {
+      request.fail({request.write() ? Step::write : Step::read, static_cast<int>(-completion.result), slot.from});
+    } else {
+      const int64_t reached = slot.from - slot.from % unit + completion.result;
+      if (reached < slot.chunk.end && !request.cancelled()) {
+        const bool again = reached > slot.from && reached % unit == 0;
+        slot.from = std::max(slot.from, reached);
+        // What is short of a block ends at the end of the file, which may have moved: the page cache knows.
+        return again ? start(completion.slot) : finish_buffered(completion.slot);
+      }
+      if (slot.bounce != nullptr && !request.write()) request.scatter(slot.chunk, slot.bounce, slot.base);
+    }
+    release(completion.slot, request.stopped() ? 0 : slot.chunk.end - slot.chunk.begin);
+  }
+
+  void finish_buffered(unsigned index) {
+    Slot& slot = slots_[index];
+    Request& request = *slot.request;
+    if (slot.bounce != nullptr && !request.write())
+      request.scatter({slot.chunk.begin, slot.from}, slot.bounce, slot.base);
+    if (!request.cancelled())
+      if (const Failure failed = request.transfer_buffered(slot.chunk, slot.from)) request.fail(failed);
+    release(index, slot.chunk.end - slot.chunk.begin);
+  }
+
+  void buffered(const std::shared_ptr<Request>& request, const Chunk& chunk, int64_t from) {
+    if (const Failure failed = request->transfer_buffered(chunk, from)) request->fail(failed);
+    handle_.finish_chunk(request, chunk.end - chunk.begin);
+  }
+
+  void release(unsigned index, int64_t bytes) {
+    Slot slot = std::move(slots_[index]);
+    slots_[index] = {};
+    if (slot.bounce != nullptr) bounce_.give(slot.bounce);
+    free_.push_back(index);
+    handle_.finish_chunk(slot.request, bytes);
+  }
+
+  Handle& handle_;
+  std::unique_ptr<Queue> queue_;
+  BouncePool bounce_;
+  std::vector<Slot> slots_;
+  std::vector<unsigned> free_;
+  std::vector<Completion> done_;
+  std::shared_ptr<Request> held_request_;
+  size_t held_chunk_ = 0;
+};
+
+Handle::Handle(const Config& config) : config_(config), engine_(config.engine) { make_queues(); }
+
+void Handle::make_queues() {
+  struct Choice {
+    Engine engine;
+    std::unique_ptr<Queue> (*make)(unsigned depth);
+  };
+  for (const Choice& choice : {Choice{Engine::io_uring, make_io_uring}, Choice{Engine::linux_aio, make_linux_aio}}) {
+    if (config_.engine != Engine::automatic && config_.engine != choice.engine) continue;
+    try {
+      queues_.clear();
+      for (unsigned i = 0; i < config_.threads; ++i) queues_.push_back(choice.make(config_.depth));
+      engine_ = choice.engine;
+      return;
+    } catch (const std::system_error&) {
+      if (config_.engine != Engine::automatic) throw;
+    }
+  }
+  queues_.clear();
+  engine_ = Engine::threads;
+  const unsigned threads = config_.threads * std::min(config_.depth, kSynchronousThreads);
+  for (unsigned i = 0; i < threads; ++i) queues_.push_back(make_synchronous());
+}
+
+Handle::~Handle() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+    for (const auto& [number, request] : requests_)
+      if (!request->done) request->cancel();
+  }
+  work_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Handle::submit(int64_t number, std::unique_ptr<Request> request) {
+  std::shared_ptr<Request> shared = std::move(request);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  requests_.emplace(number, shared);
+  waiting_.push_back(std::move(shared));
+  if (threads_.empty()) {
+    // Signals are the main thread's.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const unsigned depth = engine_ == Engine::threads ? 1 : config_.depth;
+    try {
+      for (std::unique_ptr<Queue>& queue : queues_)
+        threads_.emplace_back(
+            [this, depth, mine = std::move(queue)]() mutable { Worker(*this, std::move(mine), depth).run(); });
+    } catch (const std::system_error&) {
+      if (threads_.empty()) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        waiting_.back()->file.abandon();
+        waiting_.pop_back();
+        requests_.erase(number);
+        throw;
+      }
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+  work_.notify_all();
+}
+
+std::shared_ptr<Request> Handle::take(bool block, size_t& chunk) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (block) work_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
+  if (waiting_.empty()) return nullptr;
+  std::shared_ptr<Request> request = waiting_.front();
+  chunk = request->next_chunk++;
+  if (request->next_chunk == request->chunks()) waiting_.pop_front();
+  return request;
+}
+
+void Handle::finish_chunk(const std::shared_ptr<Request>& request, int64_t bytes) {
+  request->bytes_done.fetch_add(bytes, std::memory_order_relaxed);
+  if (request->chunks_left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  request->finish();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  request->done = true;
+  done_.notify_all();
+}
+
+std::shared_ptr<Request> Handle::wait(int64_t number, std::chrono::milliseconds timeout) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::shared_ptr<Request> request = requests_.at(number);
+  return done_.wait_for(lock, timeout, [&] { return request->done; }) ? request : nullptr;
+}
+
+std::shared_ptr<Request> Handle::find(int64_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return requests_.at(number);
+}
+
+void Handle::forget(int64_t number) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = requests_.find(number);
+  if (found != requests_.end() && found->second->done) requests_.erase(found);
+}
+
+}  // namespace anyaccel::aio

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// All headers of a variant file, to be included before its target pragma: an inline function of theirs that was
+// compiled for AVX-512 might be the one that the linker keeps for everybody.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/cpu_features.h"
+#include "optim/types.h"
+#ifdef ANYACCEL_X86
+#include <immintrin.h>
+#endif

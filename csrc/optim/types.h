@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the optimizers' kernels, their instruction-set variants and their C interfaces share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/cpu_features.h"
+
+namespace anyaccel::optim {
+
+// The numbers are part of the C interfaces.
+enum class DType : int32_t { f32 = 0, bf16 = 1, f16 = 2 };
+constexpr int kDTypes = 3;
+
+constexpr size_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
+
+// Kernels work on blocks of this many elements; work is split at multiples of it.
+constexpr int64_t kBlock = 32;
+
+// Where one piece of work is: `count` elements behind each address. `copy` gets the new parameters in `copy_dtype`
+// (bf16 or f16), unless it is null. `state2` is null in optimizers with one moment.
+struct Piece {
+  void* param;
+  const void* grad;
+  void* state1;
+  void* state2;
+  void* copy;
+  DType copy_dtype;
+  bool stream;  // write the copy past the caches
+  int64_t count;
+};
+
+// Kernels of one instruction set for the dtypes of parameter, gradient and state (f32 or bf16); null where the
+// combination is not supported: a gradient has its parameter's dtype or f32, or the parameter is f32.
+template <class Constants>
+struct Kernels {
+  using Fn = void (*)(const Constants& constants, const Piece& piece);
+  Fn of[kDTypes][kDTypes][2];
+
+  Fn find(DType param, DType grad, DType state) const {
+    return of[static_cast<int>(param)][static_cast<int>(grad)][static_cast<int>(state)];
+  }
+};
+
+// The table of the given instruction set; below, each variant file defines its own.
+template <class Constants>
+const Kernels<Constants>& kernels_scalar();
+template <class Constants>
+const Kernels<Constants>& kernels_avx2();
+template <class Constants>
+const Kernels<Constants>& kernels_avx512();
+
+template <class Constants>
+const Kernels<Constants>& kernels(Isa isa) {
+  switch (isa) {
+#ifdef ANYACCEL_X86
+    case Isa::avx512:
+      return kernels_avx512<Constants>();
+    case Isa::avx2:
+      return kernels_avx2<Constants>();
+#endif
+    default:
+      return kernels_scalar<Constants>();
+  }
+}
+
+}  // namespace anyaccel::optim

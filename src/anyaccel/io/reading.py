@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""load(): a safetensors file into tensors."""
+
+from __future__ import annotations
+
+import mmap as mapping
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from anyaccel.errors import ModelError, UsageError
+from anyaccel.io.header import Entry, Header, read_header
+from anyaccel.io.progress import progress_bar
+from anyaccel.ops.aio import aio_handle
+from anyaccel.ops.aio.memory import address_of, aligned_memory
+from anyaccel.ops.aio.native import cached_bytes
+from anyaccel.ops.aio.requests import Piece, copy_into
+
+# As much as keeps a fast disk busy. More threads help where memory has to be copied: into unaligned tensors.
+BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
+_WARM = 0.9  # share of a file in the page cache from which on reading it from there is faster than from the disk
+
+
+def new_handle() -> aio_handle:
+    """A handle with the settings for whole files."""
+    threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    return aio_handle(BLOCK_BYTES, DEPTH, False, True, threads)
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    mmap: bool | None = None,
+    progress: bool | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, by name, in the order in which they lie in it.
+
+    Args:
+        device: where they are wanted.
+        tensors: existing tensors to fill, of the dtypes and shapes in the file; only these are read, and returned.
+        mmap: True maps the file, so that its pages are read when they are first used, False reads it now. None, the
+            default, maps a file that is in the page cache, which costs nothing, and reads any other with direct I/O.
+            Tensors of a mapped file may be changed without changing the file; but a file that is overwritten or cut
+            off in place, rather than replaced, changes or ends the process that has it mapped, as with
+            safetensors.torch.load_file().
+        progress: a progress bar when it takes longer than a second; None: if stderr is a terminal.
+
+    Raises:
+        ModelError: the file is damaged, cut off, has an unknown dtype, or does not have what `tensors` wants.
+        AioError: it cannot be read.
+        UsageError: `tensors` with `device` or with mmap=True.
+    """
+    name = os.fspath(path)
+    target = torch.device(device)
+    if tensors is not None and (mmap or target.type != "cpu"):
+        raise UsageError("load(): tensors= says where the data goes; leave out device= and mmap=")
+    with Path(name).open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        header = read_header(file, name, size)
+        warm = cached_bytes(file.fileno(), size) >= _WARM * size
+        if tensors is not None:
+            return _fill(header, name, tensors, warm, progress)
+        if header.begin == header.end:
+            return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=target) for entry in header.entries}
+        if warm if mmap is None else mmap:
+            memory, base = mapping.mmap(file.fileno(), size, access=mapping.ACCESS_COPY), 0
+        else:
+            memory, base = _read(header, name, warm, progress)
+    return {entry.name: _tensor(memory, entry, base).to(target) for entry in header.entries}
+
+
+def _read(header: Header, path: str, warm: bool, progress: bool | None) -> tuple[mapping.mmap, int]:
+    """Memory with all tensors, and where in it the file would begin."""
+    size = header.end - header.begin
+    # At the same place in a page as in the file, so that direct I/O needs no copy.
+    memory, start = aligned_memory(size, header.begin % mapping.PAGESIZE)
+    with progress_bar(Path(path).name, size, progress) as show:
+        piece = Piece(header.begin, address_of(memory, start), size, memory)
+        new_handle().transfer(path, [piece], write=False, cached=warm, progress=show)
+    return memory, start - header.begin
+
+
+def _tensor(memory: mapping.mmap, entry: Entry, base: int) -> torch.Tensor:
+    if entry.begin == entry.end:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    count = (entry.end - entry.begin) // entry.dtype.itemsize
+    # A storage of its own, since torch.save() writes whole storages.
+    flat = torch.frombuffer(memory, dtype=entry.dtype, count=count, offset=base + entry.begin)
+    if flat.data_ptr() % min(entry.dtype.itemsize, 8):
+        flat = flat.clone()  # a file with an odd number of bytes before it
+    return flat.view(entry.shape)
+
+
+def _fill(
+    header: Header, path: str, tensors: Mapping[str, torch.Tensor], warm: bool, progress: bool | None
+) -> dict[str, torch.Tensor]:
+    missing = tensors.keys() - {entry.name for entry in header.entries}
+    if missing:
+        raise ModelError(f"{path}: there is no tensor {min(missing)!r} in the file")
+    wanted = [entry for entry in header.entries if entry.name in tensors]
+    pieces = []
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for entry in wanted:
+        tensor = tensors[entry.name]
+        if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+            raise ModelError(
+                f"{path}: tensor {entry.name!r} is {entry.dtype} {list(entry.shape)} in the file, and the one to fill "
+                f"is {tensor.dtype} {list(tensor.shape)}"
+            )
+        host = tensor
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            host = torch.empty(entry.shape, dtype=entry.dtype)
+            copies.append((tensor, host))
+        pieces.append(Piece.of(host, entry.begin))
+    with progress_bar(Path(path).name, header.end - header.begin, progress) as show:
+        if pieces:
+            new_handle().transfer(path, pieces, write=False, cached=warm, progress=show)
+    for tensor, host in copies:
+        copy_into(tensor, host)
+    return {entry.name: tensors[entry.name] for entry in wanted}

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the native optimizers: lists of tensors as csrc/optim/work.h wants them."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+
+from anyaccel import env
+from anyaccel.errors import UsageError
+
+# The numbers are those of DType in csrc/optim/types.h.
+_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+# Parameter -> gradients that the kernels take with it.
+_GRADS = {
+    torch.float32: (torch.float32, torch.bfloat16, torch.float16),
+    torch.bfloat16: (torch.bfloat16, torch.float32),
+    torch.float16: (torch.float16, torch.float32),
+}
+# Parameter -> second buffers, as for Loop::write in csrc/optim/loop.h.
+COPIES = {
+    torch.float32: (torch.bfloat16, torch.float16),
+    torch.bfloat16: (torch.bfloat16,),
+    torch.float16: (torch.float16,),
+}
+_CODES = {
+    (param, grad, state, copy): _NUMBERS[param]
+    | _NUMBERS[grad] << 2
+    | _NUMBERS[state] << 4
+    | (0 if copy is None else _NUMBERS[copy]) << 6
+    for param, grads in _GRADS.items()
+    for grad in grads
+    for state in STATE_DTYPES
+    for copy in (None, *COPIES[param])
+}
+
+_dtype_of = attrgetter("dtype")
+_is_cpu = attrgetter("is_cpu")
+_is_contiguous = torch.Tensor.is_contiguous
+
+
+class _Tensors(ctypes.Structure):
+    """AnyaccelTensors of work.h."""
+
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("sizes", "params", "grads", "states1", "states2", "copies", "steps")),
+        ("dtypes", ctypes.c_void_p),
+        ("threads", ctypes.c_int32),
+        ("isa", ctypes.c_int32),
+    )
+
+
+class Batch:
+    """Tensors of a call, checked, and their addresses. Made by `NativeStep.batch`."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        moments: Sequence[Sequence[torch.Tensor]],
+        steps: Sequence[torch.Tensor],
+        copies: Sequence[torch.Tensor | None] | None,
+    ) -> None:
+        copied = [] if copies is None else [copy for copy in copies if copy is not None]
+        self._fixed = [*params, *chain.from_iterable(moments), *steps, *copied]
+        self.written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        everything = [*grads, *self._fixed]
+        self._plain = True
+        if not all(map(_is_cpu, everything)) or not all(map(_is_contiguous, everything)):
+            self._plain = False
+            for tensor in everything:
+                check_dense(tensor)
+            params, grads, moments, copies, self.written = _straightened(params, grads, moments, copies)
+        self._sizes = _numbers(torch.Tensor.numel, params)
+        for others in (grads, *moments):
+            if _numbers(torch.Tensor.numel, others) != self._sizes:
+                raise UsageError("a parameter, its gradient and its optimizer state have different numbers of elements")
+        for tensors in (params, grads, *moments):
+            _check_memory(tensors)
+        self._codes = _codes(params, grads, moments[0], copies)
+        self._grad_dtypes = list(map(_dtype_of, grads))
+        self._grads = grads  # keeps copies of them
+        count = len(params)
+        self._fixed_at = _numbers(torch.Tensor.data_ptr, self._fixed)
+        self._at = _numbers(torch.Tensor.data_ptr, [*params, *chain.from_iterable(moments), *steps])
+        self._grads_at = _numbers(torch.Tensor.data_ptr, grads)
+        self._copies_at = array("q", (0 if copy is None else copy.data_ptr() for copy in copies or ()))
+        at = [self._at.buffer_info()[0] + 8 * count * row for row in range(2 + len(moments))]
+        self.native = _Tensors(
+            count=count,
+            sizes=self._sizes.buffer_info()[0],
+            params=at[0],
+            states1=at[1],
+            states2=at[2] if len(moments) == 2 else None,
+            copies=self._copies_at.buffer_info()[0] if self._copies_at else None,
+            steps=at[-1],
+            grads=self._grads_at.buffer_info()[0],
+            dtypes=self._codes.buffer_info()[0],
+            isa=-1,
+        )
+
+    def refresh(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Take these gradients; False when a new batch is needed, because something does not fit or has moved."""
+        if not self._plain or _numbers(torch.Tensor.data_ptr, self._fixed) != self._fixed_at:
+            return False
+        at = _numbers(torch.Tensor.data_ptr, grads)
+        if at == self._grads_at and all(map(is_, grads, self._grads)):
+            return True
+        if list(map(_dtype_of, grads)) != self._grad_dtypes or not all(map(_is_contiguous, grads)):
+            return False
+        if _numbers(torch.Tensor.numel, grads) != self._sizes:
+            return False
+        self._grads, self._grads_at = grads, at
+        self.native.grads = at.buffer_info()[0]
+        return True
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Copy back what was not contiguous."""
+        for target, source in self.written:
+            target.copy_(source)
+
+
+class NativeStep:
+    """One of the functions ``anyaccel_<optimizer>_step`` of a library."""
+
+    def __init__(self, library: ctypes.CDLL, name: str, hyper: Sequence[type[Any]]) -> None:
+        """Args: hyper: C types of what the function takes behind the tensors."""
+        self._function = getattr(library, name)
+        self._function.argtypes = (ctypes.POINTER(_Tensors), *hyper)
+        self._function.restype = ctypes.c_int
+
+    def run(self, batch: Batch, *hyper: float) -> None:
+        """Count up the steps of all parameters of a batch and update them, in one native call.
+
+        Raises:
+            UsageError: ANYACCEL_ISA has a value that it cannot have.
+        """
+        batch.native.threads = torch.get_num_threads()
+        status = self._function(batch.native, *hyper)
+        if status:
+            env.ANYACCEL_ISA.get()  # says what is wrong with it
+            raise MemoryError(f"the native optimizer step could not set up its list of tensors (status {status})")
+        if batch.written:
+            batch.finish()
+
+
+def _codes(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    states: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor | None] | None,
+) -> array[int]:
+    copy_dtypes = repeat(None) if copies is None else (None if copy is None else copy.dtype for copy in copies)
+    keys = zip(map(_dtype_of, params), map(_dtype_of, grads), map(_dtype_of, states), copy_dtypes, strict=False)
+    try:
+        return array("i", map(_CODES.__getitem__, keys))
+    except KeyError as missing:
+        param, grad, state, copy = missing.args[0]
+        copied = "" if copy is None else f" and a copy in {copy}"
+        raise UsageError(
+            f"there is no kernel for a parameter in {param} with a gradient in {grad}, state in {state}{copied}; "
+            "parameters and gradients may be float32, bfloat16 or float16, state float32 or bfloat16"
+        ) from None
+
+
+def _numbers(number_of: Callable[[torch.Tensor], int], tensors: Iterable[torch.Tensor]) -> array[int]:
+    return array("q", map(number_of, tensors))
+
+
+def check_dense(tensor: torch.Tensor) -> None:
+    """Raise UsageError for a tensor that is sparse or not in host memory."""
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"gradients must be dense, and one is {tensor.layout}: use torch.optim.SparseAdam, or an Embedding with "
+            "sparse=False"
+        )
+    if not tensor.is_cpu:
+        raise UsageError(f"a tensor is on {tensor.device}; this optimizer works on tensors in host memory")
+
+
+def _check_memory(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.data_ptr() and tensor.numel():
+            raise UsageError(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own")
+
+
+def _straightened(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    states: Sequence[Sequence[torch.Tensor]],
+    copies: Sequence[torch.Tensor | None] | None,
+) -> tuple[Any, ...]:
+    """The same with contiguous tensors, and which of them to copy back to where.
+
+    Dimensions are put into the order of the parameter's strides, so that one in channels_last needs no copy.
+    """
+    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    new: list[list[torch.Tensor | None]] = [[] for _ in range(3 + len(states))]
+    for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        strides = param.stride()
+        order = sorted(range(param.dim()), key=strides.__getitem__, reverse=True)
+        row = (param, grad, None if copies is None else copies[index], *(state[index] for state in states))
+        for place, tensor in enumerate(row):
+            if tensor is None:
+                new[place].append(None)
+                continue
+            view = tensor.detach().permute(order) if tensor.shape == param.shape else tensor
+            dense = view.contiguous()
+            if dense is not view and dense.data_ptr() != view.data_ptr() and place != 1:
+                written.append((view, dense))
+            new[place].append(dense)
+    return new[0], new[1], new[3:], None if copies is None else new[2], written

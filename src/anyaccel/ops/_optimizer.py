@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base of the optimizers whose step is native code on tensors in host memory."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
+from operator import is_, is_not
+from typing import Any, ClassVar
+
+import torch
+
+from anyaccel.errors import UsageError
+from anyaccel.ops._native_step import COPIES, STATE_DTYPES, Batch, NativeStep, check_dense
+
+# State entry with the float32 parameter of a parameter in bf16 or fp16.
+MASTER = "master"
+
+Params = Iterable[Any]
+
+
+class _Plan:
+    """What a step of a group found, for the next one."""
+
+    def __init__(
+        self, params: list[torch.Tensor], states: list[dict[str, Any]], names: Iterable[str], batch: Batch
+    ) -> None:
+        self._params = params
+        self._states = states
+        self._names = tuple(names)
+        self._entries = [state.get(name) for name in self._names for state in states]
+        self.batch = batch
+
+    def fits(self, params: list[torch.Tensor]) -> bool:
+        """Whether these are the parameters, and nobody put other tensors into their states."""
+        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+            return False
+        entries = [state.get(name) for name in self._names for state in self._states]
+        return all(map(is_, entries, self._entries))
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` that updates all parameters of a group in one native call.
+
+    State of a parameter: ``step`` (a float32 tensor, as torch has it), the moments in `state_dtype`, and with
+    `master_weights` the float32 ``master`` of a parameter in bf16 or fp16.
+
+    Attributes:
+        MOMENTS: their names in the state.
+    """
+
+    MOMENTS: ClassVar[tuple[str, ...]]
+    _native: NativeStep
+    _copies: dict[torch.Tensor, torch.Tensor]
+    _plans: dict[int, _Plan]
+    _states: list[dict[str, Any]]  # of all parameters, as the last step left them
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        state_dtype: torch.dtype = torch.float32,
+        master_weights: bool = False,
+    ) -> None:
+        """Args: as in the subclasses, which have checked `defaults`."""
+        if state_dtype not in STATE_DTYPES:
+            raise UsageError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}")
+        self._state_dtype = state_dtype
+        self._master_weights = master_weights
+        self._forget()
+        super().__init__(params, defaults)
+
+    # What a subclass says -----------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _load(self) -> NativeStep:
+        """The native function of the step."""
+
+    @abc.abstractmethod
+    def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        """What the native function takes behind the tensors."""
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Raise UsageError for what the kernels cannot do."""
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise UsageError(f"{type(self).__name__} does not have {option}: use torch.optim, or {option}=False")
+
+    # torch's interface --------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch.
+
+        Raises:
+            UsageError: a parameter is not dense, in host memory and in float32, bfloat16 or float16.
+        """
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+            for param in self.param_groups[-1]["params"]:
+                self._check_param(param)
+        except UsageError:
+            self.param_groups.pop()
+            raise
+
+    def _check_param(self, param: torch.Tensor) -> None:
+        name = type(self).__name__
+        if not param.is_cpu:
+            raise UsageError(f"{name} works on parameters in host memory, and one is on {param.device}")
+        if param.layout is not torch.strided:
+            raise UsageError(f"{name} works on dense parameters, and one is {param.layout}")
+        if param.dtype not in COPIES:
+            raise UsageError(f"{name} works on parameters in float32, bfloat16 or float16, and one is {param.dtype}")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: calculates the loss and the gradients again.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            UsageError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        states = list(self.state.values())
+        if len(states) != len(self._states) or not all(map(is_, states, self._states)):
+            self._plans.clear()
+        for index, group in enumerate(self.param_groups):
+            params, grads = group["params"], [param.grad for param in group["params"]]
+            if not all(map(is_not, grads, repeat(None))):
+                params = [param for param in params if param.grad is not None]
+                grads = [grad for grad in grads if grad is not None]
+            if grads:
+                self._step_params(index, params, grads)
+        self._states = list(self.state.values())
+        return loss
+
+    def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        group = self.param_groups[index]
+        plan = self._plans.get(index)
+        if plan is None or not plan.fits(params) or not plan.batch.refresh(grads):
+            plan = self._plans[index] = self._plan(params, grads, group)
+        self._native.run(plan.batch, *self._hyper(group))
+        torch.autograd.graph.increment_version(params)
+
+    def _plan(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> _Plan:
+        for grad in grads:
+            check_dense(grad)
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states, strict=True):
+            if not state:
+                self._start(param, state, group)
+        steps = [state["step"] for state in states]
+        moments = [[state[name] for state in states] for name in self.MOMENTS]
+        targets: list[torch.Tensor] = params
+        copies: list[torch.Tensor | None] = [self._copies.get(param) for param in params] if self._copies else []
+        if self._master_weights:
+            targets = [state.get(MASTER, param) for param, state in zip(params, states, strict=True)]
+            own = [None if target is param else param for target, param in zip(targets, params, strict=True)]
+            copies = [mine or other for mine, other in zip(own, copies, strict=True)] if copies else own
+        batch = Batch(targets, grads, moments, steps, copies or None)
+        return _Plan(list(params), states, ("step", *self.MOMENTS, MASTER), batch)
+
+    def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Fill the state of a parameter before its first step."""
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        for name in self.MOMENTS:
+            state[name] = torch.zeros_like(param, dtype=self._dtype_of_moments(param), requires_grad=False)
+        self._add_master(param, state)
+
+    def _add_master(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        if self._master_weights and MASTER not in state and param.dtype != torch.float32:
+            state[MASTER] = param.detach().to(torch.float32)
+
+    def write_copies(self, copies: Mapping[torch.Tensor, torch.Tensor] | None) -> None:
+        """From now on, let each step also write the new parameters to second buffers, in the same pass over memory.
+
+        Args:
+            copies: parameter -> bf16 or fp16 tensor of its shape in host memory, such as pinned memory that goes to a
+                device next; None to end it.
+
+        Raises:
+            UsageError: a key is not a parameter of this optimizer, or its buffer does not fit.
+        """
+        copies = dict(copies or {})
+        known = {param for group in self.param_groups for param in group["params"]}
+        for param, copy in copies.items():
+            if param not in known:
+                raise UsageError("write_copies(): a key is not a parameter of this optimizer")
+            if self._master_weights and param.dtype != torch.float32:
+                raise UsageError(
+                    f"write_copies(): with master_weights the parameter in {param.dtype} is the second buffer already"
+                )
+            if copy.shape != param.shape or not copy.is_cpu or not copy.is_contiguous():
+                raise UsageError(
+                    f"write_copies(): a buffer must be contiguous, in host memory and of shape {tuple(param.shape)}, "
+                    f"not {tuple(copy.shape)} on {copy.device}"
+                )
+            if copy.dtype not in COPIES[param.dtype]:
+                kinds = " or ".join(str(kind) for kind in COPIES[param.dtype])
+                raise UsageError(
+                    f"write_copies(): for a parameter in {param.dtype} a buffer is {kinds}, not {copy.dtype}"
+                )
+        self._copies = copies
+        self._plans.clear()
+
+    # Saving and loading -------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, but nothing is shared with `state_dict`, and moments get `state_dtype`, not the parameter's.
+
+        What torch's optimizer of the same name saved is understood, as is DeepSpeed's, whose steps are ints.
+
+        Raises:
+            UsageError: it has amsgrad or maximize, or a state that is not one of this optimizer.
+        """
+        # What hooks make of the state is what counts; the last one sees it.
+        final: dict[str, Any] = {}
+        hook = self.register_load_state_dict_pre_hook(lambda _, found: final.update(found))
+        before = self.param_groups, self.state
+        try:
+            super().load_state_dict(state_dict)
+            self._adopt(final)
+            self._plans.clear()
+        except UsageError:
+            self.param_groups, self.state = before
+            raise
+        finally:
+            hook.remove()
+
+    def _adopt(self, state_dict: dict[str, Any]) -> None:
+        saved = state_dict["state"]
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            self._check_group(group)
+            for param, key in zip(group["params"], saved_group["params"], strict=True):
+                if saved.get(key):
+                    self.state[param] = self._converted(param, saved[key])
+
+    def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        missing = {"step", *self.MOMENTS} - saved.keys()
+        if missing:
+            raise UsageError(
+                f"{type(self).__name__}.load_state_dict(): the state of a parameter has {', '.join(map(str, saved))}; "
+                f"{', '.join(sorted(missing))} is missing"
+            )
+        state = {name: value for name, value in saved.items() if name != MASTER}
+        state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+        if self._master_weights and MASTER in saved and param.dtype != torch.float32:
+            state[MASTER] = saved[MASTER]
+        for name in (*self.MOMENTS, MASTER):
+            if name not in state:
+                continue
+            if state[name].shape != param.shape:
+                raise UsageError(
+                    f"{type(self).__name__}.load_state_dict(): {name} has shape {tuple(state[name].shape)}, its "
+                    f"parameter {tuple(param.shape)}"
+                )
+            dtype = torch.float32 if name == MASTER else self._dtype_of_moments(param)
+            # Laid out as the parameter.
+            state[name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(state[name].detach())
+        self._add_master(param, state)
+        return state
+
+    def _dtype_of_moments(self, param: torch.Tensor) -> torch.dtype:
+        return self._state_dtype
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and copy.deepcopy keep: not the library, nor the buffers of write_copies()."""
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_state_dtype": self._state_dtype, "_master_weights": self._master_weights}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Counterpart of __getstate__; torch's load_state_dict() calls it too."""
+        super().__setstate__(state)
+        if "_native" not in self.__dict__:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Begin with what is not saved."""
+        self._native = self._load()
+        self._copies = {}
+        self._plans = {}
+        self._states = []
+
+
+def check_range(optimizer: str, **values: float) -> None:
+    """Raise UsageError for a hyper-parameter that cannot be: betas below 0 or from 1 on, others below 0."""
+    for name, value in values.items():
+        top = 1.0 if name.startswith("beta") else float("inf")
+        if not 0.0 <= value < top:
+            raise UsageError(
+                f"{optimizer}: {name} must be {'from 0 to below 1' if top == 1.0 else '0 or more'}, not {value}"
+            )

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adagrad on parameters in host memory."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from anyaccel.ops._native_step import NativeStep
+from anyaccel.ops._optimizer import HostOptimizer, Params, check_range
+from anyaccel.ops.builders.host import CPUAdagradBuilder
+
+__all__ = ["CPUAdagrad"]
+
+
+class CPUAdagrad(HostOptimizer):
+    """Adagrad in native code. Arguments are those of DeepSpeedCPUAdagrad, and torch's others by name.
+
+    The results equal torch's to fp32 rounding. State is that of torch.optim.Adagrad.
+    """
+
+    MOMENTS: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        *,
+        lr_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        """Args:
+            params: parameters or parameter groups; float32, bfloat16 or float16.
+            amsgrad: must be False.
+            fp32_optimizer_states: False is ``state_dtype=torch.bfloat16``.
+            lr_decay: the learning rate is divided by ``1 + (step - 1) * lr_decay``.
+            initial_accumulator_value: what the sum of squares starts with.
+            state_dtype: of the sum, float32 (default) or bfloat16.
+            master_weights: as in CPUAdam.
+
+        Raises:
+            UsageError: an argument or a parameter is one that the kernels cannot take.
+        """
+        name = type(self).__name__
+        check_range(name, lr=float(lr), eps=eps, weight_decay=weight_decay, lr_decay=lr_decay)
+        check_range(name, initial_accumulator_value=initial_accumulator_value)
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "amsgrad": amsgrad,
+        }
+        if state_dtype is None:
+            state_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
+        super().__init__(params, defaults, state_dtype, master_weights)
+
+    def _load(self) -> NativeStep:
+        step: NativeStep = CPUAdagradBuilder().load().native_step
+        return step
+
+    def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._start(param, state, group)
+        state["sum"].fill_(group["initial_accumulator_value"])
+
+    def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        return float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"]
+
+    def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        if "sum" not in saved and "exp_avg_sq" in saved:  # DeepSpeed's name
+            saved = {**saved, "sum": saved["exp_avg_sq"]}
+            del saved["exp_avg_sq"]
+        return super()._converted(param, saved)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of DeepSpeed's optimizer, whose groups lack some of ours."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name in ("lr_decay", "initial_accumulator_value", "amsgrad"):
+                group.setdefault(name, self.defaults[name])

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam and AdamW: `CPUAdam` on parameters in host memory, `FusedAdam` wherever the parameters are."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import torch
+
+from anyaccel.errors import UsageError
+from anyaccel.ops._native_step import NativeStep
+from anyaccel.ops._optimizer import MASTER, HostOptimizer, Params, check_range
+from anyaccel.ops.builders.host import CPUAdamBuilder
+
+__all__ = ["CPUAdam", "FusedAdam", "from_torch", "to_torch"]
+
+
+class CPUAdam(HostOptimizer):
+    """AdamW, or with ``adamw_mode=False`` Adam, in native code. Arguments are those of DeepSpeedCPUAdam.
+
+    The results equal torch's to fp32 rounding. State is that of torch.optim.AdamW.
+    """
+
+    MOMENTS: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+        *,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        """Args:
+            params: parameters or parameter groups; float32, bfloat16 or float16.
+            amsgrad: must be False.
+            adamw_mode: decay weights apart from the gradient; else add the decay to the gradient.
+            fp32_optimizer_states: False is ``state_dtype=torch.bfloat16``.
+            state_dtype: of both moments, float32 (default) or bfloat16, which takes half the memory.
+            master_weights: keep a float32 copy of each parameter in bf16 or fp16, update that, and round it to the
+                parameter in the same pass.
+
+        Raises:
+            UsageError: an argument or a parameter is one that the kernels cannot take.
+        """
+        check_range(
+            type(self).__name__, lr=float(lr), eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1]
+        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "amsgrad": amsgrad,
+            "decoupled_weight_decay": adamw_mode,
+        }
+        if state_dtype is None:
+            state_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
+        super().__init__(params, defaults, state_dtype, master_weights)
+
+    def _load(self) -> NativeStep:
+        step: NativeStep = CPUAdamBuilder().load().native_step
+        return step
+
+    def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
+        beta1, beta2 = group["betas"]
+        return (
+            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"],
+            group["decoupled_weight_decay"], group["bias_correction"],
+        )  # fmt: skip
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also of torch's optimizers and DeepSpeed's, whose groups lack some of ours."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name in ("bias_correction", "amsgrad", "decoupled_weight_decay"):
+                group.setdefault(name, self.defaults[name])
+
+
+class FusedAdam(CPUAdam):
+    """AdamW or Adam in the accelerator's fused implementation: torch's on devices that have one, ours on the CPU.
+
+    Arguments are those of DeepSpeed's FusedAdam. On a device, moments are in the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        """Args: as of CPUAdam; set_grad_none: what zero_grad() does."""
+        self._set_grad_none = set_grad_none
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode=adam_w_mode)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As in torch; the default is `set_grad_none`."""
+        super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        if not group["bias_correction"] and not all(param.is_cpu for param in group["params"]):
+            raise UsageError("FusedAdam: torch's fused Adam always corrects the bias; use bias_correction=True")
+
+    def _check_param(self, param: torch.Tensor) -> None:
+        if param.is_cpu:
+            super()._check_param(param)
+
+    def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._start(param, state, group)
+        if not param.is_cpu:
+            state["step"] = state["step"].to(param.device)
+
+    def _dtype_of_moments(self, param: torch.Tensor) -> torch.dtype:
+        return super()._dtype_of_moments(param) if param.is_cpu else param.dtype
+
+    def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        state = super()._converted(param, saved)
+        if not param.is_cpu:
+            state["step"] = state["step"].to(param.device)
+        return state
+
+    def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        on_device = [param for param in params if not param.is_cpu]
+        if on_device:
+            self._step_on_device(self.param_groups[index], on_device)
+            params = [param for param in params if param.is_cpu]
+            grads = [grad for grad in grads if grad.is_cpu]
+        if params:
+            super()._step_params(index, params, grads)
+
+    @torch.no_grad()
+    def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        from torch.optim.adam import adam
+
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states, strict=True):
+            if not state:
+                self._start(param, state, group)
+        beta1, beta2 = group["betas"]
+        adam(
+            params,
+            [param.grad for param in params if param.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=all(_has_fused(device) for device in {param.device for param in params}),
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Those of CPUAdam and `set_grad_none`."""
+        return {**super().__getstate__(), "_set_grad_none": self._set_grad_none}
+
+
+@functools.cache
+def _has_fused(device: torch.device) -> bool:
+    """Whether torch has a fused Adam for this device: asked by a step on one element."""
+    param = torch.nn.Parameter(torch.zeros(1, device=device))
+    param.grad = torch.zeros_like(param)
+    try:
+        torch.optim.AdamW([param], fused=True).step()
+    except RuntimeError:  # NotImplementedError too
+        return False
+    return True
+
+
+def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What torch.optim.AdamW (or Adam, for groups with ``adamw_mode=False``) loads, of CPUAdam's state_dict().
+
+    Training goes on the same to rounding, in torch with fp32 parameters. For parameters in bf16 or fp16, torch has no
+    float32 master and rounds the moments to the parameter's dtype when it loads them.
+
+    Raises:
+        UsageError: a group has ``bias_correction=False``, which torch does not have.
+    """
+    extra = {
+        "maximize": False, "foreach": None, "capturable": False, "differentiable": False, "fused": None
+    }  # fmt: skip
+    groups = []
+    for group in state_dict["param_groups"]:
+        if not group.get("bias_correction", True):
+            raise UsageError("torch's Adam always corrects the bias, so it cannot go on with bias_correction=False")
+        groups.append({**extra, **{name: value for name, value in group.items() if name != "bias_correction"}})
+    state = {
+        key: {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in of.items()
+            if name != MASTER
+        }
+        for key, of in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def from_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What CPUAdam loads, of the state_dict() of torch.optim.Adam or AdamW.
+
+    CPUAdam.load_state_dict() understands torch's directly; this is for what is written to a file.
+
+    Raises:
+        UsageError: a group has amsgrad or maximize.
+    """
+    groups = []
+    for group in state_dict["param_groups"]:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise UsageError(f"CPUAdam does not have {option}, so it cannot go on with this state")
+        theirs = ("maximize", "foreach", "capturable", "differentiable", "fused")
+        ours = {name: value for name, value in group.items() if name not in theirs}
+        groups.append({"bias_correction": True, "amsgrad": False, **ours})
+    state = {
+        key: {
+            name: torch.as_tensor(value, dtype=torch.float32 if name == "step" else None) for name, value in of.items()
+        }
+        for key, of in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state, "param_groups": groups}

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`aio_handle`."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from anyaccel.errors import AioError, UsageError
+from anyaccel.ops.aio import memory
+from anyaccel.ops.aio.native import ATOMIC, CACHED, ENGINES, WRITE, native
+from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, copy_into
+
+_MAX_BLOCK = 1 << 30
+_MAX_DEPTH = 4096
+_MAX_THREADS = 256
+_SECTOR = 512  # DeepSpeed's get_alignment() counts in these
+_VALIDATED_AT_ONCE = 8 << 20
+
+
+class aio_handle:
+    """Reads files into tensors and writes tensors to files.
+
+    Args:
+        block_size: bytes of one transfer; the engines use 32 MiB where it is more.
+        queue_depth: transfers under way in one thread.
+        single_submit: hand transfers to the kernel one by one instead of in batches.
+        overlap_events: accepted for DeepSpeed's sake; submitting and completing always overlap.
+        intra_op_parallelism: threads; all of them work on each request.
+        engine: ``"io_uring"``, ``"linux_aio"``, ``"threads"``, or ``"auto"``: the first of these that works here.
+
+    Methods with ``async`` in their name return at once; the tensor must not be changed (written to a file) or looked at
+    (read) until `wait()`. A tensor is kept until then. The others return when all that is pending is done.
+    Several threads may use one handle. A process that was forked needs one of its own.
+
+    Raises:
+        UsageError: a size is not positive, or the engine is unknown.
+        AioError: the engine that was asked for does not work here.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+        *,
+        engine: str = "auto",
+    ) -> None:
+        for name, value, most in (
+            ("block_size", block_size, _MAX_BLOCK),
+            ("queue_depth", queue_depth, _MAX_DEPTH),
+            ("intra_op_parallelism", intra_op_parallelism, _MAX_THREADS),
+        ):
+            if not 0 < value <= most:
+                raise UsageError(f"aio_handle: {name}={value} must be from 1 to {most}")
+        if engine not in ENGINES:
+            raise UsageError(f"aio_handle: engine={engine!r} is unknown; use one of {', '.join(ENGINES)}")
+        self._block_size, self._queue_depth = block_size, queue_depth
+        self._single_submit, self._overlap_events = single_submit, overlap_events
+        self._threads = intra_op_parallelism
+        library = native()
+        address = ctypes.c_void_p()
+        number = library.anyaccel_aio_create(
+            block_size, queue_depth, intra_op_parallelism, single_submit, ENGINES.index(engine), ctypes.byref(address)
+        )
+        if number:
+            raise AioError(number, f"aio_handle: engine {engine!r} does not work here: {os.strerror(number)}", "", 0)
+        assert address.value is not None
+        self._requests = Requests(library, address.value)
+        self._finalizer = weakref.finalize(self, self._requests.close)
+
+    # Settings ---------------------------------------------------------------------------------------------------
+
+    def get_block_size(self) -> int:
+        """As given."""
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        """As given."""
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        """As given."""
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        """As given."""
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        """As given."""
+        return self._threads
+
+    def get_alignment(self) -> int:
+        """Bytes that DeepSpeed wants sizes to be a multiple of; here other sizes work too."""
+        return self._threads * _SECTOR
+
+    @property
+    def engine(self) -> str:
+        """The engine in use: ``"io_uring"``, ``"linux_aio"`` or ``"threads"``."""
+        self._requests.check_process()
+        return ENGINES[self._requests.library.anyaccel_aio_engine(self._requests.address)]
+
+    # Reading and writing ----------------------------------------------------------------------------------------
+
+    def read(self, buffer: torch.Tensor, filename: PathLike, validate: bool, file_offset: int = 0) -> int:
+        """Fill `buffer` from the file. Returns 0.
+
+        Args:
+            validate: read the range once more through the page cache and compare.
+            file_offset: in bytes.
+
+        Raises:
+            AioError: the file cannot be read or ends too early.
+            UsageError: `buffer` cannot be filled, or the offset is negative.
+        """
+        self._begin_read(buffer, filename, file_offset, validate)
+        self.wait()
+        return 0
+
+    def write(
+        self,
+        buffer: torch.Tensor,
+        filename: PathLike,
+        validate: bool,
+        file_offset: int = 0,
+        *,
+        write_atomic: bool = False,
+    ) -> int:
+        """Write `buffer` to the file, which is created where there is none and never shortened. Returns 0.
+
+        A write that fails leaves no file that looks complete: a new file is removed, an old one cut off at
+        `file_offset` (unless it goes on behind the range; the error says what happened).
+
+        Args:
+            validate: read the range back through the page cache and compare.
+            file_offset: in bytes.
+            write_atomic: write a file beside, sync and rename it: whoever opens `filename` sees the old file or all of
+                the new one, whatever happens. `file_offset` must be 0.
+
+        Raises:
+            AioError: the file cannot be written, or there is no space.
+            UsageError: `buffer` has no bytes to write, or the offset is not possible.
+        """
+        self._begin_write(buffer, filename, file_offset, validate, write_atomic)
+        self.wait()
+        return 0
+
+    def pread(
+        self, buffer: torch.Tensor, filename: PathLike, validate: bool, async_: bool, file_offset: int = 0
+    ) -> int:
+        """`async_pread` or `sync_pread`, with read()'s `validate`."""
+        self._begin_read(buffer, filename, file_offset, validate)
+        return 0 if async_ else self.wait()
+
+    def pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: PathLike,
+        validate: bool,
+        async_: bool,
+        file_offset: int = 0,
+        *,
+        write_atomic: bool = False,
+    ) -> int:
+        """`async_pwrite` or `sync_pwrite`, with write()'s `validate`."""
+        self._begin_write(buffer, filename, file_offset, validate, write_atomic)
+        return 0 if async_ else self.wait()
+
+    def sync_pread(self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0) -> int:
+        """Like read(). Returns the number of requests that were done: 1, and those that were pending."""
+        return self.pread(buffer, filename, False, False, file_offset)
+
+    def sync_pwrite(
+        self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0, *, write_atomic: bool = False
+    ) -> int:
+        """Like write(). Returns the number of requests that were done: 1, and those that were pending."""
+        return self.pwrite(buffer, filename, False, False, file_offset, write_atomic=write_atomic)
+
+    def async_pread(self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0) -> int:
+        """Begin to fill `buffer`. Returns 0."""
+        return self.pread(buffer, filename, False, True, file_offset)
+
+    def async_pwrite(
+        self, buffer: torch.Tensor, filename: PathLike | int, file_offset: int = 0, *, write_atomic: bool = False
+    ) -> int:
+        """Begin to write `buffer`. Returns 0.
+
+        Args:
+            filename: or the descriptor of a file that is open for writing; it may be closed at once.
+        """
+        self._begin_write(buffer, filename, file_offset, False, write_atomic)
+        return 0
+
+    def wait(self) -> int:
+        """Wait until all that is pending is done, and return how many requests that were.
+
+        Ctrl-C leaves them under way; wait again, or drop the handle to give them up.
+
+        Raises:
+            AioError: one failed. The others were waited for too; further errors are in its notes.
+        """
+        return self._requests.wait_all()
+
+    def transfer(
+        self,
+        filename: PathLike,
+        pieces: Sequence[Piece],
+        *,
+        write: bool,
+        write_atomic: bool = False,
+        cached: bool = False,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
+        """Read or write several ranges of one file, and wait for just that.
+
+        Args:
+            pieces: in ascending order of offset, not overlapping; those of a write without gaps.
+            cached: the file is in the page cache: read it from there.
+            progress: called now and then with the bytes that are done.
+
+        Raises:
+            AioError: as read() and write() do.
+            KeyboardInterrupt: Ctrl-C; what was not done is given up.
+        """
+        path = os.fspath(filename)
+        if write_atomic:
+            path = os.path.realpath(path)  # a symbolic link stays one
+        flags = (WRITE if write else 0) | (ATOMIC if write_atomic else 0) | (CACHED if cached else 0)
+        self._requests.run(Request(path, -1, pieces, flags), progress)
+
+    def _begin_read(self, buffer: torch.Tensor, filename: PathLike, file_offset: int, validate: bool) -> None:
+        path = os.fspath(filename)
+        _check_dense("read into", buffer)
+        if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            raise UsageError(f"cannot read into an expanded tensor (strides {buffer.stride()}): elements share memory")
+        host = buffer
+        after: list[Callable[[], None]] = []
+        if buffer.device.type != "cpu" or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
+            host = torch.empty(buffer.shape, dtype=buffer.dtype)
+            after.append(lambda: copy_into(buffer, host))
+        if validate:
+            after.insert(0, lambda: _validate(host, path, file_offset))
+        self._requests.begin(Request(path, -1, [Piece.of(host, file_offset)], 0, after))
+
+    def _begin_write(
+        self, buffer: torch.Tensor, filename: PathLike | int, file_offset: int, validate: bool, write_atomic: bool
+    ) -> None:
+        descriptor, path = (filename, "") if isinstance(filename, int) else (-1, os.fspath(filename))
+        _check_dense("write", buffer)
+        if not path and descriptor < 0:
+            raise UsageError(f"filename={filename!r} is neither a name nor a descriptor")
+        if write_atomic and (file_offset or not path):
+            raise UsageError(
+                f"write_atomic=True replaces a whole file by its name; file_offset={file_offset} must be 0"
+                + ("" if path else " and the file given by its name")
+            )
+        if write_atomic:
+            path = os.path.realpath(path)  # a symbolic link stays one
+        host = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        after = [lambda: _validate(host, path, file_offset)] if validate else []
+        flags = WRITE | (ATOMIC if write_atomic else 0)
+        self._requests.begin(Request(path, descriptor, [Piece.of(host, file_offset)], flags, after))
+
+    # Memory -----------------------------------------------------------------------------------------------------
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A flat host tensor of `num_elem` elements of the dtype of `example_tensor`.
+
+        Its memory is page-aligned, in huge pages where it is large enough, and freed with the tensor. It is registered
+        with an accelerator that does that (so it is pinned), else locked; where RLIMIT_MEMLOCK forbids that, there is
+        one warning.
+        """
+        return memory.new_locked_tensor(num_elem, example_tensor.dtype)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Unlock the memory of a tensor of new_cpu_locked_tensor(), or of a view of one, now.
+
+        Its addresses stay valid until the last tensor on them is gone, so a late access is no crash. False when the
+        tensor is none of these.
+        """
+        return memory.free_locked_tensor(tensor)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether `buffer` is in locked or pinned host memory."""
+        return buffer.device.type == "cpu" and (memory.is_locked(buffer) or buffer.is_pinned())
+
+
+def _check_dense(what: str, buffer: torch.Tensor) -> None:
+    if buffer.layout != torch.strided or buffer.device.type == "meta":
+        kind = "meta" if buffer.device.type == "meta" else str(buffer.layout)
+        raise UsageError(f"cannot {what} a {kind} tensor: it has no dense memory")
+
+
+def _validate(host: torch.Tensor, path: str, offset: int) -> None:
+    expected = memoryview((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())).cast("B")
+    with open(path, "rb", buffering=0) as file:
+        file.seek(offset)
+        for at in range(0, host.nbytes, _VALIDATED_AT_ONCE):
+            part = expected[at : at + _VALIDATED_AT_ONCE]
+            if file.read(len(part)) != part:
+                raise AioError(
+                    errno.EIO, f"validating {path!r}: its bytes from offset {offset + at} on differ", path, offset + at
+                )

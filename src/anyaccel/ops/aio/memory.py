@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page-aligned host memory, locked or not."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from anyaccel.accelerator import get_accelerator
+from anyaccel.errors import AnyAccelError
+
+logger = logging.getLogger("anyaccel.aio")
+
+_HUGE_PAGE = 2 << 20
+
+
+class Memory(mmap.mmap):
+    """Anonymous memory that is unmapped, and so unlocked, with the last tensor on it."""
+
+    _locked: tuple[int, int] | None = None  # address and bytes that mlock() took
+    _unregister: Callable[[], object] | None = None
+
+    def lock(self, address: int, num_bytes: int) -> None:
+        """Keep this part in memory: the accelerator does that, or else mlock()."""
+        accelerator = get_accelerator()
+        if accelerator.has("register_host_memory"):
+            try:
+                if accelerator.register_host_memory(address, num_bytes):
+                    self._unregister = lambda: accelerator.unregister_host_memory(address)
+                    return
+            except (AnyAccelError, RuntimeError) as error:
+                say_once("register", "host memory could not be registered with the accelerator: %s", error)
+        if _mlock(address, num_bytes):
+            self._locked = address, num_bytes
+            return
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        say_once(
+            "mlock",
+            "%d bytes could not be locked in memory (%s; RLIMIT_MEMLOCK is %d bytes): tensors are page-aligned but may "
+            "be swapped out; raise the limit with ulimit -l. This is said once.",
+            num_bytes, os.strerror(ctypes.get_errno()), soft,
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Unlock; the addresses stay valid until the last tensor is gone."""
+        unregister, self._unregister = self._unregister, None
+        locked, self._locked = self._locked, None
+        if unregister is not None:
+            unregister()
+        if locked is not None:
+            _munlock(*locked)
+
+    def __del__(self) -> None:
+        if self._unregister is not None:
+            try:
+                self._unregister()
+            except (AnyAccelError, RuntimeError):  # the device's runtime may be gone by then, at exit
+                logger.debug("host memory was not unregistered", exc_info=True)
+
+
+_memories: dict[int, weakref.ref[Memory]] = {}  # address -> memory of new_locked_tensor()
+_mutex = threading.Lock()
+_said: set[object] = set()
+
+
+def say_once(what: object, text: str, *arguments: object) -> None:
+    """Log a warning, unless there was one about `what`."""
+    if what not in _said:
+        _said.add(what)
+        logger.warning(text, *arguments)
+
+
+def _libc() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    for name in ("mlock", "munlock"):
+        getattr(library, name).argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    return library
+
+
+def _mlock(address: int, num_bytes: int) -> bool:
+    return bool(_libc().mlock(address, num_bytes) == 0)
+
+
+def _munlock(address: int, num_bytes: int) -> None:
+    _libc().munlock(address, num_bytes)
+
+
+def aligned_memory(num_bytes: int, phase: int = 0) -> tuple[Memory, int]:
+    """New memory, and where in it `num_bytes` begin at `phase` bytes past a page; in huge pages where that pays.
+
+    The content is zero and takes no memory until it is touched.
+    """
+    huge = num_bytes >= _HUGE_PAGE
+    size = max(phase + num_bytes, 1)
+    memory = Memory(-1, size + (_HUGE_PAGE if huge else 0), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = 0
+    if huge:
+        start = -address_of(memory) % _HUGE_PAGE
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE, start, size)
+        except OSError:  # a kernel without huge pages
+            start = 0
+    return memory, start + phase
+
+
+def address_of(memory: mmap.mmap, start: int = 0) -> int:
+    """The address of a byte of writable mapped memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory, start))
+
+
+def new_locked_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor in memory of its own, page-aligned and locked."""
+    if num_elem <= 0:
+        return torch.empty(0, dtype=dtype)
+    memory, start = aligned_memory(num_elem * dtype.itemsize)
+    address = address_of(memory, start)
+    # The accelerator and the limit count whole pages.
+    memory.lock(address, -(-num_elem * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE)
+    with _mutex:
+        for other in [other for other, there in _memories.items() if there() is None]:
+            del _memories[other]
+        _memories[address] = weakref.ref(memory)
+    return torch.frombuffer(memory, dtype=dtype, count=num_elem, offset=start)
+
+
+def free_locked_tensor(tensor: torch.Tensor) -> bool:
+    """Unlock the memory of a tensor of new_locked_tensor(), or of a view of one; False for another tensor."""
+    if tensor.device.type != "cpu":
+        return False
+    with _mutex:
+        there = _memories.pop(tensor.untyped_storage().data_ptr(), None)
+    memory = there() if there is not None else None
+    if memory is None:
+        return False
+    memory.release()
+    return True
+
+
+def is_locked(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or what it is a view of, came from new_locked_tensor() and was not freed."""
+    there = _memories.get(tensor.untyped_storage().data_ptr())
+    return there is not None and there() is not None

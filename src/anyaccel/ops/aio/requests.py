@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and writes under way: what each one is, what it keeps alive, and how it is waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from anyaccel.errors import AioError, UsageError
+from anyaccel.ops.aio import native
+from anyaccel.ops.aio.memory import say_once
+
+logger = logging.getLogger("anyaccel.aio")
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+_WAIT_MILLISECONDS = 50  # Ctrl-C is answered this often
+_LAST_BYTE = (1 << 63) - 1
+
+
+class Piece(NamedTuple):
+    """Contiguous host memory for a range of a file; `owner` is kept until the transfer is done."""
+
+    offset: int
+    address: int
+    num_bytes: int
+    owner: object
+
+    @classmethod
+    def of(cls, host: torch.Tensor, offset: int) -> Piece:
+        """The memory of a contiguous host tensor."""
+        return cls(offset, host.data_ptr(), host.nbytes, host)
+
+
+@dataclass
+class Request:
+    """One read or write.
+
+    Attributes:
+        path: of the file; empty where it is given by its descriptor.
+        after: called in order when the transfer is done and did not fail.
+        error: why it failed, once it is settled.
+    """
+
+    path: str
+    descriptor: int
+    pieces: Sequence[Piece]
+    flags: int
+    after: Sequence[Callable[[], None]] = ()
+    settled: bool = False
+    error: Exception | None = field(default=None)
+
+    @property
+    def offset(self) -> int:
+        """Of the first byte."""
+        return self.pieces[0].offset if self.pieces else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """From the first byte to the last."""
+        return self.pieces[-1].offset + self.pieces[-1].num_bytes - self.offset if self.pieces else 0
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.path or f"descriptor {self.descriptor}"
+
+    def check(self) -> None:
+        """Raises UsageError for what the kernel would misunderstand."""
+        if "\0" in self.path:
+            raise UsageError(f"the file name {self.path!r} has a zero byte")
+        if self.offset < 0 or self.offset + self.num_bytes > _LAST_BYTE:
+            raise UsageError(f"file_offset={self.offset} of {self.name!r} must be from 0 to 2**63-1, less the size")
+
+    def failure(self, status: native.Status, number: int = 0) -> AioError:
+        """The error that `status`, or the errno `number`, stands for."""
+        code = status.error or number
+        writes = bool(self.flags & native.WRITE)
+        what = "writing" if writes else "reading"
+        where = f"{what} {self.num_bytes} bytes at offset {self.offset} of {self.name!r}"
+        if status.step == native.END_OF_FILE:
+            why = f"the file ends at offset {status.offset}"
+        elif status.step == native.CANCELLED:
+            why = "given up before it was done"
+        else:
+            step = native.STEPS[status.step]
+            at = f", at offset {status.offset}" if step in ("reading", "writing") else ""
+            why = f"{f'{step}: ' if step and step != what else ''}{os.strerror(code)}{at}"
+        left = f"; {native.LEFTOVERS[status.leftover]}" if writes else ""
+        return AioError(code, f"{where} failed: {why} (errno {code}){left}", self.name, status.offset)
+
+    def settle(self, status: native.Status) -> None:
+        """The transfer is done: note how it went, and do what is to be done after it."""
+        if status.fell_back:
+            self._note_fallback()
+        if status.step:
+            self.error = self.failure(status)
+        else:
+            try:
+                for call in self.after:
+                    call()
+            except Exception as error:  # noqa: BLE001 - whatever it is, wait() raises it
+                self.error = error
+        self.settled = True
+
+    def _note_fallback(self) -> None:
+        try:
+            device = Path(self.path).stat().st_dev if self.path else -1
+        except OSError:
+            return
+        say_once(
+            ("direct", device),
+            "the file system of %s has no direct I/O (O_DIRECT): files go through the page cache. This is said once.",
+            self.name,
+        )
+
+
+class Requests:
+    """Those of one handle. What has begun keeps its memory here until the kernel is done with it.
+
+    A KeyboardInterrupt may come between any two steps: so a request is noted here before it is handed over, and taken
+    off after the native side has forgotten it. What that side does not know was not handed over, or is settled.
+    """
+
+    def __init__(self, library: ctypes.CDLL, address: int) -> None:
+        self.library = library
+        self.address = address
+        self._process = os.getpid()
+        self._mutex = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._known: dict[int, Request] = {}
+        self._pending: dict[int, None] = {}  # those that wait() waits for, in order
+
+    def check_process(self) -> None:
+        """Raises UsageError in a child that was forked."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"this aio_handle belongs to process {self._process}, which process {os.getpid()} was forked from; "
+                "make a new one here"
+            )
+
+    def close(self) -> None:
+        """Give up what is under way, and return when the kernel uses none of the memory."""
+        if os.getpid() != self._process:
+            return  # the threads and the kernel's queue belong to the parent
+        given_up = [request for request in map(self._known.get, self._pending) if request and not request.settled]
+        self.library.anyaccel_aio_destroy(self.address)
+        self._known.clear()
+        for request in given_up:
+            logger.error(
+                "aio_handle was dropped without wait(): a %s of %d bytes at offset %d of %r may be incomplete",
+                "write" if request.flags & native.WRITE else "read", request.num_bytes, request.offset, request.name,
+            )  # fmt: skip
+
+    def begin(self, request: Request) -> None:
+        """Hand a request over; wait_all() will wait for it."""
+        self._hand_over(request, next(self._numbers), pending=True)
+
+    def run(self, request: Request, progress: Callable[[int], object] | None = None) -> None:
+        """Hand a request over and wait for just that. Ctrl-C gives it up."""
+        number = next(self._numbers)
+        try:
+            self._hand_over(request, number, pending=False)
+            self._settle(number, request, progress)
+        except BaseException:
+            if number in self._known:
+                self.library.anyaccel_aio_cancel(self.address, number)
+                self._settle(number, request)
+            raise
+        finally:
+            if request.settled:
+                self._forget(number)
+        if request.error is not None:
+            raise request.error
+
+    def wait_all(self) -> int:
+        """Wait for what has begun and return how many requests that were; the first error is raised at the end."""
+        self.check_process()
+        with self._mutex:
+            taken, self._pending = self._pending, {}
+        count = len(taken)
+        errors: list[Exception] = []
+        try:
+            for number in taken:
+                self._settle(number, self._known[number])
+            errors += filter(None, (self._known[number].error for number in taken))
+            for number in list(taken):
+                del taken[number]
+                self._forget(number)
+        finally:
+            with self._mutex:
+                self._pending = {**taken, **self._pending}
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(str(other))
+            raise errors[0]
+        return count
+
+    def _hand_over(self, request: Request, number: int, *, pending: bool) -> None:
+        self.check_process()
+        request.check()
+        segments = (native.Segment * len(request.pieces))(*(native.Segment(*piece[:3]) for piece in request.pieces))
+        status = native.Status()
+        # Held across the call: another thread's wait must not miss what has begun.
+        with self._mutex:
+            self._known[number] = request
+            if pending:
+                self._pending[number] = None
+            error = self.library.anyaccel_aio_submit(
+                self.address, number, os.fsencode(request.path), request.descriptor, segments, len(segments),
+                request.flags, ctypes.byref(status),
+            )  # fmt: skip
+            if error:
+                self._pending.pop(number, None)
+                del self._known[number]
+        if error:
+            raise request.failure(status, error)
+
+    def _settle(self, number: int, request: Request, progress: Callable[[int], object] | None = None) -> None:
+        status = native.Status()
+        while not request.settled:
+            error = self.library.anyaccel_aio_wait(self.address, number, _WAIT_MILLISECONDS, ctypes.byref(status))
+            if error == errno.ENOENT:  # Ctrl-C came before it was handed over
+                request.settled = True
+            elif not error:
+                request.settle(status)
+            elif progress is not None:
+                progress(self.library.anyaccel_aio_progress(self.address, number))
+
+    def _forget(self, number: int) -> None:
+        self.library.anyaccel_aio_forget(self.address, number)
+        self._known.pop(number, None)
+
+
+def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, between devices too, without a trace in autograd."""
+    with torch.no_grad():
+        target.copy_(source)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ops whose sources are in csrc/: what each is made of, said once for the JIT loader and for CMake.
+
+Run as a script (by CMakeLists.txt) it prints the same as CMake calls. So this file imports nothing but the standard
+library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from pathlib import Path
+
+# Every op is the files of its own and these.
+_COMMON = ("common/op_variant.cpp", "common/cpu_features.cpp", "common/parallel.cpp")
+
+
+def _optimizer(name: str) -> tuple[str, ...]:
+    return (f"optim/{name}.cpp", *(f"optim/{name}_{isa}.cpp" for isa in ("scalar", "avx2", "avx512")))
+
+
+# Files below csrc/. Instruction-set variants are files of their own that name their target in a pragma, so that all
+# files of an op take the same flags.
+SOURCES: dict[str, tuple[str, ...]] = {
+    "async_io": (
+        "aio/api.cpp",
+        "aio/file.cpp",
+        "aio/handle.cpp",
+        "aio/io_uring.cpp",
+        "aio/linux_aio.cpp",
+        "aio/request.cpp",
+    ),
+    "cpu_adagrad": _optimizer("adagrad"),
+    "cpu_adam": _optimizer("adam"),
+    "cpu_lion": _optimizer("lion"),
+}
+
+_FLAGS = (
+    "-O3",
+    "-DNDEBUG",
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    # GCC contracts a*b+c into an FMA where the target has one; results must not depend on the variant.
+    "-ffp-contract=off",
+    "-fno-math-errno",
+)
+LINK_FLAGS = ("-pthread",)
+
+
+def root() -> Path:
+    """The folder csrc/: beside this package in an installation, at the top of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "csrc"
+    return installed if installed.is_dir() else package.parents[1] / "csrc"
+
+
+def sources(name: str) -> tuple[str, ...]:
+    """C++ files of an op, relative to `root()`."""
+    return (*SOURCES[name], *_COMMON)
+
+
+def flags() -> tuple[str, ...]:
+    """Flags to compile with, the same for every file of every op."""
+    # Baseline x86-64-v2: what every x86-64 machine of the last 15 years has.
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    return (*_FLAGS, *(("-march=x86-64-v2", "-DANYACCEL_X86") if x86 else ()))
+
+
+def variant(name: str, folder: Path) -> str:
+    """What a library of this op is built from: machine, flags, and the contents of sources and headers."""
+    files = [folder / file for file in sources(name)]
+    headers = [header for part in sorted({file.parent for file in files}) for header in sorted(part.glob("*.h"))]
+    digest = hashlib.sha256(" ".join([*flags(), *LINK_FLAGS]).encode())
+    for file in (*files, *headers):
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    return f"{platform.machine()}-{digest.hexdigest()[:16]}"
+
+
+def _cmake(folder: Path) -> str:
+    lines = [f"set(ANYACCEL_OP_FLAGS {';'.join(flags())})", f"set(ANYACCEL_OP_LINK_FLAGS {';'.join(LINK_FLAGS)})"]
+    lines += [f'anyaccel_op({name} "{variant(name, folder)}" {" ".join(sources(name))})' for name in SOURCES]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(_cmake(Path(sys.argv[1])))
