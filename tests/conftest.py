@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,11 @@ T = TypeVar("T")
 # A loaded machine must not fail a property.
 hypothesis.settings.register_profile("anyaccel", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("anyaccel")
+
+# A shell that starts `make test` in the background makes it ignore these, and so would all that tests start.
+for _number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 REPOSITORY = Path(__file__).parent.parent
 # pytest's own, and what torch and transformers set for good when they are imported.

@@ -7,18 +7,22 @@ Two names of this machine count as two hosts, each with an agent of its own. Rea
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from anyaccel.launch.callback import Contact
 
 WORKER = """
 import json, os, signal, sys, time
 rank = os.environ["RANK"]
 names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT MINE".split()
 report = {name: os.environ.get(name) for name in names}
-report |= {"argv": sys.argv[1:], "cwd": os.getcwd(), "cores": sorted(os.sched_getaffinity(0))}
+report |= {"PID": os.getpid(), "argv": sys.argv[1:], "cwd": os.getcwd(), "cores": sorted(os.sched_getaffinity(0))}
 with open(f"tmp-{rank}", "w") as file:
     json.dump(report, file)
 os.rename(f"tmp-{rank}", f"rank-{rank}.json")
@@ -225,3 +229,46 @@ def test_options_that_cannot_be(run, arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_end_of_one_agent_ends_the_job_everywhere(folder):
+    """Its guardian is killed: no worker of its host failed, and yet they are gone."""
+    arguments = command("--hostfile", "hosts", "--grace-period", "0.5", "worker.py", "wait")
+    with subprocess.Popen(arguments, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 30
+        while len(reports(folder)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        workers = {report["RANK"]: report["PID"] for report in reports(folder)}
+        stat = Path(f"/proc/{workers['0']}/stat").read_text()
+        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)
+        assert process.wait(15) == 137 or process.returncode == 1
+        errors = process.stderr.read()
+    assert "error: host localhost: the supervising process was killed by SIGKILL" in errors
+
+
+def test_the_login_of_the_user_does_not_name_the_master(run, folder):
+    done = run("--hostfile", "hosts", "worker.py", SSH_CONNECTION="203.0.113.9 5 198.51.100.7 22")
+    assert done.returncode == 0, done.stderr
+    assert {report["MASTER_ADDR"] for report in reports(folder)} == {"127.0.0.1"}
+
+
+def test_a_launcher_that_ignores_signals_is_ended(run, mpirun, folder):
+    (folder / "tools" / "mpirun.openmpi").write_text("#!/bin/sh\ntrap '' TERM INT\nsleep 600 & wait; sleep 600\n")
+    process = subprocess.Popen(
+        command("--hostfile", "hosts", "--launcher", "openmpi", "worker.py"), cwd=folder, env={**os.environ, **mpirun}
+    )
+    time.sleep(1.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(15) == 143
+
+
+@pytest.mark.parametrize(
+    "addresses", [("255.255.255.255", "127.0.0.1"), ("fe80::1%nowhere", "127.0.0.1"), ("2001:db8::1", "127.0.0.1")]
+)
+def test_an_address_that_cannot_be_reached_does_not_hide_one_that_can(addresses):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        Contact(listener.getsockname()[1], "word", addresses).call() as connection,
+    ):
+        assert connection.getpeername() == listener.getsockname()

@@ -76,7 +76,7 @@ def _addresses(name: str) -> list[tuple[int, str]]:
 def _is_ours(family: int, address: str) -> bool:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.bind((address, 0))  # only an own address can be bound
+            probe.connect((address, 9))  # sends nothing; the way to an own address begins at that address
         except OSError:
             return False
-    return True
+        return bool(probe.getsockname()[0] == address)

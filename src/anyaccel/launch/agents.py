@@ -31,7 +31,7 @@ class Agent:
         size: number of workers that it has.
         ready: what it said when it was ready; None until then.
         failure: its first worker that failed, and `failed_at`, when that was heard.
-        report: how its workers ended; None until then.
+        report: how its workers ended, and `reported_at`, when that was heard; None until then.
         problem: why it cannot take part, or was lost; `code` is the exit code for that.
         ended: nothing will come from it any more.
     """
@@ -43,10 +43,16 @@ class Agent:
         self.failure: Failure | None = None
         self.failed_at = 0.0
         self.report: Report | None = None
+        self.reported_at = 0.0
         self.problem = ""
         self.code = 1
         self.ended = False
         self._unsent = bytearray()
+
+    @property
+    def said(self) -> str:
+        """The last line of what came before it spoke: what ssh has to say."""
+        return ""
 
     @property
     def running(self) -> bool:
@@ -128,6 +134,7 @@ class PipeAgent(Agent):
         self._said = bytearray()
         self._console = console
         self._output = output
+        self._name = command[0].rpartition("/")[2]
         self._reader = FrameReader(word, lambda kind, data: on_frame(self, kind, data), self._on_text)
         # A session of its own: what the terminal sends goes through us, and reaches the workers in order.
         self._process = subprocess.Popen(
@@ -142,7 +149,6 @@ class PipeAgent(Agent):
 
     @property
     def said(self) -> str:
-        """The last line of what came before the agent spoke: what ssh has to say."""
         lines = [line.strip() for line in self._said.decode(errors="replace").splitlines() if line.strip()]
         return lines[-1] if lines else ""
 
@@ -195,7 +201,11 @@ class PipeAgent(Agent):
         self._files.clear()
         self._reader.close()
         self.hang_up()
-        return self.said if self.ready is None and self.said else f"ssh ended with code {self._process.returncode}"
+        return (
+            self.said
+            if self.ready is None and self.said
+            else f"{self._name} ended with code {self._process.returncode}"
+        )
 
 
 class SocketAgent(Agent):
@@ -255,10 +265,10 @@ class SocketAgent(Agent):
 
     def kill(self) -> None:
         self._unsent.clear()
+        self._closed = self._closed or "we cut it"
         if self._connection:
             self._connection.close()
             self._connection = None
-            self._closed = self._closed or "we cut it"
 
     def reap(self) -> str | None:
         return self._closed or None

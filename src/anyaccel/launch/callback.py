@@ -8,6 +8,7 @@ commands alive. What a caller must know is the secret word of the job.
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import socket
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from anyaccel.errors import UsageError
 from anyaccel.launch.address import own_addresses
 from anyaccel.launch.channel import ConnectionLostError, FrameReader
 
@@ -29,6 +31,8 @@ _INTRODUCTION = 10.0
 _CONNECT = 10.0
 # Callers that have not said the word yet; more are refused.
 _MOST_STRANGERS = 4096
+# Callers that are let in before agents are heard again.
+_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -61,10 +65,21 @@ class Contact:
             try:
                 for address in self.addresses:
                     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                    attempt = socket.socket(family, socket.SOCK_STREAM)
-                    attempt.setblocking(False)
-                    attempt.connect_ex((address, self.port))
-                    selector.register(attempt, selectors.EVENT_WRITE, address)
+                    attempt = None
+                    try:
+                        attempt = socket.socket(family, socket.SOCK_STREAM)
+                        attempt.setblocking(False)
+                        number = attempt.connect_ex((address, self.port))
+                    except OSError as error:  # no IPv6 here, an address with a zone
+                        why = error.strerror or str(error)
+                        if attempt:
+                            attempt.close()
+                        continue
+                    if number in (0, errno.EINPROGRESS):
+                        selector.register(attempt, selectors.EVENT_WRITE, address)
+                    else:
+                        why = os.strerror(number)
+                        attempt.close()
                 # All at once: an address of another network may not even refuse.
                 while selector.get_map() and (left := deadline - time.monotonic()) > 0:
                     for key, _ in selector.select(left):
@@ -108,14 +123,27 @@ class Reception:
         return [] if self._listener.fileno() < 0 else [self._listener.fileno(), *self._strangers]
 
     def read(self, descriptor: int) -> None:
-        """Let a caller in, or hear one."""
+        """Let callers in, or hear one.
+
+        Raises:
+            UsageError: there are more than this process may have open files.
+        """
         if descriptor != self._listener.fileno():
             self._hear(descriptor)
             return
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return  # it has gone again, or there are no descriptors left: it tries again
+        for _ in range(_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise UsageError(
+                        f"there are too many connections for the limit on open files: {error.strerror}; "
+                        "raise it (ulimit -n), or use fewer ranks"
+                    ) from None
+                return  # nobody is left, or has gone again
+            self._receive(connection)
+
+    def _receive(self, connection: socket.socket) -> None:
         if len(self._strangers) >= _MOST_STRANGERS:
             connection.close()
             return
@@ -129,6 +157,8 @@ class Reception:
         self._strangers[number] = connection, reader, time.monotonic() + _INTRODUCTION
 
     def _hear(self, number: int) -> None:
+        if number not in self._strangers:
+            return  # sent away a moment ago
         connection, reader, _ = self._strangers[number]
         try:
             data = connection.recv(4096)

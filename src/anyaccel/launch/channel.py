@@ -48,10 +48,13 @@ def encode_line(data: Any) -> bytes:
 
 
 def read_line(descriptor: int, timeout: float) -> Any:
-    """A line that `encode_line` made, without reading a byte behind it.
+    """A line that `encode_line` made, without reading a byte behind it. Spaces before it are signs of life.
+
+    Args:
+        timeout: seconds until the next byte must come.
 
     Raises:
-        ConnectionLostError: end of file or no whole line in time.
+        ConnectionLostError: end of file or no byte in time.
     """
     deadline = time.monotonic() + timeout
     line = bytearray()
@@ -61,7 +64,13 @@ def read_line(descriptor: int, timeout: float) -> Any:
         left = deadline - time.monotonic()
         if left <= 0 or not poller.poll(left * 1000):
             raise ConnectionLostError(f"nothing came from the launcher within {timeout:g} s")
-        byte = os.read(descriptor, 1)
+        try:
+            byte = os.read(descriptor, 1)
+        except BlockingIOError:
+            continue
+        except OSError:
+            byte = b""  # a connection that was reset
+        deadline = time.monotonic() + timeout
         if not byte:
             raise HungUpError("the launcher is gone")
         line += byte

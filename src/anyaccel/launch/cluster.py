@@ -20,8 +20,9 @@ from anyaccel.launch.forward import forwarded_environment
 from anyaccel.launch.front import Front, start_agents
 from anyaccel.launch.hostfile import read_hostfile, select_hosts
 from anyaccel.launch.job import ClusterJob, Host
-from anyaccel.launch.launcher import say_warnings
+from anyaccel.launch.launcher import free_port, say_warnings
 from anyaccel.launch.launcher_process import LauncherProcess
+from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.options import DEFAULT_HOSTFILE, LaunchOptions
 from anyaccel.launch.output import DEBUG, LEVELS, Output
 from anyaccel.launch.runners import Runner, find_runner, require_program, ssh
@@ -85,6 +86,10 @@ class ClusterOptions:
                 f"--node_rank {self.node_rank} is for --no_ssh, where you start this command on every host yourself; "
                 "add --no_ssh, or leave it out"
             )
+        try:
+            shlex.split(self.launcher_args)
+        except ValueError as error:
+            raise UsageError(f"--launcher_args {self.launcher_args!r}: {error}; quote it as for a shell") from None
         if self.ssh_port is not None and not 1 <= self.ssh_port <= 65535:
             raise UsageError(f"--ssh_port is {self.ssh_port}, a TCP port is between 1 and 65535")
 
@@ -152,7 +157,15 @@ def _slurm_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str
     names = done.stdout.split()
     counts = [options.num_accelerators or 1] * len(names)
     if not options.num_accelerators and environ.get("SLURM_TASKS_PER_NODE"):
-        counts = list(slurm_tasks(environ["SLURM_TASKS_PER_NODE"])[: len(names)])
+        try:
+            counts = list(slurm_tasks(environ["SLURM_TASKS_PER_NODE"])[: len(names)])
+        except ValueError:
+            counts = []
+    if len(counts) != len(names):
+        raise UsageError(
+            f"SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']} does not say how many tasks each of "
+            f"{len(names)} hosts has; add --num_accelerators N"
+        )
     return dict(zip(names, counts, strict=True))
 
 
@@ -215,7 +228,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
         return _by_hand(task, cluster)
     alone = len(hosts) == 1 and is_this_host(hosts[0].name)
     if alone and not cluster.force_multi and cluster.launcher is None:
-        task = task.with_master(options.master_addr or "127.0.0.1", options.master_port)
+        task = task.with_master(options.master_addr or "127.0.0.1", free_port(options.master_port))
         return ClusterLaunch(task, cluster)
     runner = find_runner(cluster.launcher or "ssh")
     if options.is_elastic and runner.per == "rank":
@@ -228,7 +241,8 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
         return ClusterLaunch(task, cluster, runner, program)
     start = {name: value for name, value in environment.items() if name in _AT_START}
     commands = [
-        ssh.agent_command(sys.executable)
+        # An SSH_CONNECTION here is of the user's own login.
+        ["env", "-u", "SSH_CONNECTION", *ssh.agent_command(sys.executable)]
         if is_this_host(host.name)
         else ssh.build_command(
             host.name,
@@ -250,6 +264,8 @@ def _by_hand(task: Task, cluster: ClusterOptions) -> ClusterLaunch:
     if nodes > 1 and not task.options.master_addr:
         raise UsageError("--no_ssh needs --master_addr: the first host's address, the same on every host")
     port = task.options.master_port or _DEFAULT_PORT
+    if node == 0:
+        free_port(port)
     return ClusterLaunch(task.with_master(task.options.master_addr or "127.0.0.1", port), cluster, node=node)
 
 
@@ -284,7 +300,7 @@ def _run_below(launch: ClusterLaunch) -> int:
     """Let another launcher start the agents, which call back."""
     task, runner = launch.task, launch.runner
     assert runner
-    front = Front(task)
+    front = Front(task, task.options.elastic[0] if task.options.elastic else None)
     if runner.per == "node":
         front.agents = [SocketAgent(host.name, len(host.slots)) for host in task.hosts]
     else:
@@ -300,8 +316,9 @@ def _run_below(launch: ClusterLaunch) -> int:
         agent.attach(connection, reader, front.on_frame)
         front.on_call(agent)
 
-    front.reception = Reception(task.word, [host.name for host in task.hosts], on_hello)
-    command, environment = launch.command(front.reception.contact.encode())
-    front.console.line(shlex.join(command), DEBUG)
-    front.launcher = LauncherProcess(command, {**os.environ, **environment}, may_wait=runner.name == "slurm")
-    return front.run()
+    with many_descriptors(2 * len(front.agents)):
+        front.reception = Reception(task.word, [host.name for host in task.hosts], on_hello)
+        command, environment = launch.command(front.reception.contact.encode())
+        front.console.line(shlex.join(command), DEBUG)
+        front.launcher = LauncherProcess(command, {**os.environ, **environment}, may_wait=runner.name == "slurm")
+        return front.run()

@@ -20,6 +20,7 @@ from anyaccel.launch.agents import Agent
 from anyaccel.launch.failure import Report, exit_code, explain
 from anyaccel.launch.guardian import SAME_MOMENT
 from anyaccel.launch.launcher_process import LauncherProcess
+from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output
 from anyaccel.launch.signals import stop_signals
 from anyaccel.launch.streams import BACKLOG
@@ -85,7 +86,7 @@ class Front:
                     self._advance()
                 code = self._conclude()
         finally:
-            self._abandon()
+            self.abandon()
         self.console.close(1.0 if self._stop else None)
         self.output.close(1.0 if self._stop else None)
         return code
@@ -121,7 +122,12 @@ class Front:
             agent.failure, agent.failed_at = Report.decode(data).failure, time.monotonic()
             self.end(signal.SIGTERM, failed=agent)
         elif kind == channel.FINISHED:
-            agent.report = Report.decode(data)
+            report = agent.report = Report.decode(data)
+            agent.reported_at = time.monotonic()
+            if report.failure and agent.failure is None:
+                agent.failure, agent.failed_at = report.failure, agent.reported_at
+            if report.failure or report.problem or report.immortal or report.signal:
+                self.end(report.signal or signal.SIGTERM)
 
     def _go(self) -> None:
         """Every agent is ready: tell all of them where rank 0 is."""
@@ -171,22 +177,25 @@ class Front:
     def _wait(self, wakeup: int) -> None:
         now = time.monotonic()
         times = [now + 5.0]
-        if self._started:
-            times.append(self._next_beat)
-        elif self._ending_at is None:
+        times.append(self._next_beat)
+        if not self._started and self._ending_at is None:
             times.append(self._deadline)
         times += [at for at in (self._ending_at, self._launcher_at) if at is not None]
         poller = select.poll()
         poller.register(wakeup, select.POLLIN)
         outputs = (self.console, self.output)
         readers = {}
+        events: dict[int, int] = {}
+        may_read = all(output.pending < BACKLOG for output in outputs)
         for agent in self.agents:
-            if all(output.pending < BACKLOG for output in outputs):
-                readers.update(dict.fromkeys(agent.to_read(), agent.read))
-            if (descriptor := agent.to_write()) is not None:
-                poller.register(descriptor, select.POLLOUT)
-        for descriptor in readers:
-            poller.register(descriptor, select.POLLIN | (select.POLLOUT if self._owes(descriptor) else 0))
+            if may_read:
+                for descriptor in agent.to_read():
+                    readers[descriptor] = agent.read
+                    events[descriptor] = select.POLLIN
+            if (owed := agent.to_write()) is not None:
+                events[owed] = events.get(owed, 0) | select.POLLOUT
+        for descriptor, event in events.items():
+            poller.register(descriptor, event)
         strangers = self.reception.to_read() if self.reception else []
         for descriptor in strangers:
             poller.register(descriptor, select.POLLIN)
@@ -207,10 +216,6 @@ class Front:
         for output in outputs:
             output.flush()
 
-    def _owes(self, descriptor: int) -> bool:
-        """Whether more is to be sent on a descriptor that is read from as well."""
-        return any(agent.to_write() == descriptor for agent in self.agents)
-
     def _reap(self) -> None:
         for agent in self.agents:
             if agent.ended or (how := agent.reap()) is None:
@@ -230,7 +235,9 @@ class Front:
     def _lost(self, agent: Agent, how: str) -> None:
         """An agent ended without a word."""
         if not self._started and self._ending_at is not None:
-            return  # it was told to go
+            if agent.ready is None and agent.said:
+                agent.problem = f"cannot be reached: {how}"  # it ended for a reason of its own
+            return
         agent.problem = f"cannot be reached: {how}" if agent.ready is None else f"the connection was lost ({how})"
         alive = sum(other.running for other in self.agents)
         if self._started and self._ending_at is None and self._least is not None and alive >= self._least:
@@ -268,6 +275,8 @@ class Front:
                 agent.send(bytes([number]))
         if not self._started and self.launcher:
             self.launcher.end()
+        if not self._started and self.reception:
+            self.reception.close()  # who calls now is not told what to do
 
     def _advance(self) -> None:
         """Do what is due."""
@@ -279,6 +288,11 @@ class Front:
             for agent in self.agents:
                 if not agent.ended and not agent.behind:
                     agent.send(b"\0")
+        elif not self._started and now >= self._next_beat:
+            self._next_beat = now + channel.HEARTBEAT
+            for agent in self.agents:
+                if agent.ready and not agent.ended and not agent.behind:
+                    agent.send(b" ")  # before the line that it waits for
         if not self._started and self._ending_at is None and now > self._deadline:
             self._too_late()
         if self.launcher and all(agent.ended for agent in self.agents):
@@ -296,11 +310,13 @@ class Front:
             if self._step == 1:
                 agent.hang_up()
             else:
-                if agent.report is None and not agent.problem:
+                if self._started and agent.report is None and not agent.problem:
                     agent.problem = "did not confirm that its workers have ended; they do when it misses us"
                 agent.kill()
+        if self.launcher and self._step > 1:
+            self.launcher.end()
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Leave no process of ours behind, whatever happened."""
         for agent in self.agents:
             if not agent.ended:
@@ -329,7 +345,11 @@ class Front:
             return 128 + self._stop[0]
         if failed and failed.failure:
             failure = failed.failure
-            others = failure.others + self._task.world_size - failed.size
+            others = failure.others + sum(
+                agent.size
+                for agent in self.agents
+                if agent is not failed and (agent.report is None or agent.reported_at >= failed.failed_at)
+            )
             for line in explain(failure, f"rank {failure.rank} on host {failed.host}", others):
                 self.console.line(line, ERROR)
             return exit_code(failure.status)
@@ -365,8 +385,15 @@ def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | Non
     from anyaccel.launch.agents import PipeAgent
 
     front = Front(task, least)
-    for host, command in zip(task.hosts, commands, strict=True):
-        front.console.line(f"{host.name}: {' '.join(command)}", DEBUG)
-        agent = PipeAgent(host.name, len(host.slots), command, task.word, front.on_frame, front.console, front.output)
-        front.agents.append(agent)
-    return front.run()
+    with many_descriptors(3 * len(commands)):
+        try:
+            for host, command in zip(task.hosts, commands, strict=True):
+                front.console.line(f"{host.name}: {' '.join(command)}", DEBUG)
+                size = len(host.slots)
+                front.agents.append(
+                    PipeAgent(host.name, size, command, task.word, front.on_frame, front.console, front.output)
+                )
+        except BaseException:
+            front.abandon()
+            raise
+        return front.run()

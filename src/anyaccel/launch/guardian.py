@@ -246,7 +246,7 @@ class _Guardian:
             poller.register(self._control, select.POLLIN)
             if self._link:
                 poller.register(self._link.descriptor, select.POLLIN)
-                if self._children:
+                if not self._launcher_gone:
                     deadlines.append(self._heard_at + self._link.patience)
         for output in self._outputs:
             if output.pending:
@@ -348,12 +348,17 @@ class _Guardian:
 
     def _advance(self, now: float) -> None:
         """Do what is due."""
-        if not self._children:
-            return
         link = self._link
-        if link and not self._launcher_gone and now >= self._heard_at + link.patience:
+        if (
+            link
+            and not self._launcher_gone
+            and now >= self._heard_at + link.patience
+            and not _readable(link.descriptor)
+        ):
             self._output.line(f"error: no sign of life from the launcher for {link.patience:g} s, ending all", ERROR)
             self._lose_launcher()
+        if not self._children:
+            return
         if self._phase is _Phase.KILLING:
             if now > self._give_up_at:
                 self._result.immortal = processes.describe(processes.descendants())
@@ -377,3 +382,10 @@ class _Guardian:
                 processes.send(self._running, signal.SIGTERM)
         elif self._act_at is not None and now >= self._act_at:
             self._kill()
+
+
+def _readable(descriptor: int) -> bool:
+    """Whether something has come that we have not looked at yet."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(0))

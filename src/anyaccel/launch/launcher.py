@@ -69,12 +69,11 @@ def make_plan(
     """
     machine = machine or read_machine()
     environ = os.environ if environ is None else environ
-    # On another host than that of rank 0 the port may be taken, and nobody minds.
-    first = place is None or place.node == 0
     return plan_here(
         options,
         machine,
-        master_port=free_port(options.master_port) if first else options.master_port or 0,
+        # On one of several hosts whoever leads the job has asked for it.
+        master_port=free_port(options.master_port) if place is None else options.master_port or 0,
         environ=environ,
         extra_env=extra_env,
         place=place,

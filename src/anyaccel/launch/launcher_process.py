@@ -72,6 +72,9 @@ class LauncherProcess:
         """Leave nothing of it behind: mpirun's ssh may wait for a host that is gone."""
         if self.running:
             self._process.kill()
-            self._process.wait(_KILL)
+            try:
+                self._process.wait(_KILL)
+            except subprocess.TimeoutExpired:
+                self.problem = f"{self.name} does not end, not even by SIGKILL"
         end_all(self._others, _KILL)
         _native.set_child_subreaper(False)

@@ -12,6 +12,7 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 
 from anyaccel import _native
@@ -31,9 +32,11 @@ TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7
 if TYPE_CHECKING:
     from typing import Any
 
-# Seconds for the launcher to say what to do, and for all others to be ready.
+# Seconds for the launcher to say what to do; then between its signs of life.
 _FIRST_WORD = 60.0
-_ALL_READY = 24 * 3600.0  # Slurm may start the other ranks much later; the launcher's end is noticed anyway
+_SIGN_OF_LIFE = 20.0  # while the others get ready
+# Seconds for the launcher to take the last words.
+_LAST_WORD = 2.0
 
 
 class _Agent:
@@ -80,7 +83,7 @@ class _Agent:
         speaks = self._found is None or self._found.local_rank == 0
         ready = {"connection": self._connection, "port": port, "plan": plan.render() if speaks else ""}
         self._output.write(self._tell(channel.READY, ready))
-        master = read_line(self._source, _ALL_READY)
+        master = read_line(self._source, _SIGN_OF_LIFE)
         task = task.with_master(master["address"], master["port"])
         return self._start(task, node, task.plan(node), speaks)
 
@@ -119,7 +122,8 @@ class _Agent:
             announce=lambda failure: self._tell(channel.FAILED, Report(failure=failure).encode()),
             conclude=lambda report: self._tell(channel.FINISHED, report.encode()),
         )
-        console = Output(2, LEVELS[task.options.log_level], name)
+        console = self._output if self._output.is_standard_error else Output(2)
+        console.become(name, LEVELS[task.options.log_level])
         supervise(workers, task.options.grace_period, options=task.options, link=link, console=console, host=host)
         return 0  # the launcher knows; a launcher in between would make a failure of its own of another code
 
@@ -149,9 +153,11 @@ def _calling_back(contact_text: str, number: int | None) -> int:
     contact = Contact.decode(contact_text)
     found = rank_from_environment(os.environ, launcher_only=True) if number is None else None
     connection = contact.call()
+    connection.setsockopt(6, 1, 1)  # IPPROTO_TCP, TCP_NODELAY
     ours, its = connection.getsockname()[0], connection.getpeername()[0]
     descriptor = connection.detach()
     os.set_inheritable(descriptor, False)
+    os.set_blocking(descriptor, False)
     output = Output(descriptor)
     mine = number if found is None else found.rank
     output.write(encode_frame(contact.word, channel.HELLO, {"number": mine, "host": os.uname().nodename}))
@@ -159,7 +165,24 @@ def _calling_back(contact_text: str, number: int | None) -> int:
     # Version 4 addresses come as version 6 ones on a socket for both.
     ends = [address.removeprefix("::ffff:") for address in (its, ours)]
     called = "" if ends[0] == ends[1] else f"{ends[0]} 0 {ends[1]} 0"
-    return _Agent(contact.word, descriptor, output, called, found).run(first)
+    code = _Agent(contact.word, descriptor, output, called, found).run(first)
+    _part(descriptor)
+    return code
+
+
+def _part(descriptor: int) -> None:
+    """End the connection so that what was said arrives: closed with bytes unread, it would be reset."""
+    import socket
+
+    with socket.socket(fileno=descriptor) as connection:
+        try:
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(_LAST_WORD)
+            deadline = time.monotonic() + _LAST_WORD
+            while connection.recv(4096) and time.monotonic() < deadline:
+                continue
+        except OSError:
+            return  # it is gone, or does not answer
 
 
 def main(arguments: list[str]) -> int:

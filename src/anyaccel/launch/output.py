@@ -78,6 +78,15 @@ class Output:
         return descriptor
 
     @property
+    def is_standard_error(self) -> bool:
+        """Whether it writes to descriptor 2."""
+        return self._given == 2
+
+    def become(self, name: str, level: int) -> None:
+        """Begin lines with another name, and leave out those below another level."""
+        self._name, self._level = name, level
+
+    @property
     def pending(self) -> int:
         """Bytes that the reader has not taken yet."""
         return len(self._pending)
