@@ -14,6 +14,7 @@
 #define ANYACCEL_KERNELS kernels_avx512
 // clang-format off: the order matters
 #include "optim/simd.h"
+#include "optim/wide.h"
 #include "optim/loop.h"
 #include "optim/adagrad_update.h"
 // clang-format on

@@ -6,6 +6,7 @@
 #define ANYACCEL_KERNELS kernels_scalar
 // clang-format off: the order matters
 #include "optim/simd.h"
+#include "optim/wide.h"
 #include "optim/loop.h"
 #include "optim/adagrad_update.h"
 // clang-format on

@@ -13,6 +13,7 @@
 #define ANYACCEL_KERNELS kernels_avx2
 // clang-format off: the order matters
 #include "optim/simd.h"
+#include "optim/wide.h"
 #include "optim/loop.h"
 #include "optim/adam_update.h"
 // clang-format on
