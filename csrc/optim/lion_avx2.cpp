@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#define ANYACCEL_SIMD 2
 #include "optim/lion.h"
 #include "optim/simd_headers.h"
 
@@ -9,7 +10,6 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#define ANYACCEL_SIMD 2
 #define ANYACCEL_KERNELS kernels_avx2
 // clang-format off: the order matters
 #include "optim/simd.h"

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/cpu_features.h"
+#include "common/isa.h"
 
 namespace anyaccel::optim {
 
