@@ -1,22 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the processor and the operating system support together, and the table that chooses ISA variants.
+// What the processor and the operating system support together, of which isa.h chooses a variant.
 #pragma once
 
 #include <map>
 #include <string>
+
+#include "common/isa.h"
 
 namespace anyaccel {
 
 // Name -> usable now. A feature counts only when the CPU has it and the OS saves its registers (XCR0); AMX
 // also needs the kernel's permission call to succeed.
 const std::map<std::string, bool>& cpu_features();
-
-// Instruction sets that native code is compiled for, in ascending order.
-enum class Isa { scalar, avx2, avx512 };
-
-// The highest usable variant, capped by the environment variable ANYACCEL_ISA. Read once.
-// Throws std::invalid_argument for an unknown name.
-Isa selected_isa();
-const char* isa_name(Isa isa);
 
 }  // namespace anyaccel

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#define ANYACCEL_SIMD 2
 #include "optim/adagrad.h"
 #include "optim/simd_headers.h"
 
@@ -9,10 +10,10 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#define ANYACCEL_SIMD 2
 #define ANYACCEL_KERNELS kernels_avx2
 // clang-format off: the order matters
 #include "optim/simd.h"
+#include "optim/wide.h"
 #include "optim/loop.h"
 #include "optim/adagrad_update.h"
 // clang-format on

@@ -14,26 +14,13 @@ struct AdagradUpdate {
         eps(set1(c.eps)),
         decays(c.weight_decay != 0) {}
 
-  void exact(Vec& p, Vec g, Vec& sum, Vec&) const {
-    accumulate(p, g, sum);
-    p = sub(p, mul(step_size, div(g, add(sqrt(sum), eps))));
+  void step(Wide& p, Wide g, Wide& sum, Wide&) const {
+    if (decays) g = add(g, mul(p, weight_decay));
+    sum = add(sum, mul(g, g));
+    p = sub(p, mul(div(g, add(sqrt(sum), eps)), step_size));
   }
-
-#if ANYACCEL_SIMD == 512
-  Doubt fast(Vec& p, Vec g, Vec& sum, Vec&) const {
-    Doubt doubt = 0;
-    accumulate(p, g, sum);
-    p = sub(p, mul(step_size, fast_div(g, add(fast_sqrt(sum, doubt), eps))));
-    return doubt;
-  }
-#endif
 
  private:
-  void accumulate(Vec p, Vec& g, Vec& sum) const {
-    if (decays) g = add(g, mul(weight_decay, p));
-    sum = add(sum, mul(g, g));
-  }
-
   Vec weight_decay, step_size, eps;
   bool decays;
 };

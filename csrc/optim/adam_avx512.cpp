@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
+#define ANYACCEL_SIMD 512
 #include "optim/adam.h"
 #include "optim/simd_headers.h"
 
@@ -10,10 +11,10 @@
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq")
 #endif
 
-#define ANYACCEL_SIMD 512
 #define ANYACCEL_KERNELS kernels_avx512
 // clang-format off: the order matters
 #include "optim/simd.h"
+#include "optim/wide.h"
 #include "optim/loop.h"
 #include "optim/adam_update.h"
 // clang-format on

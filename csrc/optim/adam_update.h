@@ -19,29 +19,15 @@ struct AdamUpdate {
         step_size(set1(c.step_size)),
         with_l2(c.l2 != 0.0f) {}
 
-  void exact(Vec& p, Vec g, Vec& m, Vec& v) const {
-    moments(p, g, m, v);
-    apply(p, div(m, denominator(sqrt(v))));
+  void step(Wide& p, Wide g, Wide& m, Wide& v) const {
+    if (with_l2) g = add(g, mul(p, l2));
+    m = add(m, mul(sub(g, m), weight1));
+    v = add(mul(v, beta2), mul(mul(g, weight2), g));
+    const Wide denominator = add(mul(sqrt(v), root_scale), eps);
+    p = sub(mul(p, keep), mul(div(m, denominator), step_size));
   }
-
-#if ANYACCEL_SIMD == 512
-  Doubt fast(Vec& p, Vec g, Vec& m, Vec& v) const {
-    Doubt doubt = 0;
-    moments(p, g, m, v);
-    apply(p, fast_div(m, denominator(fast_sqrt(v, doubt))));
-    return doubt;
-  }
-#endif
 
  private:
-  void moments(Vec p, Vec g, Vec& m, Vec& v) const {
-    if (with_l2) g = add(g, mul(l2, p));
-    m = add(m, mul(weight1, sub(g, m)));
-    v = add(mul(beta2, v), mul(mul(weight2, g), g));
-  }
-  Vec denominator(Vec root) const { return add(mul(root, root_scale), eps); }
-  void apply(Vec& p, Vec quotient) const { p = sub(mul(p, keep), mul(step_size, quotient)); }
-
   Vec keep, l2, weight1, beta2, weight2, root_scale, eps, step_size;
   bool with_l2;
 };

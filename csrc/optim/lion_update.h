@@ -11,20 +11,12 @@ struct LionUpdate {
   explicit LionUpdate(const LionConstants& c)
       : keep(set1(c.keep)), lr(set1(c.lr)), weight1(set1(c.weight1)), weight2(set1(c.weight2)) {}
 
-  void exact(Vec& p, Vec g, Vec& m, Vec&) const {
-    const Vec difference = sub(g, m);
-    const Vec direction = add(m, mul(weight1, difference));
-    p = sub(mul(p, keep), mul(lr, sign(direction)));
-    m = add(m, mul(weight2, difference));
+  void step(Wide& p, Wide g, Wide& m, Wide&) const {
+    const Wide difference = sub(g, m);
+    const Wide direction = add(m, mul(difference, weight1));
+    p = sub(mul(p, keep), mul(sign(direction), lr));
+    m = add(m, mul(difference, weight2));
   }
-
-#if ANYACCEL_SIMD == 512
-  // There is nothing slow in it.
-  Doubt fast(Vec& p, Vec g, Vec& m, Vec& unused) const {
-    exact(p, g, m, unused);
-    return 0;
-  }
-#endif
 
  private:
   Vec keep, lr, weight1, weight2;

@@ -1,34 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loop over a piece, the same for all optimizers; included by variant files behind simd.h.
-// An `Update` is made of the constants of a step. Its exact(p, g, s, t) updates one vector of parameters p, given the
-// gradients g, and of one or two moments s and t. With AVX-512 there is also fast(), which returns what it could not
-// do.
+// The loop over a piece, the same for all optimizers; included by variant files behind wide.h.
+// An `Update` is made of the constants of a step. Its step(p, g, s, t) updates a group of parameters p, given the
+// gradients g, and of one or two moments s and t.
 
 namespace anyaccel::optim {
 namespace {
 
 // Hardware prefetchers stop at the end of a page; this many bytes ahead is early enough for the next one.
-constexpr int64_t kAhead = 1024;
+constexpr int64_t kAhead = 2048;
 
-template <DType kType>
-inline void prefetch(const void* at, int64_t i) {
+template <class Type>
+inline void prefetch(const Type* at) {
 #if ANYACCEL_SIMD
-  const char* const from = static_cast<const char*>(at) + i * static_cast<int64_t>(sizeof(Cell<kType>)) + kAhead;
-  for (int64_t line = 0; line < kPair * static_cast<int64_t>(sizeof(Cell<kType>)); line += 64)
-    __builtin_prefetch(from + line, 1);
+  const char* const from = reinterpret_cast<const char*>(at) + kAhead;
+  for (size_t line = 0; line < kGroup * sizeof(Type); line += 64) __builtin_prefetch(from + line, 1);
 #else
-  (void)at, (void)i;
+  (void)at;
 #endif
-}
-
-template <DType kType>
-inline void* offset(void* at, int64_t i) {
-  return static_cast<Cell<kType>*>(at) + i;
-}
-
-template <DType kType>
-inline const void* offset(const void* at, int64_t i) {
-  return static_cast<const Cell<kType>*>(at) + i;
 }
 
 template <class Update, DType kParam, DType kGrad, DType kState>
@@ -36,90 +24,103 @@ struct Loop {
   // With two-byte types only, pairs need no shuffles.
   static constexpr Order kOrder =
       kParam == DType::bf16 && kGrad == DType::bf16 && kState == DType::bf16 ? Order::split : Order::natural;
+  static constexpr bool kTwo = Update::kStates == 2;
 
-  struct Values {
-    Pair p, g, s, t;
+  // Where a group is.
+  struct Place {
+    Cell<kParam>* p;
+    const Cell<kGrad>* g;
+    Cell<kState>*s, *t;
+    uint16_t* copy;
+    DType copy_dtype;
+    bool stream;
+
+    explicit Place(const Piece& piece)
+        : p(static_cast<Cell<kParam>*>(piece.param)),
+          g(static_cast<const Cell<kGrad>*>(piece.grad)),
+          s(static_cast<Cell<kState>*>(piece.state1)),
+          t(static_cast<Cell<kState>*>(piece.state2)),
+          copy(static_cast<uint16_t*>(piece.copy)),
+          copy_dtype(piece.copy_dtype),
+          stream(piece.stream && reinterpret_cast<uintptr_t>(copy) % 64 == 0) {}
   };
 
-  static inline Values read(const Piece& at, int64_t i) {
+  struct Values {
+    Wide p, g, s, t;
+  };
+
+  static inline Values read(const Place& at, int64_t i) {
     Values v;
-    v.p = load<kParam, kOrder>(offset<kParam>(at.param, i));
-    v.g = load<kGrad, kOrder>(offset<kGrad>(at.grad, i));
-    v.s = load<kState, kOrder>(offset<kState>(at.state1, i));
-    if constexpr (Update::kStates == 2) v.t = load<kState, kOrder>(offset<kState>(at.state2, i));
+    v.p = load_wide<kParam, kOrder>(at.p + i);
+    v.g = load_wide<kGrad, kOrder>(at.g + i);
+    v.s = load_wide<kState, kOrder>(at.s + i);
+    v.t = kTwo ? load_wide<kState, kOrder>(at.t + i) : Wide{};
     return v;
   }
 
-  template <bool kNan>
-  static inline void write(const Piece& at, int64_t i, const Values& v) {
-    store<kState, kOrder, kNan>(offset<kState>(at.state1, i), v.s);
-    if constexpr (Update::kStates == 2) store<kState, kOrder, kNan>(offset<kState>(at.state2, i), v.t);
-    store<kParam, kOrder, kNan>(offset<kParam>(at.param, i), v.p);
-    if (at.copy != nullptr) {
-      if (kParam == DType::bf16 || at.copy_dtype == DType::bf16)
-        store<DType::bf16, kOrder, kNan>(offset<DType::bf16>(at.copy, i), v.p);
-      else if constexpr (kOrder == Order::natural)
-        store<DType::f16, kOrder, kNan>(offset<DType::f16>(at.copy, i), v.p);
-    }
+  static inline void write(const Place& at, int64_t i, const Values& v) {
+    store_wide<kState, kOrder>(at.s + i, v.s);
+    if constexpr (kTwo) store_wide<kState, kOrder>(at.t + i, v.t);
+    store_wide<kParam, kOrder>(at.p + i, v.p);
+    if (at.copy == nullptr) return;
+    if (kParam == DType::bf16 || at.copy_dtype == DType::bf16)
+      write_copy<DType::bf16>(at, i, v.p);
+    else if constexpr (kOrder == Order::natural)
+      write_copy<DType::f16>(at, i, v.p);
   }
 
-  static void exact(const Update& update, const Piece& at, int64_t i) {
-    Values v = read(at, i);
-    update.exact(v.p.a, v.g.a, v.s.a, v.t.a);
-    update.exact(v.p.b, v.g.b, v.s.b, v.t.b);
-    write<true>(at, i, v);
-  }
-
-#if ANYACCEL_SIMD == 512
-  [[gnu::noinline, gnu::cold]] static void again(const Update& update, const Piece& at, int64_t i) {
-    exact(update, at, i);
-  }
-
-  // A NaN in any of the results is also one in the new parameter, which is then in doubt.
-  static inline void pair(const Update& update, const Piece& at, int64_t i) {
-    Values v = read(at, i);
-    const Doubt doubt =
-        update.fast(v.p.a, v.g.a, v.s.a, v.t.a) | update.fast(v.p.b, v.g.b, v.s.b, v.t.b) | nan(v.p.a) | nan(v.p.b);
-    if (__builtin_expect(doubt != 0, 0))
-      again(update, at, i);
+  template <DType kCopy>
+  static inline void write_copy(const Place& at, int64_t i, const Wide& p) {
+    if (at.stream)
+      stream_wide<kCopy, kOrder>(at.copy + i, p);
     else
-      write<false>(at, i, v);
+      store_wide<kCopy, kOrder>(at.copy + i, p);
   }
-#else
-  static inline void pair(const Update& update, const Piece& at, int64_t i) { exact(update, at, i); }
-#endif
+
+  static inline void group(const Update& update, const Place& at, int64_t i) {
+    Values v = read(at, i);
+    update.step(v.p, v.g, v.s, v.t);
+    write(at, i, v);
+  }
 
   static void run(const typename Update::Constants& constants, const Piece& piece) {
     const Update update(constants);
+    const Place at(piece);
     int64_t i = 0;
-    for (; i + kPair <= piece.count; i += kPair) {
-      prefetch<kParam>(piece.param, i);
-      prefetch<kGrad>(piece.grad, i);
-      prefetch<kState>(piece.state1, i);
-      if constexpr (Update::kStates == 2) prefetch<kState>(piece.state2, i);
-      pair(update, piece, i);
+    for (; i + kGroup <= piece.count; i += kGroup) {
+      prefetch(at.p + i);
+      prefetch(at.g + i);
+      prefetch(at.s + i);
+      if constexpr (kTwo) prefetch(at.t + i);
+      group(update, at, i);
     }
+#if ANYACCEL_SIMD
+    if (at.stream) _mm_sfence();
+#endif
     if (i < piece.count) rest(update, piece, i);
   }
 
-  // Fewer elements than a pair has: by way of a buffer, so that every element is calculated by the same code.
+  // Fewer elements than a group has: by way of a buffer, so that every element is calculated by the same code.
   static void rest(const Update& update, const Piece& piece, int64_t i) {
-    constexpr size_t kParamSize = sizeof(Cell<kParam>), kGradSize = sizeof(Cell<kGrad>),
-                     kStateSize = sizeof(Cell<kState>);
-    alignas(64) float param[kPair] = {}, grad[kPair] = {}, state1[kPair] = {}, state2[kPair] = {}, copy[kPair];
+    alignas(64) Cell<kParam> param[kGroup] = {};
+    alignas(64) Cell<kGrad> grad[kGroup] = {};
+    alignas(64) Cell<kState> state1[kGroup] = {}, state2[kGroup] = {};
+    alignas(64) uint16_t copy[kGroup];
+    const Place at(piece);
     const size_t n = static_cast<size_t>(piece.count - i);
-    std::memcpy(param, offset<kParam>(piece.param, i), n * kParamSize);
-    std::memcpy(grad, offset<kGrad>(piece.grad, i), n * kGradSize);
-    std::memcpy(state1, offset<kState>(piece.state1, i), n * kStateSize);
-    if constexpr (Update::kStates == 2) std::memcpy(state2, offset<kState>(piece.state2, i), n * kStateSize);
+    std::memcpy(param, at.p + i, n * sizeof *param);
+    std::memcpy(grad, at.g + i, n * sizeof *grad);
+    std::memcpy(state1, at.s + i, n * sizeof *state1);
+    if constexpr (kTwo) std::memcpy(state2, at.t + i, n * sizeof *state2);
     Piece buffer = piece;
+    buffer.stream = false;
     buffer.param = param, buffer.grad = grad, buffer.state1 = state1, buffer.state2 = state2;
     if (piece.copy != nullptr) buffer.copy = copy;
-    pair(update, buffer, 0);
-    std::memcpy(offset<kParam>(piece.param, i), param, n * kParamSize);
-    std::memcpy(offset<kState>(piece.state1, i), state1, n * kStateSize);
-    if constexpr (Update::kStates == 2) std::memcpy(offset<kState>(piece.state2, i), state2, n * kStateSize);
-    if (piece.copy != nullptr) std::memcpy(static_cast<uint16_t*>(piece.copy) + i, copy, n * sizeof(uint16_t));
+    group(update, Place(buffer), 0);
+    std::memcpy(at.p + i, param, n * sizeof *param);
+    std::memcpy(at.s + i, state1, n * sizeof *state1);
+    if constexpr (kTwo) std::memcpy(at.t + i, state2, n * sizeof *state2);
+    if (piece.copy != nullptr) std::memcpy(at.copy + i, copy, n * sizeof *copy);
   }
 };
 

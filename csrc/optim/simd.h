@@ -51,42 +51,13 @@ inline Vec sign(Vec a) {
 }
 
 // To the upper half of each word, rounded to nearest even; the lower half is rubbish.
-template <bool kNan>
 inline __m512i round_bf16(Vec v) {
   const __m512i bits = _mm512_castps_si512(v);
-  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  if constexpr (!kNan) return rounded;
+  const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+  const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+  const __m512i rounded = _mm512_mask_sub_epi32(up, odd, up, _mm512_set1_epi32(-1));
   const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
   return _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
-}
-
-// Lanes in which something must be calculated again with the exact operations.
-using Doubt = __mmask16;
-
-inline Doubt nan(Vec v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q); }
-
-// sqrt(v) for v >= 0, rounded to nearest: the divider takes four times as long. Goldschmidt's iteration from an
-// estimate of 14 bits, then one correction by the remainder (Markstein, IA-64 and Elementary Functions, 2000, chapter
-// 9). NaN for infinity; in doubt where the remainder has no room below v.
-inline Vec fast_sqrt(Vec v, Doubt& doubt) {
-  constexpr int32_t kLow = 0x0d800000;  // 2^-100
-  const Vec half = _mm512_set1_ps(0.5f);
-  const Vec estimate = _mm512_rsqrt14_ps(_mm512_max_ps(v, _mm512_set1_ps(0x1p-126f)));  // zero stays zero below
-  const __m512i below = _mm512_sub_epi32(_mm512_castps_si512(v), _mm512_set1_epi32(1));
-  doubt |= _mm512_cmp_epu32_mask(below, _mm512_set1_epi32(kLow - 1), _MM_CMPINT_LT);
-  const Vec s0 = _mm512_mul_ps(v, estimate), h0 = _mm512_mul_ps(estimate, half);
-  const Vec r = _mm512_fnmadd_ps(s0, h0, half);
-  const Vec s1 = _mm512_fmadd_ps(s0, r, s0), h1 = _mm512_fmadd_ps(h0, r, h0);
-  return _mm512_fmadd_ps(_mm512_fnmadd_ps(s1, s1, v), h1, s1);
-}
-
-// a / b, rounded to nearest (on a few quotients in 10^8 to the neighbour); NaN where a, b or 1 / b is not finite.
-inline Vec fast_div(Vec a, Vec b) {
-  const Vec r0 = _mm512_rcp14_ps(b);
-  const Vec r1 = _mm512_fmadd_ps(r0, _mm512_fnmadd_ps(b, r0, _mm512_set1_ps(1.0f)), r0);
-  const Vec q = _mm512_mul_ps(a, r1);
-  return _mm512_fmadd_ps(_mm512_fnmadd_ps(b, q, a), r1, q);
 }
 
 #elif ANYACCEL_SIMD == 2
@@ -105,7 +76,6 @@ inline Vec sign(Vec a) {
   return _mm256_blendv_ps(a, one, _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NEQ_OQ));
 }
 
-template <bool kNan>
 inline __m256i round_bf16(Vec v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -163,25 +133,34 @@ inline Pair load(const void* at) {
   }
 }
 
-// kNan: a value may be NaN.
-template <DType kType, Order kOrder, bool kNan>
+template <DType kType, Order kOrder>
+inline __m512i packed(const Pair& v) {
+  if constexpr (kType == DType::f16) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const __m512i a = _mm512_castsi256_si512(_mm512_cvtps_ph(v.a, kNearest));
+    return _mm512_inserti64x4(a, _mm512_cvtps_ph(v.b, kNearest), 1);
+  }
+  const __m512i a = _mm512_srli_epi32(round_bf16(v.a), 16);
+  if constexpr (kOrder == Order::split) return _mm512_mask_blend_epi16(0xaaaaaaaau, a, round_bf16(v.b));
+  const __m512i b = _mm512_srli_epi32(round_bf16(v.b), 16);
+  return _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), _mm512_packus_epi32(a, b));
+}
+
+template <DType kType, Order kOrder>
 inline void store(void* at, const Pair& v) {
   if constexpr (kType == DType::f32) {
     auto* p = static_cast<float*>(at);
     _mm512_storeu_ps(p, v.a);
     _mm512_storeu_ps(p + 16, v.b);
-  } else if constexpr (kType == DType::f16) {
-    auto* p = static_cast<__m256i*>(at);
-    _mm256_storeu_si256(p, _mm512_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    _mm256_storeu_si256(p + 1, _mm512_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  } else if constexpr (kOrder == Order::split) {
-    const __m512i a = _mm512_srli_epi32(round_bf16<kNan>(v.a), 16);
-    _mm512_storeu_si512(at, _mm512_mask_blend_epi16(0xaaaaaaaau, a, round_bf16<kNan>(v.b)));
   } else {
-    const __m512i a = _mm512_srli_epi32(round_bf16<kNan>(v.a), 16), b = _mm512_srli_epi32(round_bf16<kNan>(v.b), 16);
-    const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
-    _mm512_storeu_si512(at, _mm512_permutexvar_epi64(order, _mm512_packus_epi32(a, b)));
+    _mm512_storeu_si512(at, packed<kType, kOrder>(v));
   }
+}
+
+// Past the caches; `at` is a multiple of 64.
+template <DType kType, Order kOrder>
+inline void stream(void* at, const Pair& v) {
+  _mm512_stream_si512(static_cast<__m512i*>(at), packed<kType, kOrder>(v));
 }
 
 #elif ANYACCEL_SIMD == 2
@@ -208,24 +187,33 @@ inline Pair load(const void* at) {
   }
 }
 
-template <DType kType, Order kOrder, bool kNan>
+template <DType kType, Order kOrder>
+inline __m256i packed(const Pair& v) {
+  if constexpr (kType == DType::f16) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return _mm256_set_m128i(_mm256_cvtps_ph(v.b, kNearest), _mm256_cvtps_ph(v.a, kNearest));
+  }
+  const __m256i a = _mm256_srli_epi32(round_bf16(v.a), 16);
+  if constexpr (kOrder == Order::split) return _mm256_blend_epi16(a, round_bf16(v.b), 0xaa);
+  const __m256i b = _mm256_srli_epi32(round_bf16(v.b), 16);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+}
+
+template <DType kType, Order kOrder>
 inline void store(void* at, const Pair& v) {
   if constexpr (kType == DType::f32) {
     auto* p = static_cast<float*>(at);
     _mm256_storeu_ps(p, v.a);
     _mm256_storeu_ps(p + 8, v.b);
-  } else if constexpr (kType == DType::f16) {
-    auto* p = static_cast<__m128i*>(at);
-    _mm_storeu_si128(p, _mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-    _mm_storeu_si128(p + 1, _mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-  } else if constexpr (kOrder == Order::split) {
-    const __m256i a = _mm256_srli_epi32(round_bf16<kNan>(v.a), 16);
-    _mm256_storeu_si256(static_cast<__m256i*>(at), _mm256_blend_epi16(a, round_bf16<kNan>(v.b), 0xaa));
   } else {
-    const __m256i a = _mm256_srli_epi32(round_bf16<kNan>(v.a), 16), b = _mm256_srli_epi32(round_bf16<kNan>(v.b), 16);
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
-    _mm256_storeu_si256(static_cast<__m256i*>(at), packed);
+    _mm256_storeu_si256(static_cast<__m256i*>(at), packed<kType, kOrder>(v));
   }
+}
+
+// Past the caches; `at` is a multiple of 32.
+template <DType kType, Order kOrder>
+inline void stream(void* at, const Pair& v) {
+  _mm256_stream_si256(static_cast<__m256i*>(at), packed<kType, kOrder>(v));
 }
 
 #else
@@ -267,7 +255,7 @@ inline Pair load(const void* at) {
     return {widen<kType>(p[0]), widen<kType>(p[1])};
 }
 
-template <DType kType, Order kOrder, bool kNan>
+template <DType kType, Order kOrder>
 inline void store(void* at, const Pair& v) {
   auto* p = static_cast<Cell<kType>*>(at);
   if constexpr (kType == DType::f32)
@@ -276,10 +264,14 @@ inline void store(void* at, const Pair& v) {
     p[0] = narrow<kType>(v.a), p[1] = narrow<kType>(v.b);
 }
 
+template <DType kType, Order kOrder>
+inline void stream(void* at, const Pair& v) {
+  store<kType, kOrder>(at, v);
+}
+
 #endif
 
 constexpr int kPair = 2 * kLanes;
-static_assert(kBlock % kPair == 0);
 
 }  // namespace
 }  // namespace anyaccel::optim

@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "common/cpu_features.h"
+#include "common/isa.h"
 #include "optim/types.h"
-#ifdef ANYACCEL_X86
+#if ANYACCEL_SIMD && defined(ANYACCEL_X86)
 #include <immintrin.h>
 #endif

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/cpu_features.h"
+#include "common/isa.h"
 
 namespace anyaccel::optim {
 
@@ -16,7 +16,7 @@ constexpr int kDTypes = 3;
 constexpr size_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
 // Kernels work on blocks of this many elements; work is split at multiples of it.
-constexpr int64_t kBlock = 32;
+constexpr int64_t kBlock = 64;
 
 // Where one piece of work is: `count` elements behind each address. `copy` gets the new parameters in `copy_dtype`
 // (bf16 or f16), unless it is null. `state2` is null in optimizers with one moment.

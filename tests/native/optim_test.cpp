@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "common/cpu_features.h"
+#include "common/isa.h"
 #include "optim/work.h"
 
 extern "C" {

@@ -106,6 +106,7 @@ class Batch:
             dtypes=self._codes.buffer_info()[0],
             isa=-1,
         )
+        self.address = ctypes.addressof(self.native)
 
     def refresh(self, grads: Sequence[torch.Tensor]) -> bool:
         """Take these gradients; False when a new batch is needed, because something does not fit or has moved."""
@@ -135,7 +136,7 @@ class NativeStep:
     def __init__(self, library: ctypes.CDLL, name: str, hyper: Sequence[type[Any]]) -> None:
         """Args: hyper: C types of what the function takes behind the tensors."""
         self._function = getattr(library, name)
-        self._function.argtypes = (ctypes.POINTER(_Tensors), *hyper)
+        self._function.argtypes = (ctypes.c_void_p, *hyper)
         self._function.restype = ctypes.c_int
 
     def run(self, batch: Batch, *hyper: float) -> None:
@@ -145,7 +146,7 @@ class NativeStep:
             UsageError: ANYACCEL_ISA has a value that it cannot have.
         """
         batch.native.threads = torch.get_num_threads()
-        status = self._function(batch.native, *hyper)
+        status = self._function(batch.address, *hyper)
         if status:
             env.ANYACCEL_ISA.get()  # says what is wrong with it
             raise MemoryError(f"the native optimizer step could not set up its list of tensors (status {status})")

@@ -26,18 +26,17 @@ class _Plan:
     def __init__(
         self, params: list[torch.Tensor], states: list[dict[str, Any]], names: Iterable[str], batch: Batch
     ) -> None:
-        self._params = params
         self._states = states
         self._names = tuple(names)
-        self._entries = [state.get(name) for name in self._names for state in states]
+        self._seen = [*params, *self._entries()]
         self.batch = batch
+
+    def _entries(self) -> list[torch.Tensor | None]:
+        return [state.get(name) for name in self._names for state in self._states]
 
     def fits(self, params: list[torch.Tensor]) -> bool:
         """Whether these are the parameters, and nobody put other tensors into their states."""
-        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
-            return False
-        entries = [state.get(name) for name in self._names for state in self._states]
-        return all(map(is_, entries, self._entries))
+        return len(params) == len(self._states) and all(map(is_, [*params, *self._entries()], self._seen))
 
 
 class HostOptimizer(torch.optim.Optimizer):

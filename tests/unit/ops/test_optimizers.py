@@ -95,8 +95,7 @@ def test_100_steps_of_adagrad_equal_torch_in_float64():
     assert max((param - other).abs().max().item() for param, other in zip(params, exact, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("state_dtype", [F32, BF16])
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype, state_dtype", [(BF16, F32), (F16, BF16)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_master_weights(case, dtype, state_dtype):
     params = parameters(dtype=dtype)
@@ -374,8 +373,8 @@ def test_a_step_in_a_child_after_fork():
 
 
 @pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
-@pytest.mark.parametrize("dtype, state_dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype, state_dtype", [(F32, F32), (BF16, F32), (F16, BF16)])
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[4]], ids=str)
 def test_training_goes_on_the_same_after_saving(case, dtype, state_dtype, how):
     params = parameters((100, 33), dtype)
     options = {"state_dtype": state_dtype, "master_weights": dtype == F16}
