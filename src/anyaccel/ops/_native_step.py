@@ -7,7 +7,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -71,14 +71,14 @@ class Batch:
     ) -> None:
         copied = [] if copies is None else [copy for copy in copies if copy is not None]
         self._fixed = [*params, *chain.from_iterable(moments), *steps, *copied]
-        self.written: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         everything = [*grads, *self._fixed]
         self._plain = True
         if not all(map(_is_cpu, everything)) or not all(map(_is_contiguous, everything)):
             self._plain = False
             for tensor in everything:
                 check_dense(tensor)
-            params, grads, moments, copies, self.written = _straightened(params, grads, moments, copies)
+            params, grads, moments, copies, self._written = _straightened(params, grads, moments, copies)
         self._sizes = _numbers(torch.Tensor.numel, params)
         for others in (grads, *moments):
             if _numbers(torch.Tensor.numel, others) != self._sizes:
@@ -87,11 +87,10 @@ class Batch:
             _check_memory(tensors)
         self._codes = _codes(params, grads, moments[0], copies)
         self._grad_dtypes = list(map(_dtype_of, grads))
-        self._grads = grads  # keeps copies of them
+        self._held = None if self._plain else grads  # copies; the gradients themselves are not kept from being freed
         count = len(params)
-        self._fixed_at = _numbers(torch.Tensor.data_ptr, self._fixed)
+        self._seen_at = _numbers(torch.Tensor.data_ptr, [*self._fixed, *grads])
         self._at = _numbers(torch.Tensor.data_ptr, [*params, *chain.from_iterable(moments), *steps])
-        self._grads_at = _numbers(torch.Tensor.data_ptr, grads)
         self._copies_at = array("q", (0 if copy is None else copy.data_ptr() for copy in copies or ()))
         at = [self._at.buffer_info()[0] + 8 * count * row for row in range(2 + len(moments))]
         self.native = _Tensors(
@@ -102,7 +101,7 @@ class Batch:
             states2=at[2] if len(moments) == 2 else None,
             copies=self._copies_at.buffer_info()[0] if self._copies_at else None,
             steps=at[-1],
-            grads=self._grads_at.buffer_info()[0],
+            grads=self._seen_at.buffer_info()[0] + 8 * len(self._fixed),
             dtypes=self._codes.buffer_info()[0],
             isa=-1,
         )
@@ -110,24 +109,27 @@ class Batch:
 
     def refresh(self, grads: Sequence[torch.Tensor]) -> bool:
         """Take these gradients; False when a new batch is needed, because something does not fit or has moved."""
-        if not self._plain or _numbers(torch.Tensor.data_ptr, self._fixed) != self._fixed_at:
+        if not self._plain:
             return False
-        at = _numbers(torch.Tensor.data_ptr, grads)
-        if at == self._grads_at and all(map(is_, grads, self._grads)):
-            return True
+        at = _numbers(torch.Tensor.data_ptr, [*self._fixed, *grads])
+        fixed = len(self._fixed)
+        if at[:fixed] != self._seen_at[:fixed] or _numbers(torch.Tensor.numel, grads) != self._sizes:
+            return False
         if list(map(_dtype_of, grads)) != self._grad_dtypes or not all(map(_is_contiguous, grads)):
             return False
-        if _numbers(torch.Tensor.numel, grads) != self._sizes:
-            return False
-        self._grads, self._grads_at = grads, at
-        self.native.grads = at.buffer_info()[0]
+        self._seen_at = at
+        self.native.grads = at.buffer_info()[0] + 8 * fixed
         return True
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Copy back what was not contiguous."""
-        for target, source in self.written:
-            target.copy_(source)
+        if self._plain:
+            return
+        self._held = None
+        with torch.no_grad():
+            for target, source in self._written:
+                target.copy_(source)
+        self._written = []
 
 
 class NativeStep:
@@ -150,8 +152,7 @@ class NativeStep:
         if status:
             env.ANYACCEL_ISA.get()  # says what is wrong with it
             raise MemoryError(f"the native optimizer step could not set up its list of tensors (status {status})")
-        if batch.written:
-            batch.finish()
+        batch.finish()
 
 
 def _codes(

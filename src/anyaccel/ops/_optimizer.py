@@ -138,7 +138,9 @@ class HostOptimizer(torch.optim.Optimizer):
                 grads = [grad for grad in grads if grad is not None]
             if grads:
                 self._step_params(index, params, grads)
-        self._states = list(self.state.values())
+        if len(states) != len(self.state) or not self._states:
+            states = list(self.state.values())
+        self._states = states
         return loss
 
     def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:

@@ -88,3 +88,23 @@ def test_a_wrong_name_is_an_error():
     done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "ANYACCEL_ISA='sse9'" in done.stderr
+
+
+def test_loops_run_on_torchs_threads():
+    """No second pool, whose waiting threads would fight with torch's for the cores."""
+    script = """
+import ctypes, os, torch
+from anyaccel.ops.adam import CPUAdam
+from anyaccel.ops.builders.host import CPUAdamBuilder
+torch.set_num_threads(3)
+torch.ones(1 << 20).add_(1)
+before = len(os.listdir("/proc/self/task"))
+parameter = torch.nn.Parameter(torch.ones(1 << 20))
+parameter.grad = torch.ones(1 << 20)
+CPUAdam([parameter]).step()
+team = CPUAdamBuilder().load().library.anyaccel_parallel_team
+team.restype = ctypes.c_char_p
+print(team().decode(), len(os.listdir("/proc/self/task")) - before)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["openmp", "0"]

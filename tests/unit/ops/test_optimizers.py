@@ -6,8 +6,10 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import weakref
 
 import hypothesis
+import numpy
 import pytest
 import torch
 from hypothesis import strategies
@@ -347,6 +349,22 @@ def test_what_moves_between_steps_is_found():
     for optimizer in (ours, theirs):
         optimizer.param_groups[0]["params"].reverse()
     step()
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_gradient_is_not_kept_after_the_step(strided):
+    """It would be there beside the next one."""
+    param = torch.nn.Parameter(torch.ones(100))
+    optimizer = CPUAdam([param])
+    for _ in range(2):
+        memory = numpy.ones(200 if strided else 100, dtype=numpy.float32)
+        gone = weakref.ref(memory)
+        param.grad = torch.from_numpy(memory)[:: 2 if strided else 1]
+        del memory
+        optimizer.step()
+        assert gone() is not None
+        optimizer.zero_grad()
+        assert gone() is None
 
 
 def test_a_change_after_the_forward_pass_is_noticed_by_autograd():
