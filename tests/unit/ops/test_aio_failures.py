@@ -188,7 +188,7 @@ def test_a_handle_may_be_dropped_with_io_in_flight(
         gc.collect()
     assert time.monotonic() - begin < 5  # of the 13 s that all of it would take on one thread
     assert "was dropped without wait()" in caplog.text and "slow" in caplog.text
-    assert open_files() == before
+    assert open_files() <= before  # handles of earlier tests may end here too
     if write:
         assert (failing / "slow").stat().st_size == 0
 
