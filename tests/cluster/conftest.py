@@ -40,3 +40,16 @@ def launcher(request: pytest.FixtureRequest, hosts: Hosts) -> str:
     """Each launcher that is there."""
     hosts.need(request.param)
     return str(request.param)
+
+
+# What differs little from a case that stays, for launchers other than ssh: `make test` has half an hour.
+_SIMILAR = ("fails_ends_the_job[{}-how1]", "leaves_nothing[{}-15]", "is_named[{}-nothere]")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave those cases to `make test-all`."""
+    similar = {name.format(launcher) for launcher in LAUNCHERS if launcher != "ssh" for name in _SIMILAR}
+    for item in items:
+        if item.name.endswith(tuple(similar)):
+            item.add_marker(pytest.mark.slow)

@@ -94,6 +94,7 @@ def test_bound_workers_are_started_again_after_a_failure(start):
     assert "OMP_NUM_THREADS" not in errors  # neither torch's warning nor a note of the binder
 
 
+@pytest.mark.slow
 def test_the_job_ends_when_no_restart_is_left(start):
     job = start(9, slots=2, max_restarts=1, threads=1)
     _, errors = job.communicate(timeout=100)
