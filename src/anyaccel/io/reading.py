@@ -56,7 +56,7 @@ def load(
     """
     name = os.fspath(path)
     target = torch.device(device)
-    if tensors is not None and (mmap or target.type != "cpu"):
+    if tensors is not None and (mmap or not torch.empty(0, device=target).is_cpu):
         raise UsageError("load(): tensors= says where the data goes; leave out device= and mmap=")
     with Path(name).open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -112,7 +112,7 @@ def _fill(
                 f"is {tensor.dtype} {list(tensor.shape)}"
             )
         host = tensor
-        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        if not tensor.is_cpu or not tensor.is_contiguous():
             host = torch.empty(entry.shape, dtype=entry.dtype)
             copies.append((tensor, host))
         pieces.append(Piece.of(host, entry.begin))

@@ -44,12 +44,20 @@ class AcceleratorDevices:
         visible: the backend's visible-devices variables (BackendSpec.visible_devices), the one that wins first.
         find: gives the devices below a root folder, in the order in which the vendor's runtime counts them; None
             where nothing is known that the kernel shows.
+        also_visible: gives variables that win over `visible` on the machine below a root folder.
+        is_host: its devices are the NUMA nodes with allowed cores.
     """
 
-    __slots__ = ("find", "visible")
+    __slots__ = ("also_visible", "find", "is_host", "visible")
 
-    def __init__(self, visible: tuple[str, ...] = (), find: Callable[[str], list[_Device]] | None = None) -> None:
-        self.visible, self.find = visible, find
+    def __init__(
+        self,
+        visible: tuple[str, ...] = (),
+        find: Callable[[str], list[_Device]] | None = None,
+        also_visible: Callable[[str], tuple[str, ...]] | None = None,
+        is_host: bool = False,
+    ) -> None:
+        self.visible, self.find, self.also_visible, self.is_host = visible, find, also_visible, is_host
 
 
 class Devices:
@@ -83,7 +91,7 @@ def find_devices(machine: Machine, environ: Mapping[str, str], root: str = "") -
         asked = asked.partition(".")[0]  # xpu.ipex is another way to an xpu
     for name in (asked,) if asked else ACCELERATORS:
         kind = ACCELERATORS.get(name, AcceleratorDevices())
-        if name == "cpu":
+        if kind.is_host:
             break
         found = kind.find(root) if kind.find else []
         variables = _variables(name, root)
@@ -186,9 +194,12 @@ def _node(root: str, address: str) -> int | None:
 
 def _variables(accelerator: str, root: str) -> tuple[str, ...]:
     kind = ACCELERATORS.get(accelerator, AcceleratorDevices())
-    if accelerator == "cuda" and not _nvidia(root):
-        return ("HIP_VISIBLE_DEVICES", *kind.visible)  # on ROCm it wins over the other, which also counts
-    return kind.visible
+    return (*(kind.also_visible(root) if kind.also_visible else ()), *kind.visible)
+
+
+def _of_rocm(root: str) -> tuple[str, ...]:
+    """ROCm's own variable, which wins over CUDA's; that counts there too."""
+    return () if _nvidia(root) else ("HIP_VISIBLE_DEVICES",)
 
 
 def _pci(root: str, vendor: str) -> list[str]:
@@ -287,7 +298,7 @@ def _intel(root: str) -> list[_Device]:
 #   mps (macOS) and mtia (not sold): nothing is known
 # The first that has devices is taken: the CPU's own graphics unit, which may be an xpu, comes last.
 ACCELERATORS: dict[str, AcceleratorDevices] = {
-    "cuda": AcceleratorDevices(("CUDA_VISIBLE_DEVICES",), _cuda),
+    "cuda": AcceleratorDevices(("CUDA_VISIBLE_DEVICES",), _cuda, _of_rocm),
     "npu": AcceleratorDevices(("ASCEND_RT_VISIBLE_DEVICES",), _numbered_files("/dev", "davinci", "0x19e5")),
     "hpu": AcceleratorDevices(("HABANA_VISIBLE_MODULES",), _gaudi),
     "mlu": AcceleratorDevices(("MLU_VISIBLE_DEVICES",), _numbered_files("/dev", "cambricon_dev", "0xcabc")),
@@ -297,5 +308,5 @@ ACCELERATORS: dict[str, AcceleratorDevices] = {
     "xpu": AcceleratorDevices(("ZE_AFFINITY_MASK",), _intel),
     "mps": AcceleratorDevices(),
     "mtia": AcceleratorDevices(),
-    "cpu": AcceleratorDevices(),
+    "cpu": AcceleratorDevices(is_host=True),
 }

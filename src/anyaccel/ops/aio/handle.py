@@ -243,7 +243,7 @@ class aio_handle:
             raise UsageError(f"cannot read into an expanded tensor (strides {buffer.stride()}): elements share memory")
         host = buffer
         after: list[Callable[[], None]] = []
-        if buffer.device.type != "cpu" or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
+        if not buffer.is_cpu or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
             host = torch.empty(buffer.shape, dtype=buffer.dtype)
             after.append(lambda: copy_into(buffer, host))
         if validate:
@@ -290,7 +290,7 @@ class aio_handle:
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether `buffer` is in locked or pinned host memory."""
-        return buffer.device.type == "cpu" and (memory.is_locked(buffer) or buffer.is_pinned())
+        return buffer.is_cpu and (memory.is_locked(buffer) or buffer.is_pinned())
 
 
 def _check_dense(what: str, buffer: torch.Tensor) -> None:

@@ -133,7 +133,7 @@ def new_locked_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
 
 def free_locked_tensor(tensor: torch.Tensor) -> bool:
     """Unlock the memory of a tensor of new_locked_tensor(), or of a view of one; False for another tensor."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         return False
     with _mutex:
         there = _memories.pop(tensor.untyped_storage().data_ptr(), None)
