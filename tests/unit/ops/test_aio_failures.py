@@ -84,7 +84,7 @@ def test_folders_and_pipes_are_refused(tmp_path: Path) -> None:
         handle.async_pwrite(ones(10), 987_654)
     with pytest.raises(UsageError, match="neither a name nor a descriptor"):
         handle.async_pwrite(ones(10), -1)
-    assert open_files() == before and handle.wait() == 0
+    assert open_files() <= before and handle.wait() == 0
 
 
 def test_a_file_that_is_too_short_is_refused_before_it_is_read(engine: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_eio_while_reading(engine: str, failing: Path) -> None:
         handle.sync_pread(torch.empty(failing_fs.SIZE, dtype=torch.uint8), failing / "eio")
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(failing / "eio"))
     assert caught.value.offset <= failing_fs.BAD < caught.value.offset + (1 << 16)
-    assert open_files() == before
+    assert open_files() <= before  # handles of earlier tests may end here too
     assert handle.sync_pread(torch.empty(100_000, dtype=torch.uint8), failing / "eio") == 1
 
 
@@ -264,7 +264,7 @@ def test_a_new_file_that_finds_no_space_is_removed(engine: str, small: Path) -> 
             handle.sync_pwrite(ones(9 << 20), small / "file", write_atomic=atomic)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small / "file"))
         assert [path.name for path in small.iterdir() if path.name != "lost+found"] == []
-    assert open_files() == before
+    assert open_files() <= before  # handles of earlier tests may end here too
     handle.sync_pwrite(ones(1 << 20), small / "file")
     assert (small / "file").stat().st_size == 1 << 20
 
