@@ -77,6 +77,8 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if self.num_nodes is not None and self.num_nodes < 1:
             raise UsageError(f"--num_nodes is {self.num_nodes}, it must be at least 1")
+        if self.launcher is not None:
+            find_runner(self.launcher)  # a name that is none is the first thing to say
         if self.no_ssh and self.launcher:
             raise UsageError(f"--no_ssh starts nothing on other hosts, and --launcher {self.launcher} would")
         if self.no_ssh and self.node_rank is None:
