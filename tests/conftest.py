@@ -138,7 +138,7 @@ def hygiene() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _launch_environment() -> Iterator[None]:
+def _launch_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests must not inherit the job that they may run in, nor the user's cache."""
     saved = {
         name: os.environ.pop(name)
@@ -150,10 +150,13 @@ def _launch_environment() -> Iterator[None]:
             "MASTER_ADDR",
             "MASTER_PORT",
             "DS_ACCELERATOR",
+            "ANYACCEL_CACHE_DIR",
         )
         if name in os.environ
     }
+    os.environ["ANYACCEL_CACHE_DIR"] = str(tmp_path_factory.mktemp("user-cache"))
     yield
+    del os.environ["ANYACCEL_CACHE_DIR"]
     os.environ.update(saved)
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the native tests with GCC's or clang's sanitizers and runs them: `make sanitize`.
 
-Each file of tests/native is linked with the sources of the ops that it names below, with the flags of the ops.
+Each file of tests/native is linked with the sources of the ops that it names below, with the flags of the ops. Those of
+the decoder (llm_*) are linked with all of csrc/llm; instructions that the machine may lack are emulated there.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -17,12 +19,25 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CSRC = ROOT / "csrc"
+TESTS = ROOT / "tests/native"
 sys.path.insert(0, str(ROOT / "src/anyaccel/ops"))
 import in_tree  # noqa: E402
 
 # File of tests/native, without _test.cpp -> the ops that it calls.
-TESTS = {"optim": ("cpu_adam", "cpu_adagrad", "cpu_lion"), "aio": ("async_io",)}
+OPS = {"optim": ("cpu_adam", "cpu_adagrad", "cpu_lion"), "aio": ("async_io",)}
+LLM = sorted(file.name.removesuffix("_test.cpp") for file in (ROOT / "tests/native").glob("llm_*_test.cpp"))
+THREADED = {*OPS, "llm_model"}  # the others have no threads of their own
 SANITIZERS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
+# Of CMakeLists.txt. Emulated instructions are written with those of avx512.
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+LLM_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wshadow", "-ffp-contract=off", "-fno-math-errno", "-pthread"]
+# GCC 12 takes _mm512_undefined_ps for an uninitialised variable (its bug 105593).
+LLM_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+LLM_X86 = ["-march=x86-64-v2", "-DANYACCEL_X86", "-DANYACCEL_EMULATE"]
+COMMON = ["common/team.cpp", "common/cpu_features.cpp", "comm/shm_segment.cpp", "comm/shm_group.cpp"]
+COMMON += ["comm/reduce_dispatch.cpp", "comm/reduce_kernels.cpp"]
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
@@ -30,39 +45,80 @@ ENVIRONMENT = {
 }
 
 
-def build(test: str, sanitizer: str, folder: Path) -> Path:
-    csrc = ROOT / "csrc"
-    files = dict.fromkeys(file for op in TESTS[test] for file in in_tree.sources(op))
-    sources = [ROOT / "tests/native" / f"{test}_test.cpp", *(csrc / file for file in files)]
-    flags = [flag for flag in in_tree.flags() if flag not in ("-O3", "-DNDEBUG")]
-    flags += ["-O1", "-g", "-fno-omit-frame-pointer", '-DANYACCEL_VARIANT="test"', f"-I{csrc}", *SANITIZERS[sanitizer]]
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
-    objects = [folder / f"{test}-{sanitizer}-{number}.o" for number in range(len(sources))]
+Step = tuple[Path, list[str]]  # a source and its flags
+
+
+def op_steps(test: str) -> list[Step]:
+    files = dict.fromkeys(file for op in OPS[test] for file in in_tree.sources(op))
+    flags = [flag for flag in in_tree.flags() if flag not in ("-O3", "-DNDEBUG")] + ['-DANYACCEL_VARIANT="test"']
+    return [(source, flags) for source in [TESTS / f"{test}_test.cpp", *(CSRC / file for file in files)]]
+
+
+def llm_steps() -> list[Step]:
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    flags = LLM_FLAGS + (LLM_X86 if x86 else [])
+    steps = []
+    for source in [*(CSRC / file for file in COMMON), *sorted((CSRC / "llm").glob("*.cpp"))]:
+        if "kernels" not in source.name:
+            steps.append((source, flags))
+            continue
+        line = next((line for line in source.read_text().splitlines() if line.startswith("// ISA: ")), "")
+        for isa in line.removeprefix("// ISA: ").split() or ["scalar", "avx2", "avx512"]:
+            if isa == "scalar" or x86:
+                own = {"scalar": [], "avx2": AVX2}.get(isa, AVX512)
+                steps.append((source, [*flags, *own, f"-DANYACCEL_ISA_VARIANT={isa}"]))
+    return steps
+
+
+def compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def compile_all(steps: list[Step], sanitizer: str, folder: Path, name: str) -> list[Path]:
+    """Objects of the sources."""
+    more = ["-O1", "-g", "-fno-omit-frame-pointer", f"-I{CSRC}", *SANITIZERS[sanitizer]]
+    objects = [folder / f"{name}-{sanitizer}-{number}.o" for number in range(len(steps))]
     commands = [
-        [*compiler, *flags, "-c", str(source), "-o", str(target)]
-        for source, target in zip(sources, objects, strict=True)
+        [*compiler(), *flags, *more, "-c", str(source), "-o", str(target)]
+        for (source, flags), target in zip(steps, objects, strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: subprocess.run(command, check=True), commands))
+    return objects
+
+
+def build(test: str, sanitizer: str, folder: Path, decoder: dict[str, list[Path]]) -> Path:
+    """`decoder`: objects of csrc/llm by sanitizer, compiled when they are first wanted."""
+    if test in OPS:
+        objects, link = compile_all(op_steps(test), sanitizer, folder, test), in_tree.LINK_FLAGS
+    else:
+        steps = llm_steps()
+        if sanitizer not in decoder:
+            decoder[sanitizer] = compile_all(steps, sanitizer, folder, "llm")
+        own = compile_all([(TESTS / f"{test}_test.cpp", steps[0][1])], sanitizer, folder, test)
+        objects, link = own + decoder[sanitizer], ["-pthread", "-lrt"]
     program = folder / f"{test}-{sanitizer}"
-    link = [*compiler, *flags, *map(str, objects), *in_tree.LINK_FLAGS, "-ldl", "-o", str(program)]
-    subprocess.run(link, check=True)
+    command = [*compiler(), *SANITIZERS[sanitizer], *map(str, objects), *link, "-ldl", "-o", str(program)]
+    subprocess.run(command, check=True)
     return program
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "tests", nargs="*", default=list(TESTS), metavar="TEST", help=f"of {', '.join(TESTS)}; default: all"
+        "tests", nargs="*", default=[*OPS, *LLM], metavar="TEST", help=f"of {', '.join([*OPS, *LLM])}; default: all"
     )
     parser.add_argument("--sanitizer", choices=SANITIZERS, action="append", help="default: all")
     options = parser.parse_args()
+    decoder: dict[str, list[Path]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for test in options.tests:
             for sanitizer in options.sanitizer or SANITIZERS:
+                if sanitizer == "thread" and test not in THREADED:
+                    continue
                 start = time.monotonic()
                 try:
-                    program = build(test, sanitizer, Path(folder))
+                    program = build(test, sanitizer, Path(folder), decoder)
                     subprocess.run([program], check=True, cwd=folder, env={**os.environ, **ENVIRONMENT}, timeout=600)
                 except subprocess.CalledProcessError as error:
                     print(f"{test}, {sanitizer}: failed (exit code {error.returncode})")

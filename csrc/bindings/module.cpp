@@ -6,8 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <system_error>
-
+#include "bindings/translate.h"
 #include "comm/errors.h"
 #include "comm/shm_group.h"
 #include "common/cpu_features.h"
@@ -15,40 +14,24 @@
 #include "common/resident.h"
 
 namespace nb = nanobind;
+using anyaccel::bindings::check_signals;
+using anyaccel::bindings::python_class;
+using anyaccel::bindings::set_error;
+using anyaccel::bindings::set_system_error;
 using anyaccel::comm::CommError;
 using anyaccel::comm::DType;
 using anyaccel::comm::ShmGroup;
 
 namespace {
 
-const char* python_class(CommError::Kind kind) {
-  switch (kind) {
-    case CommError::Kind::peer_lost:
-      return "PeerLostError";
-    case CommError::Kind::timeout:
-      return "CommTimeoutError";
-    case CommError::Kind::broken:
-      break;
-  }
-  return "CommError";
-}
-
 void translate(const std::exception_ptr& pending, void*) {
   try {
     std::rethrow_exception(pending);
   } catch (const CommError& error) {
-    const nb::object type = nb::module_::import_("anyaccel.errors").attr(python_class(error.kind));
-    PyErr_SetString(type.ptr(), error.what());
+    set_error(python_class(error.kind), error.what());
   } catch (const std::system_error& error) {
-    // OSError(errno, text) picks the subclass (PermissionError, ...) by itself.
-    const nb::object arguments = nb::make_tuple(error.code().value(), error.what());
-    PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    set_system_error(error);
   }
-}
-
-void check_signals() {
-  const nb::gil_scoped_acquire gil;
-  if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
 }  // namespace

@@ -14,6 +14,9 @@ const ReduceKernels& reduce_kernels_avx512();
 const ReduceKernels& reduce_kernels(Isa isa) {
   switch (isa) {
 #ifdef ANYACCEL_X86
+    case Isa::amx:
+    case Isa::avx512_bf16:
+    case Isa::avx512_vnni:
     case Isa::avx512:
       return reduce_kernels_avx512();
     case Isa::avx2:

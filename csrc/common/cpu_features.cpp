@@ -83,16 +83,22 @@ Isa highest() {
   };
   if (!all({"avx2", "fma", "f16c"})) return Isa::scalar;
   if (!all({"avx512f", "avx512dq", "avx512bw", "avx512vl"})) return Isa::avx2;
-  return Isa::avx512;
+  if (!all({"avx512_vnni"})) return Isa::avx512;
+  if (!all({"avx512_bf16"})) return Isa::avx512_vnni;
+  if (!all({"amx_tile", "amx_bf16", "amx_int8"})) return Isa::avx512_bf16;
+  return Isa::amx;
 }
+
+constexpr Isa kAll[] = {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
 
 Isa choose() {
   const Isa best = highest();
   const char* cap = std::getenv("ANYACCEL_ISA");
   if (cap == nullptr || *cap == '\0') return best;
-  for (Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512})
+  for (Isa isa : kAll)
     if (std::string(cap) == isa_name(isa)) return isa < best ? isa : best;
-  throw std::invalid_argument(std::string("ANYACCEL_ISA='") + cap + "' is unknown; use scalar, avx2 or avx512");
+  throw std::invalid_argument(std::string("ANYACCEL_ISA='") + cap +
+                              "' is unknown; use scalar, avx2, avx512, avx512_vnni, avx512_bf16 or amx");
 }
 
 }  // namespace
@@ -109,6 +115,12 @@ Isa selected_isa() {
 
 const char* isa_name(Isa isa) {
   switch (isa) {
+    case Isa::amx:
+      return "amx";
+    case Isa::avx512_bf16:
+      return "avx512_bf16";
+    case Isa::avx512_vnni:
+      return "avx512_vnni";
     case Isa::avx512:
       return "avx512";
     case Isa::avx2:

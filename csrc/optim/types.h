@@ -55,6 +55,9 @@ template <class Constants>
 const Kernels<Constants>& kernels(Isa isa) {
   switch (isa) {
 #ifdef ANYACCEL_X86
+    case Isa::amx:
+    case Isa::avx512_bf16:
+    case Isa::avx512_vnni:
     case Isa::avx512:
       return kernels_avx512<Constants>();
     case Isa::avx2:

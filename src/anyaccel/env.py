@@ -55,6 +55,13 @@ def _positive_int(text: str) -> int:
     return value
 
 
+def _whole_number(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must be 0 or above")
+    return value
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -68,7 +75,7 @@ def _is_one(text: str) -> bool:
     return text == "1"
 
 
-ISA_NAMES = ("scalar", "avx2", "avx512")
+ISA_NAMES = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of this name")
 DS_ALLOW_DEPRECATED_FP16 = EnvVar(
@@ -98,6 +105,12 @@ ANYACCEL_SHM_BYTES = EnvVar(
     8 << 20,
     "shared memory of one process group, all ranks together, in bytes",
 )
+ANYACCEL_PACKED_CACHE_BYTES = EnvVar(
+    "ANYACCEL_PACKED_CACHE_BYTES",
+    _whole_number,
+    64 << 30,
+    "bytes of packed models that are kept in the cache folder; the least recently used ones go first; 0 keeps none",
+)
 ANYACCEL_BUILD_TIMEOUT = EnvVar(
     "ANYACCEL_BUILD_TIMEOUT", _positive_float, 600.0, "seconds that one build of an op may take, or wait for another's"
 )
@@ -112,6 +125,7 @@ ALL: tuple[EnvVar[object], ...] = (
     ANYACCEL_PROBE_TIMEOUT,
     ANYACCEL_COMM_TIMEOUT,
     ANYACCEL_SHM_BYTES,
+    ANYACCEL_PACKED_CACHE_BYTES,
     ANYACCEL_BUILD_TIMEOUT,
     CXX,
     MAX_JOBS,

@@ -79,7 +79,9 @@ def test_two_ranks_give_the_tokens_of_one_and_of_transformers(smollm2: Path) -> 
 
 def prompt_logits(folder: str, dtype: str, through_bf16: bool) -> list[torch.Tensor]:
     """Logits of each prompt, [tokens, vocabulary] in fp32; `through_bf16` rounds the weights and computes in fp32."""
-    engine = anyaccel.init_inference(folder, dtype=dtype, tensor_parallel={"tp_size": comm.get_world_size()})
+    engine = anyaccel.init_inference(
+        folder, dtype=dtype, runtime="plain", tensor_parallel={"tp_size": comm.get_world_size()}
+    )
     if through_bf16:
         with torch.no_grad():
             for parameter in engine.parameters():
@@ -148,14 +150,55 @@ def test_command_gives_the_same_first_tokens_for_every_prompt(prompt: str, smoll
     assert answer(*arguments, "--tp", "1")["tokens"] == answer(*arguments, "--tp", "2")["tokens"]
 
 
-def test_default_model_uses_the_converted_one(smollm2: Path) -> None:
-    before = sorted(smollm2.parent.iterdir())
-    cache = str(smollm2.parents[1])
-    arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9")
-    result = answer(PROMPTS[2], *arguments, "--seed", "3", "--quiet", ANYACCEL_CACHE_DIR=cache)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8", "int4"])
+def test_every_precision_knows_the_capital_of_france(dtype: str, smollm2: Path) -> None:
+    result = answer(PROMPTS[0], "--model", str(smollm2), "--dtype", dtype, "--max-new-tokens", "16")
+    assert "Paris" in str(result["text"])
+    assert result["runtime"] == "native"
+    # Weights, cache and at most 200 MB: 135 million of them, and Python itself.
+    weights = 135e6 * {"bf16": 2, "fp16": 2, "int8": 1.1, "int4": 0.8}[dtype]
+    assert float(str(result["peak_memory_bytes"])) < 1.15 * weights + 200e6
+
+
+def test_stop_text_system_prompt_and_small_cache(smollm2: Path) -> None:
+    arguments = (PROMPTS[0], "--model", str(smollm2), "--max-new-tokens", "16", "--kv-cache", "int8", "--threads", "1")
+    done = generate(*arguments, "--stop", " Paris", "--system", "You are a helpful assistant.", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "The capital of France is\n", "")
+    result = answer(*arguments, "--stop", " Paris", "--system", "You are a helpful assistant.")
+    assert result["text"] == "The capital of France is"
+
+
+def test_native_path_imports_neither_torch_nor_transformers(smollm2: Path) -> None:
+    script = (
+        "import sys\nfrom anyaccel.cli import main\n"
+        "assert main(['generate', 'hi', '--model', sys.argv[1], '--max-new-tokens', '2', '-q']) == 0\n"
+        "print(sorted({'torch', 'transformers', 'numpy', 'safetensors', 'gguf', 'tqdm'} & set(sys.modules)))"
+    )
+    for _ in range(2):  # packed, and from the packed cache
+        done = subprocess.run([sys.executable, "-c", script, str(smollm2)], capture_output=True, text=True, timeout=110)
+        assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+@pytest.mark.timeout(300)  # the file's tokenizer is converted once
+def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
+    """The default model's blocks of 4 bits, without a conversion, say what the converted model says."""
+    generate("hi", "--max-new-tokens", "1", timeout=250)
+    options = ("--max-new-tokens", "16", "--dtype", "fp32")
+    assert answer(PROMPTS[0], *options)["tokens"] == answer(PROMPTS[0], *options, "--model", str(smollm2))["tokens"]
+    kept = answer(PROMPTS[0], "--max-new-tokens", "16", "--dtype", "auto")
+    assert "Paris" in str(kept["text"])
+
+
+@pytest.mark.timeout(300)
+def test_default_model_is_not_converted() -> None:
+    """Its weights are packed from the file; only its tokenizer is written in another form."""
+    arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9", "--quiet")
+    generate("hi", "--max-new-tokens", "1", timeout=250)
+    result = answer(PROMPTS[2], *arguments, "--seed", "3")
     assert 1 <= len(result["tokens"]) <= 12
+    assert result["tokens"] == answer(PROMPTS[2], *arguments, "--seed", "3")["tokens"]
     assert str(result["model"]).endswith(".gguf")
-    assert sorted(smollm2.parent.iterdir()) == before
+    assert not (Path(os.environ["ANYACCEL_CACHE_DIR"]) / "models").exists()
 
 
 @pytest.mark.parametrize(
@@ -172,6 +215,14 @@ def test_default_model_uses_the_converted_one(smollm2: Path) -> None:
         (("hi", "--temperature", "nan"), "--temperature nan"),
         (("hi", "--top-p", "1.5"), "--top-p 1.5"),
         (("hi", "--temprature", "1"), "--temprature"),
+        (("hi", "--top-k", "-1"), "--top-k -1"),
+        (("hi", "--min-p", "2"), "--min-p 2"),
+        (("hi", "--repetition-penalty", "0"), "--repetition-penalty 0"),
+        (("hi", "--group-size", "33"), "33"),
+        (("hi", "--kv-cache", "int4"), "int4"),
+        (("hi", "--threads", "-1"), "--threads -1"),
+        (("hi", "--stop", ""), "--stop"),
+        (("hi", "--system", "x", "--no-chat-template"), "--system"),
     ],
 )
 def test_bad_usage_is_one_line_and_exit_code_2(arguments: tuple[str, ...], text: str) -> None:

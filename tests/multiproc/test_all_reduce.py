@@ -14,6 +14,7 @@ import torch
 
 import ranks
 from anyaccel import _native, comm, errors
+from anyaccel.env import ISA_NAMES
 
 SHM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Around the thresholds of csrc/comm: one element, vector tails, the small path's limit, several chunks.
@@ -178,7 +179,7 @@ def sums_of_special_values() -> bytes:
 
 def test_every_instruction_set_gives_the_same_bits() -> None:
     best = _native.isa()
-    variants = ("scalar", "avx2", "avx512")
+    variants = ISA_NAMES
     usable = variants[: variants.index(best) + 1]
     results = {isa: ranks.run(sums_of_special_values, 2, ANYACCEL_ISA=isa) for isa in usable}
     for isa, (first, second) in results.items():

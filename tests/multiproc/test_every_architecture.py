@@ -115,22 +115,25 @@ def logits_of(model: Any) -> torch.Tensor:
     return torch.cat(collected).float()
 
 
-def compare(architecture: str) -> str | float:
+def compare(architecture: str, runtime: str) -> str | float:
     """The relative error of the logits, or why there is nothing to compare."""
     try:
         want, model = logits_of(tiny(architecture)), tiny(architecture)
     except Exception as error:  # noqa: BLE001  transformers' own, before anything of ours is called
         return f"no tiny model of it can be built and run: {type(error).__name__}: {str(error)[:200]}"
     try:
-        engine = anyaccel.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": comm.get_world_size()})
+        engine = anyaccel.init_inference(
+            model, dtype="fp32", runtime=runtime, tensor_parallel={"tp_size": comm.get_world_size()}
+        )
     except ModelError as refusal:
         return f"refused: {refusal}"
     return float((logits_of(engine) - want).abs().max() / want.abs().max())
 
 
+@pytest.mark.parametrize("runtime", ["plain", "auto"])
 @pytest.mark.parametrize("architecture", _architectures())
-def test_two_ranks_give_the_logits_of_one(architecture: str) -> None:
-    first, second = ranks.run(compare, 2, architecture, timeout=110)
+def test_two_ranks_give_the_logits_of_one(architecture: str, runtime: str) -> None:
+    first, second = ranks.run(compare, 2, architecture, runtime, timeout=110)
     if isinstance(first, str):
         assert isinstance(second, str)
         pytest.skip(first)

@@ -36,7 +36,9 @@ def sharded_against_whole(family: str) -> tuple[float, int, int, dict[str, str]]
     want = logits_of(families.build(family))
     model = families.build(family)
     whole = sum(p.numel() for p in model.parameters())
-    engine = anyaccel.init_inference(model, dtype="fp32", tensor_parallel={"tp_size": comm.get_world_size()})
+    engine = anyaccel.init_inference(
+        model, dtype="fp32", runtime="plain", tensor_parallel={"tp_size": comm.get_world_size()}
+    )
     got = logits_of(engine)
     error = float((got - want).abs().max() / want.abs().max())
     return error, sum(p.numel() for p in engine.parameters()), whole, engine.plan.whole
@@ -62,6 +64,32 @@ def test_uneven_heads_and_replicated_kv_heads(family: str, world_size: int) -> N
         assert not whole_blocks
 
 
+def another_runtime(family: str, runtime: str) -> tuple[float, float, bool]:
+    """Relative errors of logits and of generated ids (0 or 1), and whether the reference has not changed."""
+    want = logits_of(families.build(family))
+    ids = torch.tensor([PROMPT, [0, 0, *PROMPT[2:]]])
+    options: dict[str, Any] = {"attention_mask": (ids != 0).long(), "pad_token_id": 0, "max_new_tokens": 6}
+    theirs = families.build(family).generate(ids, **options, do_sample=False)
+    engine = anyaccel.init_inference(
+        families.build(family), dtype="fp32", runtime=runtime, tensor_parallel={"tp_size": comm.get_world_size()}
+    )
+    assert engine.runtime == runtime
+    error = float((logits_of(engine) - want).abs().max() / want.abs().max())
+    beams = engine.generate(ids, **options, do_sample=False, num_beams=2)
+    seeds = [engine.generate(ids, **options, do_sample=True, seed=seed).tolist() for seed in (1, 1, 2)]
+    assert seeds[0] == seeds[1] != seeds[2]
+    return error, float(not torch.equal(engine.generate(ids, **options, do_sample=False), theirs)), beams.shape[0] == 2
+
+
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+@pytest.mark.parametrize(("family", "world_size"), [("llama", 2), ("llama-9-heads", 3), ("gpt2", 2)])
+def test_native_and_packed_ranks_give_what_the_whole_model_gives(family: str, world_size: int, runtime: str) -> None:
+    for logits, ids, beams in ranks.run(another_runtime, world_size, family, runtime):
+        assert logits < 1e-4
+        assert ids == 0
+        assert beams
+
+
 def save(folder: Path, family: str, **options: Any) -> None:
     families.build(family).save_pretrained(folder, **options)
 
@@ -71,6 +99,7 @@ def from_folder(folder: str, dtype: str, tp_size: int) -> tuple[torch.Tensor, li
     engine = anyaccel.init_inference(
         folder,
         dtype=dtype,
+        runtime="plain",
         tensor_parallel={"tp_size": tp_size},
         progress=lambda done, total: seen.append((done, total)),
     )
@@ -103,9 +132,9 @@ def test_several_tensor_parallel_groups_in_one_job() -> None:
     assert max(ranks.run(groups_of_two, 4, "llama")) < 1e-4
 
 
-def generated(family: str) -> dict[str, list[int]]:
+def generated(family: str, runtime: str) -> dict[str, list[int]]:
     engine = anyaccel.init_inference(
-        families.build(family), dtype="fp32", tensor_parallel={"tp_size": comm.get_world_size()}
+        families.build(family), dtype="fp32", runtime=runtime, tensor_parallel={"tp_size": comm.get_world_size()}
     )
     engine.module.generation_config.eos_token_id = None
     ids = torch.tensor(PROMPT)
@@ -122,12 +151,13 @@ def generated(family: str) -> dict[str, list[int]]:
     }
 
 
-def test_every_rank_generates_the_same_tokens() -> None:
-    first, second = ranks.run(generated, 2, "llama")
+@pytest.mark.parametrize("runtime", ["native", "torch", "plain"])
+def test_every_rank_generates_the_same_tokens(runtime: str) -> None:
+    first, second = ranks.run(generated, 2, "llama", runtime)
     assert first == second
     assert first["greedy"] == first["loop"]
     assert first["nucleus"] != first["greedy"]
-    (alone,) = ranks.run(generated, 1, "llama")
+    (alone,) = ranks.run(generated, 1, "llama", runtime)
     assert alone["greedy"] == first["greedy"]
     assert alone["nucleus"] == first["nucleus"]
 
@@ -139,7 +169,10 @@ def bf16_logits(family: str) -> tuple[torch.Tensor, torch.Tensor]:
         for parameter in exact.parameters():
             parameter.copy_(parameter.to(torch.bfloat16).float())
     engine: InferenceEngine = anyaccel.init_inference(
-        families.build(family), dtype=torch.bfloat16, tensor_parallel={"tp_size": comm.get_world_size()}
+        families.build(family),
+        dtype=torch.bfloat16,
+        runtime="plain",
+        tensor_parallel={"tp_size": comm.get_world_size()},
     )
     return logits_of(engine).float(), logits_of(exact)
 

@@ -1,9 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inference of unmodified Hugging Face causal language models, divided among the ranks of a job."""
+"""Inference of unmodified Hugging Face causal language models, on native kernels and divided among the ranks of a job.
 
-from anyaccel.inference.config import InferenceConfig, TensorParallelConfig
-from anyaccel.inference.engine import InferenceEngine, init_inference
-from anyaccel.inference.generate import Generation, generate_tokens
+Names load on first use: the native runtime and its command line get along without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from anyaccel.inference.config import InferenceConfig, TensorParallelConfig
+    from anyaccel.inference.engine import InferenceEngine, init_inference, optimize
+    from anyaccel.inference.generate import Generation, generate_tokens
+
+_LAZY = {
+    "Generation": "anyaccel.inference.generate",
+    "InferenceConfig": "anyaccel.inference.config",
+    "InferenceEngine": "anyaccel.inference.engine",
+    "TensorParallelConfig": "anyaccel.inference.config",
+    "generate_tokens": "anyaccel.inference.generate",
+    "init_inference": "anyaccel.inference.engine",
+    "optimize": "anyaccel.inference.engine",
+}
 
 __all__ = [
     "Generation",
@@ -12,4 +31,17 @@ __all__ = [
     "TensorParallelConfig",
     "generate_tokens",
     "init_inference",
+    "optimize",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'anyaccel.inference' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

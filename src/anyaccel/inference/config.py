@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `init_inference`, under DeepSpeed's names."""
+"""The options of `init_inference`, under DeepSpeed's names where it has them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ _DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
 }
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
+# Of weights only: arithmetic on them is in the dtype that Precision says.
+QUANTISED = ("int8", "int4")
+GROUP_SIZES = (32, 64, 128)
+CACHE_DTYPES = ("bf16", "int8", "fp32")
+RUNTIMES = ("auto", "native", "torch", "plain")
 
 
 def parse_dtype(value: torch.dtype | str) -> torch.dtype:
@@ -31,8 +37,21 @@ def parse_dtype(value: torch.dtype | str) -> torch.dtype:
     """
     dtype = value if isinstance(value, torch.dtype) else _DTYPES.get(str(value).removeprefix("torch."))
     if dtype is None or dtype not in _DTYPES.values():
-        raise UsageError(f"dtype {value!r} is not supported; use one of {', '.join(DTYPE_NAMES)}")
+        raise UsageError(f"dtype {value!r} is not supported; use one of {', '.join((*DTYPE_NAMES, *QUANTISED))}")
     return dtype
+
+
+def parse_precision(value: torch.dtype | str) -> str:
+    """The name of a precision: one of DTYPE_NAMES or QUANTISED, or "auto".
+
+    Raises:
+        UsageError: not a precision that inference supports.
+    """
+    if value is torch.int8:
+        return "int8"
+    if str(value) in ("auto", *QUANTISED):
+        return str(value)
+    return _NAMES[parse_dtype(value)]
 
 
 @dataclass(frozen=True)
@@ -48,10 +67,55 @@ class TensorParallelConfig:
 
 @dataclass(frozen=True)
 class InferenceConfig:
-    """Attributes: dtype: of weights and arithmetic. tensor_parallel: see TensorParallelConfig."""
+    """What `init_inference` and `optimize` were asked for.
 
-    dtype: torch.dtype = torch.bfloat16
+    Attributes:
+        dtype: of weights and arithmetic: bf16, fp16, fp32; or of the weights alone: int8 (a scale a row), int4, or
+            "auto": what the file has.
+        tensor_parallel: see TensorParallelConfig.
+        group_size: weights that share a scale in int4: 32, 64 or 128.
+        kv_cache: precision of the native runtime's key/value cache: bf16, int8 or fp32; "auto" is fp32 for dtype fp32,
+            else bf16.
+        cache_bytes: most memory that the native key/value cache may take; 0: what the model and the machine allow.
+        threads: of the native runtime; 0: the CPUs of this process.
+        runtime: "native" (the decoder in csrc/llm), "torch" (the Hugging Face module with packed native linears and
+            norms), "plain" (the Hugging Face module as it is), or "auto": the first of these that has the model.
+    """
+
+    dtype: str = "bf16"
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    group_size: int = 32
+    kv_cache: str = "auto"
+    cache_bytes: int = 0
+    threads: int = 0
+    runtime: str = "auto"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", parse_precision(self.dtype))
+        _one_of("runtime", self.runtime, RUNTIMES)
+        _one_of("group_size", self.group_size, GROUP_SIZES)
+        kv_cache = self.kv_cache if self.kv_cache == "auto" else str(self.kv_cache).removeprefix("torch.")
+        kv_cache = {"bfloat16": "bf16", "float32": "fp32"}.get(kv_cache, kv_cache)
+        object.__setattr__(self, "kv_cache", kv_cache)
+        _one_of("kv_cache", kv_cache, ("auto", *CACHE_DTYPES))
+        for name in ("cache_bytes", "threads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise UsageError(f"{name}={value!r}: must be a whole number, 0 or above")
+        if self.runtime == "plain" and self.dtype in QUANTISED:
+            raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime='plain' does not have")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of what is not quantised, and of the logits."""
+        return _DTYPES.get(self.dtype, torch.float32)
+
+    @property
+    def cache_dtype(self) -> str:
+        """`kv_cache` with "auto" resolved."""
+        if self.kv_cache != "auto":
+            return self.kv_cache
+        return "fp32" if self.dtype == "fp32" else "bf16"
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> InferenceConfig:
@@ -65,12 +129,20 @@ class InferenceConfig:
         if len(given) > 1:
             raise UsageError(f"{' and '.join(given)} mean the same: give tensor_parallel only")
         parallel = {"tp_size": given["mp_size"]} if "mp_size" in given else next(iter(given.values()), None)
-        if values.pop("replace_with_kernel_inject", False):
-            raise UsageError("replace_with_kernel_inject=True is not supported: leave it out")
-        dtype = parse_dtype(values.pop("dtype", torch.bfloat16))  # type: ignore[arg-type]
-        if values:
-            raise UsageError(f"init_inference has no option {sorted(values)[0]!r}; options: dtype, tensor_parallel")
-        return cls(dtype, _parallel_config(parallel))
+        # DeepSpeed's switch for kernels of its own: here they are used wherever they fit.
+        values.pop("replace_with_kernel_inject", None)
+        known = {f.name for f in fields(cls)} - {"tensor_parallel"}
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise UsageError(
+                f"init_inference has no option {unknown[0]!r}; options: tensor_parallel, {', '.join(sorted(known))}"
+            )
+        return cls(tensor_parallel=_parallel_config(parallel), **values)  # type: ignore[arg-type]
+
+
+def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}")
 
 
 def _parallel_config(value: object) -> TensorParallelConfig:

@@ -1,30 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`init_inference`: an unmodified causal LM, divided among ranks, in the dtype that was asked for."""
+"""`init_inference`: an unmodified causal LM on native kernels, divided among ranks, in the precision asked for."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from anyaccel import comm
 from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
-from anyaccel.inference.config import InferenceConfig
-from anyaccel.inference.loading import model_folder, skeleton, weights_for
+from anyaccel.inference import ranks
+from anyaccel.inference.config import QUANTISED, InferenceConfig
+from anyaccel.inference.loading import model_folder, native_skeleton, skeleton, weights_for
 from anyaccel.inference.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.tp.plan import TensorParallelPlan, make_plan
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from anyaccel.inference.runtimes.cpu import NativeModel
 
-# Tensor-parallel groups of this rank by tp_size, for each default group: engines share them.
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
 
@@ -33,23 +32,34 @@ class InferenceEngine(nn.Module):
     """A model that is ready for inference on this rank; call it as the Hugging Face model.
 
     Attributes:
-        module: the Hugging Face model, holding this rank's shards.
-        plan: which parts those are.
-        dtype: of the weights.
+        module: the Hugging Face model; its layers run natively, or hold this rank's shards.
+        plan: which parts of its own weights those are; nothing is planned where the native runtime divides them.
+        dtype: of the logits, and of the weights unless those are quantised.
+        settings: what was asked for.
+        runtime: what runs the model: "native", "torch" or "plain", see InferenceConfig.
+        why: what the native runtime lacks for this model; empty when it runs it or was not asked to.
+        native: the native model; None when another runtime runs it.
     """
 
     def __init__(
         self,
         module: nn.Module,
         plan: TensorParallelPlan,
-        dtype: torch.dtype,
+        settings: InferenceConfig,
         group: dist.ProcessGroup | None,
+        runtime: str = "plain",
+        why: str = "",
+        native: NativeModel | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.plan = plan
-        self.dtype = dtype
+        self.settings = settings
+        self.dtype = settings.torch_dtype
         self.group = group
+        self.runtime = runtime
+        self.why = why
+        self.native = native
 
     @property
     def tp_size(self) -> int:
@@ -67,9 +77,14 @@ class InferenceEngine(nn.Module):
         return self.module.config
 
     @property
+    def generation_config(self) -> Any:
+        """The defaults of `generate`, which may be changed."""
+        return self.module.generation_config
+
+    @property
     def device(self) -> torch.device:
-        """Where the weights are."""
-        return next(self.module.parameters()).device
+        """Where inputs go and results come from."""
+        return get_accelerator().device() if self.native else next(self.module.parameters()).device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own forward; every rank of the group must call it with the same input."""
@@ -79,19 +94,17 @@ class InferenceEngine(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own `generate`; every rank must call it with the same arguments and gets the same tokens.
 
-        Rank 0's random state and scores are used by all, so that sampling cannot drift apart.
+        Runs in the native loop where that knows all arguments. Rank 0's random state counts, so that sampling cannot
+        drift apart. `seed=` or `generator=` may be given.
         """
-        if self.tp_size > 1:
-            if kwargs.get("max_time") is not None:
-                raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
-            from transformers import LogitsProcessorList
+        if self.native is None:
+            seed, generator = kwargs.pop("seed", None), kwargs.pop("generator", None)
+            ranks.in_step(kwargs, self.group)
+            if seed is not None or generator is not None:
+                from anyaccel.inference.native_generate import seeded
 
-            accelerator = get_accelerator()
-            state = accelerator.get_rng_state().to(self.device)
-            accelerator.set_rng_state(comm.inference_broadcast(state, group=self.group).cpu())
-            processors = LogitsProcessorList(kwargs.pop("logits_processor", None) or [])
-            processors.append(lambda _ids, scores: comm.inference_broadcast(scores, group=self.group))
-            kwargs["logits_processor"] = processors
+                with seeded(seed, generator):
+                    return self.module.generate(*args, **kwargs)  # type: ignore[operator]
         return self.module.generate(*args, **kwargs)  # type: ignore[operator]
 
 
@@ -106,11 +119,12 @@ def init_inference(
 
     Args:
         model: a Hugging Face causal LM, or the path of a model folder or `.gguf` file. From a path each rank reads only
-            its own shards; a model in memory is cut down to them.
+            its own shards; the weights of a model in memory are taken over: afterwards they exist once, packed.
         config: options as a dict; keyword arguments go before it.
         progress: called with (bytes loaded, bytes in all) of this rank while weights load.
-        dtype: of weights and arithmetic: torch.bfloat16 (default), torch.float16, torch.float32, or a name.
+        dtype: torch.bfloat16 (default), torch.float16, torch.float32, or a name: bf16, fp16, fp32, int8, int4.
         tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1.
+        group_size, kv_cache, cache_bytes, threads, runtime: see InferenceConfig.
 
     Returns:
         The engine; `engine(input_ids, ...)` and `engine.generate(...)` are the model's own.
@@ -121,20 +135,110 @@ def init_inference(
     """
     settings = InferenceConfig.from_options({**(config or {}), **options})
     tp_size = settings.tensor_parallel.tp_size
-    group, rank = _tp_group(tp_size)
+    group, rank = ranks.tp_group(tp_size)
+    on_host = torch.empty(0, device=get_accelerator().device()).is_cpu
+    if not on_host and (settings.runtime in ("native", "torch") or settings.dtype in QUANTISED):
+        asked = f"runtime={settings.runtime!r}" if settings.runtime != "auto" else f"dtype={settings.dtype!r}"
+        raise UsageError(f"{asked} is for the CPU; this accelerator is {get_accelerator().device_name()}")
+    if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
+        raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
+    why = ""
+    if on_host and settings.runtime in ("auto", "native"):
+        from anyaccel.inference.runtimes.mapping import Unsupported
+
+        try:
+            return _native_engine(model, settings, group, rank, progress)
+        except Unsupported as lack:
+            if settings.runtime == "native":
+                raise
+            why = lack.feature
+            logger.warning("the native runtime has no %s: using the model's own code with packed linears", why)
+    return _torch_engine(model, settings, group, rank, progress, on_host and settings.runtime != "plain", why)
+
+
+def optimize(
+    model: nn.Module | str | Path,
+    dtype: torch.dtype | str = "bf16",
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Any:
+    """The Hugging Face model itself, made fast: `init_inference` for one process, without an engine around it.
+
+    Args:
+        model, dtype, options: as for `init_inference`. A model in memory is changed in place and returned.
+
+    Returns:
+        The model: its call, its `generate` and pipelines on it go through native kernels.
+    """
+    return init_inference(model, dtype=dtype, progress=progress, **options).module
+
+
+def _native_engine(
+    model: nn.Module | str | Path,
+    settings: InferenceConfig,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    progress: Progress | None,
+) -> InferenceEngine:
+    """Through csrc/llm.
+
+    Raises:
+        Unsupported: the native runtime lacks something that the model needs.
+    """
+    from anyaccel.inference.hf_model import make_native
+    from anyaccel.inference.runtimes.cpu import load_native
+    from anyaccel.inference.runtimes.mapping import Unsupported
+
+    tp_size = settings.tensor_parallel.tp_size
+    if not ranks.one_host(group):
+        raise Unsupported("tensor parallelism over several hosts")
+    native = ranks.together(
+        group,
+        lambda: load_native(
+            model,
+            dtype=None if settings.dtype == "auto" else settings.dtype,
+            group=settings.group_size,
+            rank=rank,
+            size=tp_size,
+            threads=settings.threads,
+            cache_dtype=settings.cache_dtype,
+            cache_limit=settings.cache_bytes,
+            progress=progress,
+            release=True,
+        ),
+    )
+    if isinstance(model, nn.Module):
+        module = model
+    else:
+        module = native_skeleton(Path(model).expanduser(), native, settings.torch_dtype)
+    make_native(module, native, settings.torch_dtype, group)
+    return InferenceEngine(module, TensorParallelPlan(rank, tp_size), settings, group, "native", "", native)
+
+
+def _torch_engine(
+    model: nn.Module | str | Path,
+    settings: InferenceConfig,
+    group: dist.ProcessGroup | None,
+    rank: int,
+    progress: Progress | None,
+    packed: bool,
+    why: str,
+) -> InferenceEngine:
+    """Through the model's own code, divided by `tp`, with packed linears or as it is."""
+    # What is not quantised, and arithmetic, of a model with quantised linears.
+    dtype = torch.bfloat16 if settings.dtype in ("auto", *QUANTISED) else settings.torch_dtype
     source: WeightSource
     if isinstance(model, nn.Module):
         module, source = model.eval(), LoadedWeights(model)
-        if any(p.is_meta for p in model.parameters()):
-            raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
     else:
         folder = model_folder(model)
-        module = skeleton(folder, settings.dtype)
+        module = skeleton(folder, dtype)
         source = weights_for(module, folder)
-    plan = make_plan(module, rank, tp_size)
-    for name, why in plan.whole.items():
-        logger.info("%s stays whole on every rank: %s", name, why)
-    total = sum(_local_bytes(plan, name, p, settings.dtype) for name, p in module.named_parameters())
+    plan = make_plan(module, rank, settings.tensor_parallel.tp_size)
+    for name, reason in plan.whole.items():
+        logger.info("%s stays whole on every rank: %s", name, reason)
+    total = sum(_local_bytes(plan, name, p, dtype) for name, p in module.named_parameters())
     done = 0
 
     def report(loaded: int) -> None:
@@ -143,8 +247,15 @@ def init_inference(
         if progress is not None:
             progress(done, total)
 
-    apply(module, plan, source, settings.dtype, get_accelerator().device(), group, report)
-    return InferenceEngine(module, plan, settings.dtype, group)
+    apply(module, plan, source, dtype, get_accelerator().device(), group, report)
+    engine = InferenceEngine(module, plan, settings, group, "plain", why)
+    engine.dtype = dtype
+    if packed:
+        from anyaccel.inference.runtimes.torch import pack
+
+        pack(module, "bf16" if settings.dtype == "auto" else settings.dtype, settings.group_size)
+        engine.runtime = "torch"
+    return engine
 
 
 def _local_bytes(plan: TensorParallelPlan, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> int:
@@ -153,28 +264,3 @@ def _local_bytes(plan: TensorParallelPlan, name: str, parameter: nn.Parameter, d
     if part is not None:
         count = count // parameter.shape[part.dim] * len(part)
     return count * (dtype.itemsize if parameter.is_floating_point() else parameter.element_size())
-
-
-def _tp_group(tp_size: int) -> tuple[dist.ProcessGroup | None, int]:
-    """The group of consecutive ranks that this rank belongs to, and its place in it."""
-    accelerator = get_accelerator()
-    accelerator.set_device(comm.get_local_rank())
-    if tp_size == 1:
-        return None, 0
-    comm.init_distributed()
-    world = comm.get_world_size()
-    if world % tp_size:
-        raise UsageError(
-            f"tensor_parallel tp_size={tp_size} does not divide the {world} ranks of this job; start it with "
-            f"`anyaccel run --num_accelerators {tp_size} ...`"
-        )
-    everyone = dist.group.WORLD
-    if world == tp_size or everyone is None:
-        return everyone, comm.get_rank()
-    groups = _groups.setdefault(everyone, {})
-    if tp_size not in groups:
-        for first in range(0, world, tp_size):  # every rank takes part in making every group
-            made = comm.new_group(list(range(first, first + tp_size)))
-            if first <= comm.get_rank() < first + tp_size:
-                groups[tp_size] = made
-    return groups[tp_size], comm.get_rank() % tp_size

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token-by-token generation with timing, the same tokens on every rank."""
+"""Token-by-token generation with timing, the same tokens on every rank. Torch-free for a native model."""
 
 from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from anyaccel import comm
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.inference.engine import InferenceEngine
+
+if TYPE_CHECKING:
+    import torch
+
+    from anyaccel import _llm
+    from anyaccel.inference.engine import InferenceEngine
+    from anyaccel.inference.runtimes.cpu import NativeModel
 
 
 @dataclass
@@ -43,26 +46,65 @@ class Generation:
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
 
-def _check(
-    engine: InferenceEngine, input_ids: torch.Tensor, max_new_tokens: int, temperature: float, top_p: float, seed: int
-) -> None:
-    if input_ids.dim() != 1 or input_ids.numel() == 0:
-        raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
-    vocabulary = engine.config.get_text_config().vocab_size
-    if int(input_ids.min()) < 0 or int(input_ids.max()) >= vocabulary:
-        raise UsageError(f"token {int(input_ids.max())} is outside the model's vocabulary of {vocabulary}")
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen, under Hugging Face's names; temperature 0 takes the likeliest.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"temperature={self.temperature}: must be 0 (greedy) or above")
+        if self.top_k < 0:
+            raise UsageError(f"top_k={self.top_k}: must be 0 (off) or above")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p={self.top_p}: must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min_p={self.min_p}: must be from 0 to 1")
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise UsageError(f"repetition_penalty={self.repetition_penalty}: must be above 0")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UsageError(f"seed={self.seed}: must fit 64 bits")
+
+    def native(self) -> dict[str, Any]:
+        """Options of a native Request."""
+        sample = self.temperature > 0
+        return {
+            "do_sample": sample,
+            "temperature": self.temperature if sample else 1.0,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "seed": self.seed % 2**64,
+        }
+
+
+def check_prompt(ids: Sequence[int], max_new_tokens: int, vocabulary: int, limit: int) -> None:
+    """What must hold for a prompt before anything runs.
+
+    Raises:
+        UsageError: it is empty, has a token that the model does not have, or leaves no room for the answer.
+    """
+    if not ids:
+        raise UsageError("the prompt must be a list of at least one token")
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        token = min(ids) if min(ids) < 0 else max(ids)
+        raise UsageError(f"token {token} is outside the model's vocabulary of {vocabulary}")
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens={max_new_tokens}: must be at least 1")
-    if temperature < 0:
-        raise UsageError(f"temperature={temperature}: must be 0 (greedy) or above")
-    if not 0 < top_p <= 1:
-        raise UsageError(f"top_p={top_p}: must be above 0 and at most 1")
-    if not -(2**63) <= seed < 2**63:
-        raise UsageError(f"seed={seed}: must fit 64 bits")
-    limit = getattr(engine.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and input_ids.numel() + max_new_tokens > limit:
+    if limit and len(ids) + max_new_tokens > limit:
         raise UsageError(
-            f"{input_ids.numel()} prompt tokens and {max_new_tokens} new ones exceed the model's context of {limit}"
+            f"{len(ids)} prompt tokens and {max_new_tokens} new ones exceed the model's context of {limit}"
         )
 
 
@@ -72,24 +114,29 @@ class _Sampler:
     Rank 0 alone decides, so rounding that differs between ranks can never make them generate different texts.
     """
 
-    def __init__(self, engine: InferenceEngine, temperature: float, top_p: float, seed: int) -> None:
-        self._engine = engine
-        self._temperature = temperature
-        self._top_p = top_p
-        self._generator = torch.Generator().manual_seed(seed)
+    def __init__(self, engine: InferenceEngine, sampling: Sampling) -> None:
+        import torch
 
-    def next(self, logits_V: torch.Tensor) -> torch.Tensor:
+        self._engine = engine
+        self._sampling = sampling
+        self._generator = torch.Generator().manual_seed(sampling.seed)
+
+    def next(self, logits_V: torch.Tensor, history: list[int]) -> torch.Tensor:
         """The next token id, shape [1], on the engine's device.
 
         Raises:
             ModelError: the logits are not finite; on every rank.
         """
+        import torch
+
+        from anyaccel import comm
+
         engine = self._engine
         token = torch.full((1,), -1, dtype=torch.int64)
         if engine.tp_rank == 0:
-            logits_V = logits_V.to("cpu", torch.float32)
+            logits_V = logits_V.to("cpu", torch.float32, copy=True)
             if bool(torch.isfinite(logits_V.amax())):
-                token = self._choose(logits_V)
+                token = self._choose(logits_V, torch.tensor(history))
         token = token.to(engine.device)
         if engine.tp_size > 1:
             comm.inference_broadcast(token, group=engine.group)
@@ -99,17 +146,27 @@ class _Sampler:
             )
         return token
 
-    def _choose(self, logits_V: torch.Tensor) -> torch.Tensor:
-        """Greedy at temperature 0, else nucleus sampling (Holtzman et al., 2020)."""
-        if self._temperature == 0:
+    def _choose(self, logits_V: torch.Tensor, history_T: torch.Tensor) -> torch.Tensor:
+        """Greedy at temperature 0, else by top-k, nucleus (Holtzman et al., 2020) and min-p, in this order."""
+        import torch
+
+        how = self._sampling
+        if how.repetition_penalty != 1:  # Keskar et al., 2019
+            seen = logits_V[history_T]
+            logits_V[history_T] = torch.where(seen < 0, seen * how.repetition_penalty, seen / how.repetition_penalty)
+        if how.temperature == 0:
             return logits_V.argmax(dim=-1, keepdim=True)
         # Subtracting the largest first keeps tiny temperatures finite.
-        probabilities_V = torch.softmax((logits_V - logits_V.amax()) / self._temperature, dim=-1)
-        if self._top_p < 1:
+        logits_V = (logits_V - logits_V.amax()) / how.temperature
+        if 0 < how.top_k < logits_V.numel():
+            logits_V[logits_V < logits_V.topk(how.top_k).values[-1]] = -torch.inf
+        probabilities_V = torch.softmax(logits_V, dim=-1)
+        if how.top_p < 1:
             ordered_V, order_V = probabilities_V.sort(descending=True)
             # Keep a token while those before it have not reached top_p; the first always stays.
-            ordered_V[ordered_V.cumsum(0) - ordered_V >= self._top_p] = 0
+            ordered_V[ordered_V.cumsum(0) - ordered_V >= how.top_p] = 0
             probabilities_V = torch.zeros_like(probabilities_V).scatter_(0, order_V, ordered_V)
+        probabilities_V[probabilities_V < how.min_p * probabilities_V.amax()] = 0
         return torch.multinomial(probabilities_V, 1, generator=self._generator)
 
 
@@ -121,6 +178,9 @@ def generate_tokens(
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     result: Generation | None = None,
 ) -> Iterator[int]:
     """Generate from one prompt and yield each token id as it comes; every rank of the engine must iterate.
@@ -131,15 +191,63 @@ def generate_tokens(
         temperature: 0 for greedy, else the softmax temperature.
         top_p: sample from the most likely tokens that together have this probability.
         seed: of the sampling; the same seed gives the same tokens.
+        top_k: sample from so many most likely tokens; 0: from all.
+        min_p: sample from tokens at least this likely, relative to the likeliest.
+        repetition_penalty: above 1 makes tokens of prompt and answer less likely.
         result: receives tokens and timings.
 
     Raises:
         UsageError: an argument is out of range, or prompt and answer exceed the model's context.
     """
-    _check(engine, input_ids, max_new_tokens, temperature, top_p, seed)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    if input_ids.dim() != 1:
+        raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
+    ids = [int(token) for token in input_ids.tolist()]
+    config = engine.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or 0
+    check_prompt(ids, max_new_tokens, config.vocab_size, limit)
     result = Generation() if result is None else result
-    result.prompt_tokens = input_ids.numel()
-    return _steps(engine, input_ids, max_new_tokens, _Sampler(engine, temperature, top_p, seed), result)
+    result.prompt_tokens = len(ids)
+    if engine.native is not None:
+        from anyaccel.inference.native_generate import check_memory
+
+        check_memory(engine.native, [len(ids)], 1, max_new_tokens)
+        options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(_end_tokens(engine))}
+        return native_steps(engine.native, ids, options, result)
+    return _steps(engine, ids, max_new_tokens, _Sampler(engine, sampling), result)
+
+
+def native_steps(native: NativeModel, ids: list[int], options: dict[str, Any], result: Generation) -> Iterator[int]:
+    """The tokens of one native Request. Torch-free."""
+    from anyaccel import _llm
+
+    request = _llm.Request(native.model, ids, options)
+    try:
+        yield from request_steps(native, request, result)
+    finally:
+        request.finish()
+
+
+def request_steps(native: NativeModel, request: _llm.Request, result: Generation) -> Iterator[int]:
+    """The tokens that a native Request gives until it has finished; the request stays as it is then.
+
+    Raises:
+        ModelError: the logits are NaN or infinite.
+    """
+    start = first = time.perf_counter()
+    while not request.finished:
+        (token,) = native.model.step([request])
+        if token < 0:
+            raise ModelError(
+                f"the model's logits are NaN or infinite in {native.dtype}; try another dtype, such as fp32"
+            )
+        now = time.perf_counter()
+        if not result.tokens:
+            first = now
+            result.prompt_seconds = now - start
+        result.decode_seconds = now - first
+        result.tokens.append(token)
+        yield token
 
 
 def _end_tokens(engine: InferenceEngine) -> set[int]:
@@ -150,20 +258,22 @@ def _end_tokens(engine: InferenceEngine) -> set[int]:
 
 
 def _steps(
-    engine: InferenceEngine, input_ids: torch.Tensor, max_new_tokens: int, sampler: _Sampler, result: Generation
+    engine: InferenceEngine, ids: list[int], max_new_tokens: int, sampler: _Sampler, result: Generation
 ) -> Iterator[int]:
+    import torch
+
     ends = _end_tokens(engine)
     known = inspect.signature(engine.module.forward).parameters
     # Logits of the last position are enough; not every model has the option.
     options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
     # A model that keeps its state under another name gets the whole sequence in each step.
     cached = "past_key_values" in known
-    ids_BT = input_ids.to(engine.device)[None]
+    ids_BT = torch.tensor([ids], device=engine.device)
     start = first = time.perf_counter()
     for step in range(max_new_tokens):
         with torch.inference_mode():
             output = engine(ids_BT, use_cache=cached, **options)
-            token = sampler.next(output.logits[0, -1])
+            token = sampler.next(output.logits[0, -1], ids + result.tokens)
         now = time.perf_counter()
         if step == 0:
             first = now

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from anyaccel.inference.checkpoint import Checkpoint
 from anyaccel.inference.gguf import converted
 from anyaccel.inference.tp.apply import LoadedWeights, WeightSource
 from anyaccel.inference.tp.plan import Slice
+
+if TYPE_CHECKING:
+    from anyaccel.inference.runtimes.cpu import NativeModel
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +86,33 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     model.eval()
     model.name_or_path = str(folder)
     _read_generation_config(model, folder)
+    return model
+
+
+def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
+    """The model of a folder or GGUF file that the native runtime computes: structure and configuration only.
+
+    Raises:
+        ModelError: transformers does not know the architecture.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    try:
+        if path.is_dir():
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        else:
+            values = dict(native.config)
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config  # the native runtime has unpacked it
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # a configuration can be wrong in any way
+        raise ModelError(f"{path}: transformers cannot build this model ({error})") from error
+    model.eval()
+    model.name_or_path = str(path)
+    if native.generation_config:
+        model.generation_config = GenerationConfig.from_dict(native.generation_config)
     return model
 
 

@@ -1,8 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts workers bound to their cores and memory, and ends every one of them. Never imports torch."""
+"""Starts workers bound to their cores and memory, and ends every one of them. Never imports torch.
 
-from anyaccel.launch.launcher import check_script, launch_local, make_plan, run
-from anyaccel.launch.options import LaunchOptions
-from anyaccel.launch.plan import LaunchPlan, RankBinding
+Names load on first use: `anyaccel generate` wants the devices only.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from anyaccel.launch.launcher import check_script, launch_local, make_plan, run
+    from anyaccel.launch.options import LaunchOptions
+    from anyaccel.launch.plan import LaunchPlan, RankBinding
+
+_LAZY = {
+    "LaunchOptions": "anyaccel.launch.options",
+    "LaunchPlan": "anyaccel.launch.plan",
+    "RankBinding": "anyaccel.launch.plan",
+    "check_script": "anyaccel.launch.launcher",
+    "launch_local": "anyaccel.launch.launcher",
+    "make_plan": "anyaccel.launch.launcher",
+    "run": "anyaccel.launch.launcher",
+}
 
 __all__ = ["LaunchOptions", "LaunchPlan", "RankBinding", "check_script", "launch_local", "make_plan", "run"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'anyaccel.launch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.config import InferenceConfig, TensorParallelConfig, parse_dtype
+from anyaccel.inference.config import InferenceConfig, TensorParallelConfig, parse_dtype, parse_precision
 
 
 @pytest.mark.parametrize("text", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
@@ -13,17 +13,36 @@ def test_dtype_names(text: str | torch.dtype) -> None:
     assert parse_dtype(text) is torch.bfloat16
 
 
-@pytest.mark.parametrize("value", ["int8", "", torch.int8, torch.float64])
+@pytest.mark.parametrize("value", ["int3", "", torch.int16, torch.float64])
 def test_dtypes_that_inference_does_not_have(value: str | torch.dtype) -> None:
-    with pytest.raises(UsageError, match="bf16, fp16, fp32"):
-        parse_dtype(value)
+    for parse in (parse_dtype, parse_precision):
+        with pytest.raises(UsageError, match="bf16, fp16, fp32, int8, int4"):
+            parse(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [("int8", "int8"), (torch.int8, "int8"), ("int4", "int4"), (torch.half, "fp16"), ("auto", "auto")],
+)
+def test_precisions_beyond_torch_s_dtypes(value: str | torch.dtype, name: str) -> None:
+    settings = InferenceConfig.from_options({"dtype": value})
+    assert settings.dtype == name
+    assert settings.torch_dtype == (torch.float16 if name == "fp16" else torch.float32)
+
+
+def test_cache_precision_follows_the_dtype() -> None:
+    assert InferenceConfig().cache_dtype == "bf16"
+    assert InferenceConfig("fp32").cache_dtype == "fp32"
+    assert InferenceConfig("int4", kv_cache="int8").cache_dtype == "int8"
+    assert InferenceConfig(kv_cache="torch.bfloat16").cache_dtype == "bf16"
 
 
 def test_deepspeed_spellings() -> None:
     assert InferenceConfig.from_options({"tensor_parallel": {"tp_size": 2}}).tensor_parallel.tp_size == 2
     assert InferenceConfig.from_options({"tp": TensorParallelConfig(3)}).tensor_parallel.tp_size == 3
     assert InferenceConfig.from_options({"mp_size": 4, "dtype": torch.half}).tensor_parallel.tp_size == 4
-    assert InferenceConfig.from_options({"replace_with_kernel_inject": False}) == InferenceConfig()
+    for inject in (True, False):  # native kernels are used wherever they fit
+        assert InferenceConfig.from_options({"replace_with_kernel_inject": inject}) == InferenceConfig()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +53,12 @@ def test_deepspeed_spellings() -> None:
         ({"tensor_parallel": 2}, "needs a dict"),
         ({"tensor_parallel": {"tp_size": 0}}, "at least 1"),
         ({"tensor_parallel": {"tp_size": "2"}}, "'2'"),
-        ({"replace_with_kernel_inject": True}, "leave it out"),
+        ({"runtime": "fast"}, "runtime='fast'"),
+        ({"group_size": 48}, "group_size=48: must be one of 32, 64, 128"),
+        ({"kv_cache": "int4"}, "kv_cache='int4'"),
+        ({"cache_bytes": -1}, "cache_bytes=-1"),
+        ({"threads": 1.5}, r"threads=1\.5"),
+        ({"dtype": "int8", "runtime": "plain"}, "packed weights"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, object], text: str) -> None:

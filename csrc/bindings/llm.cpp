@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: Apache-2.0
+// The native decoder for Python. Memory crosses as addresses; the Python callers check dtype, contiguity and size
+// first.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <optional>
+
+#include "bindings/llm_spec.h"
+#include "bindings/translate.h"
+#include "common/isa.h"
+#include "llm/bandwidth.h"
+#include "llm/errors.h"
+#include "llm/linear.h"
+#include "llm/model.h"
+#include "llm/quantise.h"
+#include "llm/request.h"
+
+namespace nb = nanobind;
+using namespace anyaccel::llm;
+using namespace anyaccel::bindings;
+
+namespace {
+
+void translate(const std::exception_ptr& pending, void*) {
+  try {
+    std::rethrow_exception(pending);
+  } catch (const anyaccel::comm::CommError& error) {
+    set_error(python_class(error.kind), error.what());
+  } catch (const OutOfCache& error) {
+    set_error("ModelError", error.what());
+  } catch (const ModelError& error) {
+    set_error("ModelError", error.what());
+  } catch (const std::invalid_argument& error) {
+    set_error("UsageError", error.what());
+  } catch (const std::system_error& error) {
+    set_system_error(error);
+  }
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Values read_values(const std::string& name) {
+  if (name == "f32") return Values::f32;
+  if (name == "f16") return Values::f16;
+  if (name == "bf16") return Values::bf16;
+  throw UsageError("type '" + name + "' is unknown; known are f32, f16, bf16");
+}
+
+CacheFormat read_cache_format(const std::string& name) {
+  if (name == "f32") return CacheFormat::f32;
+  if (name == "bf16") return CacheFormat::bf16;
+  if (name == "i8") return CacheFormat::i8;
+  throw UsageError("cache format '" + name + "' is unknown; known are f32, bf16, i8");
+}
+
+FileProgress reporter(const nb::object& progress) {
+  if (progress.is_none()) return {};
+  return [&progress](size_t done) {
+    const nb::gil_scoped_acquire gil;
+    progress(done);
+  };
+}
+
+const char* finish_name(Request::Finish finish) {
+  switch (finish) {
+    case Request::Finish::end:
+      return "end";
+    case Request::Finish::length:
+      return "length";
+    case Request::Finish::stopped:
+      return "stopped";
+    case Request::Finish::no:
+      break;
+  }
+  return "";
+}
+
+using MatrixTuple = std::tuple<std::string, int64_t, int64_t, std::string, int, bool>;
+
+std::shared_ptr<Model> make_model(const nb::dict& spec, const std::vector<MatrixTuple>& matrices,
+                                  const std::vector<std::pair<std::string, int64_t>>& vectors, int threads,
+                                  const std::string& cache_format, size_t cache_limit_bytes) {
+  std::vector<MatrixEntry> matrix_entries;
+  for (const auto& [name, rows, cols, format, group, minimum] : matrices)
+    matrix_entries.push_back({name, rows, cols, read_format(format), group, minimum});
+  std::vector<VectorEntry> vector_entries;
+  for (const auto& [name, count] : vectors) vector_entries.push_back({name, count});
+  DecoderSpec decoder = read_spec(spec);
+  const CacheFormat format = read_cache_format(cache_format);
+  const nb::gil_scoped_release no_gil;
+  auto model =
+      std::make_shared<Model>(std::move(decoder), matrix_entries, vector_entries, threads, format, cache_limit_bytes);
+  model->set_interrupt_check(check_signals);
+  return model;
+}
+
+std::map<std::string, std::pair<double, int64_t>> profile(Model& model, bool enabled) {
+  const Profile::Entries entries = model.profile(enabled);
+  std::map<std::string, std::pair<double, int64_t>> result;
+  for (size_t i = 0; i < entries.size(); ++i)
+    if (entries[i].calls > 0) result[kWorkNames[i]] = {entries[i].seconds, entries[i].calls};
+  return result;
+}
+
+void bind_model(nb::module_& m) {
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Model>(m, "Model")
+      .def(nb::new_(&make_model), nb::arg("spec"), nb::arg("matrices"), nb::arg("vectors"), nb::arg("threads"),
+           nb::arg("cache_format"), nb::arg("cache_limit_bytes"))
+      .def_prop_ro("weight_bytes", &Model::weight_bytes)
+      .def_prop_ro("threads", &Model::threads)
+      .def(
+          "set_rows",
+          [](Model& self, const std::string& name, int64_t first, int64_t count, uintptr_t address,
+             const std::string& type, int64_t row_stride, int64_t col_stride,
+             const std::optional<std::vector<int64_t>>& order) {
+            if (order && order->size() != static_cast<size_t>(std::max<int64_t>(count, 0)))
+              throw UsageError("set_rows of '" + name + "': order has " + std::to_string(order->size()) +
+                               " rows, count is " + std::to_string(count));
+            const Source source{pointer<const void>(address), read_source_type(type), row_stride, col_stride};
+            self.set_rows(name, first, count, source, order ? order->data() : nullptr);
+          },
+          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("address"), nb::arg("type"),
+          nb::arg("row_stride"), nb::arg("col_stride") = 0, nb::arg("order") = nb::none(), no_gil)
+      .def(
+          "set_quantised_rows",
+          [](Model& self, const std::string& name, int64_t first, int64_t count, uintptr_t q, uintptr_t scales,
+             uintptr_t minima) {
+            self.set_quantised_rows(name, first, count, pointer<const uint8_t>(q), pointer<const float>(scales),
+                                    pointer<const float>(minima));
+          },
+          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("q"), nb::arg("scales"), nb::arg("minima") = 0,
+          no_gil)
+      .def(
+          "set_vector",
+          [](Model& self, const std::string& name, int64_t first, int64_t count, uintptr_t address,
+             const std::string& type, int64_t stride, float plus) {
+            const SourceType source = read_source_type(type);
+            if (stride == 0) stride = static_cast<int64_t>(source_row_bytes(source, 1));
+            self.set_vector(name, first, count, pointer<const void>(address), source, stride, plus);
+          },
+          nb::arg("name"), nb::arg("first"), nb::arg("count"), nb::arg("address"), nb::arg("type"),
+          nb::arg("stride") = 0, nb::arg("plus") = 0.0, no_gil)
+      .def(
+          "write",
+          [](Model& self, int fd, int64_t offset, const nb::object& progress) {
+            const FileProgress report = reporter(progress);
+            const nb::gil_scoped_release release;
+            return self.write(fd, offset, report);
+          },
+          nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
+      .def(
+          "read",
+          [](Model& self, int fd, int64_t offset, const nb::object& progress) {
+            const FileProgress report = reporter(progress);
+            const nb::gil_scoped_release release;
+            return self.read(fd, offset, report);
+          },
+          nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
+      .def("finish", &Model::finish, no_gil)
+      .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), no_gil)
+      .def("connect", &Model::connect, nb::arg("names"), nb::arg("pids"), no_gil)
+      .def("unlink", &Model::unlink, no_gil)
+      .def("step", &Model::step, nb::arg("requests"), no_gil)
+      .def("create", &Model::create, no_gil)
+      .def("fork", &Model::fork, nb::arg("sequence"), nb::arg("tokens"), no_gil)
+      .def("truncate", &Model::truncate, nb::arg("sequence"), nb::arg("tokens"), no_gil)
+      .def("destroy", &Model::destroy, nb::arg("sequence"), no_gil)
+      .def("length", &Model::length, nb::arg("sequence"), no_gil)
+      .def(
+          "forward",
+          [](Model& self, const std::vector<int>& sequences, const std::vector<int64_t>& counts, uintptr_t tokens,
+             uintptr_t logits, const std::vector<int64_t>& rows) {
+            self.forward(sequences, counts, pointer<const int64_t>(tokens), pointer<float>(logits), rows);
+          },
+          nb::arg("sequences"), nb::arg("counts"), nb::arg("tokens"), nb::arg("logits"), nb::arg("rows"), no_gil)
+      .def("cache_bytes_per_token", &Model::cache_bytes_per_token)
+      .def_prop_ro("cache_used_bytes", &Model::cache_used_bytes, no_gil)
+      .def_prop_ro("cache_reserved_bytes", &Model::cache_reserved_bytes, no_gil)
+      .def_prop_ro("cache_limit_bytes", [](const Model& self) { return self.cache().limit_bytes(); })
+      .def("profile", &profile, nb::arg("enabled"), no_gil);
+}
+
+void bind_request(nb::module_& m) {
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Request>(m, "Request")
+      .def(nb::new_([](std::shared_ptr<Model> model, std::vector<int64_t> prompt, const nb::dict& options,
+                       std::shared_ptr<Request> prefix, bool keep_logits) {
+             RequestOptions read = read_options(options);
+             const nb::gil_scoped_release release;
+             return std::make_shared<Request>(std::move(model), std::move(prompt), std::move(read), std::move(prefix),
+                                              keep_logits);
+           }),
+           nb::arg("model"), nb::arg("prompt"), nb::arg("options"), nb::arg("prefix") = nb::none(),
+           nb::arg("keep_logits") = false)
+      .def_prop_ro("tokens", &Request::tokens, no_gil)
+      .def_prop_ro("prompt_length", &Request::prompt_length, no_gil)
+      .def_prop_ro(
+          "finished", [](const Request& self) { return finish_name(self.finished()); }, no_gil)
+      .def("finish", &Request::finish, no_gil)
+      .def("extend", &Request::extend, nb::arg("tokens"), nb::arg("max_new_tokens") = 0, no_gil)
+      .def(
+          "copy_logits", [](const Request& self, uintptr_t address) { self.copy_logits(pointer<float>(address)); },
+          nb::arg("address"), no_gil);
+}
+
+void bind_linear(nb::module_& m) {
+  const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
+  nb::class_<Linear>(m, "Linear")
+      .def(
+          "__init__",
+          [](Linear* self, int64_t rows, int64_t cols, const std::string& format, int group, bool minimum) {
+            new (self) Linear(Shape{read_format(format), rows, cols, group, minimum});
+          },
+          nb::arg("rows"), nb::arg("cols"), nb::arg("format"), nb::arg("group") = 0, nb::arg("minimum") = false)
+      .def(
+          "set_rows",
+          [](Linear& self, int64_t first, int64_t count, uintptr_t address, const std::string& type, int64_t row_stride,
+             int64_t col_stride) {
+            self.set_rows(first, count,
+                          Source{pointer<const void>(address), read_source_type(type), row_stride, col_stride});
+          },
+          nb::arg("first"), nb::arg("count"), nb::arg("address"), nb::arg("type"), nb::arg("row_stride"),
+          nb::arg("col_stride") = 0, no_gil)
+      .def(
+          "multiply",
+          [](const Linear& self, uintptr_t x, uintptr_t y, int64_t tokens, const std::string& type, uintptr_t bias) {
+            self.multiply(pointer<const void>(x), pointer<void>(y), tokens, read_values(type),
+                          pointer<const float>(bias));
+          },
+          nb::arg("x"), nb::arg("y"), nb::arg("tokens"), nb::arg("type"), nb::arg("bias") = 0, no_gil)
+      .def_prop_ro("bytes", &Linear::bytes);
+  m.def(
+      "rms_norm",
+      [](uintptr_t x, uintptr_t y, int64_t rows, int64_t cols, const std::string& type, uintptr_t weight, float eps) {
+        rms_norm(pointer<const void>(x), pointer<void>(y), rows, cols, read_values(type), pointer<const float>(weight),
+                 eps);
+      },
+      nb::arg("x"), nb::arg("y"), nb::arg("rows"), nb::arg("cols"), nb::arg("type"), nb::arg("weight"), nb::arg("eps"),
+      no_gil);
+}
+
+std::tuple<double, double> quantise(uintptr_t address, const std::string& type, int64_t row_stride, int64_t rows,
+                                    int64_t cols, const std::string& format, int group, bool minimum, uintptr_t q,
+                                    uintptr_t scales, uintptr_t minima) {
+  const QuantiseError error = quantise_rows(Shape{read_format(format), rows, cols, group, minimum},
+                                            Source{pointer<const void>(address), read_source_type(type), row_stride, 0},
+                                            pointer<uint8_t>(q), pointer<float>(scales), pointer<float>(minima));
+  return {error.squared_error, error.squared_sum};
+}
+
+}  // namespace
+
+NB_MODULE(_llm, m) {
+  nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no fault
+  nb::register_exception_translator(translate);
+  m.def("isa", [] { return anyaccel::isa_name(anyaccel::selected_isa()); });
+  bind_model(m);
+  bind_request(m);
+  bind_linear(m);
+  m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes"), nb::arg("threads") = 0, nb::arg("rounds") = 5,
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("quantise", &quantise, nb::arg("address"), nb::arg("type"), nb::arg("row_stride"), nb::arg("rows"),
+        nb::arg("cols"), nb::arg("format"), nb::arg("group"), nb::arg("minimum"), nb::arg("q"), nb::arg("scales"),
+        nb::arg("minima"), nb::call_guard<nb::gil_scoped_release>());
+}

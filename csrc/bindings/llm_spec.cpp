@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// Python's description of a decoder, field by field.
+#include "bindings/llm_spec.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <initializer_list>
+#include <utility>
+
+#include "llm/errors.h"
+
+namespace anyaccel::bindings {
+namespace {
+
+namespace nb = nanobind;
+using llm::UsageError;
+
+template <class T>
+T cast(const nb::handle& value, const char* name) {
+  try {
+    return nb::cast<T>(value);
+  } catch (const nb::cast_error&) {
+    throw UsageError(std::string("decoder spec or options: '") + name +
+                     "' has a value of a wrong type: " + nb::cast<std::string>(nb::repr(value)));
+  }
+}
+
+nb::object at(const nb::dict& from, const char* name) {
+  if (!from.contains(name)) throw UsageError(std::string("decoder spec: '") + name + "' is missing");
+  return from[name];
+}
+
+template <class T>
+void get(const nb::dict& from, const char* name, T& out) {
+  out = cast<T>(at(from, name), name);
+}
+// A float that Python has as a float or an int.
+template <>
+void get(const nb::dict& from, const char* name, float& out) {
+  out = static_cast<float>(cast<double>(at(from, name), name));
+}
+
+template <class T>
+void numbers(const nb::dict& from, const char* name, std::vector<T>& out) {
+  out.clear();
+  for (const nb::handle value : at(from, name)) out.push_back(static_cast<T>(cast<double>(value, name)));
+}
+
+template <class T>
+T one_of(const std::string& value, const char* what, std::initializer_list<std::pair<const char*, T>> names) {
+  std::string known;
+  for (const auto& [name, meaning] : names) {
+    if (value == name) return meaning;
+    known += (known.empty() ? "" : ", ") + std::string(name);
+  }
+  throw UsageError(std::string(what) + " '" + value + "' is unknown; known are " + known);
+}
+
+template <class T>
+void choice(const nb::dict& from, const char* name, T& out, std::initializer_list<std::pair<const char*, T>> names) {
+  out = one_of(cast<std::string>(at(from, name), name), name, names);
+}
+
+template <class T, class Read>
+void optional(const nb::dict& from, const char* name, std::optional<T>& out, Read read) {
+  const nb::object value = at(from, name);
+  if (value.is_none()) return;
+  out = read(cast<nb::dict>(value, name));
+}
+
+llm::NormSpec read_norm(const nb::dict& from) {
+  llm::NormSpec norm;
+  choice<llm::NormKind>(from, "kind", norm.kind, {{"rms", llm::NormKind::rms}, {"layer", llm::NormKind::layer}});
+  get(from, "eps", norm.eps);
+  get(from, "weight", norm.weight);
+  get(from, "bias", norm.bias);
+  return norm;
+}
+
+llm::RopeSpec read_rope(const nb::dict& from) {
+  llm::RopeSpec rope;
+  numbers(from, "inv_freq", rope.inv_freq);
+  get(from, "scale", rope.scale);
+  get(from, "interleaved", rope.interleaved);
+  get(from, "first", rope.first);
+  numbers(from, "long_inv_freq", rope.long_inv_freq);
+  get(from, "long_scale", rope.long_scale);
+  get(from, "long_from", rope.long_from);
+  get(from, "dynamic_base", rope.dynamic_base);
+  get(from, "dynamic_factor", rope.dynamic_factor);
+  get(from, "dynamic_from", rope.dynamic_from);
+  return rope;
+}
+
+llm::QkNormSpec read_qk_norm(const nb::dict& from) {
+  llm::QkNormSpec spec;
+  spec.norm = read_norm(cast<nb::dict>(at(from, "norm"), "norm"));
+  get(from, "across", spec.across);
+  get(from, "own_weights", spec.own_weights);
+  get(from, "after_rope", spec.after_rope);
+  return spec;
+}
+
+llm::MlaSpec read_mla(const nb::dict& from) {
+  llm::MlaSpec spec;
+  get(from, "q_rank", spec.q_rank);
+  get(from, "kv_rank", spec.kv_rank);
+  get(from, "nope_dim", spec.nope_dim);
+  get(from, "rope_dim", spec.rope_dim);
+  optional(from, "q_norm", spec.q_norm, read_norm);
+  spec.kv_norm = read_norm(cast<nb::dict>(at(from, "kv_norm"), "kv_norm"));
+  return spec;
+}
+
+llm::AttentionSpec read_attention(const nb::dict& from) {
+  llm::AttentionSpec spec;
+  get(from, "heads", spec.heads);
+  get(from, "kv_heads", spec.kv_heads);
+  get(from, "head_dim", spec.head_dim);
+  get(from, "value_dim", spec.value_dim);
+  get(from, "scale", spec.scale);
+  get(from, "rope", spec.rope);
+  get(from, "window", spec.window);
+  get(from, "chunk", spec.chunk);
+  get(from, "softcap", spec.softcap);
+  numbers(from, "alibi", spec.alibi);
+  get(from, "sinks", spec.sinks);
+  get(from, "clip", spec.clip);
+  get(from, "qkv_bias", spec.qkv_bias);
+  get(from, "out_bias", spec.out_bias);
+  optional(from, "qk_norm", spec.qk_norm, read_qk_norm);
+  optional(from, "mla", spec.mla, read_mla);
+  get(from, "kv_copies", spec.kv_copies);
+  return spec;
+}
+
+llm::MlpSpec read_mlp(const nb::dict& from) {
+  using llm::Activation;
+  llm::MlpSpec spec;
+  get(from, "features", spec.features);
+  choice<Activation>(from, "activation", spec.activation,
+                     {{"silu", Activation::silu},
+                      {"gelu", Activation::gelu},
+                      {"gelu_tanh", Activation::gelu_tanh},
+                      {"gelu_quick", Activation::gelu_quick},
+                      {"relu", Activation::relu},
+                      {"relu2", Activation::relu2},
+                      {"swiglu_oai", Activation::swiglu_oai}});
+  get(from, "gated", spec.gated);
+  get(from, "bias", spec.bias);
+  get(from, "out_bias", spec.out_bias);
+  return spec;
+}
+
+llm::MoeSpec read_moe(const nb::dict& from) {
+  using Moe = llm::MoeSpec;
+  Moe spec;
+  get(from, "experts", spec.experts);
+  get(from, "top_k", spec.top_k);
+  spec.expert = read_mlp(cast<nb::dict>(at(from, "expert"), "expert"));
+  choice<Moe::Scoring>(
+      from, "scoring", spec.scoring,
+      {{"softmax", Moe::Scoring::softmax}, {"sigmoid", Moe::Scoring::sigmoid}, {"none", Moe::Scoring::none}});
+  get(from, "normalise", spec.normalise);
+  get(from, "softmax_after", spec.softmax_after);
+  get(from, "scale", spec.scale);
+  get(from, "groups", spec.groups);
+  get(from, "top_groups", spec.top_groups);
+  choice<Moe::GroupScore>(from, "group_score", spec.group_score,
+                          {{"max", Moe::GroupScore::max}, {"top2", Moe::GroupScore::top2}});
+  get(from, "router_bias", spec.router_bias);
+  get(from, "choice_bias", spec.choice_bias);
+  optional(from, "shared", spec.shared, read_mlp);
+  get(from, "shared_gate", spec.shared_gate);
+  return spec;
+}
+
+llm::LayerSpec read_layer(const nb::dict& from) {
+  llm::LayerSpec spec;
+  spec.attention = read_attention(cast<nb::dict>(at(from, "attention"), "attention"));
+  const auto mlp = cast<nb::dict>(at(from, "mlp"), "mlp");
+  if (mlp.contains("experts"))
+    spec.moe = read_moe(mlp);
+  else
+    spec.mlp = read_mlp(mlp);
+  optional(from, "attn_norm", spec.attn_norm, read_norm);
+  optional(from, "attn_post_norm", spec.attn_post_norm, read_norm);
+  optional(from, "mlp_norm", spec.mlp_norm, read_norm);
+  optional(from, "mlp_post_norm", spec.mlp_post_norm, read_norm);
+  get(from, "parallel", spec.parallel);
+  get(from, "residual_scale", spec.residual_scale);
+  get(from, "residual_from_norm", spec.residual_from_norm);
+  return spec;
+}
+
+}  // namespace
+
+llm::DecoderSpec read_spec(const nb::dict& from) {
+  llm::DecoderSpec spec;
+  get(from, "vocab", spec.vocab);
+  get(from, "hidden", spec.hidden);
+  for (const nb::handle layer : at(from, "layers")) spec.layers.push_back(read_layer(cast<nb::dict>(layer, "layers")));
+  optional(from, "final_norm", spec.final_norm, read_norm);
+  for (const nb::handle rope : at(from, "ropes")) spec.ropes.push_back(read_rope(cast<nb::dict>(rope, "ropes")));
+  get(from, "embedding_scale", spec.embedding_scale);
+  optional(from, "embedding_norm", spec.embedding_norm, read_norm);
+  get(from, "positions", spec.positions);
+  get(from, "position_offset", spec.position_offset);
+  get(from, "tied", spec.tied);
+  get(from, "head_bias", spec.head_bias);
+  get(from, "logits_scale", spec.logits_scale);
+  get(from, "logits_softcap", spec.logits_softcap);
+  get(from, "max_tokens", spec.max_tokens);
+  get(from, "rank", spec.rank);
+  get(from, "size", spec.size);
+  get(from, "vocab_first", spec.vocab_first);
+  get(from, "vocab_count", spec.vocab_count);
+  return spec;
+}
+
+llm::RequestOptions read_options(const nb::dict& from) {
+  llm::RequestOptions options;
+  llm::SamplingOptions& sampling = options.sampling;
+  for (const auto& [key, value] : from) {
+    const std::string field = cast<std::string>(key, "a name");
+    const char* name = field.c_str();
+    const auto number = [&, &v = value](float& out) { out = static_cast<float>(cast<double>(v, name)); };
+    if (field == "do_sample")
+      sampling.do_sample = cast<bool>(value, name);
+    else if (field == "temperature")
+      number(sampling.temperature);
+    else if (field == "top_k")
+      sampling.top_k = cast<int>(value, name);
+    else if (field == "top_p")
+      number(sampling.top_p);
+    else if (field == "min_p")
+      number(sampling.min_p);
+    else if (field == "typical_p")
+      number(sampling.typical_p);
+    else if (field == "repetition_penalty")
+      number(sampling.repetition_penalty);
+    else if (field == "presence_penalty")
+      number(sampling.presence_penalty);
+    else if (field == "frequency_penalty")
+      number(sampling.frequency_penalty);
+    else if (field == "no_repeat_ngram")
+      sampling.no_repeat_ngram = cast<int>(value, name);
+    else if (field == "seed")
+      options.seed = cast<uint64_t>(value, name);
+    else if (field == "max_new_tokens")
+      options.max_new_tokens = cast<int64_t>(value, name);
+    else if (field == "min_new_tokens")
+      options.min_new_tokens = cast<int64_t>(value, name);
+    else if (field == "end_tokens")
+      options.end_tokens = cast<std::vector<int64_t>>(value, name);
+    else if (field == "ignore_end")
+      options.ignore_end = cast<bool>(value, name);
+    else
+      throw UsageError("there is no option '" + field + "' of a request");
+  }
+  return options;
+}
+
+llm::Format read_format(const std::string& name) {
+  using llm::Format;
+  return one_of<Format>(
+      name, "format",
+      {{"f32", Format::f32}, {"f16", Format::f16}, {"bf16", Format::bf16}, {"i8", Format::i8}, {"i4", Format::i4}});
+}
+
+llm::SourceType read_source_type(const std::string& name) {
+  using llm::SourceType;
+  return one_of<SourceType>(name, "type",
+                            {{"f32", SourceType::f32},
+                             {"f16", SourceType::f16},
+                             {"bf16", SourceType::bf16},
+                             {"f64", SourceType::f64},
+                             {"q8_0", SourceType::q8_0},
+                             {"q4_0", SourceType::q4_0},
+                             {"q4_1", SourceType::q4_1}});
+}
+
+}  // namespace anyaccel::bindings

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <string>
+
+#include "llm/request.h"
+#include "llm/spec.h"
+
+namespace anyaccel::bindings {
+
+// From dataclasses.asdict(DecoderSpec) and from a mapping of options. Throw llm::UsageError naming the field.
+llm::DecoderSpec read_spec(const nanobind::dict& spec);
+llm::RequestOptions read_options(const nanobind::dict& options);
+
+llm::Format read_format(const std::string& name);
+llm::SourceType read_source_type(const std::string& name);
+
+}  // namespace anyaccel::bindings

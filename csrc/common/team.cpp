@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/team.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+namespace anyaccel {
+namespace {
+
+// A pause is some 40 to 140 cycles: about 50 us between two steps, and as long in a barrier before yielding.
+constexpr int64_t kSpin = 1500;
+
+int usable_cpus() {
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+#endif
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+void cpu_pause() noexcept {
+#ifdef ANYACCEL_X86
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+}  // namespace
+
+Team::Team(int threads)
+    : size_(threads > 0 ? threads : std::max(usable_cpus(), 1)),
+      owner_pid_(static_cast<int>(getpid())),
+      // Spinning takes the core from the very thread that is waited for when there are more threads than cores.
+      spin_(size_ <= usable_cpus() ? kSpin : 0) {
+  try {
+    for (int thread = 1; thread < size_; ++thread) threads_.emplace_back(&Team::work, this, thread);
+  } catch (...) {
+    stop_ = true;
+    round_.fetch_add(1);
+    round_.notify_all();
+    for (auto& thread : threads_) thread.join();
+    throw;
+  }
+}
+
+Team::~Team() {
+  if (!usable()) {
+    for (auto& thread : threads_) thread.detach();  // they are the parent's
+    return;
+  }
+  stop_ = true;
+  round_.fetch_add(1);
+  round_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+bool Team::usable() const noexcept { return static_cast<int>(getpid()) == owner_pid_; }
+
+void Team::run(Fn fn, void* context) noexcept {
+  if (size_ == 1) {
+    fn(context, 0);
+    return;
+  }
+  fn_ = fn;
+  context_ = context;
+  round_.fetch_add(1);
+  round_.notify_all();  // a system call only when one sleeps
+  fn(context, 0);
+  barrier();
+}
+
+void Team::work(int thread) noexcept {
+  uint32_t seen = 0;
+  for (;;) {
+    for (int64_t i = 0; i < spin_ && round_.load(std::memory_order_acquire) == seen; ++i) cpu_pause();
+    round_.wait(seen);
+    ++seen;
+    if (stop_) return;
+    fn_(context_, thread);
+    barrier();
+  }
+}
+
+void Team::barrier() noexcept {
+  if (size_ == 1) return;
+  const uint32_t phase = phase_.load(std::memory_order_acquire);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(size_)) {
+    arrived_.store(0, std::memory_order_relaxed);
+    phase_.store(phase + 1, std::memory_order_release);
+    return;
+  }
+  for (int64_t i = 0; phase_.load(std::memory_order_acquire) == phase; ++i) {
+    if (i < spin_)
+      cpu_pause();
+    else
+      std::this_thread::yield();
+  }
+}
+
+}  // namespace anyaccel

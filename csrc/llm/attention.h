@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+// The key/value cache and attention over it.
+//
+// Keys and values live in pages of kPageTokens tokens of one layer-independent pool: a page holds the keys and values
+// of its tokens for all layers and KV heads. A sequence is a list of pages; sequences that share a prefix share pages,
+// which are copied when one of them writes (copy on write). What is inside a page is attention.cpp's own business.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+namespace anyaccel::llm {
+
+constexpr int kPageTokens = 64;
+
+enum class CacheFormat : uint8_t { f32, bf16, i8 };  // i8: a scale for each token and head
+
+// The heads of one layer that this rank has.
+struct AttentionShape {
+  int heads;  // query heads, a multiple of kv_heads
+  int kv_heads;
+  int head_dim;   // of queries and keys
+  int value_dim;  // of values and of the result
+  bool operator==(const AttentionShape&) const = default;
+};
+
+struct AttentionOptions {
+  float scale;
+  float softcap = 0;  // > 0: scores become softcap * tanh(score / softcap)
+  int window = 0;     // > 0: a token sees itself and the window - 1 tokens before it
+  int chunk = 0;      // > 0: a token sees the tokens of its own chunk of that many positions (Llama 4)
+  const float* alibi_slopes = nullptr;  // [heads]: score += slope * (key position - query position)
+  const float* sinks = nullptr;         // [heads]: a logit that takes part in the softmax and has no value (GPT-OSS)
+};
+
+// A step's keys and values do not fit the cache.
+struct OutOfCache : std::runtime_error {
+  OutOfCache(size_t needed_bytes, size_t free_bytes, size_t limit_bytes);
+  size_t needed, free, limit;  // bytes: wanted now; left below the limit; the limit
+};
+
+// Pages of one model's cache. Calls for one cache may not run at the same time, and none while a step runs.
+class KvCache {
+ public:
+  // One shape a layer. `limit_bytes`: extend() fails rather than use more. Throws std::invalid_argument.
+  KvCache(std::vector<AttentionShape> layers, CacheFormat format, size_t limit_bytes);
+  ~KvCache();
+
+  size_t page_bytes() const;
+  size_t used_bytes() const;      // pages in use
+  size_t reserved_bytes() const;  // memory taken from the system
+  size_t limit_bytes() const;
+
+  // A sequence without tokens.
+  int create();
+  void destroy(int sequence);
+  // A new sequence with the first `tokens` tokens of another; full pages are shared.
+  int fork(int sequence, int64_t tokens);
+  // Forgets all tokens from `tokens` on.
+  void truncate(int sequence, int64_t tokens);
+  int64_t length(int sequence) const;
+  // Makes room for `tokens` more tokens, which get pages of their own, and adds them to the length; call it for every
+  // sequence of a step before the step's threads start. Throws OutOfCache, also when the system has no memory, and
+  // changes nothing.
+  void extend(int sequence, int64_t tokens);
+  // Bytes that extend() would take: pages, and the copy of one that is shared.
+  size_t extend_bytes(int sequence, int64_t tokens) const;
+  bool exists(int sequence) const;
+  size_t sequences() const;
+
+  // Kernels below.
+  struct Impl;
+  Impl& impl() const { return *impl_; }
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+// The tokens that a step adds to one sequence.
+struct Query {
+  int sequence;
+  int64_t position;  // of the first one: the sequence's length before extend()
+  int tokens;
+  int row;  // of the first one among the step's tokens
+};
+
+// One layer's part of a step, shared by the threads of a team. Vectors are sized before the threads start.
+struct AttentionStep {
+  KvCache* cache;
+  int layer;
+  AttentionOptions options;
+  const std::vector<Query>* queries;
+  // Rows of the step's tokens: q [heads, head_dim], k [kv_heads, head_dim], v [kv_heads, value_dim], all already
+  // normed and rotated; result [heads, value_dim]. Strides in floats from token to token.
+  const float* q;
+  const float* k;
+  const float* v;
+  int64_t q_stride, k_stride, v_stride;
+  float* out;
+  int64_t out_stride;
+};
+
+// Scratch memory of attention for a step of that size (partial results of divided contexts, packed queries).
+struct AttentionScratch {
+  void reserve(const AttentionShape& shape, const std::vector<Query>& queries, int threads);
+  std::shared_ptr<void> memory;
+  size_t bytes = 0;
+};
+
+// Call these on every thread of the team. Between each two a barrier is needed, and one after the last.
+// Writes the new keys and values into the cache.
+void append(const AttentionStep& step, int thread, int threads) noexcept;
+// Attention of every query; long contexts are divided among threads (Flash-Decoding, Dao et al., 2023), so that one
+// sequence with few KV heads uses them all. Results do not depend on which other sequences are in the step.
+void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, int threads) noexcept;
+// Puts the parts of divided contexts together. Nothing to do when none was divided: needs_combine() says so.
+bool needs_combine(const AttentionStep& step, int threads) noexcept;
+void combine(const AttentionStep& step, AttentionScratch& scratch, int thread, int threads) noexcept;
+
+}  // namespace anyaccel::llm

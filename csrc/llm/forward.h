@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// One pass of tokens through the decoder.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <vector>
+
+#include "common/team.h"
+#include "llm/attention.h"
+#include "llm/parallel_ranks.h"
+#include "llm/profile.h"
+#include "llm/rope.h"
+#include "llm/spec.h"
+#include "llm/weights.h"
+#include "llm/workspace.h"
+
+namespace anyaccel::llm {
+
+// Tokens that pass together: of one sequence or of many.
+struct StepTokens {
+  std::vector<Query> queries;
+  std::vector<int64_t>
+      contexts;  // of each query's sequence, at the end of the whole call: rotary positions may depend on it
+  std::vector<int32_t> tokens;
+  std::vector<int32_t> wanted;  // rows of tokens whose logits are wanted, ascending
+  float* logits = nullptr;      // [wanted, vocab]
+  int64_t logits_stride = 0;
+
+  void clear() {
+    queries.clear();
+    contexts.clear();
+    tokens.clear();
+    wanted.clear();
+  }
+};
+
+class Forward {
+ public:
+  // All are the model's and live as long. `ranks`: null without tensor parallelism.
+  Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache, Team& team, Profile& profile);
+
+  // The most tokens of a run.
+  int64_t most_tokens() const { return most_tokens_; }
+  // Floats that a rank writes for one exchange at most.
+  size_t slot_floats() const;
+  void set_ranks(ParallelRanks* ranks) { ranks_ = ranks; }
+
+  // Every query's room in the cache is there (KvCache::extend). Throws std::bad_alloc, comm::CommError and what the
+  // ranks' interrupt check throws; what is in the cache and in logits then has no meaning.
+  void run(const StepTokens& step);
+
+ private:
+  friend class Worker;
+
+  const DecoderSpec& spec_;
+  const Weights& weights_;
+  KvCache& cache_;
+  Team& team_;
+  Profile& profile_;
+  ParallelRanks* ranks_ = nullptr;
+
+  Widths widths_;
+  std::vector<Shape> shapes_;  // one of each kind of matrix and number of columns
+  int64_t most_tokens_;
+  Workspace workspace_;
+  AttentionScratch scratch_;
+  std::vector<RopeTable> ropes_;
+
+  // Of the current run.
+  std::vector<int64_t> positions_;                // of each token
+  std::vector<std::vector<Rotation>> rotations_;  // [rope][token]
+  unsigned turn_ = 0;                             // of the ranks' slots, from run to run
+  std::exception_ptr failure_;                    // of an exchange
+};
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/matrix.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "common/isa.h"
+#include "common/team.h"
+#include "llm/grouped.h"
+#include "llm/large.h"
+#include "llm/small.h"
+
+namespace anyaccel::llm {
+namespace {
+
+constexpr size_t kLine = 64;
+constexpr size_t kHugePage = size_t{2} << 20;
+
+size_t padded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+
+// Columns are padded to what kernels read at once: 32 of the float formats and of a group (an AMX tile of bfloat16
+// has 32), 64 of int8 with a scale a row (an AMX tile has 64).
+int64_t column_multiple(const Shape& shape) {
+  if (shape.format == Format::i4) return shape.group;
+  return shape.format == Format::i8 && shape.group == 0 ? 64 : 32;
+}
+
+size_t values_bytes(Format format, int64_t padded_cols) {
+  const size_t values = static_cast<size_t>(padded_cols) * kBlockRows;
+  switch (format) {
+    case Format::f32:
+      return values * 4;
+    case Format::f16:
+    case Format::bf16:
+      return values * 2;
+    case Format::i8:
+      return values;
+    case Format::i4:
+      return values / 2;
+  }
+  return 0;
+}
+
+const SmallKernels& selected_small() {
+  static const SmallKernels& kernels = small_kernels(selected_isa());
+  return kernels;
+}
+
+}  // namespace
+
+int64_t Shape::padded_cols() const {
+  const int64_t multiple = column_multiple(*this);
+  return (cols + multiple - 1) / multiple * multiple;
+}
+
+size_t Shape::block_bytes() const { return layout_of(*this).block_bytes; }
+
+BlockLayout layout_of(const Shape& shape) {
+  BlockLayout layout{};
+  layout.format = shape.format;
+  layout.minimum = shape.minimum;
+  layout.group = shape.group;
+  layout.cols = shape.cols;
+  layout.padded_cols = shape.padded_cols();
+  layout.scales_offset = values_bytes(shape.format, layout.padded_cols);
+  size_t scales = 0;
+  if (shape.format == Format::i8 && shape.group == 0) {
+    scales = kBlockRows * sizeof(float);
+  } else if (shape.format == Format::i8 || shape.format == Format::i4) {
+    layout.scale_stride = kBlockRows * sizeof(uint16_t) * (shape.minimum ? 2 : 1);
+    scales = padded(static_cast<size_t>(layout.padded_cols / shape.group) * layout.scale_stride, kLine);
+  }
+  layout.block_bytes = layout.scales_offset + scales;
+  return layout;
+}
+
+void check(const Shape& shape) {
+  const auto fail = [](const std::string& what) { throw std::invalid_argument("weight matrix: " + what); };
+  if (shape.format > Format::i4) fail("unknown format " + std::to_string(static_cast<int>(shape.format)));
+  if (shape.rows < 1 || shape.cols < 1)
+    fail(std::to_string(shape.rows) + " x " + std::to_string(shape.cols) + " values; both must be at least 1");
+  const bool good_group = shape.format == Format::i4   ? shape.group == 32 || shape.group == 64 || shape.group == 128
+                          : shape.format == Format::i8 ? shape.group == 0 || shape.group == 32
+                                                       : shape.group == 0;
+  if (!good_group) fail("groups of " + std::to_string(shape.group) + " columns do not exist in this format");
+  if (shape.minimum && shape.format != Format::i4) fail("only 4-bit values can have a minimum");
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 16;
+  if (shape.rows > kMost / 64 || shape.cols > kMost / 64 || shape.cols + 128 > kMost / (shape.rows + 16))
+    fail(std::to_string(shape.rows) + " x " + std::to_string(shape.cols) + " values are too many");
+}
+
+Matrix::Matrix(const Shape& shape, std::shared_ptr<void> owner, uint8_t* data)
+    : shape_(shape), owner_(std::move(owner)), data_(data) {
+  check(shape);
+  if (data == nullptr || reinterpret_cast<uintptr_t>(data) % kLine != 0)
+    throw std::invalid_argument("weight matrix: its memory must be aligned to 64 bytes");
+}
+
+Matrix::Matrix(const Shape& shape) : shape_(shape) {
+  check(shape);
+  owner_ = allocate_weights(shape.bytes());
+  data_ = static_cast<uint8_t*>(owner_.get());
+}
+
+std::shared_ptr<void> allocate_weights(size_t bytes) {
+  if (bytes > std::numeric_limits<size_t>::max() / 2) throw std::bad_alloc();
+  if (bytes < kHugePage) {
+    const size_t size = padded(std::max<size_t>(bytes, 1), kLine);
+    void* memory = std::aligned_alloc(kLine, size);
+    if (memory == nullptr) throw std::bad_alloc();
+    std::memset(memory, 0, size);
+    return {memory, std::free};
+  }
+  // One page more than needed, so that the start can be moved to a huge page's; the rest is given back.
+  const size_t size = padded(bytes, kHugePage);
+  void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  auto* first = static_cast<uint8_t*>(memory);
+  const size_t skip = (kHugePage - reinterpret_cast<uintptr_t>(first) % kHugePage) % kHugePage;
+  if (skip != 0) munmap(first, skip);
+  if (skip != kHugePage) munmap(first + skip + size, kHugePage - skip);
+  madvise(first + skip, size, MADV_HUGEPAGE);
+  return {first + skip, [size](void* start) { munmap(start, size); }};
+}
+
+size_t small_bytes(const Shape& shape, int tokens) {
+  const size_t values = static_cast<size_t>(shape.padded_cols()) * static_cast<size_t>(tokens);
+  switch (shape.format) {
+    case Format::f32:
+    case Format::f16:
+    case Format::bf16:
+      return values * sizeof(float);
+    default:
+      return padded(values * sizeof(int16_t) + values / kActivationGroup * sizeof(GroupParams), kLine);
+  }
+}
+
+void Input::reserve(const Shape& shape, int64_t tokens) {
+  check(shape);
+  size_t bytes = small_bytes(shape, static_cast<int>(std::min<int64_t>(tokens, kSmallTokens)));
+  if (tokens > kSmallTokens) bytes = std::max(bytes, large_bytes(shape, tokens));
+  if (bytes <= bytes_) return;
+  memory_ = allocate_weights(bytes);
+  bytes_ = bytes;
+}
+
+void Input::prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, int part,
+                    int parts) noexcept {
+  // One writer: the others see it after the barrier.
+  if (part == 0) tokens_ = tokens;
+  if (tokens > kSmallTokens) {
+    large_prepare(shape, x, stride, rows, tokens, data(), part, parts);
+    return;
+  }
+  if (small_bytes(shape, tokens) > bytes_) std::abort();  // not reserved: a mistake in the program
+  SmallInput input{layout_of(shape), x, stride, rows, tokens, data(), 0, 0};
+  const Range groups = part_of(input.layout.padded_cols / kActivationGroup, part, parts);
+  input.begin = groups.begin;
+  input.end = groups.end;
+  selected_small().prepare(input);
+}
+
+Blocks blocks_of(const Shape& shape, int part, int parts) {
+  const Range range = part_of(shape.blocks(), part, parts);
+  return {range.begin, range.end};
+}
+
+void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts) noexcept {
+  if (x.tokens() > kSmallTokens) {
+    large_multiply(w, x.data(), x.tokens(), out, part, parts);
+    return;
+  }
+  const Shape& shape = w.shape();
+  const Blocks blocks = blocks_of(shape, part, parts);
+  selected_small().multiply(
+      {layout_of(shape), w.block(0), shape.rows, x.data(), x.tokens(), out, blocks.begin, blocks.end});
+}
+
+void unpack(const Matrix& w, int64_t block, int64_t k0, int64_t k1, float* panel) noexcept {
+  selected_small().unpack(layout_of(w.shape()), w.block(block), k0, k1, panel);
+}
+
+void unpack_bf16(const Matrix& w, int64_t block, int64_t k0, int64_t k1, uint16_t* panel) noexcept {
+  selected_small().unpack_bf16(layout_of(w.shape()), w.block(block), k0, k1, panel);
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weight matrices in the form that they are multiplied in, and the multiplication.
+//
+// A matrix W[rows, cols] is stored in blocks of 16 rows, one block after another; inside a block the values that one
+// vector load needs lie together, so that a product with few tokens reads the matrix once, as one stream:
+//   f32, f16   [k][16 rows]
+//   bf16       [k/2][16 rows][2]                      (the layout of a VDPBF16PS operand and of an AMX B tile)
+//   i8         [k/4][16 rows][4], then 16 f32 scales   (of a VPDPBUSD operand and of an AMX B tile), one scale a row
+//   i8, i4 in groups   see grouped.h: scales (and minima) lie beside the values that they belong to
+// Columns are padded with zeros to padded_cols(), rows to a multiple of 16.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace anyaccel::llm {
+
+enum class Format : uint8_t { f32, f16, bf16, i8, i4 };
+
+constexpr int64_t kBlockRows = 16;
+// Products with up to this many tokens read the weights as one stream ("small"); more are blocked for the caches.
+constexpr int kSmallTokens = 16;
+
+struct Shape {
+  Format format;
+  int64_t rows;
+  int64_t cols;
+  int group = 0;         // i8: 0 (a scale a row) or 32; i4: 32, 64 or 128 columns share a scale
+  bool minimum = false;  // i4: value = scale * q + minimum with q in 0..15; else scale * (q - 8)
+
+  int64_t padded_rows() const { return (rows + kBlockRows - 1) / kBlockRows * kBlockRows; }
+  int64_t padded_cols() const;
+  int64_t blocks() const { return padded_rows() / kBlockRows; }
+  size_t block_bytes() const;  // a multiple of 64
+  size_t bytes() const { return block_bytes() * static_cast<size_t>(blocks()); }
+  bool operator==(const Shape&) const = default;
+};
+// Throws std::invalid_argument: an impossible group, no rows, a size that overflows.
+void check(const Shape& shape);
+
+// What rows are read from. Quantised kinds are ggml's blocks of 32 columns.
+enum class SourceType : uint8_t { f32, f16, bf16, f64, q8_0, q4_0, q4_1 };
+size_t source_row_bytes(SourceType type, int64_t cols);
+
+struct Source {
+  const void* data;  // of the first row
+  SourceType type;
+  int64_t row_stride;  // bytes from one row to the next
+  int64_t col_stride;  // bytes from one value to the next; 0: dense. Quantised kinds are dense
+};
+
+// A packed matrix in memory that somebody owns. Cheap to move; copies share the memory.
+class Matrix {
+ public:
+  Matrix() = default;
+  // `data`: 64-byte aligned, shape.bytes() long, kept alive by `owner`.
+  Matrix(const Shape& shape, std::shared_ptr<void> owner, uint8_t* data);
+  // Memory of its own, zeroed.
+  explicit Matrix(const Shape& shape);
+
+  const Shape& shape() const { return shape_; }
+  const uint8_t* block(int64_t index) const { return data_ + shape_.block_bytes() * static_cast<size_t>(index); }
+  bool empty() const { return data_ == nullptr; }
+
+  // Packs `count` rows of `source`, converted or quantised, into rows first, first+1, ... A quantised source whose
+  // format is the matrix's own (q4_0: i4 of 32; q4_1: i4 of 32 with minimum; q8_0: i8 of 32) is kept bit by bit.
+  // `order`: row i comes from row order[i] of the source; null: in order. Rows outside are an error.
+  // Calls for different rows of one block may not run at the same time.
+  // Throws std::invalid_argument.
+  void set_rows(int64_t first, int64_t count, const Source& source, const int64_t* order = nullptr);
+  // Same, for quantised checkpoints (GPTQ, AWQ, compressed-tensors): values q[count][cols] 0..15 (i4) or int8 (i8),
+  // scales[count][groups], and for a matrix with minimum minima[count][groups] (value = scale * q + minimum).
+  void set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales, const float* minima);
+  // Row `row` as floats: cols of them. Reads only that row: for embeddings.
+  void row(int64_t row, float* out) const;
+
+ private:
+  Shape shape_{};
+  std::shared_ptr<void> owner_;
+  uint8_t* data_ = nullptr;
+};
+
+// Memory for weights: zeroed, in huge pages where the system has them. Throws std::bad_alloc.
+std::shared_ptr<void> allocate_weights(size_t bytes);
+
+// Activations x[tokens, cols] in the form in which matrices of one format are multiplied: made once, used by all
+// matrices that read the same activations.
+class Input {
+ public:
+  // Room for up to `tokens` rows of `cols` values for matrices like `shape` (format, group and cols count). Throws
+  // std::bad_alloc.
+  void reserve(const Shape& shape, int64_t tokens);
+
+  // Which form is made depends on `tokens` (small or large) and on the instruction set. Row i is row rows[i] of x, or
+  // row i when `rows` is null. With parts > 1 the caller's threads share the work, and all must have returned (a
+  // barrier) before the result is used. Never allocates.
+  void prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, int part,
+               int parts) noexcept;
+  int tokens() const { return tokens_; }
+
+  // For the kernels: see small.h and large.h.
+  const uint8_t* data() const { return static_cast<const uint8_t*>(memory_.get()); }
+  uint8_t* data() { return static_cast<uint8_t*>(memory_.get()); }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<void> memory_;
+  size_t bytes_ = 0;
+  int tokens_ = 0;
+};
+
+struct Output {
+  float* data;  // [tokens, rows]: token t, row r at data[t * stride + r]
+  int64_t stride;
+  const float* bias = nullptr;  // [rows], added once
+  bool add = false;             // out += scale * (W x + bias), else out = scale * (W x + bias)
+  float scale = 1.0f;
+};
+
+// What part `part` of `parts` computes of out = W x: every block of rows belongs to exactly one part, the same one in
+// every call with the same numbers (small products; a thread may use its own rows of the result without a barrier).
+// Large products divide the tokens too when that is faster: use the result after a barrier only.
+// Rows from shape().rows up to padded_rows() are not written.
+void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts) noexcept;
+// The blocks of a small product's part.
+struct Blocks {
+  int64_t begin, end;
+};
+Blocks blocks_of(const Shape& shape, int part, int parts);
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/model.h"
+
+#include <algorithm>
+
+#include "llm/errors.h"
+
+namespace anyaccel::llm {
+namespace {
+
+DecoderSpec checked(DecoderSpec spec) {
+  check(spec);
+  return spec;
+}
+
+std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
+  std::vector<AttentionShape> shapes;
+  for (const LayerSpec& layer : spec.layers) {
+    const AttentionSpec& a = layer.attention;
+    shapes.push_back({a.heads, a.kv_heads, a.head_dim, a.value_dim});
+  }
+  return shapes;
+}
+
+// Of everything that must be the same on all ranks.
+uint64_t signature(const DecoderSpec& spec, int64_t most_tokens, size_t slot_floats) {
+  uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (const auto value : {spec.vocab, spec.hidden, static_cast<int64_t>(spec.layers.size()), spec.max_tokens,
+                           static_cast<int64_t>(spec.size), most_tokens, static_cast<int64_t>(slot_floats)})
+    hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211u;
+  return hash;
+}
+
+}  // namespace
+
+Model::Model(DecoderSpec spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors,
+             int threads, CacheFormat cache_format, size_t cache_limit_bytes)
+    : spec_(checked(std::move(spec))),
+      team_(threads),
+      weights_(spec_, matrices, vectors),
+      cache_(cache_shapes(spec_), cache_format, cache_limit_bytes > 0 ? cache_limit_bytes : SIZE_MAX / 2),
+      forward_(spec_, weights_, cache_, team_, profile_) {
+  scratch_.resize(static_cast<size_t>(team_.size()));
+}
+
+Model::~Model() = default;
+
+std::unique_lock<std::mutex> Model::lock() {
+  // First: in a forked child the lock may be held for ever.
+  if (!team_.usable())
+    throw UsageError(
+        "this process was forked after the model was made, and its threads are the parent's; make the model in the "
+        "process that uses it");
+  std::unique_lock<std::mutex> held(mutex_);
+  const std::lock_guard<std::mutex> left(left_mutex_);
+  for (int sequence : left_) cache_.destroy(sequence);
+  left_.clear();
+  return held;
+}
+
+void Model::leave(int sequence) noexcept {
+  if (!team_.usable()) return;
+  const std::lock_guard<std::mutex> left(left_mutex_);
+  try {
+    left_.push_back(sequence);
+  } catch (...) {  // no memory for a number: the sequence stays until the model goes
+  }
+}
+
+// --- weights
+
+void Model::set_rows(const std::string& name, int64_t first, int64_t count, const Source& source,
+                     const int64_t* order) {
+  const auto held = lock();
+  weights_.set_rows(team_, name, first, count, source, order);
+}
+
+void Model::set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q,
+                               const float* scales, const float* minima) {
+  const auto held = lock();
+  weights_.set_quantised_rows(name, first, count, q, scales, minima);
+}
+
+void Model::set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
+                       int64_t stride, float plus) {
+  const auto held = lock();
+  weights_.set_vector(name, first, count, data, type, stride, plus);
+}
+
+uint64_t Model::write(int fd, int64_t offset, const FileProgress& progress) {
+  const auto held = lock();
+  return write_weights(fd, offset, weights_.data(), weights_.bytes(), team_.size(), progress);
+}
+
+uint64_t Model::read(int fd, int64_t offset, const FileProgress& progress) {
+  const auto held = lock();
+  if (finished_) throw UsageError("weights are read before finish()");
+  const uint64_t checksum = read_weights(fd, offset, weights_.data(), weights_.bytes(), team_.size(), progress);
+  weights_.set_all();
+  return checksum;
+}
+
+void Model::finish() {
+  const auto held = lock();
+  if (finished_) return;
+  weights_.finish();
+  finished_ = true;
+}
+
+// --- tensor parallelism
+
+std::string Model::create_segment(double timeout_s) {
+  const auto held = lock();
+  if (spec_.size == 1) throw UsageError("create_segment: the model has one rank");
+  if (ranks_ != nullptr) throw UsageError("create_segment: called before");
+  const size_t floats = forward_.slot_floats();
+  if (static_cast<size_t>(spec_.own_vocab()) > floats)
+    throw UsageError("rank " + std::to_string(spec_.rank) + " has " + std::to_string(spec_.own_vocab()) + " of " +
+                     std::to_string(spec_.vocab) + " rows of the vocabulary, more than its share");
+  const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
+                                     spec_.own_vocab()};
+  ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header);
+  ranks_->set_interrupt_check(interrupt_check_);
+  return ranks_->name();
+}
+
+void Model::connect(const std::vector<std::string>& names, const std::vector<int>& pids) {
+  const auto held = lock();
+  if (ranks_ == nullptr) throw UsageError("connect: create_segment() comes first");
+  ranks_->connect(names, pids);
+  int64_t next = 0;
+  for (int rank = 0; rank < spec_.size; ++rank) {
+    const ParallelRanks::Header& header = ranks_->header(rank);
+    if (header.vocab_first != next || header.vocab_count < 0 || header.vocab_count > spec_.vocab - next)
+      throw UsageError("the ranks' rows of the vocabulary are not one after another");
+    next += header.vocab_count;
+  }
+  if (next != spec_.vocab)
+    throw UsageError("the ranks have " + std::to_string(next) + " of " + std::to_string(spec_.vocab) +
+                     " rows of the vocabulary");
+  forward_.set_ranks(ranks_.get());
+}
+
+void Model::unlink() {
+  const auto held = lock();
+  if (ranks_ != nullptr) ranks_->unlink();
+}
+
+// --- checks
+
+void Model::check_ready() const {
+  if (!finished_) throw UsageError("the model's weights are not complete: finish() comes first");
+  if (spec_.size > 1 && (ranks_ == nullptr || !ranks_->connected()))
+    throw UsageError("rank " + std::to_string(spec_.rank) + " of " + std::to_string(spec_.size) +
+                     " is not connected to the others: create_segment() and connect() come first");
+}
+
+void Model::check_tokens(const int64_t* tokens, int64_t count) const {
+  for (int64_t i = 0; i < count; ++i)
+    if (tokens[i] < 0 || tokens[i] >= spec_.vocab)
+      throw UsageError("token " + std::to_string(tokens[i]) + " at position " + std::to_string(i) +
+                       " is not in the vocabulary of " + std::to_string(spec_.vocab) + " tokens");
+}
+
+void Model::check_sequence(int sequence) const {
+  if (!cache_.exists(sequence)) throw UsageError("there is no sequence " + std::to_string(sequence));
+}
+
+// --- sequences
+
+int Model::create() {
+  const auto held = lock();
+  return cache_.create();
+}
+
+int Model::fork(int sequence, int64_t tokens) {
+  const auto held = lock();
+  check_sequence(sequence);
+  return cache_.fork(sequence, tokens);
+}
+
+void Model::truncate(int sequence, int64_t tokens) {
+  const auto held = lock();
+  check_sequence(sequence);
+  cache_.truncate(sequence, tokens);
+}
+
+void Model::destroy(int sequence) {
+  const auto held = lock();
+  check_sequence(sequence);
+  cache_.destroy(sequence);
+}
+
+int64_t Model::length(int sequence) {
+  const auto held = lock();
+  check_sequence(sequence);
+  return cache_.length(sequence);
+}
+
+// --- memory and time
+
+int64_t Model::cache_bytes_per_token() const { return static_cast<int64_t>(cache_.page_bytes() / kPageTokens); }
+
+size_t Model::cache_used_bytes() {
+  const auto held = lock();
+  return cache_.used_bytes();
+}
+
+size_t Model::cache_reserved_bytes() {
+  const auto held = lock();
+  return cache_.reserved_bytes();
+}
+
+Profile::Entries Model::profile(bool enabled) {
+  const auto held = lock();
+  const Profile::Entries entries = profile_.entries;
+  profile_.entries = {};
+  profile_.enabled = enabled;
+  return entries;
+}
+
+}  // namespace anyaccel::llm

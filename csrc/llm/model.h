@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// A decoder: weights, cache, threads, and the steps of generation.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common/team.h"
+#include "llm/attention.h"
+#include "llm/forward.h"
+#include "llm/parallel_ranks.h"
+#include "llm/profile.h"
+#include "llm/sampling.h"
+#include "llm/spec.h"
+#include "llm/weight_file.h"
+#include "llm/weights.h"
+
+namespace anyaccel::llm {
+
+class Request;
+struct StepResult;
+
+// Calls may come from several threads, and run one after the other. After an error that is not of an exchange among
+// ranks the model is as it was before the call.
+class Model {
+ public:
+  // `threads`: 0 for as many as this process may use CPUs. Throws UsageError, std::bad_alloc, std::system_error.
+  Model(DecoderSpec spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors,
+        int threads, CacheFormat cache_format, size_t cache_limit_bytes);
+  ~Model();
+
+  const DecoderSpec& spec() const { return spec_; }
+  size_t weight_bytes() const { return weights_.bytes(); }
+  int threads() const { return team_.size(); }
+  const KvCache& cache() const { return cache_; }
+  // Called now and then by the thread that called step() or forward(); may throw, which ends the call.
+  void set_interrupt_check(std::function<void()> check) { interrupt_check_ = std::move(check); }
+
+  // --- weights, see Weights
+  void set_rows(const std::string& name, int64_t first, int64_t count, const Source& source, const int64_t* order);
+  void set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q, const float* scales,
+                          const float* minima);
+  void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
+                  int64_t stride, float plus);
+  // See weight_file.h.
+  uint64_t write(int fd, int64_t offset, const FileProgress& progress);
+  uint64_t read(int fd, int64_t offset, const FileProgress& progress);
+  // After the last weight. Throws ModelError.
+  void finish();
+
+  // --- tensor parallelism, see ParallelRanks
+  std::string create_segment(double timeout_s);
+  void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
+  void unlink();
+
+  // --- generation
+  // One step of each request: what is not in the cache yet is processed, then a token is chosen. Returns it, or -1 for
+  // a request that had finished. Throws UsageError, ModelError (logits that are not numbers), OutOfCache.
+  std::vector<int64_t> step(const std::vector<Request*>& requests);
+
+  // --- sequences, for callers with a loop of their own
+  int create();
+  int fork(int sequence, int64_t tokens);
+  void truncate(int sequence, int64_t tokens);
+  void destroy(int sequence);
+  int64_t length(int sequence);
+  // `tokens`: counts[i] new tokens of sequences[i], one after another. `logits`: [rows, vocab], of those tokens.
+  void forward(const std::vector<int>& sequences, const std::vector<int64_t>& counts, const int64_t* tokens,
+               float* logits, const std::vector<int64_t>& rows);
+
+  int64_t cache_bytes_per_token() const;
+  size_t cache_used_bytes();
+  size_t cache_reserved_bytes();
+  // What was counted so far; from now on nothing or anew.
+  Profile::Entries profile(bool enabled);
+
+ private:
+  friend class Request;
+  struct Work;  // of one sequence in a call
+
+  std::unique_lock<std::mutex> lock();  // also frees what requests have left
+  void check_ready() const;
+  void check_tokens(const int64_t* tokens, int64_t count) const;
+  void check_sequence(int sequence) const;
+  void check_room(const std::vector<Work>& work) const;
+  // Runs all tokens. wanted(i): whether the logits of token i among all are; done: where they go, what becomes of them.
+  template <class Wanted, class Done>
+  void process(std::vector<Work>& work, Wanted wanted, Done done);
+  void step_some(const std::vector<Request*>& requests, StepResult& result);
+  void choose(const std::vector<Request*>& requests, size_t first, size_t count, StepResult& result);
+  // By a request that ends, on any thread: freed by the next call, since a step may be running.
+  void leave(int sequence) noexcept;
+
+  DecoderSpec spec_;
+  Team team_;
+  Weights weights_;
+  KvCache cache_;
+  Profile profile_;
+  std::unique_ptr<ParallelRanks> ranks_;
+  Forward forward_;
+  std::function<void()> interrupt_check_;
+  bool finished_ = false;
+
+  std::mutex mutex_;  // of all calls
+  std::mutex left_mutex_;
+  std::vector<int> left_;  // sequences of requests that have ended
+
+  StepTokens tokens_;
+  std::vector<float> logits_;
+  std::vector<SamplingScratch> scratch_;  // of each thread
+};
+
+}  // namespace anyaccel::llm

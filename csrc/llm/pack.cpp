@@ -1,0 +1,489 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows of any source into blocks of 16 rows: read as panels [columns][16 rows] of floats, then stored or quantised.
+#include "llm/pack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "common/isa.h"
+#include "llm/convert.h"
+#include "llm/grouped.h"
+#include "llm/matrix.h"
+
+namespace anyaccel::llm {
+
+const PackKernels& pack_kernels_scalar();
+#ifdef ANYACCEL_X86
+const PackKernels& pack_kernels_avx2();
+const PackKernels& pack_kernels_avx512();
+#endif
+
+const PackKernels& pack_kernels() {
+#ifdef ANYACCEL_X86
+  static const Isa isa = selected_isa();
+  if (isa >= Isa::avx512) return pack_kernels_avx512();
+  if (isa >= Isa::avx2) return pack_kernels_avx2();
+#endif
+  return pack_kernels_scalar();
+}
+
+namespace {
+
+constexpr int kLanes = static_cast<int>(kBlockRows);
+constexpr int kMostColumns = 128;  // of a panel
+constexpr int kSourceGroup = 32;   // ggml's blocks
+
+// The rows that are packed into one block: where each lane's row starts, null for lanes that keep what they have.
+struct Lanes {
+  const uint8_t* row[kLanes] = {};
+  bool all = true;
+};
+
+template <class T>
+T read(const uint8_t* from) {
+  T value;
+  std::memcpy(&value, from, sizeof value);
+  return value;
+}
+
+struct F32 {
+  static constexpr int64_t bytes = 4;
+  static float at(const uint8_t* from) { return read<float>(from); }
+};
+struct F64 {
+  static constexpr int64_t bytes = 8;
+  static float at(const uint8_t* from) { return static_cast<float>(read<double>(from)); }
+};
+struct F16 {
+  static constexpr int64_t bytes = 2;
+  static float at(const uint8_t* from) { return from_f16(read<uint16_t>(from)); }
+};
+struct BF16 {
+  static constexpr int64_t bytes = 2;
+  static float at(const uint8_t* from) { return from_bf16(read<uint16_t>(from)); }
+};
+
+template <class Type>
+void read_panel(const Lanes& lanes, int64_t col_stride, int64_t k0, int count, float* panel) {
+  constexpr int kStep = 16;  // a cache line of each row of the panel is written as a whole before it is left
+  for (int k = 0; k < count; k += kStep) {
+    const int end = std::min(k + kStep, count);
+    for (int r = 0; r < kLanes; ++r) {
+      if (lanes.row[r] == nullptr) continue;
+      const uint8_t* from = lanes.row[r] + k0 * col_stride;
+      if (col_stride == Type::bytes && end == k + kStep) {
+        float values[kStep];
+        for (int i = 0; i < kStep; ++i) values[i] = Type::at(from + (k + i) * Type::bytes);
+        for (int i = 0; i < kStep; ++i) panel[(k + i) * kLanes + r] = values[i];
+      } else {
+        for (int i = k; i < end; ++i) panel[i * kLanes + r] = Type::at(from + i * col_stride);
+      }
+    }
+  }
+}
+
+// ggml's blocks of 32: half scale (and half minimum), then 16 bytes of nibbles (value i and i + 16) or 32 of int8.
+struct QuantisedBlock {
+  uint16_t scale = 0, minimum = 0;
+  int q[kSourceGroup];
+};
+int64_t block_bytes_of(SourceType type) { return type == SourceType::q8_0 ? 34 : type == SourceType::q4_0 ? 18 : 20; }
+
+QuantisedBlock read_block(SourceType type, const uint8_t* from) {
+  QuantisedBlock block;
+  block.scale = read<uint16_t>(from);
+  const uint8_t* values = from + 2;
+  if (type == SourceType::q8_0) {
+    for (int i = 0; i < kSourceGroup; ++i) block.q[i] = static_cast<int8_t>(values[i]);
+    return block;
+  }
+  if (type == SourceType::q4_1) {
+    block.minimum = read<uint16_t>(values);
+    values += 2;
+  }
+  for (int i = 0; i < kSourceGroup / 2; ++i) {
+    block.q[i] = values[i] & 15;
+    block.q[i + kSourceGroup / 2] = values[i] >> 4;
+  }
+  return block;
+}
+
+void read_quantised_panel(SourceType type, const Lanes& lanes, int64_t k0, int count, float* panel) {
+  for (int r = 0; r < kLanes; ++r) {
+    if (lanes.row[r] == nullptr) continue;
+    for (int k = 0; k < count; k += kSourceGroup) {
+      const QuantisedBlock block = read_block(type, lanes.row[r] + (k0 + k) / kSourceGroup * block_bytes_of(type));
+      const float scale = from_f16(block.scale), minimum = from_f16(block.minimum);
+      const int offset = type == SourceType::q4_0 ? 8 : 0;
+      for (int i = 0; i < std::min(kSourceGroup, count - k); ++i)
+        panel[(k + i) * kLanes + r] = scale * static_cast<float>(block.q[i] - offset) + minimum;
+    }
+  }
+}
+
+bool is_quantised(SourceType type) {
+  return type == SourceType::q8_0 || type == SourceType::q4_0 || type == SourceType::q4_1;
+}
+
+void read_panel(SourceType type, const Lanes& lanes, int64_t col_stride, int64_t k0, int count, float* panel) {
+  switch (type) {
+    case SourceType::f32:
+      return read_panel<F32>(lanes, col_stride, k0, count, panel);
+    case SourceType::f64:
+      return read_panel<F64>(lanes, col_stride, k0, count, panel);
+    case SourceType::f16:
+      return read_panel<F16>(lanes, col_stride, k0, count, panel);
+    case SourceType::bf16:
+      return read_panel<BF16>(lanes, col_stride, k0, count, panel);
+    default:
+      return read_quantised_panel(type, lanes, k0, count, panel);
+  }
+}
+
+template <class T>
+void put(uint8_t* to, T value) {
+  std::memcpy(to, &value, sizeof value);
+}
+
+// Where things are in a block.
+size_t i8_at(int64_t k, int r) { return static_cast<size_t>((k / 4 * kLanes + r) * 4 + k % 4); }
+size_t i4_at(int64_t k, int r) { return static_cast<size_t>((k / 8 * kLanes + r) * 4 + k % 4); }
+bool i4_high(int64_t k) { return k % 8 >= 4; }
+size_t pair_at(int64_t k, int r) { return static_cast<size_t>((k / 2 * kLanes + r) * 2 + k % 2) * 2; }
+
+void put_i4(uint8_t* block, int64_t k, int r, int q) {
+  uint8_t& byte = block[i4_at(k, r)];
+  byte = static_cast<uint8_t>(i4_high(k) ? (byte & 0x0f) | q << 4 : (byte & 0xf0) | q);
+}
+uint8_t* scale_at(const BlockLayout& layout, uint8_t* block, int64_t group, int r) {
+  return block + layout.scales_offset + static_cast<size_t>(group) * layout.scale_stride + static_cast<size_t>(r) * 2;
+}
+uint8_t* minimum_at(const BlockLayout& layout, uint8_t* block, int64_t group, int r) {
+  return scale_at(layout, block, group, r) + kLanes * 2;
+}
+
+// Calls fn(k0, count, panel) for the columns in steps; padding columns are zeros.
+template <class Fn>
+void for_panels(const Source& source, const Lanes& lanes, int64_t cols, int64_t padded_cols, int step, const Fn& fn) {
+  alignas(64) float panel[kMostColumns * kLanes];
+  for (int64_t k0 = 0; k0 < padded_cols; k0 += step) {
+    const int count = static_cast<int>(std::min<int64_t>(step, padded_cols - k0));
+    const int valid = static_cast<int>(std::clamp<int64_t>(cols - k0, 0, count));
+    if (valid < count || !lanes.all) std::fill(panel, panel + count * kLanes, 0.0f);
+    if (valid > 0) read_panel(source.type, lanes, source.col_stride, k0, valid, panel);
+    fn(k0, count, valid, panel);
+  }
+}
+
+// Calls fn(k, r) for the columns and rows of a panel that are packed. Most blocks are packed as a whole: without a
+// question for each value the compiler makes vectors of the loop.
+template <class Fn>
+void for_values(const Lanes& lanes, int count, const Fn& fn) {
+  if (lanes.all) {
+    for (int k = 0; k < count; ++k)
+      for (int r = 0; r < kLanes; ++r) fn(k, r);
+    return;
+  }
+  for (int r = 0; r < kLanes; ++r)
+    for (int k = 0; lanes.row[r] != nullptr && k < count; ++k) fn(k, r);
+}
+
+template <class Put>
+void pack_floats(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, const Put& place) {
+  for_panels(source, lanes, cols, layout.padded_cols, kMostColumns,
+             [&](int64_t k0, int count, int, const float* panel) {
+               for_values(lanes, count, [&](int k, int r) { place(k0 + k, r, panel[k * kLanes + r]); });
+             });
+}
+
+void pack_bf16(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  for_panels(
+      source, lanes, cols, layout.padded_cols, kMostColumns, [&](int64_t k0, int count, int, const float* panel) {
+        if (!lanes.all)
+          return for_values(lanes, count,
+                            [&](int k, int r) { put(block + pair_at(k0 + k, r), to_bf16(panel[k * kLanes + r])); });
+        uint8_t* to = block + pair_at(k0, 0);
+        for (int k = 0; k < count; k += 2, to += kLanes * 4)
+          for (int r = 0; r < kLanes; ++r) {
+            const uint32_t low = to_bf16(panel[k * kLanes + r]), high = to_bf16(panel[(k + 1) * kLanes + r]);
+            put(to + r * 4, low | high << 16);
+          }
+      });
+}
+
+// Largest magnitude of each row; NaN if a value is not finite.
+void magnitudes(const float* panel, int count, float* most) {
+  for (int k = 0; k < count; ++k)
+    for (int r = 0; r < kLanes; ++r) {
+      const float magnitude = std::fabs(panel[k * kLanes + r]);
+      const float larger = magnitude > most[r] ? magnitude : most[r];
+      most[r] = larger + magnitude * 0.0f;
+    }
+}
+
+float inverse(float scale) { return std::fabs(scale) > 1e-30f ? 1.0f / scale : 0.0f; }
+
+void put_i8(uint8_t* block, int64_t k0, int count, const float* panel, const float* inv, const Lanes& lanes) {
+  const auto rounded = [&](int k, int r) {
+    const float value = panel[k * kLanes + r] * inv[r] + 12582912.0f - 12582912.0f;  // to the nearest, ties to even
+    const float low = value > -127.0f ? value : -127.0f;
+    return static_cast<uint32_t>(static_cast<int32_t>(low < 127.0f ? low : 127.0f)) & 0xffu;
+  };
+  if (!lanes.all) {
+    for_values(lanes, count, [&](int k, int r) { block[i8_at(k0 + k, r)] = static_cast<uint8_t>(rounded(k, r)); });
+    return;
+  }
+  uint8_t* to = block + i8_at(k0, 0);
+  for (int k = 0; k < count; k += 4, to += kLanes * 4)
+    for (int r = 0; r < kLanes; ++r)
+      put(to + r * 4, rounded(k, r) | rounded(k + 1, r) << 8 | rounded(k + 2, r) << 16 | rounded(k + 3, r) << 24);
+}
+
+void pack_i8(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  if (layout.group == 0) {
+    float most[kLanes] = {}, inv[kLanes];
+    for_panels(source, lanes, cols, layout.padded_cols, kMostColumns,
+               [&](int64_t, int, int valid, const float* panel) { magnitudes(panel, valid, most); });
+    for (int r = 0; r < kLanes; ++r) {
+      const float scale = most[r] / 127.0f;
+      inv[r] = inverse(scale);
+      if (lanes.row[r] != nullptr) put(block + layout.scales_offset + static_cast<size_t>(r) * 4, scale);
+    }
+    for_panels(source, lanes, cols, layout.padded_cols, kMostColumns,
+               [&](int64_t k0, int count, int, const float* panel) { put_i8(block, k0, count, panel, inv, lanes); });
+    return;
+  }
+  for_panels(source, lanes, cols, layout.padded_cols, layout.group,
+             [&](int64_t k0, int count, int valid, const float* panel) {
+               float most[kLanes] = {}, inv[kLanes];
+               magnitudes(panel, valid, most);
+               for (int r = 0; r < kLanes; ++r) {
+                 const uint16_t scale = to_f16(most[r] / 127.0f);
+                 inv[r] = inverse(from_f16(scale));
+                 if (lanes.row[r] != nullptr) put(scale_at(layout, block, k0 / layout.group, r), scale);
+               }
+               put_i8(block, k0, count, panel, inv, lanes);
+             });
+}
+
+void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  const PackKernels& kernels = pack_kernels();
+  for_panels(source, lanes, cols, layout.padded_cols, layout.group,
+             [&](int64_t k0, int count, int valid, const float* panel) {
+               alignas(64) uint8_t q[kMostColumns * kLanes] = {};
+               uint16_t scales[kLanes], minima[kLanes];
+               kernels.quantise4(panel, valid, q, scales, layout.minimum ? minima : nullptr);
+               for (int r = 0; r < kLanes; ++r) {
+                 if (lanes.row[r] == nullptr) continue;
+                 put(scale_at(layout, block, k0 / layout.group, r), scales[r]);
+                 if (layout.minimum) put(minimum_at(layout, block, k0 / layout.group, r), minima[r]);
+                 for (int k = 0; k < valid && !lanes.all; ++k) put_i4(block, k0 + k, r, q[k * kLanes + r]);
+               }
+               if (!lanes.all) return;
+               uint8_t* to = block + i4_at(k0, 0);  // q is zero beyond the valid columns
+               for (int k = 0; k < count; k += 8, to += kLanes * 4)
+                 for (int r = 0; r < kLanes; ++r)
+                   for (int i = 0; i < 4; ++i)
+                     to[4 * r + i] = static_cast<uint8_t>(q[(k + i) * kLanes + r] | q[(k + 4 + i) * kLanes + r] << 4);
+             });
+}
+
+// A source in the matrix's own format, kept bit by bit.
+void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  for (int r = 0; r < kLanes; ++r) {
+    if (lanes.row[r] == nullptr) continue;
+    for (int64_t k0 = 0; k0 < cols; k0 += kSourceGroup) {
+      const QuantisedBlock from = read_block(type, lanes.row[r] + k0 / kSourceGroup * block_bytes_of(type));
+      put(scale_at(layout, block, k0 / kSourceGroup, r), from.scale);
+      if (layout.minimum) put(minimum_at(layout, block, k0 / kSourceGroup, r), from.minimum);
+      for (int i = 0; i < kSourceGroup; ++i) {
+        if (type == SourceType::q8_0)
+          block[i8_at(k0 + i, r)] = static_cast<uint8_t>(from.q[i]);
+        else
+          put_i4(block, k0 + i, r, from.q[i]);
+      }
+    }
+  }
+}
+
+bool same_format(const BlockLayout& layout, SourceType type) {
+  if (layout.group != kSourceGroup) return false;
+  switch (type) {
+    case SourceType::q8_0:
+      return layout.format == Format::i8;
+    case SourceType::q4_0:
+      return layout.format == Format::i4 && !layout.minimum;
+    case SourceType::q4_1:
+      return layout.format == Format::i4 && layout.minimum;
+    default:
+      return false;
+  }
+}
+
+void pack_block(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  if (same_format(layout, source.type)) return keep_quantised(layout, source.type, lanes, cols, block);
+  switch (layout.format) {
+    case Format::f32:
+      return pack_floats(layout, source, lanes, cols, [&](int64_t k, int r, float value) {
+        put(block + static_cast<size_t>(k * kLanes + r) * 4, value);
+      });
+    case Format::f16:
+      return pack_floats(layout, source, lanes, cols, [&](int64_t k, int r, float value) {
+        put(block + static_cast<size_t>(k * kLanes + r) * 2, to_f16(value));
+      });
+    case Format::bf16:
+      return pack_bf16(layout, source, lanes, cols, block);
+    case Format::i8:
+      return pack_i8(layout, source, lanes, cols, block);
+    case Format::i4:
+      return pack_i4(layout, source, lanes, cols, block);
+  }
+}
+
+[[noreturn]] void fail(const std::string& what) { throw std::invalid_argument("weight matrix: " + what); }
+
+void check_rows(const Shape& shape, int64_t first, int64_t count) {
+  if (first < 0 || count < 0 || first > shape.rows || count > shape.rows - first)
+    fail("rows " + std::to_string(first) + " to " + std::to_string(first) + " + " + std::to_string(count) +
+         " do not exist among " + std::to_string(shape.rows));
+}
+
+// A scale that a checkpoint gives, as the half that it is kept as.
+uint16_t half_of(float value) {
+  const uint16_t half = to_f16(value);
+  if (!std::isfinite(from_f16(half)) && std::isfinite(value))
+    fail("a scale or minimum of " + std::to_string(value) + " is too large for 16 bits");
+  return half;
+}
+
+}  // namespace
+
+size_t source_row_bytes(SourceType type, int64_t cols) {
+  switch (type) {
+    case SourceType::f32:
+      return static_cast<size_t>(cols) * 4;
+    case SourceType::f64:
+      return static_cast<size_t>(cols) * 8;
+    case SourceType::f16:
+    case SourceType::bf16:
+      return static_cast<size_t>(cols) * 2;
+    default:
+      if (cols % kSourceGroup != 0)
+        fail("rows of " + std::to_string(cols) + " values cannot be in quantised blocks of 32");
+      return static_cast<size_t>(cols / kSourceGroup * block_bytes_of(type));
+  }
+}
+
+void Matrix::set_rows(int64_t first, int64_t count, const Source& source, const int64_t* order) {
+  if (empty()) fail("it has no memory");
+  check_rows(shape_, first, count);
+  if (source.data == nullptr && count > 0) fail("its source has no data");
+  if (source.type > SourceType::q4_1) fail("unknown source type");
+  const size_t row_bytes = source_row_bytes(source.type, shape_.cols);  // checks the number of columns
+  Source dense = source;
+  if (!is_quantised(source.type) && dense.col_stride == 0)
+    dense.col_stride = static_cast<int64_t>(row_bytes) / shape_.cols;
+  if (is_quantised(source.type) && source.col_stride != 0) fail("quantised rows cannot have a column stride");
+  for (int64_t i = 0; order != nullptr && i < count; ++i)
+    if (order[i] < 0) fail("row " + std::to_string(order[i]) + " of its source does not exist");
+  const BlockLayout layout = layout_of(shape_);
+  const auto* start = static_cast<const uint8_t*>(source.data);
+  for (int64_t done = 0; done < count;) {
+    const int64_t row = first + done;
+    const int64_t in_block = std::min(count - done, kBlockRows - row % kBlockRows);
+    Lanes lanes;
+    lanes.all = in_block == kBlockRows;
+    for (int64_t i = 0; i < in_block; ++i) {
+      const int64_t from = order != nullptr ? order[done + i] : done + i;
+      lanes.row[row % kBlockRows + i] = start + from * source.row_stride;
+    }
+    pack_block(layout, dense, lanes, shape_.cols, data_ + layout.block_bytes * static_cast<size_t>(row / kBlockRows));
+    done += in_block;
+  }
+}
+
+void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales,
+                                const float* minima) {
+  if (empty()) fail("it has no memory");
+  if (shape_.format != Format::i8 && shape_.format != Format::i4) fail("its format is not a quantised one");
+  check_rows(shape_, first, count);
+  if (count > 0 && (q == nullptr || scales == nullptr)) fail("values or scales are missing");
+  if (count > 0 && (minima != nullptr) != shape_.minimum)
+    fail(shape_.minimum ? "minima are missing" : "this matrix has no minima");
+  const BlockLayout layout = layout_of(shape_);
+  const int64_t group = layout.group == 0 ? shape_.cols : layout.group;
+  const int64_t groups = (shape_.cols + group - 1) / group;
+  if (shape_.format == Format::i4 && std::any_of(q, q + count * shape_.cols, [](uint8_t value) { return value > 15; }))
+    fail("a 4-bit value is above 15");
+  for (int64_t i = 0; i < count; ++i) {
+    const int r = static_cast<int>((first + i) % kBlockRows);
+    uint8_t* block = data_ + layout.block_bytes * static_cast<size_t>((first + i) / kBlockRows);
+    for (int64_t g = 0; g < groups; ++g) {
+      const float scale = scales[i * groups + g];
+      if (layout.group == 0) {
+        put(block + layout.scales_offset + static_cast<size_t>(r) * 4, scale);
+        continue;
+      }
+      put(scale_at(layout, block, g, r), half_of(scale));
+      if (layout.minimum) put(minimum_at(layout, block, g, r), half_of(minima[i * groups + g]));
+    }
+    for (int64_t k = 0; k < shape_.cols; ++k) {
+      const uint8_t value = q[i * shape_.cols + k];
+      if (shape_.format == Format::i8)
+        block[i8_at(k, r)] = value;
+      else
+        put_i4(block, k, r, value);
+    }
+  }
+}
+
+void Matrix::row(int64_t row, float* out) const {
+  const BlockLayout layout = layout_of(shape_);
+  const uint8_t* from = block(row / kBlockRows);
+  const int r = static_cast<int>(row % kBlockRows);
+  const auto half_at = [&](int64_t group, size_t offset) {
+    return from_f16(read<uint16_t>(from + layout.scales_offset + static_cast<size_t>(group) * layout.scale_stride +
+                                   offset + static_cast<size_t>(r) * 2));
+  };
+  const int64_t cols = shape_.cols;
+  switch (shape_.format) {
+    case Format::f32:
+      for (int64_t k = 0; k < cols; ++k) out[k] = read<float>(from + (k * kLanes + r) * 4);
+      return;
+    case Format::f16:
+      for (int64_t k = 0; k < cols; ++k) out[k] = from_f16(read<uint16_t>(from + (k * kLanes + r) * 2));
+      return;
+    case Format::bf16:
+      for (int64_t k = 0; k < cols; ++k) out[k] = from_bf16(read<uint16_t>(from + pair_at(k, r)));
+      return;
+    case Format::i8: {
+      const int64_t group = layout.group == 0 ? cols : layout.group;
+      for (int64_t k0 = 0; k0 < cols; k0 += group) {
+        const float scale =
+            layout.group == 0 ? read<float>(from + layout.scales_offset + r * 4) : half_at(k0 / group, 0);
+        const uint8_t* q = from + i8_at(k0, r);
+        for (int64_t k = 0; k < std::min(group, cols - k0); ++k)
+          out[k0 + k] = scale * static_cast<float>(static_cast<int8_t>(q[i8_at(k, 0)]));
+      }
+      return;
+    }
+    case Format::i4:
+      for (int64_t k0 = 0; k0 < cols; k0 += layout.group) {
+        const float scale = half_at(k0 / layout.group, 0);
+        const float minimum = layout.minimum ? half_at(k0 / layout.group, kLanes * 2) : 0.0f;
+        const int zero = layout.minimum ? 0 : 8;
+        const uint8_t* q = from + i4_at(k0, r);
+        for (int64_t k = 0; k < std::min<int64_t>(layout.group, cols - k0); ++k) {
+          const int byte = q[i4_at(k, 0)];
+          out[k0 + k] = scale * static_cast<float>((i4_high(k) ? byte >> 4 : byte & 15) - zero) + minimum;
+        }
+      }
+      return;
+  }
+}
+
+}  // namespace anyaccel::llm

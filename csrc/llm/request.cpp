@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/request.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "llm/errors.h"
+#include "llm/model.h"
+
+namespace anyaccel::llm {
+namespace {
+
+void check_options(const RequestOptions& options) {
+  const SamplingOptions& s = options.sampling;
+  const auto wrong = [](const char* name, double value, const char* range) {
+    throw UsageError(std::string(name) + " is " + std::to_string(value) + ", must be " + range);
+  };
+  if (s.do_sample && !(s.temperature > 0 && std::isfinite(s.temperature)))
+    wrong("temperature", static_cast<double>(s.temperature), "above 0");
+  if (s.top_k < 0) wrong("top_k", s.top_k, "0 (off) or more");
+  if (!(s.top_p > 0 && s.top_p <= 1)) wrong("top_p", static_cast<double>(s.top_p), "above 0 and at most 1");
+  if (!(s.min_p >= 0 && s.min_p <= 1)) wrong("min_p", static_cast<double>(s.min_p), "0 to 1");
+  if (!(s.typical_p > 0 && s.typical_p <= 1))
+    wrong("typical_p", static_cast<double>(s.typical_p), "above 0 and at most 1");
+  if (!(s.repetition_penalty > 0 && std::isfinite(s.repetition_penalty)))
+    wrong("repetition_penalty", static_cast<double>(s.repetition_penalty), "above 0");
+  if (!std::isfinite(s.presence_penalty))
+    wrong("presence_penalty", static_cast<double>(s.presence_penalty), "a number");
+  if (!std::isfinite(s.frequency_penalty))
+    wrong("frequency_penalty", static_cast<double>(s.frequency_penalty), "a number");
+  if (s.no_repeat_ngram < 0) wrong("no_repeat_ngram", s.no_repeat_ngram, "0 (off) or more");
+  if (options.max_new_tokens < 0)
+    wrong("max_new_tokens", static_cast<double>(options.max_new_tokens), "0 (as many as the context takes) or more");
+  if (options.min_new_tokens < 0) wrong("min_new_tokens", static_cast<double>(options.min_new_tokens), "0 or more");
+}
+
+void check_room(const DecoderSpec& spec, int64_t tokens) {
+  if (spec.max_tokens > 0 && tokens >= spec.max_tokens)
+    throw UsageError("a prompt of " + std::to_string(tokens) +
+                     " tokens leaves no room for an answer: the model's "
+                     "context has " +
+                     std::to_string(spec.max_tokens) + " tokens");
+}
+
+}  // namespace
+
+Request::Request(std::shared_ptr<Model> model, std::vector<int64_t> prompt, RequestOptions options,
+                 std::shared_ptr<Request> prefix, bool keep_logits)
+    : model_(std::move(model)),
+      options_(std::move(options)),
+      prefix_(std::move(prefix)),
+      keep_logits_(keep_logits),
+      tokens_(std::move(prompt)),
+      prompt_(static_cast<int64_t>(tokens_.size())),
+      random_(options_.seed) {
+  check_options(options_);
+  if (prefix_ != nullptr && prefix_->model_ != model_) throw UsageError("the prefix is a request of another model");
+  const auto held = model_->lock();
+  if (tokens_.empty()) throw UsageError("the prompt is empty: it needs one token at least");
+  model_->check_tokens(tokens_.data(), prompt_);
+  check_room(model_->spec(), prompt_);
+  sequence_ = model_->cache_.create();
+}
+
+Request::~Request() {
+  if (sequence_ >= 0) model_->leave(sequence_);
+}
+
+std::vector<int64_t> Request::tokens() const {
+  const auto held = model_->lock();
+  return {tokens_.begin() + prompt_, tokens_.end()};
+}
+
+int64_t Request::prompt_length() const {
+  const auto held = model_->lock();
+  return prompt_;
+}
+
+Request::Finish Request::finished() const {
+  const auto held = model_->lock();
+  return finished_;
+}
+
+void Request::finish() {
+  const auto held = model_->lock();
+  prefix_.reset();
+  if (sequence_ >= 0) model_->cache_.destroy(sequence_);
+  sequence_ = -1;
+  cached_ = 0;
+  if (finished_ == Finish::no) finished_ = Finish::stopped;
+}
+
+void Request::extend(const std::vector<int64_t>& tokens, int64_t max_new_tokens) {
+  if (max_new_tokens < 0) throw UsageError("max_new_tokens is " + std::to_string(max_new_tokens));
+  const auto held = model_->lock();
+  if (sequence_ < 0) throw UsageError("the request was finished with finish(): make a new one");
+  model_->check_tokens(tokens.data(), static_cast<int64_t>(tokens.size()));
+  check_room(model_->spec(), static_cast<int64_t>(tokens_.size() + tokens.size()));
+  if (tokens_.size() == static_cast<size_t>(cached_) && tokens.empty())
+    throw UsageError("extend: no tokens to go on with");
+  tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
+  prompt_ = static_cast<int64_t>(tokens_.size());
+  if (max_new_tokens > 0) options_.max_new_tokens = max_new_tokens;
+  finished_ = Finish::no;
+}
+
+void Request::copy_logits(float* out) const {
+  const auto held = model_->lock();
+  if (logits_.empty())
+    throw UsageError(keep_logits_ ? "no step has been made yet" : "logits are kept with keep_logits only");
+  std::copy(logits_.begin(), logits_.end(), out);
+}
+
+// Before the first step, with the prefix in the cache as far as it will be.
+void Request::share_prefix() {
+  const std::shared_ptr<Request> prefix = std::move(prefix_);
+  prefix_ = nullptr;
+  if (prefix == nullptr || prefix->sequence_ < 0 || cached_ > 0) return;
+  // The last token of the prompt is computed anyway: its logits are wanted.
+  const int64_t most = std::min(
+      {prefix->cached_, static_cast<int64_t>(prefix->tokens_.size()), static_cast<int64_t>(tokens_.size()) - 1});
+  const int64_t common =
+      std::mismatch(tokens_.begin(), tokens_.begin() + std::max<int64_t>(most, 0), prefix->tokens_.begin()).first -
+      tokens_.begin();
+  if (common <= 0) return;
+  for (const RopeSpec& rope : model_->spec().ropes)
+    if (RopeTable(rope).changes_between(static_cast<int64_t>(tokens_.size()), prefix->cached_)) return;
+  const int shared = model_->cache_.fork(prefix->sequence_, common);
+  model_->cache_.destroy(sequence_);
+  sequence_ = shared;
+  cached_ = common;
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/weight_file.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace anyaccel::llm {
+namespace {
+
+constexpr size_t kChunk = size_t{512} << 10;  // stays in a core's own cache between reading and hashing
+constexpr uint64_t kPrime = 0x9E3779B185EBCA87ULL;
+constexpr uint64_t kSecondPrime = 0xC2B2AE3D27D4EB4FULL;
+constexpr int kLanes = 8;
+
+// One step for one word: a bijection of `state` for each word and of `word` for each state, so that one changed word
+// always changes the result.
+uint64_t mix(uint64_t state, uint64_t word) { return std::rotl(state ^ word, 31) * kPrime; }
+
+uint64_t finish(uint64_t value) {
+  value = (value ^ (value >> 33)) * kSecondPrime;
+  value = (value ^ (value >> 29)) * kPrime;
+  return value ^ (value >> 32);
+}
+
+uint64_t chunk_checksum(const uint8_t* data, size_t bytes) {
+  uint64_t lanes[kLanes];  // independent, so that their multiplications overlap
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = kSecondPrime * static_cast<uint64_t>(lane + 1);
+  size_t at = 0;
+  for (; at + sizeof lanes <= bytes; at += sizeof lanes) {
+    uint64_t words[kLanes];
+    std::memcpy(words, data + at, sizeof words);
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = mix(lanes[lane], words[lane]);
+  }
+  uint64_t state = bytes;
+  for (uint64_t lane : lanes) state = mix(state, finish(lane));
+  for (; at < bytes; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, data + at, std::min(sizeof word, bytes - at));
+    state = mix(state, word);
+  }
+  return finish(state);
+}
+
+int usable_cpus() {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::max(1, CPU_COUNT(&allowed));
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+void read_all(int fd, int64_t offset, uint8_t* to, size_t bytes) {
+  while (bytes > 0) {
+    const ssize_t got = pread(fd, to, bytes, offset);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw std::system_error(errno, std::generic_category(), "pread");
+    if (got == 0) throw std::system_error(EIO, std::generic_category(), "pread: the file ends too early");
+    to += got;
+    offset += got;
+    bytes -= static_cast<size_t>(got);
+  }
+}
+
+void write_all(int fd, int64_t offset, const uint8_t* from, size_t bytes) {
+  while (bytes > 0) {
+    const ssize_t put = pwrite(fd, from, bytes, offset);
+    if (put < 0 && errno == EINTR) continue;
+    if (put < 0) throw std::system_error(errno, std::generic_category(), "pwrite");
+    from += put;
+    offset += put;
+    bytes -= static_cast<size_t>(put);
+  }
+}
+
+// Calls work(begin, length) for every chunk and combines what it returns, in the order of the chunks.
+template <class Work>
+uint64_t in_chunks(size_t bytes, int threads, const FileProgress& progress, Work work) {
+  const size_t chunks = (bytes + kChunk - 1) / kChunk;
+  std::vector<uint64_t> sums(chunks);
+  std::atomic<size_t> next{0};
+  std::atomic<size_t> done{0};
+  std::mutex mutex;
+  std::exception_ptr failure;
+  auto run = [&](bool reports) {
+    try {
+      for (size_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
+        const size_t begin = chunk * kChunk;
+        const size_t length = std::min(kChunk, bytes - begin);
+        sums[chunk] = work(begin, length);
+        const size_t so_far = done.fetch_add(length) + length;
+        if (reports && progress) progress(so_far);
+      }
+    } catch (...) {
+      next = chunks;
+      const std::lock_guard lock(mutex);
+      if (!failure) failure = std::current_exception();
+    }
+  };
+  if (threads <= 0) threads = usable_cpus();
+  const size_t wanted = std::min(static_cast<size_t>(threads), chunks);
+  std::vector<std::thread> helpers;
+  for (size_t i = 1; i < wanted; ++i) {
+    try {
+      helpers.emplace_back(run, false);
+    } catch (const std::system_error&) {
+      break;  // fewer do
+    }
+  }
+  run(true);
+  for (std::thread& helper : helpers) helper.join();
+  if (failure) std::rethrow_exception(failure);
+  if (progress) progress(bytes);
+  uint64_t state = bytes;
+  for (uint64_t sum : sums) state = mix(state, sum);
+  return finish(state);
+}
+
+}  // namespace
+
+uint64_t write_weights(int fd, int64_t offset, const void* data, size_t bytes, int threads,
+                       const FileProgress& progress) {
+  const auto* from = static_cast<const uint8_t*>(data);
+  return in_chunks(bytes, threads, progress, [&](size_t begin, size_t length) {
+    const uint64_t sum = chunk_checksum(from + begin, length);
+    write_all(fd, offset + static_cast<int64_t>(begin), from + begin, length);
+    return sum;
+  });
+}
+
+uint64_t read_weights(int fd, int64_t offset, void* data, size_t bytes, int threads, const FileProgress& progress) {
+  auto* to = static_cast<uint8_t*>(data);
+  return in_chunks(bytes, threads, progress, [&](size_t begin, size_t length) {
+    read_all(fd, offset + static_cast<int64_t>(begin), to + begin, length);
+    return chunk_checksum(to + begin, length);
+  });
+}
+
+uint64_t weights_checksum(const void* data, size_t bytes) {
+  const auto* from = static_cast<const uint8_t*>(data);
+  return in_chunks(bytes, 1, {}, [&](size_t begin, size_t length) { return chunk_checksum(from + begin, length); });
+}
+
+}  // namespace anyaccel::llm

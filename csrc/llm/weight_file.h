@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Packed weights to a file and back: in chunks, on several threads, with a checksum of what went through.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace anyaccel::llm {
+
+// Called on the calling thread with the bytes done so far; what it throws ends the transfer and is passed on.
+using FileProgress = std::function<void(size_t done)>;
+
+// Both return the checksum of the bytes: 64 bits that find damage (any change within eight bytes is found for sure,
+// others are missed once in 2^64), not tampering. It does not depend on the number of threads. A chunk is hashed while
+// it is in the cache, so that checking a file costs hardly more than reading it.
+// `threads`: 0 for as many as this process may use CPUs. Throws std::system_error naming the call that failed; a file
+// that ends too early is EIO.
+uint64_t write_weights(int fd, int64_t offset, const void* data, size_t bytes, int threads = 0,
+                       const FileProgress& progress = {});
+uint64_t read_weights(int fd, int64_t offset, void* data, size_t bytes, int threads = 0,
+                      const FileProgress& progress = {});
+// Of bytes in memory.
+uint64_t weights_checksum(const void* data, size_t bytes);
+
+}  // namespace anyaccel::llm

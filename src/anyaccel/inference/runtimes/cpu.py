@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model's files, or a model in memory, to the native decoder with packed weights. Torch-free from files.
+
+Weights exist once: they are packed a few rows at a time from mapped files, whose pages are given back as they are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.runtimes.formats import DEFAULT_GROUP, Precision
+from anyaccel.inference.runtimes.packed_cache import Entry
+from anyaccel.inference.runtimes.spec import DecoderSpec
+from anyaccel.inference.runtimes.spec_json import spec_from_dict
+
+if TYPE_CHECKING:
+    from anyaccel import _llm
+    from anyaccel.inference.runtimes.packing import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], object]
+
+_CACHE_FORMATS = {"fp32": "f32", "f32": "f32", "bf16": "bf16", "int8": "i8", "i8": "i8"}
+_SHARE_OF_MEMORY = 0.75  # of what is available, that the key/value cache may grow to
+
+
+@dataclass
+class NativeModel:
+    """A decoder that is ready, and what it was made from.
+
+    Attributes:
+        model: the native decoder, of this rank.
+        spec: of this rank; `whole_spec` of the whole model.
+        config: config.json, or the same made from a GGUF file's metadata.
+        generation_config: generation_config.json, {} without one.
+        dtype: that was asked for; None: the file's own.
+        cached: the packed weights came from the cache.
+    """
+
+    model: _llm.Model
+    spec: DecoderSpec
+    whole_spec: DecoderSpec
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    dtype: str | None
+    rank: int = 0
+    size: int = 1
+    cached: bool = False
+
+
+def load_native(
+    model: Any,
+    config: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = "bf16",
+    group: int = DEFAULT_GROUP,
+    asymmetric: bool = True,
+    rank: int = 0,
+    size: int = 1,
+    threads: int = 0,
+    cache_dtype: str = "bf16",
+    cache_limit: int = 0,
+    progress: Progress | None = None,
+    use_cache: bool = True,
+    release: bool = False,
+) -> NativeModel:
+    """Make the native decoder of a model; on `size` ranks each has a part.
+
+    Args:
+        model: path of a Hugging Face folder or a GGUF file, a Hugging Face model in memory, or a TensorSource.
+        config: of a TensorSource or a model in memory that has none; as config.json.
+        dtype: fp32, bf16, fp16, int8, int4; None or "auto": the precision that the file has.
+        group, asymmetric: of int4: columns that share a scale; a minimum beside it.
+        threads: 0 for the CPUs of this process.
+        cache_dtype: of keys and values: bf16, int8, fp32.
+        cache_limit: most bytes of keys and values; 0: three quarters of what memory is available then.
+        progress: called with (bytes done, bytes in all) while weights are read or packed.
+        use_cache: keep the packed weights of files in the user's cache folder, and read them from there.
+        release: give up each of the module's weights once it is packed.
+
+    Raises:
+        Unsupported: the native runtime lacks something that this model needs: its `feature`.
+        ModelError: a file is damaged, a weight missing or of the wrong shape.
+        UsageError: an argument is wrong, or the model is too small for so many ranks.
+    """
+    precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
+    if cache_dtype not in _CACHE_FORMATS:
+        raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8 or fp32")
+    settings = _Settings(precision, rank, size, threads, _CACHE_FORMATS[cache_dtype], cache_limit, progress)
+    if not isinstance(model, str | Path):
+        from anyaccel.inference.runtimes.packing import checkpoint_in_memory
+
+        return _packed(settings, checkpoint_in_memory(model, config, release))[0]
+    path = Path(model).expanduser()
+    if not path.exists():
+        raise ModelError(f"{path}: no such model folder or .gguf file; models are read from local files only")
+    entry = _entry(path, settings) if use_cache else None
+    if entry is None:
+        return _from_files(path, settings)[0]
+    found = _from_cache(entry, settings)
+    if found is not None:
+        return found
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(entry.locked())
+        except OSError as error:
+            logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
+            return _from_files(path, settings)[0]
+        found = _from_cache(entry, settings)  # another process may have made it meanwhile
+        if found is None:
+            found, shapes = _from_files(path, settings)
+            _save(entry, found, shapes)
+        return found
+
+
+@dataclass(frozen=True)
+class _Settings:
+    precision: Precision
+    rank: int
+    size: int
+    threads: int
+    cache_format: str
+    cache_limit: int
+    progress: Progress | None
+
+    def report(self, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(done, total)
+
+
+def _entry(path: Path, settings: _Settings) -> Entry | None:
+    from anyaccel import env
+
+    if env.ANYACCEL_PACKED_CACHE_BYTES.get() == 0:
+        return None
+    return Entry(path, {"precision": asdict(settings.precision), "rank": settings.rank, "size": settings.size})
+
+
+def _make(spec: dict[str, Any], shapes: Mapping[str, Any], settings: _Settings) -> _llm.Model:
+    from anyaccel import _llm
+
+    limit = settings.cache_limit
+    if limit == 0:
+        limit = max(1 << 20, int(_available_memory() * _SHARE_OF_MEMORY) // settings.size)
+    try:
+        return _llm.Model(spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit)
+    except (MemoryError, ValueError, RuntimeError) as error:
+        if isinstance(error, ModelError | UsageError):
+            raise
+        raise ModelError(f"the native runtime cannot hold this model ({error or 'out of memory'})") from error
+
+
+def _available_memory() -> int:
+    """Bytes that this process may still take without swapping."""
+    available = 1 << 40
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) << 10
+    with contextlib.suppress(OSError, ValueError):  # "max" without a limit
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, max(limit - used, 0))
+    return available
+
+
+def _from_cache(entry: Entry, settings: _Settings) -> NativeModel | None:
+    """The model of the entry; None when there is none, or when it is damaged: it is removed then."""
+    saved = entry.load()
+    if saved is None:
+        return None
+    try:
+        file = entry.weights.open("rb")
+    except OSError:
+        return None
+    damage = ""
+    with file:
+        try:
+            made = _make(saved["spec"], saved["shapes"], settings)
+            total = made.weight_bytes
+            if total != saved["weight_bytes"]:
+                damage = "its size is another one"
+            elif made.read(file.fileno(), 0, lambda done: settings.report(done, total)) != saved["checksum"]:
+                damage = "its checksum is another one"
+            else:
+                made.finish()
+        except (OSError, ModelError, UsageError) as error:
+            damage = str(error) or type(error).__name__
+    if damage:
+        logger.warning("%s: %s; packing again", entry.weights, damage)
+        entry.remove()
+        return None
+    return NativeModel(
+        made,
+        spec_from_dict(saved["spec"]),
+        spec_from_dict(saved["whole_spec"]),
+        saved["config"],
+        saved["generation_config"],
+        settings.precision.dtype,
+        settings.rank,
+        settings.size,
+        cached=True,
+    )
+
+
+def _from_files(path: Path, settings: _Settings) -> tuple[NativeModel, dict[str, Any]]:
+    from anyaccel.inference.runtimes.packing import checkpoint_of
+
+    return _packed(settings, checkpoint_of(path))
+
+
+def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, dict[str, Any]]:
+    """The model, and the shapes of its weights."""
+    from anyaccel.inference.runtimes.packing import Plan
+
+    plan = Plan(checkpoint, settings.precision, settings.rank, settings.size)
+    shapes = plan.shapes()
+    made = _make(asdict(plan.spec), shapes, settings)
+    plan.fill(made, settings.report)
+    made.finish()
+    native = NativeModel(
+        made,
+        plan.spec,
+        plan.whole,
+        checkpoint.config,
+        checkpoint.generation_config,
+        settings.precision.dtype,
+        settings.rank,
+        settings.size,
+    )
+    return native, shapes
+
+
+def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any]) -> None:
+    size = made.model.weight_bytes
+    saved = {
+        "spec": asdict(made.spec),
+        "whole_spec": asdict(made.whole_spec),
+        "shapes": shapes,
+        "config": made.config,
+        "generation_config": made.generation_config,
+    }
+    try:
+        if entry.has_room(size):
+            entry.save(saved, size, lambda descriptor: made.model.write(descriptor, 0))
+    except OSError as error:  # no cache then: the model itself is there
+        logger.warning("%s: packed weights are not kept (%s)", entry.root, error)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs a checkpoint's tensors into a native decoder: each native weight is made of parts of tensors, cut to a rank."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.runtimes.families import Unsupported, family_of
+from anyaccel.inference.runtimes.formats import Precision, choose, stored_format
+from anyaccel.inference.runtimes.mapping import Part
+from anyaccel.inference.runtimes.shard import WeightSlice, shard, slices
+from anyaccel.inference.runtimes.sources import (
+    BLOCKS,
+    ModuleSource,
+    SafetensorsSource,
+    TensorSource,
+    TensorView,
+    dense_strides,
+    entry_of,
+)
+from anyaccel.inference.runtimes.spec import MatrixShape, VectorShape, weights
+
+if TYPE_CHECKING:
+    from anyaccel import _llm
+
+_BLOCK_ROWS = 16
+# Read, packed and given back at a time: what is in memory beside the packed weights.
+_CHUNK_BYTES = 4 << 20
+_MAX_JSON = 64 << 20
+
+Rows = range | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors under Hugging Face's names and the configs that go with them."""
+
+    source: TensorSource
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+
+
+def checkpoint_of(path: Path) -> Checkpoint:
+    """The checkpoint in a Hugging Face folder or a GGUF file.
+
+    Raises:
+        ModelError: something is missing or damaged. Unsupported: it is of a kind that is not read here.
+    """
+    if path.is_file():
+        from anyaccel.inference.runtimes.gguf_models import open_gguf
+
+        opened = open_gguf(path)
+        return Checkpoint(opened.source, opened.config, opened.generation_config)
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: not a Hugging Face model folder (it has no config.json)")
+    config = read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    from anyaccel.inference.runtimes.quantised import quantised_source
+
+    source = quantised_source(SafetensorsSource(path), config)
+    return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a JSON file of reasonable size."""
+    try:
+        if path.stat().st_size > _MAX_JSON:
+            raise ModelError(f"{path}: {path.stat().st_size} bytes are too many for a configuration")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"{path}: not JSON that can be read ({error})") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return found
+
+
+def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: bool) -> Checkpoint:
+    """The same for a Hugging Face model in memory, or a TensorSource with a config."""
+    if hasattr(model, "tensor"):
+        if config is None:
+            raise ModelError("a TensorSource needs a config")
+        return Checkpoint(model, dict(config), {})
+    own = config or getattr(model, "config", None)
+    if own is None:
+        raise Unsupported("model without a config")
+    values = dict(own) if isinstance(own, Mapping) else own.to_dict()
+    generation = getattr(model, "generation_config", None)
+    return Checkpoint(ModuleSource(model, release), values, generation.to_dict() if generation is not None else {})
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A part with the tensor that it is of, after `index` and `transposed`; `rows` are as they are stored."""
+
+    name: str
+    tensor: Any
+    rows: Rows
+    cols: int
+    plus: float
+
+
+class Plan:
+    """Which tensors' rows go where in the packed weights of one rank.
+
+    Raises:
+        Unsupported, ModelError: see `load_native`.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, precision: Precision, rank: int, size: int) -> None:
+        self.source = checkpoint.source
+        self.config = checkpoint.config
+        self.family = family_of(checkpoint.config)
+        self.whole = self.family.spec(checkpoint.config)
+        self.spec = shard(self.whole, rank, size) if size > 1 else self.whole
+        self._slices = slices(self.whole, rank, size)
+        self._whole_matrices = {each.name: each for each in weights(self.whole)[0]}
+        self._whole_vectors = {each.name: each for each in weights(self.whole)[1]}
+        matrices, self.vectors = weights(self.spec)
+        self._parts: dict[str, list[_Tensor]] = {}
+        self.matrices = [self._with_format(shape, precision) for shape in matrices]
+        for vector in self.vectors:
+            if not self._slice(vector.name).zero:
+                self._parts[vector.name] = self._find(vector.name, self._whole_vectors[vector.name].count, None)
+
+    def shapes(self) -> dict[str, Any]:
+        """The weights as `_llm.Model` takes them."""
+        return {
+            "matrices": [(m.name, m.rows, m.cols, m.format, m.group, m.minimum) for m in self.matrices],
+            "vectors": [(v.name, v.count) for v in self.vectors],
+        }
+
+    def _slice(self, name: str) -> WeightSlice:
+        return self._slices.get(name, WeightSlice(()))
+
+    def _with_format(self, shape: MatrixShape, precision: Precision) -> MatrixShape:
+        whole = self._whole_matrices[shape.name]
+        cols = self._slice(shape.name).cols or range(whole.cols)
+        parts = self._parts[shape.name] = self._find(shape.name, whole.rows, whole.cols)
+        return choose(shape, precision, [stored_format(each.tensor, cols) for each in parts])
+
+    def _find(self, name: str, rows: int, cols: int | None) -> list[_Tensor]:
+        """The parts of a native weight: the first alternative whose tensors all exist."""
+        alternatives = self.family.parts(self.whole, self.config, name)
+        chosen = next((each for each in alternatives if all(part.tensor in self.source for part in each)), None)
+        if chosen is None:
+            missing = next(part.tensor for part in alternatives[0] if part.tensor not in self.source)
+            raise ModelError(f"{self._where()}the checkpoint has no tensor {missing!r}, which {name} is made of")
+        found = [self._resolve(part, vector=cols is None) for part in chosen]
+        if sum(len(each.rows) for each in found) != rows or any(cols not in (None, each.cols) for each in found):
+            shapes = ", ".join(f"{each.name} {tuple(each.tensor.shape)}" for each in found)
+            wanted = f"{rows}" if cols is None else f"{rows} x {cols}"
+            raise ModelError(f"{found[0].tensor.where}: wrong shape: {shapes} should give {name} of {wanted}")
+        return found
+
+    def _where(self) -> str:
+        first = next(iter(self.source.names()), None)
+        where = self.source.tensor(first).where if first is not None else ""
+        return f"{where.split(': tensor ')[0]}: " if ": tensor " in where else ""
+
+    def _resolve(self, part: Part, vector: bool) -> _Tensor:
+        tensor: Any = self.source.tensor(part.tensor)
+        if part.index is not None:
+            tensor = entry_of(tensor, part.index)
+        if not vector and len(tensor.shape) == 1 and isinstance(tensor, TensorView):  # one row
+            tensor = replace(tensor, shape=(1, *tensor.shape), strides=(0, *tensor.strides))
+        if vector and len(tensor.shape) > 1 and isinstance(tensor, TensorView):  # Cohere's norms: [heads, head_dim]
+            tensor = _flattened(tensor)
+        if len(tensor.shape) != (1 if vector else 2):
+            raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)} for {part}")
+        if part.transposed != tensor.transposed:
+            if not isinstance(tensor, TensorView) or BLOCKS[tensor.type][0] > 1:
+                raise Unsupported(f"matrix of type {tensor.type} that runs along its columns ({tensor.where})")
+            tensor = replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1])
+        count = tensor.shape[0]
+        rows: Rows = range(part.first, count if part.count < 0 else part.first + part.count)
+        if part.order is not None:
+            rows = part.order
+        if len(rows) and (min(rows) < 0 or max(rows) >= count):
+            raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)}: row {max(rows)} is needed")
+        if tensor.order is not None:
+            rows = [tensor.order[row] for row in rows]
+        return _Tensor(part.tensor, tensor, rows, 1 if vector else tensor.shape[1], part.plus + tensor.plus)
+
+    def fill(self, model: _llm.Model, report: Callable[[int, int], object]) -> None:
+        """Pack everything into `model`.
+
+        Args:
+            report: called with (bytes packed, bytes in all).
+        """
+        last = self._last_uses()
+        ahead = [name for name in self._parts if name in self._whole_matrices]
+        progress = _Progress(self.matrices, model.weight_bytes, report)
+        for number, shape in enumerate(self.matrices):
+            for following in ahead[number + 1 : number + 2]:
+                for part in self._parts[following]:
+                    self.source.will_need(part.name)
+            self._fill_matrix(model, shape, progress)
+            self._release(shape.name, last)
+        for vector in self.vectors:
+            self._fill_vector(model, vector)
+            self._release(vector.name, last)
+        progress.end()
+
+    def _last_uses(self) -> dict[str, str]:
+        """Tensor -> the native weight that needs it last."""
+        order = [*(each.name for each in self.matrices), *(each.name for each in self.vectors)]
+        return {part.name: name for name in order for part in self._parts.get(name, [])}
+
+    def _release(self, name: str, last: Mapping[str, str]) -> None:
+        for tensor in {part.name for part in self._parts.get(name, []) if last[part.name] == name}:
+            self.source.release(tensor)
+
+    def _pieces(self, name: str) -> Iterator[tuple[_Tensor, Rows]]:
+        """The rank's rows of a native weight, in order: tensors and their rows."""
+        parts = self._parts[name]
+        for wanted in self._slice(name).rows or (range(sum(len(each.rows) for each in parts)),):
+            at = 0
+            for part in parts:
+                first, last = max(wanted.start, at), min(wanted.stop, at + len(part.rows))
+                if first < last:
+                    yield part, part.rows[first - at : last - at]
+                at += len(part.rows)
+
+    def _fill_matrix(self, model: _llm.Model, shape: MatrixShape, progress: _Progress) -> None:
+        cols = self._slice(shape.name).cols or range(shape.cols)
+        at = 0
+        for part, rows in self._pieces(shape.name):
+            for chunk in _chunks(part, rows, at):
+                try:
+                    _pack(model, shape, at, part, chunk, cols)
+                except (ValueError, OverflowError) as error:
+                    if isinstance(error, ModelError):
+                        raise
+                    raise ModelError(f"{part.tensor.where}: cannot be packed as {shape.format} ({error})") from error
+                at += len(chunk)
+                self._give_back(part, chunk)
+                progress.add(len(chunk) * shape.cols, shape)
+
+    def _give_back(self, part: _Tensor, rows: Rows) -> None:
+        tensor = part.tensor
+        if not isinstance(tensor, TensorView):
+            return  # it has done so itself
+        if isinstance(rows, range) and tensor.strides[0] >= tensor.strides[1]:
+            first, last = rows.start, rows.stop
+        else:  # rows from all over the tensor: its pages come again from the system's cache
+            first, last = 0, tensor.shape[0]
+        if tensor.strides[0] < tensor.strides[1]:
+            self.source.done(tensor.address, tensor.address + tensor.shape[1] * tensor.strides[1])
+        else:
+            self.source.done(tensor.address + first * tensor.strides[0], tensor.address + last * tensor.strides[0])
+
+    def _fill_vector(self, model: _llm.Model, shape: VectorShape) -> None:
+        if self._slice(shape.name).zero:
+            zeros = (ctypes.c_float * shape.count)()
+            model.set_vector(shape.name, 0, shape.count, ctypes.addressof(zeros), "f32")
+            return
+        at = 0
+        for part, rows in self._pieces(shape.name):
+            tensor = part.tensor
+            if not isinstance(tensor, TensorView) or BLOCKS[tensor.type][0] > 1:
+                raise Unsupported(f"vector of type {tensor.type} ({tensor.where})")
+            for first, count, step in _runs(rows):
+                stride = tensor.strides[0]
+                address = tensor.address + first * stride
+                model.set_vector(shape.name, at, count, address, tensor.type, step * stride, part.plus)
+                at += count
+
+
+def _flattened(tensor: TensorView) -> TensorView:
+    """A dense tensor as one vector."""
+    values, size = BLOCKS[tensor.type]
+    if values > 1 or tensor.strides != dense_strides(tensor.shape, size):
+        raise Unsupported(f"vector that is not dense ({tensor.where})")
+    return replace(tensor, shape=(math.prod(tensor.shape),), strides=(size,))
+
+
+class _Progress:
+    """Counts values as bytes of the packed weights."""
+
+    def __init__(self, matrices: Sequence[MatrixShape], total: int, report: Callable[[int, int], object]) -> None:
+        self._report = report
+        self._total = total
+        self._all = sum(each.rows * each.cols * _BITS[each.format] for each in matrices)
+        self._done = 0
+
+    def add(self, values: int, shape: MatrixShape) -> None:
+        self._done += values * _BITS[shape.format]
+        self._report(min(self._total * self._done // max(self._all, 1), self._total - 1), self._total)
+
+    def end(self) -> None:
+        self._report(self._total, self._total)
+
+
+_BITS = {"f32": 32, "f16": 16, "bf16": 16, "i8": 8, "i4": 4}
+
+
+def _chunks(part: _Tensor, rows: Rows, at: int) -> Iterator[Rows]:
+    """`rows` in chunks of a few megabytes that end, in the packed matrix, where a block of rows does."""
+    row_bytes = part.cols * 4
+    if isinstance(part.tensor, TensorView):
+        values, size = BLOCKS[part.tensor.type]
+        row_bytes = part.cols // values * size
+        if part.tensor.strides[0] < part.tensor.strides[1]:
+            yield rows  # rows of a transposed matrix have all their pages in common
+            return
+    step = max(_CHUNK_BYTES // max(row_bytes, 1) // _BLOCK_ROWS, 1) * _BLOCK_ROWS
+    begin = 0
+    while begin < len(rows):
+        end = min((at + begin + step) // _BLOCK_ROWS * _BLOCK_ROWS - at, len(rows))
+        yield rows[begin:end]
+        begin = end
+
+
+def _pack(model: _llm.Model, shape: MatrixShape, at: int, part: _Tensor, rows: Rows, cols: range) -> None:
+    tensor = part.tensor
+    if isinstance(tensor, TensorView):
+        row_stride, col_stride = tensor.strides
+        values, size = BLOCKS[tensor.type]
+        if values > 1:
+            if cols.start % values or cols.stop % values:
+                raise Unsupported(f"{tensor.type} blocks that ranks would share ({tensor.where})")
+            address, col_stride = tensor.address + cols.start // values * size, 0
+        else:
+            address = tensor.address + cols.start * col_stride
+        order = None
+        if isinstance(rows, range):
+            address += rows.start * row_stride
+        else:
+            order = list(rows)
+        model.set_rows(shape.name, at, len(rows), address, tensor.type, row_stride, col_stride, order)
+        return
+    own = tensor.format(cols)
+    if own is not None and _holds(shape, own):
+        q, scales, minima = tensor.values(rows, cols, shape.group)
+        kept = minima.ctypes.data if shape.minimum else 0
+        model.set_quantised_rows(shape.name, at, len(rows), q.ctypes.data, scales.ctypes.data, kept)
+        return
+    floats = tensor.floats(rows, cols)
+    model.set_rows(shape.name, at, len(rows), floats.ctypes.data, "f32", floats.strides[0], floats.strides[1])
+
+
+def _holds(shape: MatrixShape, own: tuple[str, int, bool]) -> bool:
+    """Whether values in the form `own` are the same in the form of `shape`."""
+    kind, group, minimum = own
+    if kind != shape.format or (minimum and not shape.minimum):
+        return False
+    if group == 0:
+        return True  # one scale a row: any groups
+    return shape.group > 0 and group % shape.group == 0
+
+
+def _runs(rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """Rows as (first, count, step)."""
+    if isinstance(rows, range):
+        yield rows.start, len(rows), 1
+        return
+    begin = 0
+    while begin < len(rows):
+        step = rows[begin + 1] - rows[begin] if begin + 1 < len(rows) else 1
+        end = begin + 1
+        while step > 0 and end < len(rows) and rows[end] - rows[end - 1] == step:
+            end += 1
+        yield rows[begin], end - begin, max(step, 1)
+        begin = end

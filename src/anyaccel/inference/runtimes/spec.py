@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoder computes, as data: the native runtime is configured by it and families map their configs to it.
+
+Torch-free. `dataclasses.asdict(spec)` is what `_llm.Model` takes; names of weights are listed in `weights` below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai"]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm; weight and bias are absent when the model has none of that name ("1 + weight" is folded on loading)."""
+
+    kind: NormKind
+    eps: float
+    weight: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions. Angles are position * inv_freq; cosine and sine are multiplied by `scale`.
+
+    Attributes:
+        inv_freq: half the rotated values of a head; fewer than head_dim / 2 rotate a part of it ("partial").
+        interleaved: pairs are (2i, 2i + 1), not (i, i + half).
+        first: the rotated values begin at this one of the head (MLA rotates the last ones).
+        long_inv_freq, long_scale, long_from: longrope's factors for contexts above `long_from` tokens.
+        dynamic_base, dynamic_factor, dynamic_from: dynamic NTK: above `dynamic_from` tokens the base grows with length.
+    """
+
+    inv_freq: tuple[float, ...]
+    scale: float = 1.0
+    interleaved: bool = False
+    first: int = 0
+    long_inv_freq: tuple[float, ...] = ()
+    long_scale: float = 1.0
+    long_from: int = 0
+    dynamic_base: float = 0.0
+    dynamic_factor: float = 1.0
+    dynamic_from: int = 0
+
+
+@dataclass(frozen=True)
+class QkNorm:
+    """A norm of queries and keys.
+
+    Attributes:
+        across: one norm over all heads together (OLMo 2), else each head alone.
+        own_weights: each head has its own.
+    """
+
+    norm: Norm
+    across: bool = False
+    own_weights: bool = False
+    after_rope: bool = False
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek-V2). q_rank 0: queries have no latent."""
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    q_norm: Norm | None
+    kv_norm: Norm
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention; head counts are of the whole model, the runtime gets a rank's own (see `shard`).
+
+    Attributes:
+        scale: of the scores.
+        rope: index into DecoderSpec.ropes; -1: none.
+        window: a token sees itself and window - 1 before it; 0: all.
+        alibi: slopes of the query heads; empty: none.
+        sinks: a learned logit a head takes part in the softmax.
+        clip: queries, keys and values are clamped to -clip .. clip; 0: not.
+        kv_copies: ranks that have the same KV heads as this one (tensor parallelism with more ranks than KV heads).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    rope: int = -1
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    alibi: tuple[float, ...] = ()
+    sinks: bool = False
+    clip: float = 0.0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: QkNorm | None = None
+    mla: Mla | None = None
+    kv_copies: int = 1
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """gated: down(act(gate x) * up x), else down(act(up x))."""
+
+    features: int
+    activation: Activation
+    gated: bool
+    bias: bool = False
+    out_bias: bool = False
+
+
+@dataclass(frozen=True)
+class Moe:
+    """Mixture of experts; every expert is an Mlp of `expert`.
+
+    Attributes:
+        scoring: of the router's logits before the choice.
+        normalise: chosen scores are divided by their sum (with "softmax" scoring: Mixtral, Qwen3-MoE's norm_topk_prob).
+        softmax_after: softmax over the chosen logits only (GPT-OSS).
+        scale: the chosen scores are multiplied by it (DeepSeek routed_scaling_factor).
+        groups, top_groups: experts are chosen from the best groups only; group_score "max" (V2) or "top2" (V3).
+        router_bias: a bias on the router's logits. choice_bias: added for the choice only (V3 e_score_correction_bias).
+        shared: an Mlp that every token goes through; shared_gate: times the sigmoid of a linear (Qwen2-MoE).
+    """
+
+    experts: int
+    top_k: int
+    expert: Mlp
+    scoring: Literal["softmax", "sigmoid", "none"] = "softmax"
+    normalise: bool = True
+    softmax_after: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    router_bias: bool = False
+    choice_bias: bool = False
+    shared: Mlp | None = None
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class Layer:
+    """h += r * post(attention(norm(h))); h += r * post(mlp(norm(h))), r = residual_scale; absent norms are None.
+
+    parallel: h += r * (attention(attn_norm(h)) + mlp(mlp_norm(h))); with mlp_norm None both read attn_norm's result.
+    residual_from_norm: the residual is the norm's result (BLOOM's apply_residual_connection_post_layernorm).
+    """
+
+    attention: Attention
+    mlp: Mlp | Moe
+    attn_norm: Norm | None = None
+    attn_post_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+    parallel: bool = False
+    residual_scale: float = 1.0
+    residual_from_norm: bool = False
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A whole decoder.
+
+    Attributes:
+        positions: rows of a learned position embedding; 0: none.
+        position_offset: position p reads row p + offset (OPT: 2).
+        embedding_scale: the embedding is multiplied by it, in float (Gemma's factor is rounded to bf16 by its own code:
+            the family gives the rounded value).
+        tied: the head is the embedding.
+        head_bias: the head has one.
+        logits_scale: logits are multiplied by it, before the soft cap.
+        max_tokens: the longest context; 0: no limit of its own (ALiBi).
+        rank, size: of tensor parallelism. `shard` divides a whole spec.
+        vocab_first, vocab_count: the rows of embedding and head that this rank has.
+    """
+
+    vocab: int
+    hidden: int
+    layers: tuple[Layer, ...]
+    final_norm: Norm | None
+    ropes: tuple[Rope, ...] = ()
+    embedding_scale: float = 1.0
+    embedding_norm: Norm | None = None
+    positions: int = 0
+    position_offset: int = 0
+    tied: bool = False
+    head_bias: bool = False
+    logits_scale: float = 1.0
+    logits_softcap: float = 0.0
+    max_tokens: int = 0
+    rank: int = 0
+    size: int = 1
+    vocab_first: int = 0
+    vocab_count: int = 0
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """A packed matrix [rows, cols] of this rank. format: f32, f16, bf16, i8 (group 0 or 32), i4 (group 32, 64, 128)."""
+
+    name: str
+    rows: int
+    cols: int
+    format: str = "bf16"
+    group: int = 0
+    minimum: bool = False
+
+
+@dataclass(frozen=True)
+class VectorShape:
+    """A float vector of this rank."""
+
+    name: str
+    count: int
+
+
+def weights(spec: DecoderSpec) -> tuple[list[MatrixShape], list[VectorShape]]:
+    """Every weight that the runtime wants for `spec`, with this rank's sizes; formats are the caller's to choose.
+
+    Rows of `qkv` are queries, keys, values; of `gate_up` gates, ups; of `q_b` and `kv_b` (MLA) as in DeepSeek's own
+    q_b_proj and kv_b_proj, `kv_a` as in kv_a_proj_with_mqa (latent, then rotated part).
+    """
+    matrices = [MatrixShape("embed", spec.vocab_count or spec.vocab, spec.hidden)]
+    vectors: list[VectorShape] = []
+
+    def norm(name: str, kind: Norm | None, count: int) -> None:
+        if kind is not None and kind.weight:
+            vectors.append(VectorShape(f"{name}.weight", count))
+        if kind is not None and kind.bias:
+            vectors.append(VectorShape(f"{name}.bias", count))
+
+    def linear(name: str, rows: int, cols: int, bias: bool) -> None:
+        matrices.append(MatrixShape(name, rows, cols))
+        if bias:
+            vectors.append(VectorShape(f"{name}.bias", rows))
+
+    def mlp(name: str, part: Mlp) -> None:
+        linear(f"{name}.gate_up", part.features * (2 if part.gated else 1), spec.hidden, part.bias)
+        linear(f"{name}.down", spec.hidden, part.features, part.out_bias)
+
+    if not spec.tied:
+        matrices.append(MatrixShape("head", spec.vocab_count or spec.vocab, spec.hidden))
+    if spec.head_bias:
+        vectors.append(VectorShape("head.bias", spec.vocab_count or spec.vocab))
+    if spec.positions:
+        matrices.append(MatrixShape("positions", spec.positions, spec.hidden))
+    norm("embed_norm", spec.embedding_norm, spec.hidden)
+    norm("final_norm", spec.final_norm, spec.hidden)
+    for index, layer in enumerate(spec.layers):
+        at = f"layers.{index}"
+        a = layer.attention
+        norm(f"{at}.attn_norm", layer.attn_norm, spec.hidden)
+        norm(f"{at}.attn_post_norm", layer.attn_post_norm, spec.hidden)
+        norm(f"{at}.mlp_norm", layer.mlp_norm, spec.hidden)
+        norm(f"{at}.mlp_post_norm", layer.mlp_post_norm, spec.hidden)
+        if a.mla is not None:
+            m = a.mla
+            if m.q_rank:
+                linear(f"{at}.q_a", m.q_rank, spec.hidden, a.qkv_bias)
+                norm(f"{at}.q_a_norm", m.q_norm, m.q_rank)
+            linear(f"{at}.q_b", a.heads * a.head_dim, m.q_rank or spec.hidden, False)
+            linear(f"{at}.kv_a", m.kv_rank + m.rope_dim, spec.hidden, a.qkv_bias)
+            norm(f"{at}.kv_a_norm", m.kv_norm, m.kv_rank)
+            linear(f"{at}.kv_b", a.heads * (m.nope_dim + a.value_dim), m.kv_rank, False)
+        else:
+            rows = a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
+            linear(f"{at}.qkv", rows, spec.hidden, a.qkv_bias)
+        if a.qk_norm is not None:
+            each = a.qk_norm.across or a.qk_norm.own_weights
+            norm(f"{at}.q_norm", a.qk_norm.norm, a.head_dim * (a.heads if each else 1))
+            norm(f"{at}.k_norm", a.qk_norm.norm, a.head_dim * (a.kv_heads if each else 1))
+        if a.sinks:
+            vectors.append(VectorShape(f"{at}.sinks", a.heads))
+        linear(f"{at}.o", spec.hidden, a.heads * a.value_dim, a.out_bias)
+        if isinstance(layer.mlp, Mlp):
+            mlp(f"{at}.mlp", layer.mlp)
+        else:
+            moe = layer.mlp
+            linear(f"{at}.router", moe.experts, spec.hidden, moe.router_bias)
+            if moe.choice_bias:
+                vectors.append(VectorShape(f"{at}.router.choice_bias", moe.experts))
+            for expert in range(moe.experts):
+                mlp(f"{at}.experts.{expert}", moe.expert)
+            if moe.shared is not None:
+                mlp(f"{at}.shared", moe.shared)
+            if moe.shared_gate:
+                matrices.append(MatrixShape(f"{at}.shared_gate", 1, spec.hidden))
+    return matrices, vectors

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tokenizer and chat template without torch and transformers, where there is a tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from anyaccel.errors import AnyAccelError, ModelError
+from anyaccel.inference.chat_template import ChatTemplate, Message
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file, {} when there is no such file.
+
+    Raises:
+        ModelError: the file holds something else.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file}: not a JSON object")
+    return value
+
+
+def _text_of(token: Any) -> str | None:
+    """The text of a special token, which may be stored with its properties."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+class TextTokenizer:
+    """Text to tokens and back, as the model was trained.
+
+    Raises:
+        ModelError: the folder has no tokenizer, or a damaged one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
+        file = folder / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # what the library raises is a bare Exception
+            raise ModelError(f"{file}: no tokenizer that can be read ({error})") from error
+        config = read_json(folder / "tokenizer_config.json")
+        special = read_json(folder / "special_tokens_map.json") | config
+        self.special = {name: text for name in _SPECIAL if (text := _text_of(special.get(name))) is not None}
+        self._add = {
+            name: (self._tokenizer.token_to_id(self.special[f"{name}_token"]), config.get(f"add_{name}_token"))
+            for name in ("bos", "eos")
+            if f"{name}_token" in self.special
+        }
+        self._template_source = _template_source(folder, config)
+        self._template: ChatTemplate | None = None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_source is not None
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokenizer's own end of a text."""
+        token = self._tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
+        return [] if token is None else [token]
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, with those that the model expects around it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        bos, wanted = self._add.get("bos", (None, None))
+        if bos is not None and wanted is True and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        elif (
+            bos is not None and wanted is False and ids[:1] == [bos] and not text.startswith(self.special["bos_token"])
+        ):
+            del ids[0]
+        eos, wanted = self._add.get("eos", (None, None))
+        if eos is not None and wanted is True and ids[-1:] != [eos]:
+            ids.append(eos)
+        return ids
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation up to where the model's answer begins.
+
+        Raises:
+            ModelError: the model has no chat template, or its template refuses the conversation.
+        """
+        if self._template is None:
+            if self._template_source is None:
+                raise ModelError("the model has no chat template")
+            self._template = ChatTemplate(self._template_source, self.special)
+        text = self._template.render(messages)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(source, list):  # several by name
+        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+class TransformersTokenizer:
+    """The same on transformers' tokenizer, for the models without a tokenizer.json."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def end_tokens(self) -> list[int]:
+        token = self._tokenizer.eos_token_id
+        return [] if token is None else [int(token)]
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text)["input_ids"])
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        from jinja2.exceptions import TemplateError
+
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+            )
+        except (TemplateError, ValueError) as error:
+            raise ModelError(f"the model's chat template does not take this conversation: {error}") from error
+        return list(encoded["input_ids"])
+
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def load_text_tokenizer(
+    path: Path, announce: Callable[[str], object] | None = None
+) -> TextTokenizer | TransformersTokenizer:
+    """The tokenizer of a model folder or a GGUF file, whose tokenizer is converted once.
+
+    Args:
+        announce: called with one line before a conversion.
+
+    Raises:
+        ModelError: there is none that can be read.
+    """
+    if path.is_file():
+        from anyaccel.inference.gguf import converted_tokenizer
+
+        path = converted_tokenizer(path, announce)
+    if (path / "tokenizer.json").is_file():
+        return TextTokenizer(path)
+    from anyaccel.inference.loading import load_tokenizer
+
+    return TransformersTokenizer(load_tokenizer(path))
+
+
+def end_tokens(generation_config: dict[str, Any], config: dict[str, Any]) -> list[int]:
+    """Tokens that end a text: of generation_config.json, else of the model's configuration."""
+    value = generation_config.get("eos_token_id")
+    if value is None:
+        value = config.get("eos_token_id")
+    values = value if isinstance(value, list) else [value]
+    return [token for token in values if isinstance(token, int) and token >= 0]

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a DecoderSpec means, in plain torch: the oracle for families (against transformers) and for the native decoder.
+
+One sequence at a time, no tricks. `assemble` puts a model's tensors together as the families' tables say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anyaccel.inference.runtimes.families import Family
+from anyaccel.inference.runtimes.mapping import Part
+from anyaccel.inference.runtimes.spec import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, QkNorm, Rope, weights
+
+
+def part_rows(part: Part, tensor: Tensor, vector: bool) -> Tensor:
+    """The rows (or a vector's values) that a Part means."""
+    if part.index is not None:
+        tensor = tensor[part.index]
+    if vector:
+        tensor = tensor.flatten()
+    if part.transposed:
+        tensor = tensor.T
+    if part.order is not None:
+        return tensor[list(part.order)] + part.plus
+    end = tensor.shape[0] if part.count < 0 else part.first + part.count
+    assert 0 <= part.first < end <= tensor.shape[0], (part, tensor.shape)
+    return tensor[part.first : end] + part.plus
+
+
+def assemble(
+    family: Family, spec: DecoderSpec, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Native name -> float32 weight, each of exactly the size that `weights(spec)` says."""
+    found = {}
+    matrices, vectors = weights(spec)
+    for weight in [*matrices, *vectors]:
+        vector = not hasattr(weight, "rows")
+        shape = (weight.count,) if vector else (weight.rows, weight.cols)
+        alternatives = family.parts(spec, config, weight.name)
+        parts = next((parts for parts in alternatives if all(part.tensor in tensors for part in parts)), None)
+        assert parts, f"{weight.name}: none of {[[part.tensor for part in parts] for parts in alternatives]}"
+        value = torch.cat([part_rows(part, tensors[part.tensor].float(), vector) for part in parts])
+        assert value.shape == shape, f"{weight.name}: {tuple(value.shape)} instead of {shape}"
+        found[weight.name] = value.contiguous()
+    return found
+
+
+def _norm(norm: Norm | None, name: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    if norm is None:
+        return x
+    if norm.kind == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.weight:
+        x = x * w[f"{name}.weight"]
+    return x + w[f"{name}.bias"] if norm.bias else x
+
+
+def _head_norm(qk: QkNorm, name: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    """x: [tokens, heads, head_dim]."""
+    if qk.across:
+        return _norm(qk.norm, name, x.flatten(1), w).view_as(x)
+    if qk.own_weights:
+        w = {key: w[key].view(x.shape[1:]) for key in (f"{name}.weight", f"{name}.bias") if key in w}
+    return _norm(qk.norm, name, x, w)
+
+
+def _linear(name: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    y = x @ w[name].T
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+
+
+def _rotate(rope: Rope, x: Tensor, first: int, positions: Tensor, length: int) -> Tensor:
+    """x: [tokens, heads, dim], of which values from `first` on rotate; `length`: the sequence's after this step."""
+    frequencies = torch.tensor(rope.inv_freq, dtype=torch.float32)
+    scale = rope.scale
+    if rope.dynamic_base and length > rope.dynamic_from:
+        dim = 2 * len(rope.inv_freq)
+        grown = rope.dynamic_factor * length / rope.dynamic_from - (rope.dynamic_factor - 1)
+        base = rope.dynamic_base * grown ** (dim / (dim - 2))
+        frequencies = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
+    if rope.long_inv_freq and length > rope.long_from:
+        frequencies, scale = torch.tensor(rope.long_inv_freq, dtype=torch.float32), rope.long_scale
+    angles = (positions.float()[:, None] * frequencies)[:, None]
+    cosine, sine = (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+    half = frequencies.shape[0]
+    turned = x[..., first : first + 2 * half]
+    a, b = (turned[..., 0::2], turned[..., 1::2]) if rope.interleaved else (turned[..., :half], turned[..., half:])
+    pair = (a * cosine - b * sine, b * cosine + a * sine)
+    out = torch.stack(pair, -1).flatten(-2) if rope.interleaved else torch.cat(pair, -1)
+    return torch.cat([x[..., :first], out, x[..., first + 2 * half :]], -1)
+
+
+def _activate(kind: str, gate: Tensor, up: Tensor | None) -> Tensor:
+    if kind == "swiglu_oai":
+        assert up is not None
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    y = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+        "relu": F.relu,
+        "relu2": lambda x: F.relu(x).square(),
+    }[kind](gate)
+    return y if up is None else y * up
+
+
+def _mlp(mlp: Mlp, name: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    y = _linear(f"{name}.gate_up", x, w)
+    gate, up = y.chunk(2, -1) if mlp.gated else (y, None)
+    return _linear(f"{name}.down", _activate(mlp.activation, gate, up), w)
+
+
+def _experts(moe: Moe, at: str, x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    logits = _linear(f"{at}.router", x, w)
+    scores = {"softmax": lambda s: s.softmax(-1), "sigmoid": torch.sigmoid, "none": lambda s: s}[moe.scoring](logits)
+    choice = scores + w[f"{at}.router.choice_bias"] if moe.choice_bias else scores
+    if moe.groups > 1:
+        grouped = choice.view(-1, moe.groups, moe.experts // moe.groups)
+        best = grouped.amax(-1) if moe.group_score == "max" else grouped.topk(2, -1).values.sum(-1)
+        kept = torch.zeros_like(best).scatter(1, best.topk(moe.top_groups, -1).indices, 1.0).bool()
+        choice = grouped.masked_fill(~kept[..., None], -math.inf).flatten(1)
+    chosen = choice.topk(moe.top_k, -1).indices
+    factors = scores.gather(1, chosen)
+    if moe.softmax_after:
+        factors = factors.softmax(-1)
+    if moe.normalise:
+        factors = factors / factors.sum(-1, keepdim=True)
+    factors = factors * moe.scale
+    rows = []
+    for token in range(x.shape[0]):
+        row = x[token : token + 1]
+        each = [
+            factors[token, place] * _mlp(moe.expert, f"{at}.experts.{int(expert)}", row, w)
+            for place, expert in enumerate(chosen[token])
+        ]
+        rows.append(torch.stack(each).sum(0))
+    y = torch.cat(rows)
+    if moe.shared is not None:
+        shared = _mlp(moe.shared, f"{at}.shared", x, w)
+        y = y + (torch.sigmoid(_linear(f"{at}.shared_gate", x, w)) * shared if moe.shared_gate else shared)
+    return y
+
+
+class Cached:
+    """A sequence's keys and values, a list of layers."""
+
+    def __init__(self, layers: int) -> None:
+        self.length = 0
+        self.keys: list[Tensor | None] = [None] * layers
+        self.values: list[Tensor | None] = [None] * layers
+
+
+class Reference:
+    """A decoder that computes what `spec` says with `w`, the weights as `assemble` gives them."""
+
+    def __init__(self, spec: DecoderSpec, w: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+        self.spec = spec
+        self.w = {name: value.to(dtype) for name, value in w.items()}
+
+    def start(self) -> Cached:
+        return Cached(len(self.spec.layers))
+
+    def _qkv(self, at: str, a: Attention, x: Tensor, positions: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        rope = self.spec.ropes[a.rope] if a.rope >= 0 else None
+        if a.mla is not None:
+            return self._latent(at, a, a.mla, x, positions, length)
+        qkv = _linear(f"{at}.qkv", x, self.w)
+        if a.clip:
+            qkv = qkv.clamp(-a.clip, a.clip)
+        sizes = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim]
+        q, k, v = (
+            part.unflatten(-1, (-1, dim))
+            for part, dim in zip(qkv.split(sizes, -1), (a.head_dim, a.head_dim, a.value_dim), strict=True)
+        )
+        qk = a.qk_norm
+        if qk is not None and not qk.after_rope:
+            q, k = _head_norm(qk, f"{at}.q_norm", q, self.w), _head_norm(qk, f"{at}.k_norm", k, self.w)
+        if rope is not None:
+            q, k = (_rotate(rope, each, rope.first, positions, length) for each in (q, k))
+        if qk is not None and qk.after_rope:
+            q, k = _head_norm(qk, f"{at}.q_norm", q, self.w), _head_norm(qk, f"{at}.k_norm", k, self.w)
+        return q, k, v
+
+    def _latent(
+        self, at: str, a: Attention, mla: Mla, x: Tensor, positions: Tensor, length: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        w = self.w
+        rope = self.spec.ropes[a.rope]
+        if mla.q_rank:
+            x_q = _norm(mla.q_norm, f"{at}.q_a_norm", _linear(f"{at}.q_a", x, w), w)
+        else:
+            x_q = x
+        q = _linear(f"{at}.q_b", x_q, w).unflatten(-1, (a.heads, a.head_dim))
+        q = _rotate(rope, q, rope.first, positions, length)
+        latent, k_rope = _linear(f"{at}.kv_a", x, w).split([mla.kv_rank, mla.rope_dim], -1)
+        kv = _linear(f"{at}.kv_b", _norm(mla.kv_norm, f"{at}.kv_a_norm", latent, w), w)
+        k_nope, v = kv.unflatten(-1, (a.heads, -1)).split([mla.nope_dim, a.value_dim], -1)
+        k_rope = _rotate(rope, k_rope[:, None], 0, positions, length).expand(-1, a.heads, -1)
+        return q, torch.cat([k_nope, k_rope], -1), v
+
+    def _attention(self, index: int, a: Attention, x: Tensor, sequence: Cached) -> Tensor:
+        at = f"layers.{index}"
+        count = x.shape[0]
+        positions = torch.arange(sequence.length, sequence.length + count)
+        q, k, v = self._qkv(at, a, x, positions, sequence.length + count)
+        if (earlier := sequence.keys[index]) is not None:
+            k, v = torch.cat([earlier, k]), torch.cat([sequence.values[index], v])  # type: ignore[list-item]
+        sequence.keys[index], sequence.values[index] = k, v
+        group = a.heads // a.kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) * a.scale
+        if a.softcap:
+            scores = a.softcap * torch.tanh(scores / a.softcap)
+        distance = torch.arange(k.shape[0])[None] - positions[:, None]  # key - query
+        if a.alibi:
+            scores = scores + torch.tensor(a.alibi, dtype=x.dtype)[:, None, None] * distance
+        seen = distance <= 0
+        if a.window:
+            seen &= distance > -a.window
+        if a.chunk:
+            seen &= torch.arange(k.shape[0])[None] // a.chunk == positions[:, None] // a.chunk
+        scores = scores.masked_fill(~seen, -math.inf)
+        if a.sinks:
+            sinks = self.w[f"{at}.sinks"][:, None, None].expand(-1, count, 1)
+            factors = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            factors = scores.softmax(-1)
+        return _linear(f"{at}.o", torch.einsum("hqk,khd->qhd", factors, v).flatten(1), self.w)
+
+    def _layer(self, index: int, layer: Layer, h: Tensor, sequence: Cached) -> Tensor:
+        at, w, r = f"layers.{index}", self.w, layer.residual_scale
+
+        def mlp(x: Tensor) -> Tensor:
+            moe = isinstance(layer.mlp, Moe)
+            y = _experts(layer.mlp, at, x, w) if moe else _mlp(layer.mlp, f"{at}.mlp", x, w)
+            return _norm(layer.mlp_post_norm, f"{at}.mlp_post_norm", y, w)
+
+        x = _norm(layer.attn_norm, f"{at}.attn_norm", h, w)
+        y = self._attention(index, layer.attention, x, sequence)
+        y = _norm(layer.attn_post_norm, f"{at}.attn_post_norm", y, w)
+        if layer.parallel:
+            return h + r * (y + mlp(x if layer.mlp_norm is None else _norm(layer.mlp_norm, f"{at}.mlp_norm", h, w)))
+        h = (x if layer.residual_from_norm else h) + r * y
+        x = _norm(layer.mlp_norm, f"{at}.mlp_norm", h, w)
+        return (x if layer.residual_from_norm else h) + r * mlp(x)
+
+    def step(self, sequence: Cached, tokens: Sequence[int]) -> Tensor:
+        """Logits [len(tokens), vocab] of new tokens of a sequence."""
+        spec, w = self.spec, self.w
+        h = w["embed"][list(tokens)] * spec.embedding_scale
+        if spec.positions:
+            first = sequence.length + spec.position_offset
+            h = h + w["positions"][first : first + len(tokens)]
+        h = _norm(spec.embedding_norm, "embed_norm", h, w)
+        for index, layer in enumerate(spec.layers):
+            h = self._layer(index, layer, h, sequence)
+        sequence.length += len(tokens)
+        h = _norm(spec.final_norm, "final_norm", h, w)
+        logits = h @ (w["embed"] if spec.tied else w["head"]).T
+        if spec.head_bias:
+            logits = logits + w["head.bias"]
+        logits = logits * spec.logits_scale
+        return spec.logits_softcap * torch.tanh(logits / spec.logits_softcap) if spec.logits_softcap else logits

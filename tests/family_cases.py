@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random models of every family of the native runtime, and of every variant of its configs that matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_COMMON = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    **_IDS,
+}
+_GPT = {"vocab_size": 131, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 4, **_IDS}
+_MLA = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_key_value_heads": 6,
+    "num_hidden_layers": 3,
+}
+_LAYERS4 = {"num_hidden_layers": 4}
+
+
+def _common(*without: str, **more: Any) -> dict[str, Any]:
+    return {name: value for name, value in _COMMON.items() if name not in without} | more
+
+
+def _rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=16)
+_LONG = {
+    "short_factor": [1.0, 1.05, 1.1],
+    "long_factor": [1.5, 3.0, 6.0],
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+}
+_WINDOWS = ["sliding_attention", "full_attention"]
+
+# Case -> (configuration class, its arguments). Windows are shorter than the prompts.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", _common()),
+    "llama-mha-tied": ("LlamaConfig", _common(num_key_value_heads=6, tie_word_embeddings=True)),
+    "llama-mqa-biases": ("LlamaConfig", _common(num_key_value_heads=1, attention_bias=True, mlp_bias=True)),
+    "llama-head-dim": ("LlamaConfig", _common(head_dim=20, hidden_act="gelu", rms_norm_eps=1e-3)),
+    "llama-9-heads": ("LlamaConfig", _common(hidden_size=72, num_attention_heads=9, num_key_value_heads=3)),
+    "llama-theta": ("LlamaConfig", _common(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
+    "llama-linear": ("LlamaConfig", _common(**_rope("linear", factor=3.0))),
+    "llama-dynamic": ("LlamaConfig", _common(max_position_embeddings=8, **_rope("dynamic", factor=4.0))),
+    "llama-llama3": ("LlamaConfig", _common(**_LLAMA3)),
+    "llama-yarn": ("LlamaConfig", _common(**_YARN)),
+    "llama-yarn-factors": (
+        "LlamaConfig",
+        _common(
+            **_rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=16,
+                beta_fast=8.0,
+                beta_slow=2.0,
+                attention_factor=0.9,
+                truncate=False,
+            )
+        ),
+    ),
+    "llama-longrope": (
+        "LlamaConfig",
+        _common(
+            **_rope(
+                "longrope",
+                short_factor=[1.0, 1.1, 1.2, 1.3],
+                long_factor=[2.0, 3.0, 4.0, 5.0],
+                factor=4.0,
+                original_max_position_embeddings=10,
+            )
+        ),
+    ),
+    "mistral": ("MistralConfig", _common(sliding_window=5)),
+    "mistral-no-window": ("MistralConfig", _common(sliding_window=None, head_dim=12)),
+    "ministral": ("MinistralConfig", _common(sliding_window=5, layer_types=_WINDOWS, head_dim=8)),
+    "ministral-all": ("MinistralConfig", _common(sliding_window=5, head_dim=8)),
+    "ministral3": (
+        "Ministral3Config",
+        _common(
+            head_dim=8,
+            rope_parameters={
+                "type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale_all_dim": 1.0,
+                "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        ),
+    ),
+    "smollm3": ("SmolLM3Config", _common(**_LAYERS4, no_rope_layer_interval=2)),
+    "smollm3-windows": (
+        "SmolLM3Config",
+        _common(use_sliding_window=True, sliding_window=4, no_rope_layers=[1, 0], attention_bias=True),
+    ),
+    "qwen2": ("Qwen2Config", _common()),
+    "qwen2-windows": (
+        "Qwen2Config",
+        _common(use_sliding_window=True, sliding_window=4, max_window_layers=1, tie_word_embeddings=True),
+    ),
+    "qwen3": ("Qwen3Config", _common(head_dim=16)),
+    "qwen3-bias": ("Qwen3Config", _common(head_dim=8, attention_bias=True, **_YARN)),
+    "gemma": ("GemmaConfig", _common(head_dim=12)),
+    "gemma-gelu": ("GemmaConfig", _common(head_dim=12, hidden_act="gelu", attention_bias=True)),
+    "gemma2": ("Gemma2Config", _common(head_dim=12, sliding_window=4, query_pre_attn_scalar=9)),
+    "gemma2-softcaps": (
+        "Gemma2Config",
+        _common(head_dim=8, sliding_window=4, attn_logit_softcapping=0.7, final_logit_softcapping=2.0),
+    ),
+    "gemma2-no-softcaps": (
+        "Gemma2Config",
+        _common(head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True),
+    ),
+    "gemma3": (
+        "Gemma3TextConfig",
+        _common(head_dim=8, sliding_window=4, layer_types=_WINDOWS, attn_logit_softcapping=0.5),
+    ),
+    "gemma3-linear": (
+        "Gemma3TextConfig",
+        _common(
+            head_dim=8,
+            sliding_window=4,
+            layer_types=_WINDOWS,
+            final_logit_softcapping=3.0,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
+    "phi": ("PhiConfig", _common()),
+    "phi-norms": ("PhiConfig", _common(qk_layernorm=True, partial_rotary_factor=0.75, num_key_value_heads=6)),
+    "phi3": ("Phi3Config", _common()),
+    "phi3-partial": ("Phi3Config", _common(sliding_window=6, partial_rotary_factor=0.5)),
+    "phi3-longrope": (
+        "Phi3Config",
+        _common(original_max_position_embeddings=10, rope_parameters=_LONG, tie_word_embeddings=True),
+    ),
+    "granite": (
+        "GraniteConfig",
+        _common(
+            embedding_multiplier=6.0,
+            logits_scaling=4.0,
+            residual_multiplier=0.3,
+            attention_multiplier=0.2,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "granite-plain": ("GraniteConfig", _common(tie_word_embeddings=True)),
+    "olmo": ("OlmoConfig", _common()),
+    "olmo-clip": ("OlmoConfig", _common(clip_qkv=0.5, attention_bias=True)),
+    "olmo2": ("Olmo2Config", _common()),
+    "olmo2-bias": ("Olmo2Config", _common(attention_bias=True)),
+    "olmo3": ("Olmo3Config", _common(**_LAYERS4, sliding_window=5)),
+    "olmo3-yarn": (
+        "Olmo3Config",
+        _common(
+            sliding_window=5,
+            layer_types=_WINDOWS,
+            rope_parameters={
+                "full_attention": _YARN["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        ),
+    ),
+    "starcoder2": ("Starcoder2Config", _common(sliding_window=5)),
+    "starcoder2-plain": ("Starcoder2Config", _common(use_bias=False, tie_word_embeddings=False)),
+    "stablelm": ("StableLmConfig", _common()),
+    "stablelm-norms": ("StableLmConfig", _common(qk_layernorm=True, use_qkv_bias=True, partial_rotary_factor=0.5)),
+    "stablelm-parallel": ("StableLmConfig", _common(use_parallel_residual=True)),
+    "cohere": ("CohereConfig", _common()),
+    "cohere-norms": ("CohereConfig", _common(use_qk_norm=True, attention_bias=True, logit_scale=2.0)),
+    "cohere2": ("Cohere2Config", _common(sliding_window=5, layer_types=_WINDOWS)),
+    "cohere2-pattern": ("Cohere2Config", _common(**_LAYERS4, sliding_window=5, attention_bias=True)),
+    "glm": ("GlmConfig", _common(head_dim=12)),
+    "glm4": ("Glm4Config", _common(head_dim=8, partial_rotary_factor=0.5, attention_bias=False)),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        _common(
+            head_dim=8,
+            num_hidden_layers=3,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.7,
+        ),
+    ),
+    "glm4_moe-norms": (
+        "Glm4MoeConfig",
+        _common(
+            head_dim=8,
+            use_qk_norm=True,
+            attention_bias=True,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=False,
+        ),
+    ),
+    "seed_oss": ("SeedOssConfig", _common(head_dim=12, attention_out_bias=True, mlp_bias=True)),
+    "arcee": ("ArceeConfig", _common(mlp_bias=True)),
+    "ernie4_5": ("Ernie4_5Config", _common(head_dim=12, use_bias=True)),
+    "helium": ("HeliumConfig", _common(head_dim=8)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", _common(head_dim=8)),
+    "hunyuan_v1_dense-alpha": (
+        "HunYuanDenseV1Config",
+        _common(head_dim=8, attention_bias=True, **_rope("dynamic", alpha=50.0, factor=1.0)),
+    ),
+    "exaone4": ("Exaone4Config", _common(**_LAYERS4, sliding_window=5)),
+    "exaone4-no-window": ("Exaone4Config", _common(sliding_window=None, layer_types=["full_attention"] * 2)),
+    "nemotron": ("NemotronConfig", _common()),
+    "nemotron-biases": ("NemotronConfig", _common(attention_bias=True, mlp_bias=True, head_dim=12)),
+    "gpt2": ("GPT2Config", _GPT),
+    "gpt2-scales": (
+        "GPT2Config",
+        _GPT | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 56, "tie_word_embeddings": False},
+    ),
+    "gpt2-unscaled": ("GPT2Config", _GPT | {"scale_attn_weights": False, "activation_function": "relu"}),
+    "gpt_bigcode": ("GPTBigCodeConfig", _GPT),
+    "gpt_bigcode-heads": ("GPTBigCodeConfig", _GPT | {"multi_query": False}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {
+            "vocab_size": 131,
+            "max_position_embeddings": 64,
+            "hidden_size": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 5,
+            **_IDS,
+        },
+    ),
+    "gptj": ("GPTJConfig", _GPT | {"rotary_dim": 8}),
+    "gpt_neox": ("GPTNeoXConfig", _common("num_key_value_heads", rotary_pct=0.5)),
+    "gpt_neox-serial": (
+        "GPTNeoXConfig",
+        _common("num_key_value_heads", use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"),
+    ),
+    "opt": ("OPTConfig", _common("intermediate_size", "num_key_value_heads", ffn_dim=72)),
+    "opt-plain": (
+        "OPTConfig",
+        _common(
+            "intermediate_size",
+            "num_key_value_heads",
+            ffn_dim=72,
+            enable_bias=False,
+            layer_norm_elementwise_affine=False,
+            activation_function="gelu",
+            _remove_final_layer_norm=True,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "falcon": ("FalconConfig", _common("intermediate_size", "num_key_value_heads")),
+    "falcon-heads": (
+        "FalconConfig",
+        _common("intermediate_size", "num_key_value_heads", multi_query=False, bias=True, ffn_hidden_size=56),
+    ),
+    "falcon-serial": ("FalconConfig", _common("intermediate_size", "num_key_value_heads", parallel_attn=False)),
+    "falcon-groups": (
+        "FalconConfig",
+        _common("intermediate_size", "num_key_value_heads", new_decoder_architecture=True, num_kv_heads=2),
+    ),
+    "falcon-groups-one-norm": (
+        "FalconConfig",
+        _common(
+            "intermediate_size",
+            "num_key_value_heads",
+            new_decoder_architecture=True,
+            num_kv_heads=3,
+            num_ln_in_parallel_attn=1,
+            bias=True,
+        ),
+    ),
+    "falcon-alibi": (
+        "FalconConfig",
+        _common(
+            "intermediate_size",
+            "num_key_value_heads",
+            num_attention_heads=8,
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            bias=True,
+        ),
+    ),
+    "bloom": ("BloomConfig", {"vocab_size": 131, "hidden_size": 48, "n_layer": 2, "n_head": 6, **_IDS}),
+    "bloom-post": (
+        "BloomConfig",
+        {
+            "vocab_size": 131,
+            "hidden_size": 48,
+            "n_layer": 2,
+            "n_head": 4,
+            "apply_residual_connection_post_layernorm": True,
+            **_IDS,
+        },
+    ),
+    "mpt": ("MptConfig", {"vocab_size": 131, "d_model": 48, "n_layers": 2, "n_heads": 6, "max_seq_len": 64, **_IDS}),
+    "mpt-clip": (
+        "MptConfig",
+        {
+            "vocab_size": 131,
+            "d_model": 48,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 64,
+            "attn_config": {"clip_qkv": 0.5, "softmax_scale": 0.4},
+            **_IDS,
+        },
+    ),
+    "mixtral": ("MixtralConfig", _common(num_local_experts=5, sliding_window=5)),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        _common(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40),
+    ),
+    "qwen2_moe-mixed": (
+        "Qwen2MoeConfig",
+        _common(
+            **_LAYERS4,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            norm_topk_prob=True,
+            mlp_only_layers=[1],
+            use_sliding_window=True,
+            sliding_window=4,
+            max_window_layers=3,
+            qkv_bias=False,
+        ),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        _common(head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "qwen3_moe-mixed": (
+        "Qwen3MoeConfig",
+        _common(
+            **_LAYERS4,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            decoder_sparse_step=2,
+            use_sliding_window=True,
+            sliding_window=4,
+            attention_bias=True,
+        ),
+    ),
+    "olmoe": ("OlmoeConfig", _common(num_experts=5, num_experts_per_tok=2)),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        _common(num_local_experts=5, num_experts_per_tok=2, residual_multiplier=0.5, attention_multiplier=0.3),
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        _common(head_dim=8, num_local_experts=5, num_experts_per_tok=2, sliding_window=5),
+    ),
+    "deepseek_v2": ("DeepseekV2Config", _common() | _MLA),
+    "deepseek_v2-groups": (
+        "DeepseekV2Config",
+        _common()
+        | _MLA
+        | {
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "routed_scaling_factor": 3.0,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.9),
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3Config", _common() | _MLA | {"n_group": 4, "topk_group": 2}),
+    "deepseek_v3-plain": (
+        "DeepseekV3Config",
+        _common()
+        | _MLA
+        | {
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
+        },
+    ),
+}
+
+
+def build(case: str, seed: int = 0) -> Any:
+    """The case's causal LM in eval mode, float32, every parameter random, the same for the same seed."""
+    import transformers
+
+    name, arguments = CASES[case]
+    torch.manual_seed(seed)
+    config = getattr(transformers, name)(**arguments)
+    # Falcon's plain attention adds ALiBi's bias twice; its fused one is right.
+    config._attn_implementation = "sdpa" if case == "falcon-alibi" else "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:  # large enough that no part of the result is negligible
+                parameter.copy_(torch.randn_like(parameter) * 0.9 * parameter.shape[-1] ** -0.5)
+            else:  # the families' own values, zeros and ones, would hide mistakes
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
+    return model

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weights through a file: what was written comes back with the same checksum; every change and every cut is found.
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <stdexcept>
+#include <system_error>
+#include <vector>
+
+#include "llm/weight_file.h"
+
+namespace {
+
+using namespace anyaccel::llm;
+
+void expect(bool ok, const char* what) {
+  if (!ok) {
+    std::fprintf(stderr, "failed: %s\n", what);
+    std::exit(1);
+  }
+}
+
+int temporary_file() {
+  char path[] = "/tmp/anyaccel-weights-XXXXXX";
+  const int fd = mkstemp(path);
+  expect(fd >= 0, "mkstemp");
+  unlink(path);
+  return fd;
+}
+
+void round_trip(size_t bytes) {
+  std::mt19937_64 random(bytes);
+  std::vector<uint8_t> data(bytes);
+  for (auto& byte : data) byte = static_cast<uint8_t>(random());
+  const int fd = temporary_file();
+  size_t last = 0;
+  const uint64_t written = write_weights(fd, 100, data.data(), bytes, 3, [&](size_t done) { last = done; });
+  expect(last == bytes, "progress ends at the size");
+  expect(weights_checksum(data.data(), bytes) == written, "checksum of memory");
+  for (int threads : {0, 1, 2, 5}) {
+    std::vector<uint8_t> back(bytes);
+    expect(read_weights(fd, 100, back.data(), bytes, threads) == written, "checksum of reading");
+    expect(back == data, "bytes");
+  }
+  for (int change = 0; change < 20 && bytes > 0; ++change) {
+    const size_t at = random() % bytes;
+    data[at] ^= static_cast<uint8_t>(1U << (random() % 8));
+    expect(weights_checksum(data.data(), bytes) != written, "one bit changed");
+    const size_t other = random() % bytes;
+    if (other != at) {
+      data[other] ^= 0x80;
+      expect(weights_checksum(data.data(), bytes) != written, "two bits changed");
+      data[other] ^= 0x80;
+    }
+    data[at] = static_cast<uint8_t>(0);
+    std::vector<uint8_t> whole(bytes);
+    read_weights(fd, 100, whole.data(), bytes, 1);
+    data = whole;
+  }
+  if (bytes > 0) {
+    expect(ftruncate(fd, static_cast<off_t>(100 + bytes - 1)) == 0, "ftruncate");
+    bool thrown = false;
+    try {
+      std::vector<uint8_t> back(bytes);
+      read_weights(fd, 100, back.data(), bytes);
+    } catch (const std::system_error&) {
+      thrown = true;
+    }
+    expect(thrown, "a cut file is an error");
+    expect(weights_checksum(data.data(), bytes - 1) != written, "a shorter length");
+  }
+  close(fd);
+}
+
+void errors() {
+  std::vector<uint8_t> data(3 << 20);
+  bool thrown = false;
+  try {
+    write_weights(-1, 0, data.data(), data.size());
+  } catch (const std::system_error& error) {
+    thrown = error.code().value() == EBADF;
+  }
+  expect(thrown, "a bad descriptor");
+  const int fd = temporary_file();
+  thrown = false;
+  try {
+    write_weights(fd, 0, data.data(), data.size(), 2, [](size_t) { throw std::runtime_error("enough"); });
+  } catch (const std::runtime_error&) {
+    thrown = true;
+  }
+  expect(thrown, "what progress throws is passed on");
+  close(fd);
+}
+
+}  // namespace
+
+int main() {
+  for (size_t bytes : {0UL, 1UL, 7UL, 64UL, 65UL, 4096UL, 524288UL, 524289UL, 5000001UL}) round_trip(bytes);
+  errors();
+  std::puts("ok");
+}

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of the native runtime from small random models of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+import decoder_reference
+import family_cases
+from anyaccel.inference.runtimes import shard
+from anyaccel.inference.runtimes.families import family_of
+from anyaccel.inference.runtimes.spec import DecoderSpec, weights
+
+
+@functools.cache
+def whole(name: str) -> tuple[Any, DecoderSpec, dict[str, torch.Tensor]]:
+    """The model of a case of family_cases, what it is natively, and its weights by their native names."""
+    model = family_cases.build(name)
+    config = model.config.to_dict()
+    family = family_of(config)
+    spec = family.spec(config)
+    return model, spec, decoder_reference.assemble(family, spec, config, model.state_dict())
+
+
+def empty(
+    spec: DecoderSpec, threads: int = 2, cache_limit: int = 1 << 26, weight: str = "f32", cache: str = "f32"
+) -> Any:
+    """A native model without weights."""
+    from anyaccel import _llm
+
+    matrices, vectors = weights(spec)
+    return _llm.Model(
+        dataclasses.asdict(spec),
+        [(each.name, each.rows, each.cols, weight, 0, False) for each in matrices],
+        [(each.name, each.count) for each in vectors],
+        threads,
+        cache,
+        cache_limit,
+    )
+
+
+def fill(model: Any, spec: DecoderSpec, values: Mapping[str, torch.Tensor]) -> Any:
+    matrices, vectors = weights(spec)
+    for matrix in matrices:
+        value = values[matrix.name]
+        assert value.shape == (matrix.rows, matrix.cols)
+        model.set_rows(matrix.name, 0, matrix.rows, value.data_ptr(), "f32", 4 * matrix.cols)
+    for vector in vectors:
+        model.set_vector(vector.name, 0, vector.count, values[vector.name].data_ptr(), "f32")
+    model.finish()
+    return model
+
+
+def native(name: str, **options: Any) -> Any:
+    _, spec, values = whole(name)
+    return fill(empty(spec, **options), spec, values)
+
+
+def rank_of(name: str, rank: int, size: int, threads: int = 1) -> Any:
+    """One rank's model; it is not connected yet."""
+    _, spec, values = whole(name)
+    own = dict(values)
+    for weight, part in shard.slices(spec, rank, size).items():
+        if weight not in own:
+            continue
+        value = own[weight]
+        if part.rows:
+            value = torch.cat([value[rows.start : rows.stop] for rows in part.rows])
+        if part.cols is not None:
+            value = value[:, part.cols.start : part.cols.stop]
+        own[weight] = (torch.zeros_like(value) if part.zero else value).contiguous()
+    sharded = shard.shard(spec, rank, size)
+    return fill(empty(sharded, threads), sharded, own)
+
+
+def logits_of(model: Any, vocab: int, sequences: Sequence[int], news: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Logits of all new tokens of each sequence."""
+    flat = torch.tensor([token for new in news for token in new], dtype=torch.int64)
+    out = torch.full((len(flat), vocab), float("nan"))
+    model.forward(sequences, [len(new) for new in news], flat.data_ptr(), out.data_ptr(), list(range(len(flat))))
+    return out

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates and tokenizers without transformers give what transformers gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.chat_template import ChatTemplate
+from anyaccel.inference.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# What published templates use: namespaces, loop controls, filters, tojson, macros, exceptions, generation blocks.
+RICH = """\
+{{- bos_token }}
+{%- set ns = namespace(system='', count=0) %}
+{%- macro shown(m) %}[{{ m['role'] | upper }}]{{ m.content | trim }}{% endmacro %}
+{%- for m in messages %}
+    {%- if m['role'] == 'system' %}
+        {%- set ns.system = m['content'] %}
+        {%- continue %}
+    {%- endif %}
+    {%- if (m['role'] == 'user') != (ns.count % 2 == 0) %}
+        {{- raise_exception('Roles must alternate user/assistant') }}
+    {%- endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {%- if m.role == 'assistant' %}{% generation %}{{ shown(m) }}{% endgeneration %}{% else %}{{ shown(m) }}{% endif %}
+    {{- eos_token if loop.last and not add_generation_prompt else '' }}
+{%- endfor %}
+{%- if tools is defined and tools %}{{ tools | tojson }}{% endif %}
+{{- {'system': ns.system, 'html': '<a & b>'} | tojson }}
+{{- strftime_now('%Y') | length }}
+{%- if add_generation_prompt %}[ASSISTANT]{% endif %}
+"""
+TALK = [
+    {"role": "system", "content": "Be brief. Ü"},
+    {"role": "user", "content": "  Hello <b>there</b>  "},
+    {"role": "assistant", "content": "Hi!"},
+    {"role": "user", "content": "What's 2+2?"},
+]
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize("source", [CHATML, RICH])
+@pytest.mark.parametrize("messages", [TALK, TALK[1:2], TALK[1:]])
+def test_rendering_is_that_of_transformers(source: str, messages: list[dict[str, str]]) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered: Any = render_jinja_template([messages], chat_template=source, add_generation_prompt=True, **SPECIAL)
+    assert ChatTemplate(source, SPECIAL).render(messages) == rendered[0][0]
+
+
+def test_template_may_refuse_and_may_not_reach_out() -> None:
+    with pytest.raises(ModelError, match="must alternate"):
+        ChatTemplate(RICH, SPECIAL).render([TALK[1], TALK[1]])
+    with pytest.raises(ModelError, match="cannot be read"):
+        ChatTemplate("{% for %}", {})
+    for harm in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ raise_exception.__globals__ }}"):
+        try:
+            text = ChatTemplate(harm, {}).render(TALK)
+        except ModelError:
+            continue
+        assert text.strip() == ""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from tokenizers.decoders import ByteLevel
+
+    words = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {**SPECIAL, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_tokens_are_those_of_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load_text_tokenizer(folder)
+    assert isinstance(ours, TextTokenizer)
+    for text in ("Hello wörld", "", "<s>tagged</s>"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.has_chat_template
+    assert ours.chat(TALK) == list(
+        theirs.apply_chat_template(TALK, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
+    assert ours.end_tokens == [2]
+
+
+def test_template_of_a_file_of_its_own_comes_first(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = TextTokenizer(folder)
+    assert tokenizer.decode(tokenizer.chat(TALK)) == TALK[0]["content"]
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
+    assert not TextTokenizer(folder).has_chat_template
+    with pytest.raises(ModelError, match="no chat template"):
+        TextTokenizer(folder).chat(TALK)
+
+
+@pytest.mark.parametrize("wanted", [True, False, None])
+def test_beginning_of_text_as_the_configuration_says(wanted: bool | None, folder: Path) -> None:
+    config = {**SPECIAL, "add_bos_token": wanted} if wanted is not None else SPECIAL
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert (TextTokenizer(folder).encode("x")[0] == 1) == (wanted is not False)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": 3}'])
+def test_damaged_tokenizer_is_named(content: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        load_text_tokenizer(tmp_path)
+
+
+def test_end_tokens() -> None:
+    assert end_tokens({"eos_token_id": [2, 7]}, {"eos_token_id": 3}) == [2, 7]
+    assert end_tokens({}, {"eos_token_id": 3}) == [3]
+    assert end_tokens({}, {}) == []

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel quantize`: what is written stands for the model, in a layout that others read; all of it or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from anyaccel.cli import main
+from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.quantize import quantize
+from anyaccel.inference.runtimes.formats import Precision
+from anyaccel.inference.runtimes.packing import Plan, checkpoint_of
+from recorded_model import RecordedModel
+
+HIDDEN, FEATURES, VOCAB = 64, 160, 48
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": HIDDEN,
+    "intermediate_size": FEATURES,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCAB, HIDDEN),
+        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+    }
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        for name, rows in {"q": HIDDEN, "k": 32, "v": 32, "o": HIDDEN}.items():
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
+        for name, shape in {"gate": (FEATURES, HIDDEN), "up": (FEATURES, HIDDEN), "down": (HIDDEN, FEATURES)}.items():
+            shapes[f"{at}mlp.{name}_proj.weight"] = shape
+        shapes[f"{at}input_layernorm.weight"] = shapes[f"{at}post_attention_layernorm.weight"] = (HIDDEN,)
+    made = tmp_path / "model"
+    made.mkdir()
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    save_file(tensors, made / "model.safetensors")
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    (made / "tokenizer.json").write_text("{}")
+    (made / "pytorch_model.bin").write_bytes(b"not copied")
+    return made
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """As numpy arrays; bfloat16, which numpy has not, as float32."""
+    from safetensors.torch import load_file as load
+
+    return {
+        name: (value.float() if "bfloat16" in str(value.dtype) else value).numpy() for name, value in load(path).items()
+    }
+
+
+def packed(folder: Path, dtype: str | None) -> tuple[Plan, RecordedModel]:
+    plan = Plan(checkpoint_of(folder), Precision(dtype), 0, 1)
+    model = RecordedModel(plan.shapes())
+    plan.fill(model, lambda done, total: None)  # type: ignore[arg-type]
+    model.check_full()
+    return plan, model
+
+
+def dequantised(tensors: dict[str, Any], stem: str, bits: int) -> Any:
+    """From the layout of compressed-tensors: words along the columns, values and zero points plus 8 or 128."""
+    words = tensors[f"{stem}.weight_packed"].view(np.uint32)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    q = ((words[..., None] >> shifts) & ((1 << bits) - 1)).reshape(len(words), -1).astype(np.int64)
+    rows, cols = tensors[f"{stem}.weight_shape"]
+    assert q.shape == (rows, cols)
+    scales = tensors[f"{stem}.weight_scale"].astype(np.float32)
+    zeros = np.full(scales.shape, 1 << (bits - 1))
+    if f"{stem}.weight_zero_point" in tensors:
+        words = tensors[f"{stem}.weight_zero_point"].view(np.uint32)
+        zeros = ((words[:, None, :] >> shifts[:, None]) & 15).reshape(-1, words.shape[1])[:rows].astype(np.int64)
+    of = np.arange(cols) // (cols // scales.shape[1])
+    return scales[:, of] * (q - zeros[:, of])
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        ({"dtype": "int4"}, 0.10),
+        ({"dtype": "int4", "asymmetric": True}, 0.095),
+        ({"dtype": "int4", "group": 128}, 0.115),
+        ({"dtype": "int8"}, 0.01),
+    ],
+)
+def test_values_are_close_and_read_as_they_are(folder: Path, options: dict[str, Any], bound: float) -> None:
+    out = folder.parent / "out"
+    seen: list[tuple[int, int]] = []
+    summary = quantize(folder, out, progress=lambda done, total: seen.append((done, total)), **options)
+    before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    assert len(summary.matrices) == 14
+    bits = 4 if options["dtype"] == "int4" else 8
+    _, model = packed(out, None)
+    for matrix in summary.matrices:
+        stem = matrix.name.removesuffix(".weight")
+        wanted = before[matrix.name]
+        got = dequantised(after, stem, bits)
+        error = np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+        assert error < bound
+        np.testing.assert_allclose(matrix.relative_error, error, rtol=1e-3)
+    # 64 columns have no groups of 128, and 160 none of 64.
+    groups = {matrix.group for matrix in summary.matrices}
+    assert groups == {"int8": {0}}.get(options["dtype"], {32} if options.get("group", 32) == 32 else {32, 64})
+    down = "model.layers.1.mlp.down_proj"
+    np.testing.assert_allclose(model.matrices["layers.1.mlp.down"], dequantised(after, down, bits), rtol=0, atol=1e-5)
+    assert "layers.1.mlp.down" in model.kept
+    assert summary.bytes_after < summary.bytes_before / 2
+    size = (out / "model.safetensors").stat().st_size
+    assert 0 < size - summary.bytes_after < 10_000  # the header
+    assert seen[-1] == (summary.bytes_before, summary.bytes_before)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["model", "out"]
+
+
+def test_what_is_packed_is_what_packing_the_model_makes(folder: Path) -> None:
+    """The same scales and values as quantising while loading."""
+    from anyaccel import _llm
+
+    out = folder.parent / "out"
+    quantize(folder, out)
+    after = load_file(out / "model.safetensors")
+    weight = load_file(folder / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    linear = _llm.Linear(FEATURES, HIDDEN, "i4", 32)
+    linear.set_rows(0, FEATURES, weight.ctypes.data, "f32", weight.strides[0], 4)
+    unit = np.eye(HIDDEN, dtype=np.float32)
+    result = np.empty((HIDDEN, FEATURES), np.float32)
+    linear.multiply(unit.ctypes.data, result.ctypes.data, HIDDEN, "f32")
+    np.testing.assert_allclose(result.T, dequantised(after, "model.layers.0.mlp.up_proj", 4), rtol=0, atol=1e-2)
+
+
+def test_nothing_is_left_when_it_fails(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.*not numbers"):
+        quantize(folder, folder.parent / "out")
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_an_existing_folder_is_replaced_only_when_forced(folder: Path) -> None:
+    out = folder.parent / "out"
+    out.mkdir()
+    (out / "mine").write_text("")
+    with pytest.raises(UsageError, match="exists already"):
+        quantize(folder, out)
+    assert (out / "mine").exists()
+    quantize(folder, out, force=True)
+    assert not (out / "mine").exists()
+    with pytest.raises(UsageError, match="is the model itself"):
+        quantize(folder, folder, force=True)
+    with pytest.raises(ModelError, match="quantised already"):
+        quantize(out, folder.parent / "again")
+    with pytest.raises(UsageError, match="no such folder"):
+        quantize(folder, folder / "absent" / "out")
+
+
+def test_transformers_config_names_what_is_not_quantised(folder: Path) -> None:
+    quantize(folder, folder.parent / "out")
+    config = json.loads((folder.parent / "out" / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == {**{k: v for k, v in CONFIG.items() if k != "torch_dtype"}, "dtype": "bfloat16"}
+    assert quantization["ignore"] == ["lm_head"]
+    assert quantization["format"] == "pack-quantized"
+    assert quantization["config_groups"]["group_0"]["weights"]["group_size"] == 32
+
+
+def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder.parent / "out"
+    assert main(["quantize", str(folder), str(out), "--json", "--quiet"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["dtype"] == "int4"
+    assert len(summary["matrices"]) == 14
+    assert main(["quantize", str(folder), str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["quantize", str(folder), str(out), "--force", "--dtype", "int8"]) == 0
+    assert "14 matrices in int8" in capsys.readouterr().out
