@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "io": {"ops", "accelerator", "env"},
     "comm": {"accelerator", "env"},
     "inference": {"comm", "accelerator", "env"},
-    "cli": {"launch", "accelerator", "ops", "topology", "inference", "comm", "report", "env"},
+    "port": set(),
+    "cli": {"launch", "accelerator", "ops", "topology", "inference", "comm", "port", "report", "env"},
 }
 EVERYBODYS = {"errors", "_version", "_native"}
 

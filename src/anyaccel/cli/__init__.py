@@ -17,6 +17,7 @@ COMMANDS = {
     "bind": "bind this process to its part of the machine, below torchrun, mpirun or srun, and run a command",
     "topo": "draw packages, NUMA nodes, cores and caches, and which rank would get which of them",
     "generate": "generate text with a local Hugging Face or GGUF model, on one or several workers",
+    "port": "find what ties code to CUDA, and rewrite it for any accelerator",
     "report": "print versions, the accelerator and why it was chosen, CPU features and topology",
     "ops": "list, build or clean up the native ops of the accelerator",
     "conformance": "run every method of the accelerator interface on the device, and say what is wrong",
