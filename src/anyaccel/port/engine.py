@@ -21,8 +21,10 @@ from anyaccel.port.tree import AMBIGUOUS, Tree
 _IGNORED = re.compile(r"#\s*ignore-cuda\b", re.IGNORECASE)
 _NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
 _METHODS = {"cuda", "pin_memory"}
+_ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension"}
 _NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
 _NAMED = {cst.Param, cst.FunctionDef, cst.ClassDef}
+_DEEPEST = 150  # brackets; Python itself takes 200
 _PROGRAMS = re.compile(r"cuda(?::|$)|nccl$|CUDA_VISIBLE_DEVICES$|torch\.cuda\.\w+Tensor$|(?:/usr/bin/)?nvidia-smi")
 
 
@@ -67,7 +69,7 @@ def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, remo
     try:
         tree = Tree(text)
     except cst.ParserSyntaxError as error:
-        raise NotPythonError(f"{error.raw_line}:{error.raw_column + 1}: {_first_line(error.message)}") from None
+        raise NotPythonError(_place_of(text) or f"{error.raw_line}:1: {_first_line(error.message)}") from None
     except RecursionError:
         raise NotPythonError("1:1: nested too deeply to be read") from None
     if tree.module.code != text:
@@ -103,6 +105,17 @@ def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, remo
     return Ported(tuple(sorted(findings, key=lambda each: (each.start, each.code))), ported, suppressed)
 
 
+def _place_of(text: str) -> str:
+    """Where Python itself says that the mistake is; empty when it finds none."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return f"{error.lineno or 1}:{error.offset or 1}: {_first_line(error.msg)}"
+    except ValueError as error:
+        return f"1:1: {_first_line(str(error))}"
+    return ""
+
+
 def _first_line(message: str) -> str:
     return " ".join(message.split())[:120]
 
@@ -112,10 +125,13 @@ def _may_have_findings(text: str) -> bool:
     try:
         module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return True  # LibCST says what is wrong; or it knows a syntax that this Python does not
+        # LibCST says what is wrong, or knows a syntax that this Python does not; deep nesting would crash it.
+        if _depth(text) > _DEEPEST:
+            raise NotPythonError("1:1: nested too deeply to be read") from None
+        return True
     for node in ast.walk(module):
         match node:
-            case ast.Attribute(attr=name) if name in _METHODS or name == "is_cuda":
+            case ast.Attribute(attr=name) if name in _ATTRIBUTES:
                 return True
             case ast.Import(names=names):
                 if any(_is_watched(alias.name) for alias in names):
@@ -128,6 +144,14 @@ def _may_have_findings(text: str) -> bool:
             case ast.Constant(value=str(value)) if _PROGRAMS.match(value):
                 return True
     return False
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for match in re.finditer(r"[()\[\]{}]", text):
+        depth += 1 if match[0] in "([{" else -1
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def _is_watched(module: str) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from anyaccel.port import notebook, source, tables
@@ -136,7 +137,8 @@ def look_at_all(
 def _in_workers(files: Sequence[tuple[str, Config]], workers: int) -> Iterator[tuple[int, Outcome]]:
     waiting = iter(range(len(files)))
     lost: list[int] = []
-    executor = _executor(workers)
+    context = _context()
+    executor = _executor(workers, context)
     running: dict[Future[Outcome], int] = {}
     try:
         while True:
@@ -158,17 +160,17 @@ def _in_workers(files: Sequence[tuple[str, Config]], workers: int) -> Iterator[t
                 lost += running.values()
                 running.clear()
                 executor.shutdown(wait=True, cancel_futures=True)
-                executor = _executor(workers)
+                executor = _executor(workers, context)
                 for index in sorted(set(lost)):
-                    yield index, _alone(*files[index])
+                    yield index, _alone(*files[index], context)
                 lost.clear()
     finally:
         _end(executor)
 
 
-def _alone(path: str, config: Config) -> Outcome:
+def _alone(path: str, config: Config, context: BaseContext) -> Outcome:
     """A file whose worker died, once more in a worker of its own, so that it cannot take others with it."""
-    executor = _executor(1)
+    executor = _executor(1, context)
     try:
         return executor.submit(look, path, config).result()
     except BrokenProcessPool:
@@ -177,11 +179,14 @@ def _alone(path: str, config: Config) -> Outcome:
         _end(executor)
 
 
-def _executor(workers: int) -> ProcessPoolExecutor:
-    # A forked worker has all modules already; this process has no threads yet when the first is made, and
-    # forkserver would import LibCST once more.
-    method = "fork" if sys.platform == "linux" else "spawn"
-    return ProcessPoolExecutor(workers, multiprocessing.get_context(method), _start_worker)
+def _context() -> BaseContext:
+    """How workers are started: a forked one has all modules already, but with threads around it is not safe."""
+    threads = len(list(Path("/proc/self/task").iterdir())) if sys.platform == "linux" else 2
+    return multiprocessing.get_context("fork" if threads == 1 else "spawn")
+
+
+def _executor(workers: int, context: BaseContext) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(workers, context, _start_worker)
 
 
 def _start_worker() -> None:

@@ -57,6 +57,8 @@ def decode(data: bytes) -> Source:
         if text.encode(encoding) != body:
             raise UnreadableError(f"encoding {encoding} does not give the same bytes back")
     except (SyntaxError, LookupError) as error:
+        if "missing encoding" in str(error):
+            raise UnreadableError("not valid utf-8, and no other encoding is declared") from None
         raise UnreadableError(f"unknown encoding: {' '.join(str(error).split())}") from None
     except UnicodeError as error:
         raise UnreadableError(f"not valid {encoding}: {error.reason if hasattr(error, 'reason') else error}") from None

@@ -127,7 +127,8 @@ def test_another_get_accelerator_keeps_its_name() -> None:
 
 
 def test_comments_and_layout_stay() -> None:
-    text = "import torch\r\n\r\nx = foo( # one\r\n\ty . cuda( 0 ,\r\n\t\tnon_blocking = True, # two\r\n\t) ,\r\n)   # three\r\n"
+    call = "x = foo( # one\r\n\ty . cuda( 0 ,\r\n\t\tnon_blocking = True, # two\r\n\t) ,\r\n)   # three\r\n"
+    text = f"import torch\r\n\r\n{call}"
     ported = port(text)
     assert ported == (
         "import torch\r\nfrom anyaccel import get_accelerator\r\n\r\nx = foo( # one\r\n"
