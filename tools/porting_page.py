@@ -44,9 +44,7 @@ def rules() -> Iterator[str]:
     yield from ("### What to use instead", "", "| in `torch.cuda` | advice |", "| --- | --- |")
     yield from (f"| `{name}` | {advice} |" for name, advice in sorted(ADVICE.items()))
     yield from ("", "| package | advice |", "| --- | --- |")
-    yield from (
-        f"| `{name}` | {advice} |" for name, advice in sorted(CUDA_ONLY.items(), key=lambda row: row[0].lower())
-    )
+    yield from (f"| `{name}` | {CUDA_ONLY[name]} |" for name in sorted(CUDA_ONLY, key=str.lower))
     yield ""
 
 

@@ -17,7 +17,10 @@ from anyaccel.port.tree import Tree
 GET_ACCELERATOR = "get_accelerator"
 _OURS = {f"{module}.{GET_ACCELERATOR}" for module in ("anyaccel", "anyaccel.accelerator", "deepspeed.accelerator")}
 _OTHER_AVAILABILITY = re.compile(r"torch\.(?:backends\.mps|mps|xpu|npu|mlu|hpu|musa)\.is_available")
-_SAYS_CUDA = re.compile(r"cuda|gpu|nvidia|nccl", re.IGNORECASE)
+_SAYS_CUDA = re.compile(r"cuda|gpu|nvidia|nccl|rocm|hip|available", re.IGNORECASE)
+_OF_CUDA = re.compile(r"cuda|nvidia|nccl", re.IGNORECASE)
+_MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
+_VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
 _PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
 
@@ -102,8 +105,48 @@ class Context:
         text = text_of(node)
         return (text is not None and OTHER_DEVICE.fullmatch(text) is not None) or device_index(node) is not False
 
+    def about_cuda(self, node: cst.CSTNode) -> str:
+        """Which class or function around this node is CUDA's own by its name; empty for none."""
+        for around in self.tree.parents(node):
+            if isinstance(around, cst.FunctionDef) and _MOVES.fullmatch(around.name.value):
+                continue
+            if isinstance(around, cst.ClassDef | cst.FunctionDef) and _OF_CUDA.search(around.name.value):
+                return around.name.value
+        return ""
+
+    def _chooses_vendor(self, node: cst.CSTNode) -> bool:
+        """Whether the function, or at the top of a module the statement, asks for devices of other vendors too."""
+        around = self.tree.enclosing(node, cst.FunctionDef) or self.tree.enclosing(
+            node, cst.If, cst.SimpleStatementLine
+        )
+        if around is None:
+            return False
+        if isinstance(around, cst.If):
+            while isinstance(self.tree.parent(around), cst.If):
+                around = self.tree.parent(around)
+        for each in self.tree.nodes:
+            if type(each) is cst.Call and around in self.tree.parents(each):
+                name = dotted(each.func) or ""
+                if name.endswith("available") and _VENDORS.search(name.replace("_", ".")):
+                    return True
+        return False
+
+    def _says_so(self, node: cst.CSTNode) -> bool:
+        """Whether the message of an assert, or of the error that is raised where CUDA is missing, is about CUDA."""
+        statement = self.tree.enclosing(node, cst.Assert, cst.If, cst.BaseSmallStatement)
+        told: cst.CSTNode | None = None
+        if isinstance(statement, cst.Assert):
+            told = statement.msg
+        elif isinstance(statement, cst.If) and _ends(statement.body):
+            told = statement.body
+        return told is not None and "cuda" in self.tree.module.code_for_node(told).lower()
+
     def means_cuda(self, node: cst.CSTNode) -> str:
         """Why this answer to "is CUDA there" is wanted for CUDA itself; empty where it may be about any accelerator."""
+        if self._chooses_vendor(node):
+            return "the code chooses between vendors by itself"
+        if self._says_so(node):
+            return "its message says that CUDA is needed"
         child, parent = node, self.tree.parent(node)
         while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget):
             child, parent = parent, self.tree.parent(parent)

@@ -20,6 +20,7 @@ from anyaccel.port.tree import AMBIGUOUS, Tree
 
 _IGNORED = re.compile(r"#\s*ignore-cuda\b", re.IGNORECASE)
 _NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
+_OF_TENSORS = {"ACC301", "ACC303"}
 _METHODS = {"cuda", "pin_memory"}
 _ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension"}
 _NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
@@ -87,8 +88,11 @@ def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, remo
             kept.append(candidate)
         if candidate.fix is not None:
             start, end = spans[candidate.replaced]
+            own = ctx.about_cuda(candidate.node)
             if ctx.is_scripted(candidate.node):
                 candidate.unfixed("TorchScript compiles this function and knows no get_accelerator()")
+            elif own and candidate.code not in _OF_TENSORS:
+                candidate.unfixed(f"by its name {own} is about CUDA")
             elif candidate.drops and "#" in text[start:end]:
                 candidate.unfixed("a comment stands inside")
     _keep_guards(ctx, candidates)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -191,21 +192,21 @@ def _sorted_place(
 ) -> int:
     """Where isort and ruff would have it: among the first third-party imports, `import x` before `from x import y`."""
     section = _section(module, block)
-    plain_first = [_key(each)[0] for _, each in section] == sorted(_key(each)[0] for _, each in section)
-    if not _is_third_party(section[0][1]) and not any(_is_third_party(each) for _, each in section):
+    third_party = [(index, each) for index, each in section if _is_third_party(each)]
+    if not third_party:
         return section[-1][0] + 1
-    if plain_first:
-        after = [index for index, each in section if not _is_third_party(each) or _key(each) < _key(new)]
-        if any(not _is_third_party(each) and _module_name(each).startswith(".") for _, each in section):
-            after = [index for index, each in section if _is_third_party(each) and _key(each) < _key(new)]
-        return max(after) + 1 if after else section[0][0]
-    by_name = [index for index, each in section if _module_name(each).lower() < _module_name(new).lower()]
-    sorted_by_name = [_module_name(each).lower() for _, each in section]
-    if sorted_by_name == sorted(sorted_by_name):
-        return max(by_name) + 1 if by_name else section[0][0]
-    third = [index for index, each in section if _is_third_party(each)]
-    plain = [index for index in third if not _key(dict(section)[index])[0]]
-    return next((i for i in third if i > plain[0] and i not in plain), plain[-1] + 1) if plain else third[0]
+    names = [_module_name(each).lower() for _, each in third_party]
+    keys = [_key(each) for _, each in third_party]
+    if [plain for plain, _ in keys] == sorted(plain for plain, _ in keys):
+        before = [index for (index, _), key in zip(third_party, keys, strict=True) if key < _key(new)]
+    elif names == sorted(names):
+        before = [
+            index for (index, _), name in zip(third_party, names, strict=True) if name < _module_name(new).lower()
+        ]
+    else:  # in no order: after the first run of plain imports
+        runs = itertools.takewhile(lambda each: isinstance(each[1], cst.Import), third_party)
+        before = [index for index, _ in runs]
+    return max(before) + 1 if before else third_party[0][0]
 
 
 def _section(

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import logging
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.context import BaseContext
 from pathlib import Path
 
 from anyaccel.port import notebook, source, tables
@@ -119,7 +119,7 @@ def look_at_all(
         workers: 0 for as many as there are cores.
     """
     workers = min(workers or len(os.sched_getaffinity(0)), len(files))
-    if workers <= 1 or len(files) <= _FEW:
+    if workers <= 1 or len(files) <= _FEW or _has_threads():
         for path, config in files:
             yield look(path, config)
             done()
@@ -137,8 +137,7 @@ def look_at_all(
 def _in_workers(files: Sequence[tuple[str, Config]], workers: int) -> Iterator[tuple[int, Outcome]]:
     waiting = iter(range(len(files)))
     lost: list[int] = []
-    context = _context()
-    executor = _executor(workers, context)
+    executor = _executor(workers)
     running: dict[Future[Outcome], int] = {}
     try:
         while True:
@@ -160,17 +159,17 @@ def _in_workers(files: Sequence[tuple[str, Config]], workers: int) -> Iterator[t
                 lost += running.values()
                 running.clear()
                 executor.shutdown(wait=True, cancel_futures=True)
-                executor = _executor(workers, context)
+                executor = _executor(workers)
                 for index in sorted(set(lost)):
-                    yield index, _alone(*files[index], context)
+                    yield index, _alone(*files[index])
                 lost.clear()
     finally:
         _end(executor)
 
 
-def _alone(path: str, config: Config, context: BaseContext) -> Outcome:
+def _alone(path: str, config: Config) -> Outcome:
     """A file whose worker died, once more in a worker of its own, so that it cannot take others with it."""
-    executor = _executor(1, context)
+    executor = _executor(1)
     try:
         return executor.submit(look, path, config).result()
     except BrokenProcessPool:
@@ -179,27 +178,23 @@ def _alone(path: str, config: Config, context: BaseContext) -> Outcome:
         _end(executor)
 
 
-def _context() -> BaseContext:
-    """How workers are started: a forked one has all modules already, but with threads around it is not safe."""
-    threads = len(list(Path("/proc/self/task").iterdir())) if sys.platform == "linux" else 2
-    return multiprocessing.get_context("fork" if threads == 1 else "spawn")
+def _has_threads() -> bool:
+    """Whether forking is unsafe here: so it is in a notebook or a test, but not in the command."""
+    return len(list(Path("/proc/self/task").iterdir())) > 1
 
 
-def _executor(workers: int, context: BaseContext) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, context, _start_worker)
+def _executor(workers: int) -> ProcessPoolExecutor:
+    import anyaccel.port.engine  # noqa: F401 - forked workers have it then
+
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker)
 
 
 def _start_worker() -> None:
     """Workers leave Ctrl-C to their parent, and end when it does."""
-    import gc
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.set_threshold(300_000, 20, 50)  # a tree of a file is a million objects that live as long as it does
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _end(executor: ProcessPoolExecutor) -> None:

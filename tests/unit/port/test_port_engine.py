@@ -90,6 +90,11 @@ def test_a_name_that_is_something_else_is_left() -> None:
         ),
         ("import os\nimport torch\n", "import os\nimport torch\nfrom anyaccel import get_accelerator\n"),
         (
+            "import json\nfrom pathlib import Path\nimport random\nimport soundfile\nimport torch\n\nimport mine\n",
+            "import json\nfrom pathlib import Path\nimport random\nimport soundfile\nimport torch\n"
+            "from anyaccel import get_accelerator\n\nimport mine\n",
+        ),
+        (
             "# why\nimport torch\n\n\ndef f():\n    pass\n\n\n",
             "# why\nimport torch\nfrom anyaccel import get_accelerator\n\n\ndef f():\n    pass\n\n\n",
         ),
@@ -256,6 +261,12 @@ def test_devices_are_found(before: str, after: str) -> None:
         "f(use_cuda=torch.cuda.is_available())",
         "HAS_CUDA = torch.cuda.is_available()",
         "facts = {'gpu': torch.cuda.is_available()}",
+        "assert torch.cuda.is_available(), 'apex needs CUDA'",
+        "def f():\n    if torch.cuda.is_available():\n        a()\n    elif torch.xpu.is_available():\n        b()",
+        "if torch.cuda.is_available():\n    kind = 1\nelif is_npu_available():\n    kind = 2",
+        "def is_rocm():\n    return torch.cuda.is_available()",
+        "class CudaBackend:\n    def f(self):\n        torch.cuda.synchronize()",
+        "def count_cuda_devices():\n    return torch.cuda.device_count()",
     ],
 )
 def test_a_guard_of_cuda_code_stays(code: str) -> None:
