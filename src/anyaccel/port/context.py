@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator
 
@@ -20,6 +21,7 @@ _OTHER_AVAILABILITY = re.compile(r"torch\.(?:backends\.mps|mps|xpu|npu|mlu|hpu|m
 _SAYS_CUDA = re.compile(r"cuda|gpu|nvidia|nccl|rocm|hip|available", re.IGNORECASE)
 _OF_CUDA = re.compile(r"cuda|nvidia|nccl", re.IGNORECASE)
 _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
+# In names such as is_xpu_available, torch.xpu and x.is_npu.
 _VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
 _PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
@@ -124,12 +126,28 @@ class Context:
         if isinstance(around, cst.If):
             while isinstance(self.tree.parent(around), cst.If):
                 around = self.tree.parent(around)
-        for each in self.tree.nodes:
-            if type(each) is cst.Call and around in self.tree.parents(each):
-                name = dotted(each.func) or ""
-                if name.endswith("available") and _VENDORS.search(name.replace("_", ".")):
-                    return True
-        return False
+        return any(around in self.tree.parents(each) for each in self._vendor_questions)
+
+    @functools.cached_property
+    def _vendor_questions(self) -> list[cst.CSTNode]:
+        """Calls that ask whether another vendor's device is there."""
+        named = [(each, dotted(each.func) or "") for each in self.tree.nodes if isinstance(each, cst.Call)]
+        return [each for each, name in named if name.endswith("available") and _VENDORS.search(name)]
+
+    def beside_vendors(self, node: cst.CSTNode) -> bool:
+        """Whether the condition that this is in, or one of its alternatives, names another vendor."""
+        top = node
+        while isinstance(self.tree.parent(top), cst.BooleanOperation | cst.UnaryOperation):
+            top = self.tree.parent(top)
+        tests = [top]
+        chain = self.tree.parent(top)
+        while isinstance(chain, cst.If):
+            tests.append(chain.test)
+            below = chain.orelse
+            if not isinstance(below, cst.If):
+                break
+            chain = below
+        return any(_VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
 
     def _says_so(self, node: cst.CSTNode) -> bool:
         """Whether the message of an assert, or of the error that is raised where CUDA is missing, is about CUDA."""
@@ -232,18 +250,26 @@ class Context:
 
     def calls_cuda(self, region: cst.CSTNode, replaced: set[cst.CSTNode]) -> bool:
         """Whether what is guarded calls or imports something that has CUDA in its name, and is not ported."""
+        for node in self._cuda_calls:
+            around = [node, *self.tree.parents(node)]
+            spoken_for = {around[0], around[1], getattr(node, "func", node)} & replaced
+            if region in around and not spoken_for:
+                return True
+        return False
+
+    @functools.cached_property
+    def _cuda_calls(self) -> list[cst.CSTNode]:
+        """Calls and imports of something with CUDA in its name."""
+        found: list[cst.CSTNode] = []
         for node in self.tree.nodes:
             name = ""
             if type(node) is cst.Call:
-                name = usage.last_name(dotted(node.func) or "")
+                name = usage.last_name(dotted(node.func) or "")  # type: ignore[attr-defined]
             elif type(node) is cst.ImportFrom or type(node) is cst.Import:
                 name = self.tree.module.code_for_node(node)
             if "cuda" in name.lower() and not name.endswith("is_available"):
-                around = [node, *self.tree.parents(node)]
-                spoken_for = {around[0], around[1], getattr(node, "func", node)} & replaced
-                if region in around and not spoken_for:
-                    return True
-        return False
+                found.append(node)
+        return found
 
 
 def _undecorated(node: cst.BaseExpression) -> cst.BaseExpression:

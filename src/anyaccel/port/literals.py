@@ -115,6 +115,11 @@ def _backend(ctx: Context, node: cst.SimpleString) -> Candidate:
         advice = f"communication_backend_name() names the accelerator's; not fixed: {why}"
         return Candidate(node, "ACC401", f"`'nccl'`: {advice}", breaks=found.kind not in ("comparison", "key"))
 
+    at_import = found.kind == "default" or ctx.tree.enclosing(node, cst.FunctionDef, cst.Lambda) is None
+    if at_import and found.kind != "argument":
+        why = "this runs at import, and fails there on an accelerator without collectives; set it in a function"
+        return Candidate(node, "ACC401", f"`'nccl'`: not fixed: {why}")
+
     def fix(old: cst.CSTNode) -> cst.CSTNode:
         return same_parentheses(call(ctx.method("communication_backend_name")), old)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from anyaccel.port import tables
+from anyaccel.port import tables, usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.syntax import bind, call, device_index, dotted, keyword, same_parentheses
@@ -143,6 +143,10 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
         yield report("it is called, so it is not a tensor's")
     elif last in _OPTIONS or "packed" in name.lower():
         yield report(f"{name} need not be a tensor")
+    elif _kept_as_cuda(ctx, node):
+        yield report("it is kept under a name that says CUDA, so it may choose something of CUDA")
+    elif ctx.beside_vendors(node):
+        yield report("the code chooses between vendors by itself")
     elif name.split(".")[0] in ctx.tree.imported_names and ctx.tree.imported(node.value) is not None:
         yield report(f"{name} is no tensor")
     else:
@@ -153,6 +157,17 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
 
         message = "`.is_cuda`; use `get_accelerator().on_accelerator(...)`"
         yield Candidate(node, "ACC302", message, fix, drops=True, guard=True)
+
+
+def _kept_as_cuda(ctx: Context, node: cst.Attribute) -> bool:
+    """Whether the value goes to a variable or argument called after CUDA."""
+    found = usage.role(ctx.tree, node)
+    if found.kind in ("assigned", "argument", "value") and any("cuda" in name.lower() for name in found.names):
+        return True
+    assign = ctx.tree.enclosing(node, cst.Assign, cst.BaseStatement)
+    if found.kind != "assigned" or not isinstance(assign, cst.Assign):
+        return False
+    return any("cuda" in ctx.tree.module.code_for_node(target).lower() for target in assign.targets)
 
 
 def _pin_memory(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candidate:
