@@ -23,7 +23,7 @@ def find_call(ctx: Context, node: cst.Call) -> Iterator[Candidate]:
         return
     if function.attr.value == "cuda":
         yield _cuda(ctx, node, function)
-    elif function.attr.value == "pin_memory":
+    elif function.attr.value == "pin_memory" and not _is_accelerator(ctx, function.value):
         yield _pin_memory(ctx, node, function)
 
 
@@ -157,6 +157,11 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
 
         message = "`.is_cuda`; use `get_accelerator().on_accelerator(...)`"
         yield Candidate(node, "ACC302", message, fix, drops=True, guard=True)
+
+
+def _is_accelerator(ctx: Context, node: cst.CSTNode) -> bool:
+    name = dotted(node.func) if isinstance(node, cst.Call) else dotted(node)
+    return name is not None and (name == ctx.accelerator or "accelerator" in name.lower())
 
 
 def _kept_as_cuda(ctx: Context, node: cst.Attribute) -> bool:

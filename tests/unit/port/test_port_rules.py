@@ -40,6 +40,7 @@ def test_examples(code: str, before: str, after: str) -> None:
     again = port_text(ported.text)
     assert again.text == ported.text
     assert not any(found.fixable for found in again.findings)
+    assert len(again.findings) == sum(not found.fixable for found in ported.findings)
 
 
 def test_every_rule_has_an_example_and_codes_are_in_order() -> None:
