@@ -150,21 +150,44 @@ class Context:
         return any(_VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
 
     def _says_so(self, node: cst.CSTNode) -> bool:
-        """Whether the message of an assert, or of the error that is raised where CUDA is missing, is about CUDA."""
+        """Whether an assert, or what is printed or raised below the condition, tells the user about CUDA."""
         statement = self.tree.enclosing(node, cst.Assert, cst.If, cst.BaseSmallStatement)
-        told: cst.CSTNode | None = None
         if isinstance(statement, cst.Assert):
-            told = statement.msg
-        elif isinstance(statement, cst.If) and _ends(statement.body):
-            told = statement.body
-        return told is not None and "cuda" in self.tree.module.code_for_node(told).lower()
+            return statement.msg is not None and "cuda" in self.tree.module.code_for_node(statement.msg).lower()
+        return isinstance(statement, cst.If) and any(statement in self.tree.parents(told) for told in self._told)
+
+    @functools.cached_property
+    def _told(self) -> list[cst.CSTNode]:
+        """Texts about CUDA in what is printed, logged or raised."""
+        found = []
+        for node in self.tree.nodes:
+            if type(node) is cst.SimpleString or type(node) is cst.FormattedString:
+                text = self.tree.module.code_for_node(node).strip("'\"frbFRB").lower()
+                if "cuda" in text and device_index(node) is False and " " in text:
+                    statement = self.tree.enclosing(node, cst.BaseSmallStatement)
+                    if isinstance(statement, cst.Expr | cst.Raise):
+                        found.append(node)
+        return found
+
+    def _wanted_as_cuda(self, node: cst.CSTNode) -> bool:
+        """Whether it stands below a condition whose name says that CUDA is asked for, such as `if needs_cuda:`."""
+        child = node
+        for around in self.tree.parents(node):
+            if isinstance(around, cst.If) and around.body is child:
+                test = self.tree.module.code_for_node(around.test).replace("torch.cuda", "").replace(".is_cuda", "")
+                if "cuda" in test.lower():
+                    return True
+            child = around
+        return False
 
     def means_cuda(self, node: cst.CSTNode) -> str:
         """Why this answer to "is CUDA there" is wanted for CUDA itself; empty where it may be about any accelerator."""
         if self._chooses_vendor(node):
             return "the code chooses between vendors by itself"
         if self._says_so(node):
-            return "its message says that CUDA is needed"
+            return "what is printed or raised there is about CUDA"
+        if self._wanted_as_cuda(node):
+            return "a condition around it asks for CUDA by name"
         child, parent = node, self.tree.parent(node)
         while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget):
             child, parent = parent, self.tree.parent(parent)
@@ -259,7 +282,7 @@ class Context:
 
     @functools.cached_property
     def _cuda_calls(self) -> list[cst.CSTNode]:
-        """Calls and imports of something with CUDA in its name."""
+        """Calls and imports of something with CUDA in its name, and uses of device_ids."""
         found: list[cst.CSTNode] = []
         for node in self.tree.nodes:
             name = ""
@@ -267,6 +290,10 @@ class Context:
                 name = usage.last_name(dotted(node.func) or "")  # type: ignore[attr-defined]
             elif type(node) is cst.ImportFrom or type(node) is cst.Import:
                 name = self.tree.module.code_for_node(node)
+            elif type(node) is cst.Name and node.value == "device_ids":  # type: ignore[attr-defined]
+                name = "cuda"  # DistributedDataParallel takes it for GPUs only
+            elif type(node) is cst.SimpleString and node.raw_value == "device_ids":  # type: ignore[attr-defined]
+                name = "cuda"
             if "cuda" in name.lower() and not name.endswith("is_available"):
                 found.append(node)
         return found

@@ -41,15 +41,22 @@ class Role:
 
 def role(tree: Tree, node: cst.CSTNode) -> Role:
     """How the value of this expression is used."""
-    plural = False
+    plural = mixed = False
     child = node
     for parent in tree.parents(node):
         found = _role_in(tree, parent, child, plural)
         if found is not None:
-            return found
+            # A mixed list may be of the devices that something supports.
+            return Role("value", plural=True) if mixed and found.kind not in ("comparison", "key", "text") else found
+        mixed = mixed or (isinstance(parent, cst.List | cst.Tuple | cst.Set) and not _all_cuda(parent))
         plural = plural or isinstance(parent, cst.List | cst.Tuple | cst.Set)
         child = parent
     return Role("other")
+
+
+def _all_cuda(collection: cst.List | cst.Tuple | cst.Set) -> bool:
+    texts = [text_of(element.value) for element in collection.elements]
+    return all(text is None or text.startswith("cuda") for text in texts)
 
 
 def _role_in(tree: Tree, parent: cst.CSTNode, child: cst.CSTNode, plural: bool) -> Role | None:
