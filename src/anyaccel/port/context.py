@@ -25,6 +25,7 @@ _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
 _VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
 _PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
+_SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
 
 
 class Context:
@@ -83,15 +84,31 @@ class Context:
         return isinstance(parent, cst.AsName)
 
     def is_scripted(self, node: cst.CSTNode) -> bool:
-        """Whether TorchScript compiles the function around this node: it knows no get_accelerator()."""
+        """Whether TorchScript compiles the function around this node, which knows no get_accelerator().
+
+        It does where the function or class is marked for it, or asks torch.jit.is_scripting().
+        """
         for around in self.tree.parents(node):
-            if isinstance(around, cst.FunctionDef | cst.ClassDef):
+            if isinstance(around, cst.FunctionDef):
                 marks = {self.tree.imported(_undecorated(each.decorator)) or "" for each in around.decorators}
                 if marks & _NOT_SCRIPTED:
                     return False
-                if any(mark.startswith("torch.jit.") for mark in marks) or around.name.value in self._scripted:
-                    return True
+            if not isinstance(around, cst.FunctionDef | cst.ClassDef):
+                continue
+            if around.name.value in self._scripted or any(around in self.tree.parents(u) for u in self._jit_uses):
+                return True
         return False
+
+    @functools.cached_property
+    def _jit_uses(self) -> list[cst.CSTNode]:
+        """Decorators and questions of TorchScript."""
+        return [
+            each
+            for each in self.tree.nodes
+            if type(each) is cst.Attribute
+            and each.attr.value in _SCRIPTING
+            and (self.tree.imported(each) or "").startswith("torch.jit.")
+        ]
 
     def is_availability(self, node: cst.CSTNode, module: str) -> bool:
         """Whether it asks if this module's device is there; an empty module stands for every other than CUDA's."""
@@ -159,7 +176,7 @@ class Context:
     @functools.cached_property
     def _told(self) -> list[cst.CSTNode]:
         """Texts about CUDA in what is printed, logged or raised."""
-        found = []
+        found: list[cst.CSTNode] = []
         for node in self.tree.nodes:
             if type(node) is cst.SimpleString or type(node) is cst.FormattedString:
                 text = self.tree.module.code_for_node(node).strip("'\"frbFRB").lower()
@@ -287,12 +304,12 @@ class Context:
         for node in self.tree.nodes:
             name = ""
             if type(node) is cst.Call:
-                name = usage.last_name(dotted(node.func) or "")  # type: ignore[attr-defined]
+                name = usage.last_name(dotted(node.func) or "")
             elif type(node) is cst.ImportFrom or type(node) is cst.Import:
                 name = self.tree.module.code_for_node(node)
-            elif type(node) is cst.Name and node.value == "device_ids":  # type: ignore[attr-defined]
+            elif type(node) is cst.Name and node.value == "device_ids":
                 name = "cuda"  # DistributedDataParallel takes it for GPUs only
-            elif type(node) is cst.SimpleString and node.raw_value == "device_ids":  # type: ignore[attr-defined]
+            elif type(node) is cst.SimpleString and node.raw_value == "device_ids":
                 name = "cuda"
             if "cuda" in name.lower() and not name.endswith("is_available"):
                 found.append(node)

@@ -102,7 +102,11 @@ def find_text(ctx: Context, node: cst.SimpleString) -> Iterator[Candidate]:
         )
     elif text.startswith(("nvidia-smi", "/usr/bin/nvidia-smi")):
         found = usage.role(ctx.tree, node)
-        if found.kind in ("argument", "assigned", "default") and found.callee not in ("print", ".info", ".warning"):
+        if found.kind in ("argument", "assigned", "default", "value") and found.callee not in (
+            "print",
+            ".info",
+            ".warning",
+        ):
             yield Candidate(
                 node, "ACC506", "a call of nvidia-smi: use device_count(), total_memory() and available_memory()"
             )

@@ -311,6 +311,8 @@ def test_a_guard_of_ported_code_goes_along() -> None:
         "def f(s: torch.cuda.Stream): pass",
         "torch.cuda.synchronize = None",
         "@torch.jit.script\ndef f(x):\n    return x.cuda()",
+        "class A:\n    @torch.jit.export\n    def f(self):\n        pass\n    def g(self, x):\n        x.cuda()",
+        "def f(x):\n    if torch.jit.is_scripting():\n        pass\n    return x.cuda()",
         "backends = ['nccl', 'gloo']",
         'env = {"CUDA_VISIBLE_DEVICES": "0"}',
         'os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")',
