@@ -25,6 +25,9 @@ GUIDE = REPOSITORY / "docs" / "add-a-backend.md"
 # Also those by which the running environment would leak into the new one.
 _NOT_INHERITED = ("DS_ACCELERATOR", "SIMD0_VISIBLE_DEVICES", "SIMD0_BUILD_SCALE_ADD", "PYTHONHOME", "VIRTUAL_ENV")
 
+# Of examples/porting/train_cuda.py at steps 0, 10, 20 and 30, on every device.
+PORTED_LOSSES = [1.3558, 0.6263, 0.1510, 0.0192]
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -140,6 +143,30 @@ def test_the_same_script_trains_on_simd0_and_on_the_cpu(run: Run, name: str, dev
     losses = [float(line[3]) for line in lines]
     assert len(losses) == 6
     assert losses[-1] < losses[0] / 2, done.stdout
+
+
+@installed
+@pytest.mark.parametrize("name", ["simd0", "cpu"])
+def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> None:
+    """examples/porting, through `anyaccel port --write` alone: the losses are the CPU's."""
+    pytest.importorskip("libcst", reason="anyaccel port needs LibCST: pip install 'anyaccel[port]'")
+    for script in (REPOSITORY / "examples" / "porting").glob("*_cuda.py"):
+        shutil.copy(script, tmp_path)
+    ported = run("-m", "anyaccel", "port", str(tmp_path), "--write")
+    assert ported.returncode == 0, ported.stderr
+    assert "0 left to you" in ported.stdout
+    here = f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, '.'); sys.argv = sys.argv[:1]; "
+    outputs = []
+    for script in ("train_cuda.py", "infer_cuda.py"):
+        done = run("-c", f"{here}runpy.run_path({script!r}, run_name='__main__')", DS_ACCELERATOR=name)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout.splitlines())
+    device = {"simd0": "simd", "cpu": "cpu"}[name]
+    steps = [line.split() for line in outputs[0] if line.startswith("step")]
+    assert {words[-1] for words in steps} == {device}
+    assert [float(words[3]) for words in steps] == pytest.approx(PORTED_LOSSES, abs=2e-3)
+    assert outputs[1][-1].startswith("4 classes, 256 of 256 right")
+    assert outputs[1][-1].endswith(f"on {device}")
 
 
 @installed

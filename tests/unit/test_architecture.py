@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "comm": {"accelerator", "env"},
     "inference": {"comm", "accelerator", "env"},
     "bench": {"launch", "inference", "topology", "env"},
-    "cli": {"bench", "launch", "accelerator", "ops", "topology", "inference", "comm", "report", "env"},
+    "port": set(),
+    "cli": {"bench", "launch", "accelerator", "ops", "topology", "inference", "comm", "port", "report", "env"},
 }
 EVERYBODYS = {"errors", "_version", "_native", "_llm"}
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "chat": "talk with a local Hugging Face or GGUF model",
     "bench": "measure text generation, beside other engines when asked to",
     "quantize": "write a copy of a model with int4 or int8 weights",
+    "port": "find what ties code to CUDA, and rewrite it for any accelerator",
     "report": "print versions, the accelerator and why it was chosen, CPU features and topology",
     "ops": "list, build or clean up the native ops of the accelerator",
     "conformance": "run every method of the accelerator interface on the device, and say what is wrong",

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel port`: find what ties code to CUDA, and rewrite it for any accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+
+from anyaccel.cli._parser import Parser
+from anyaccel.errors import AnyAccelError, UsageError
+
+TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    from anyaccel.port.config import Config
+    from anyaccel.port.files import Skipped
+
+_EXAMPLES = """\
+  what is there to port, and what of it can be rewritten
+      anyaccel port .
+      anyaccel port train.py --json | jq '.summary'
+  see the changes, make them
+      anyaccel port src --diff
+      anyaccel port src notebooks --write
+  some rules only
+      anyaccel port src --write --select ACC1,ACC201 --ignore ACC104
+      anyaccel port --rules
+"""
+
+
+def build_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser(
+        "port",
+        "Find what ties Python files and Jupyter notebooks to CUDA, and rewrite it for any accelerator.\n"
+        "Lines with `# noqa`, `# noqa: ACC101` or `#ignore-cuda` are left. Needs LibCST; never imports torch.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add("paths", nargs="*", metavar="PATH", help="a file, or a folder to search for .py, .pyi and .ipynb files")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--check", action="store_true", help="report; exit code 1 when something is found (default)")
+    how.add_argument("--diff", action="store_true", help="print the changes; exit code 1 when there are some")
+    how.add_argument("--write", action="store_true", help="make the changes, and report what is left")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--select", metavar="RULE,...", help="only these rules, or how they begin; default: all")
+    add("--ignore", metavar="RULE,...", help="not these rules, or how they begin")
+    add("--exclude", metavar="PATTERN", action="append", default=[], help="leave out files and folders like this one")
+    add("--rules", action="store_true", help="list the rules and exit")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Look, and write when asked; 1 when --check finds something, or a file could not be looked at or written."""
+    options = build_parser().parse_intermixed_args(argv)
+    if options.rules:
+        return _list_rules(options.json)
+    if not options.paths:
+        raise UsageError("no PATH is given: name files or folders, such as `anyaccel port .`")
+    _require_libcst()
+    with _ended_by_signals():
+        return _port(options)
+
+
+def _require_libcst() -> None:
+    try:
+        import libcst  # noqa: F401
+    except ImportError as error:
+        raise AnyAccelError(
+            f"anyaccel port needs LibCST, which cannot be imported ({error}); install it: pip install 'anyaccel[port]'"
+        ) from None
+
+
+def _list_rules(as_json: bool) -> int:
+    from anyaccel.port.output import dumped
+    from anyaccel.port.rules import RULES
+
+    if as_json:
+        print(dumped({"rules": [{"code": rule.code, "title": rule.title, "fixes": rule.fixes} for rule in RULES]}))
+    else:
+        for rule in RULES:
+            print(f"{rule.code}  {rule.title}{'  [fixable]' if rule.fixes else ''}")
+    return 0
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: workers are ended, and the file being written is whole."""
+
+    def end(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _port(options: argparse.Namespace) -> int:
+    from anyaccel.port import output, run
+    from anyaccel.port.source import UnreadableError, write_bytes
+
+    files, skipped = _files(options)
+    findings = []
+    problems = [f"{each.path}: not ported: {each.reason}" for each in skipped if each.failed]
+    notes = [f"{each.path}: left out: {each.reason}" for each in skipped if not each.failed]
+    text = not options.json
+    for message in [*problems, *notes]:
+        print(message, file=sys.stderr)
+    totals = dict.fromkeys(("files", "without_cuda", "changed", "fixed", "suppressed"), 0)
+    with _progress(len(files)) as step, contextlib.closing(run.look_at_all(files, step)) as outcomes:
+        for outcome in outcomes:
+            totals["files"] += 1
+            totals["without_cuda"] += not outcome.parsed
+            totals["suppressed"] += outcome.suppressed
+            error, fixed = outcome.error, False
+            if options.write and outcome.before is not None and outcome.after is not None:
+                try:
+                    write_bytes(outcome.path, outcome.after, outcome.before)
+                    fixed = True
+                except UnreadableError as failure:
+                    error = str(failure)
+            if error:
+                problems.append(
+                    output.problem(run.Outcome(outcome.path, error, line=outcome.line, column=outcome.column))
+                )
+                _say(problems[-1], sys.stderr)
+            totals["changed"] += outcome.after is not None and (fixed or not options.write)
+            totals["fixed"] += fixed and sum(each.fixable for each in outcome.findings)
+            findings += [(each, fixed and each.fixable) for each in outcome.findings]
+            if text and options.diff:
+                _say(output.difference(outcome), sys.stdout, end="")
+            elif text:
+                for each in outcome.findings:
+                    if not (fixed and each.fixable):
+                        _say(output.line(each), sys.stdout)
+    return _conclude(options, findings, problems, totals)
+
+
+def _conclude(options: argparse.Namespace, findings: list[Any], problems: list[str], totals: dict[str, int]) -> int:
+    from anyaccel.port import output
+
+    left = [each for each, fixed in findings if not fixed]
+    fixable = sum(each.fixable for each in left)
+    totals |= {"found": len(findings), "fixable": fixable, "not_fixable": len(left) - fixable, "failed": len(problems)}
+    if options.json:
+        rows = [output.as_dict(each, fixed) for each, fixed in findings]
+        rules = output.counts([each for each, _ in findings])
+        print(output.dumped({"findings": rows, "rules": rules, "problems": problems, "summary": totals}))
+    else:
+        print(_summary(options, totals), file=sys.stderr if options.diff else sys.stdout)
+    if problems:
+        return 1
+    if options.write:
+        return 0
+    return int(totals["changed"] > 0) if options.diff else int(bool(findings))
+
+
+def _summary(options: argparse.Namespace, totals: dict[str, int]) -> str:
+    from anyaccel.port.output import plural
+
+    seen = plural(totals["files"], "file")
+    without = f" ({totals['without_cuda']} without a word of CUDA)" if totals["without_cuda"] else ""
+    failed = f"; {plural(totals['failed'], 'path')} not ported" if totals["failed"] else ""
+    if options.write:
+        what = f"fixed {totals['fixed']} in {plural(totals['changed'], 'file')}, {totals['not_fixable']} left to you"
+    elif options.diff:
+        what = f"would fix {totals['fixable']} in {plural(totals['changed'], 'file')}"
+    elif totals["found"]:
+        what = f"found {totals['found']}, {totals['fixable']} fixable with --write"
+    else:
+        what = "found nothing to port"
+    return f"{what}; {seen}{without}{failed}"
+
+
+def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[Skipped]]:
+    from anyaccel.port import config
+    from anyaccel.port.files import Skipped, find
+
+    files: list[tuple[str, Config]] = []
+    skipped: list[Skipped] = []
+    seen = set()
+    for path in options.paths:
+        settings = config.find(path).changed(options.select, options.ignore)
+        for each in find([path], [*settings.exclude, *options.exclude]):
+            if isinstance(each, Skipped):
+                skipped.append(each)
+            elif each not in seen:
+                seen.add(each)
+                files.append((each, settings))
+    return files, skipped
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[], Any]]:
+    """A progress bar, when a person is watching and tqdm is there."""
+    bar = None
+    if sys.stderr.isatty() and total > 20:
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            tqdm.monitor_interval = 0  # no thread: workers are forked
+            bar = tqdm(total=total, unit="file", leave=False, file=sys.stderr)
+    try:
+        yield bar.update if bar is not None else lambda: None
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def _say(text: str, stream: Any, end: str = "\n") -> None:
+    """Print above the progress bar; what the terminal cannot show is escaped."""
+    if not text:
+        return
+    encoding = stream.encoding or "utf-8"
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is not None and sys.stderr.isatty():
+        tqdm.write(text, file=stream, end=end)
+    else:
+        print(text, end=end, file=stream)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`[tool.anyaccel.port]` of the nearest pyproject.toml."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from anyaccel.errors import UsageError
+from anyaccel.port.rules import RULES
+
+_KEYS = ("select", "ignore", "exclude")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is looked for and where.
+
+    Attributes:
+        select, ignore: codes of rules or how they begin, such as ACC2; ignore wins.
+        exclude: patterns of paths that are left out.
+    """
+
+    select: tuple[str, ...] = ("ACC",)
+    ignore: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def wants(self, code: str) -> bool:
+        """Whether the rule of this code is applied."""
+        return code.startswith(self.select) and not (self.ignore and code.startswith(self.ignore))
+
+    def changed(self, select: str | None, ignore: str | None) -> Config:
+        """With what the command line says instead.
+
+        Raises:
+            UsageError: a rule that is not there.
+        """
+        changes = {}
+        if select is not None:
+            changes["select"] = checked(select.split(","), "--select")
+        if ignore is not None:
+            changes["ignore"] = checked(ignore.split(","), "--ignore")
+        return replace(self, **changes)
+
+
+def checked(codes: Iterable[str], where: str) -> tuple[str, ...]:
+    """The codes, in capitals.
+
+    Raises:
+        UsageError: none begins like one of them.
+    """
+    found = tuple(code.strip().upper() for code in codes if code.strip())
+    for code in found:
+        if not any(rule.code.startswith(code) for rule in RULES):
+            raise UsageError(f"{where}: no rule is or begins with {code!r}; `anyaccel port --rules` lists them")
+    return found
+
+
+def find(path: str) -> Config:
+    """The configuration for this file or folder: of the nearest pyproject.toml that has the table.
+
+    Raises:
+        UsageError: the table has an unknown key, a wrong value or a rule that is not there.
+    """
+    start = Path(path).absolute()
+    return _find(start if start.is_dir() else start.parent)
+
+
+@functools.cache
+def _find(folder: Path) -> Config:
+    for each in (folder, *folder.parents):
+        file = each / "pyproject.toml"
+        if file.is_file():
+            try:
+                content = tomllib.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise UsageError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
+            table = content.get("tool", {}).get("anyaccel", {}).get("port")
+            if table is not None:
+                return _parse(table, f"{file}: [tool.anyaccel.port]")
+    return Config()
+
+
+def _parse(table: object, where: str) -> Config:
+    if not isinstance(table, dict):
+        raise UsageError(f"{where} must be a table")
+    values = {}
+    for key, value in table.items():
+        if key not in _KEYS:
+            raise UsageError(f"{where}: unknown key {key!r}; there are {', '.join(_KEYS)}")
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise UsageError(f"{where}: {key} = {value!r} must be a list of strings")
+        values[key] = tuple(value) if key == "exclude" else checked(value, f"{where}: {key}")
+    return Config(**values)

@@ -1,0 +1,373 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules share while one file is looked at: its tree, the spelling of get_accelerator, what is spoken for."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator
+
+import libcst as cst
+from libcst.metadata import Access
+from libcst.metadata.scope_provider import GlobalScope, ImportAssignment
+
+from anyaccel.port import usage
+from anyaccel.port.syntax import OTHER_DEVICE, attribute, call, device_index, dotted, text_of
+from anyaccel.port.tree import Tree
+
+GET_ACCELERATOR = "get_accelerator"
+_OURS = {f"{module}.{GET_ACCELERATOR}" for module in ("anyaccel", "anyaccel.accelerator", "deepspeed.accelerator")}
+_OTHER_AVAILABILITY = re.compile(r"torch\.(?:backends\.mps|mps|xpu|npu|mlu|hpu|musa)\.is_available")
+_SAYS_CUDA = re.compile(r"cuda|gpu|nvidia|nccl|rocm|hip|available", re.IGNORECASE)
+_OF_CUDA = re.compile(r"cuda|nvidia|nccl", re.IGNORECASE)
+_MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
+# In names such as is_xpu_available, torch.xpu and x.is_npu.
+_VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
+_PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
+_NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
+_SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
+
+
+class Context:
+    """One file being looked at."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self._claimed: set[cst.CSTNode] = set()
+        self._scripted = {
+            name
+            for node in tree.nodes
+            if isinstance(node, cst.Call) and tree.imported(node.func) == "torch.jit.script"
+            for arg in node.args[:1]
+            for name in [dotted(arg.value)]
+        }
+        self.accelerator, self.has_accelerator = self._spelling()
+
+    def _spelling(self) -> tuple[str, bool]:
+        """The name of get_accelerator in this file, and whether the file imports it already."""
+        taken = False
+        for scope in self.tree.scopes:
+            for name, assignments in scope._assignments.items():
+                for assignment in assignments:
+                    full = {each.name for each in assignment.get_qualified_names_for(name)}
+                    ours = isinstance(assignment, ImportAssignment) and full <= _OURS
+                    if ours and isinstance(scope, GlobalScope) and len(assignments) == 1:
+                        return name, True
+                    taken = taken or (name == GET_ACCELERATOR and not ours)
+        return ("get_anyaccel_accelerator" if taken else GET_ACCELERATOR), False
+
+    def method(self, name: str) -> cst.BaseExpression:
+        """`get_accelerator().<name>`."""
+        return attribute(call(cst.Name(self.accelerator)), name)
+
+    def torch_at(self, node: cst.CSTNode) -> str | None:
+        """The name of torch at this node; None where `torch` is something else."""
+        name = self.tree.name_of("torch", node)
+        if name is None and not self.tree.is_bound("torch"):
+            return "torch"  # it is imported along with get_accelerator
+        return name
+
+    def claim(self, node: cst.CSTNode) -> None:
+        """Keep other rules off this node and all in it."""
+        self._claimed.add(node)
+
+    def is_claimed(self, node: cst.CSTNode) -> bool:
+        return bool(self._claimed) and any(each in self._claimed for each in (node, *self.tree.parents(node)))
+
+    def is_stored(self, node: cst.CSTNode) -> bool:
+        """Whether something is assigned to this expression, or it is deleted."""
+        parent = self.tree.parent(node)
+        if isinstance(parent, cst.AssignTarget | cst.Del):
+            return True
+        if isinstance(parent, cst.AnnAssign | cst.AugAssign | cst.For | cst.CompFor | cst.NamedExpr):
+            return parent.target is node
+        return isinstance(parent, cst.AsName)
+
+    def is_scripted(self, node: cst.CSTNode) -> bool:
+        """Whether TorchScript compiles the function around this node, which knows no get_accelerator().
+
+        It does where the function or class is marked for it, or asks torch.jit.is_scripting().
+        """
+        for around in self.tree.parents(node):
+            if isinstance(around, cst.FunctionDef):
+                marks = {self.tree.imported(_undecorated(each.decorator)) or "" for each in around.decorators}
+                if marks & _NOT_SCRIPTED:
+                    return False
+            if not isinstance(around, cst.FunctionDef | cst.ClassDef):
+                continue
+            if around.name.value in self._scripted or any(around in self.tree.parents(u) for u in self._jit_uses):
+                return True
+        return False
+
+    @functools.cached_property
+    def _jit_uses(self) -> list[cst.CSTNode]:
+        """Decorators and questions of TorchScript."""
+        return [
+            each
+            for each in self.tree.nodes
+            if type(each) is cst.Attribute
+            and each.attr.value in _SCRIPTING
+            and (self.tree.imported(each) or "").startswith("torch.jit.")
+        ]
+
+    def is_availability(self, node: cst.CSTNode, module: str) -> bool:
+        """Whether it asks if this module's device is there; an empty module stands for every other than CUDA's."""
+        if not isinstance(node, cst.Call) or node.args:
+            return False
+        name = self.tree.imported(node.func) or ""
+        return name == f"{module}.is_available" if module else _OTHER_AVAILABILITY.fullmatch(name) is not None
+
+    def is_device_spelling(self, node: cst.CSTNode) -> bool:
+        """Whether it is a literal device, as a string or within torch.device()."""
+        if isinstance(node, cst.Call) and self.tree.imported(node.func) == "torch.device" and len(node.args) == 1:
+            node = node.args[0].value
+        text = text_of(node)
+        return (text is not None and OTHER_DEVICE.fullmatch(text) is not None) or device_index(node) is not False
+
+    def about_cuda(self, node: cst.CSTNode) -> str:
+        """Which class or function around this node is CUDA's own by its name; empty for none."""
+        for around in self.tree.parents(node):
+            if isinstance(around, cst.FunctionDef) and _MOVES.fullmatch(around.name.value):
+                continue
+            if isinstance(around, cst.ClassDef | cst.FunctionDef) and _OF_CUDA.search(around.name.value):
+                return around.name.value
+        return ""
+
+    def _chooses_vendor(self, node: cst.CSTNode) -> bool:
+        """Whether the function, or at the top of a module the statement, asks for devices of other vendors too."""
+        around = self.tree.enclosing(node, cst.FunctionDef) or self.tree.enclosing(
+            node, cst.If, cst.SimpleStatementLine
+        )
+        if around is None:
+            return False
+        if isinstance(around, cst.If):
+            while isinstance(self.tree.parent(around), cst.If):
+                around = self.tree.parent(around)
+        return any(around in self.tree.parents(each) for each in self._vendor_questions)
+
+    @functools.cached_property
+    def _vendor_questions(self) -> list[cst.CSTNode]:
+        """Calls that ask whether another vendor's device is there."""
+        named = [(each, dotted(each.func) or "") for each in self.tree.nodes if isinstance(each, cst.Call)]
+        return [each for each, name in named if name.endswith("available") and _VENDORS.search(name)]
+
+    def beside_vendors(self, node: cst.CSTNode) -> bool:
+        """Whether the condition that this is in, or one of its alternatives, names another vendor."""
+        top = node
+        while isinstance(self.tree.parent(top), cst.BooleanOperation | cst.UnaryOperation):
+            top = self.tree.parent(top)
+        tests = [top]
+        chain = self.tree.parent(top)
+        while isinstance(chain, cst.If):
+            tests.append(chain.test)
+            below = chain.orelse
+            if not isinstance(below, cst.If):
+                break
+            chain = below
+        return any(_VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
+
+    def _says_so(self, node: cst.CSTNode) -> bool:
+        """Whether an assert, or what is printed or raised below the condition, tells the user about CUDA."""
+        statement = self.tree.enclosing(node, cst.Assert, cst.If, cst.BaseSmallStatement)
+        if isinstance(statement, cst.Assert):
+            return statement.msg is not None and "cuda" in self.tree.module.code_for_node(statement.msg).lower()
+        return isinstance(statement, cst.If) and any(statement in self.tree.parents(told) for told in self._told)
+
+    @functools.cached_property
+    def _told(self) -> list[cst.CSTNode]:
+        """Texts about CUDA in what is printed, logged or raised."""
+        found: list[cst.CSTNode] = []
+        for node in self.tree.nodes:
+            if type(node) is cst.SimpleString or type(node) is cst.FormattedString:
+                text = self.tree.module.code_for_node(node).strip("'\"frbFRB").lower()
+                if "cuda" in text and device_index(node) is False and " " in text:
+                    statement = self.tree.enclosing(node, cst.BaseSmallStatement)
+                    if isinstance(statement, cst.Expr | cst.Raise):
+                        found.append(node)
+        return found
+
+    def _wanted_as_cuda(self, node: cst.CSTNode) -> bool:
+        """Whether it stands below a condition whose name says that CUDA is asked for, such as `if needs_cuda:`."""
+        child = node
+        for around in self.tree.parents(node):
+            if isinstance(around, cst.If) and around.body is child:
+                test = self.tree.module.code_for_node(around.test).replace("torch.cuda", "").replace(".is_cuda", "")
+                if "cuda" in test.lower():
+                    return True
+            child = around
+        return False
+
+    def means_cuda(self, node: cst.CSTNode) -> str:
+        """Why this answer to "is CUDA there" is wanted for CUDA itself; empty where it may be about any accelerator."""
+        if self._chooses_vendor(node):
+            return "the code chooses between vendors by itself"
+        if self._says_so(node):
+            return "what is printed or raised there is about CUDA"
+        if self._wanted_as_cuda(node):
+            return "a condition around it asks for CUDA by name"
+        child, parent = node, self.tree.parent(node)
+        while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget):
+            child, parent = parent, self.tree.parent(parent)
+        match parent:
+            case cst.Return():
+                function = self.tree.enclosing(parent, cst.FunctionDef)
+                if isinstance(function, cst.FunctionDef) and _SAYS_CUDA.search(function.name.value):
+                    return f"callers of {function.name.value}() may mean CUDA"
+            case cst.FormattedStringExpression() | cst.DictElement():
+                return "it is printed or kept as a fact about CUDA"
+            case cst.Arg():
+                found = usage.role(self.tree, child)
+                if found.callee in _PRINTS:
+                    return "it is printed or kept as a fact about CUDA"
+                if any(_SAYS_CUDA.search(name) for name in found.names):
+                    return f"{found.names[0]}= may mean CUDA"
+            case cst.Assign():
+                target = parent.targets[0].target
+                scope = self.tree.scope(parent)
+                if isinstance(target, cst.Name) and isinstance(scope, GlobalScope) and not list(self.uses(target)):
+                    return f"other files may take {target.value} for CUDA"
+                if (
+                    isinstance(target, cst.Attribute)
+                    and _SAYS_CUDA.search(target.attr.value)
+                    and dotted(target.value) == "self"
+                ):
+                    return f"other code may take {target.attr.value} for CUDA"
+        return ""
+
+    def uses(self, target: cst.Name) -> Iterator[cst.CSTNode]:
+        """Where a variable is read, by the scope that it is assigned in."""
+        for assignment in self.tree.scope(target)[target.value]:
+            for access in assignment.references:
+                if isinstance(access, Access):
+                    yield access.node
+
+    def device_or_index(self, node: cst.CSTNode) -> str:
+        """Whether the value serves as a "device" or as an "index"; empty when it cannot be told."""
+        found = usage.role(self.tree, node)
+        if found.callee.startswith("torch.cuda.") and usage.is_index(self.tree, found):
+            return "index"
+        if usage.is_device(self.tree, found):
+            return self._of_uses(node, found) if found.kind == "assigned" else "device"
+        if found.kind == "assigned":
+            return self._of_uses(node, found)
+        return "index" if usage.is_index(self.tree, found) else ""
+
+    def _of_uses(self, node: cst.CSTNode, found: usage.Role) -> str:
+        assign = self.tree.parent(node)
+        by_name = "index" if usage.is_index(self.tree, found) else ""
+        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
+            return by_name
+        target = assign.targets[0].target
+        if isinstance(target, cst.Name):
+            if len(self.tree.scope(target)[target.value]) != 1:
+                return by_name
+            uses: Iterable[cst.CSTNode] = self.uses(target)
+        else:
+            name = dotted(target)
+            uses = [
+                each
+                for each in self.tree.nodes
+                if isinstance(each, cst.Attribute) and name and dotted(each) == name and not self.is_stored(each)
+            ]
+        kinds = {self._of_use(each) for each in uses} - {"either"}
+        if len(kinds) == 1:
+            return kinds.pop()
+        return by_name if not kinds else ""
+
+    def _of_use(self, node: cst.CSTNode) -> str:
+        found = usage.role(self.tree, node)
+        if found.callee == ".cuda" and found.position == 0:
+            return "either"
+        if found.kind == "assigned":
+            return "index" if usage.is_index(self.tree, found) else ""
+        if usage.is_device(self.tree, found):
+            return "device"
+        return "index" if usage.is_index(self.tree, found) else ""
+
+    def guarded(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """What runs only when this answer is yes."""
+        yield from _guarded(self, node, follow=True)
+
+    def calls_cuda(self, region: cst.CSTNode, replaced: set[cst.CSTNode]) -> bool:
+        """Whether what is guarded calls or imports something that has CUDA in its name, and is not ported."""
+        for node in self._cuda_calls:
+            around = [node, *self.tree.parents(node)]
+            spoken_for = {around[0], around[1], getattr(node, "func", node)} & replaced
+            if region in around and not spoken_for:
+                return True
+        return False
+
+    @functools.cached_property
+    def _cuda_calls(self) -> list[cst.CSTNode]:
+        """Calls and imports of something with CUDA in its name, and uses of device_ids."""
+        found: list[cst.CSTNode] = []
+        for node in self.tree.nodes:
+            name = ""
+            if type(node) is cst.Call:
+                name = usage.last_name(dotted(node.func) or "")
+            elif type(node) is cst.ImportFrom or type(node) is cst.Import:
+                name = self.tree.module.code_for_node(node)
+            elif type(node) is cst.Name and node.value == "device_ids":
+                name = "cuda"  # DistributedDataParallel takes it for GPUs only
+            elif type(node) is cst.SimpleString and node.raw_value == "device_ids":
+                name = "cuda"
+            if "cuda" in name.lower() and not name.endswith("is_available"):
+                found.append(node)
+        return found
+
+
+def _undecorated(node: cst.BaseExpression) -> cst.BaseExpression:
+    return node.func if isinstance(node, cst.Call) else node
+
+
+def _guarded(ctx: Context, node: cst.CSTNode, follow: bool) -> Iterator[cst.CSTNode]:
+    tree = ctx.tree
+    child, parent, negated = node, tree.parent(node), False
+    while True:
+        if isinstance(parent, cst.UnaryOperation):
+            negated = negated != isinstance(parent.operator, cst.Not)
+        elif isinstance(parent, cst.BooleanOperation):
+            yield parent
+        elif not isinstance(parent, cst.Comparison | cst.ComparisonTarget):
+            break
+        child, parent = parent, tree.parent(parent)
+    match parent:
+        case cst.If() | cst.While() if parent.test is child:
+            yield parent.test
+            if not negated:
+                yield parent.body
+            elif parent.orelse is not None:
+                yield parent.orelse
+            if negated and _ends(parent.body):
+                yield tree.enclosing(parent, cst.FunctionDef) or tree.module
+        case cst.IfExp() if parent.test is child:
+            yield parent.orelse if negated else parent.body
+        case cst.Assert():
+            yield tree.enclosing(parent, cst.FunctionDef) or tree.module
+        case cst.Arg() | cst.Decorator():
+            decorator = (
+                parent
+                if isinstance(parent, cst.Decorator)
+                else tree.enclosing(parent, cst.Decorator, cst.BaseStatement)
+            )
+            if isinstance(decorator, cst.Decorator):
+                yield tree.parent(decorator)
+        case cst.Assign() if follow and isinstance(parent.targets[0].target, cst.Name):
+            for use in ctx.uses(parent.targets[0].target):
+                yield from _guarded(ctx, use, follow=False)
+    # A mark such as `needs_cuda = pytest.mark.skipif(not available)` guards wherever it decorates.
+    if follow:
+        assign = tree.enclosing(node, cst.Assign, cst.BaseStatement)
+        if isinstance(assign, cst.Assign) and assign is not parent and isinstance(assign.targets[0].target, cst.Name):
+            for use in ctx.uses(assign.targets[0].target):
+                yield from _guarded(ctx, use, follow=False)
+
+
+def _ends(body: cst.BaseSuite) -> bool:
+    """Whether what follows the block is not reached from it: it ends by raise, return, continue or exit."""
+    last = body.body[-1] if body.body else None
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    if isinstance(last, cst.Expr) and isinstance(last.value, cst.Call):
+        return usage.last_name(dotted(last.value.func) or "") in ("exit", "_exit", "skip", "skipTest", "abort", "quit")
+    return isinstance(last, cst.Raise | cst.Return | cst.Continue | cst.Break)

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports the text of one module: what the rules find, and the text with the fixes made."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import libcst as cst
+
+from anyaccel.port import cuda_names, literals, packages, pickers, tables, tensors
+from anyaccel.port.candidate import Candidate
+from anyaccel.port.context import Context
+from anyaccel.port.imports import Imports
+from anyaccel.port.transform import apply
+from anyaccel.port.tree import AMBIGUOUS, Tree
+
+_IGNORED = re.compile(r"#\s*ignore-cuda\b", re.IGNORECASE)
+_NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
+_OF_TENSORS = {"ACC301", "ACC303"}
+_METHODS = {"cuda", "pin_memory"}
+_ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension"}
+_NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
+_NAMED = {cst.Param, cst.FunctionDef, cst.ClassDef}
+_DEEPEST = 150  # brackets; Python itself takes 200
+_PROGRAMS = re.compile(r"cuda(?::|$)|nccl$|CUDA_VISIBLE_DEVICES$|torch\.cuda\.\w+Tensor$|(?:/usr/bin/)?nvidia-smi")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A finding in a text; offsets are of characters."""
+
+    start: int
+    line: int
+    column: int
+    code: str
+    message: str
+    fixable: bool
+
+
+@dataclass(frozen=True)
+class Ported:
+    """What came of a text: the findings, and the text with all fixes made."""
+
+    findings: tuple[Found, ...]
+    text: str
+    suppressed: int = 0
+
+
+class NotPythonError(Exception):
+    """The text cannot be read as Python; the message says where."""
+
+
+def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, removes_imports: bool = True) -> Ported:
+    """Look at a module, and make the fixes.
+
+    Args:
+        text: of the module, without a byte-order mark.
+        wanted: whether a rule, by its code, is to be applied.
+        removes_imports: drop imports from torch.cuda that have no use any more.
+
+    Raises:
+        NotPythonError: it cannot be parsed, or not be written back exactly.
+    """
+    if not tables.WORDS.search(text) or not _may_have_findings(text):
+        return Ported((), text)
+    try:
+        tree = Tree(text)
+    except cst.ParserSyntaxError as error:
+        raise NotPythonError(_place_of(text) or f"{error.raw_line}:1: {_first_line(error.message)}") from None
+    except RecursionError:
+        raise NotPythonError("1:1: nested too deeply to be read") from None
+    if tree.module.code != text:
+        raise NotPythonError("1:1: would not be written back as it is (mixed or unusual line ends)")
+    ctx = Context(tree)
+    candidates = list(_unique(_candidates(ctx)))
+    spans = tree.locate({candidate.node for candidate in candidates} | {each.replaced for each in candidates})
+    kept, suppressed = [], 0
+    for candidate in candidates:
+        first, last = (tree.position(offset)[0] for offset in spans[candidate.node])
+        if not wanted(candidate.code) or _is_suppressed(tree, candidate.code, {first, last}):
+            candidate.fix = None
+            suppressed += wanted(candidate.code)
+        else:
+            kept.append(candidate)
+        if candidate.fix is not None:
+            start, end = spans[candidate.replaced]
+            own = ctx.about_cuda(candidate.node)
+            if ctx.is_scripted(candidate.node):
+                candidate.unfixed("TorchScript compiles this function and knows no get_accelerator()")
+            elif own and candidate.code not in _OF_TENSORS:
+                candidate.unfixed(f"by its name {own} is about CUDA")
+            elif candidate.drops and "#" in text[start:end]:
+                candidate.unfixed("a comment stands inside")
+    _keep_guards(ctx, candidates)
+    fixed = [candidate for candidate in kept if candidate.fix is not None]
+    ported = text
+    if fixed:
+        ported = apply(tree, fixed, Imports(ctx, fixed, removes_imports), spans)
+        _check(text, ported)
+    findings = []
+    for candidate in kept:
+        start = spans[candidate.node][0]
+        line, column = tree.position(start)
+        findings.append(Found(start, line, column, candidate.code, candidate.message, candidate.fix is not None))
+    return Ported(tuple(sorted(findings, key=lambda each: (each.start, each.code))), ported, suppressed)
+
+
+def _place_of(text: str) -> str:
+    """Where Python itself says that the mistake is; empty when it finds none."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return f"{error.lineno or 1}:{error.offset or 1}: {_first_line(error.msg)}"
+    except ValueError as error:
+        return f"1:1: {_first_line(str(error))}"
+    return ""
+
+
+def _first_line(message: str) -> str:
+    return " ".join(message.split())[:120]
+
+
+def _may_have_findings(text: str) -> bool:
+    """A quick look with Python's own parser: whether anything but comments and prose is about CUDA."""
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # LibCST says what is wrong, or knows a syntax that this Python does not; deep nesting would crash it.
+        if _depth(text) > _DEEPEST:
+            raise NotPythonError("1:1: nested too deeply to be read") from None
+        return True
+    for node in ast.walk(module):
+        match node:
+            case ast.Attribute(attr=name) if name in _ATTRIBUTES:
+                return True
+            case ast.Import(names=names):
+                if any(_is_watched(alias.name) for alias in names):
+                    return True
+            case ast.ImportFrom(module=str(name), names=names, level=0):
+                if _is_watched(name) or any(_is_watched(f"{name}.{alias.name}") for alias in names):
+                    return True
+            case ast.FunctionDef(name="cuda"):
+                return True
+            case ast.Constant(value=str(value)) if _PROGRAMS.match(value):
+                return True
+    return False
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for match in re.finditer(r"[()\[\]{}]", text):
+        depth += 1 if match[0] in "([{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _is_watched(module: str) -> bool:
+    """Whether an import of this module or name is something that a rule is about."""
+    root, _, rest = module.partition(".")
+    if root in ("torch", "numba"):
+        return rest.partition(".")[0] in ("cuda", "backends", "version") or rest.startswith("utils.cpp_extension")
+    return root == "triton" or root in tables.CUDA_ONLY or root in tables.MANAGEMENT
+
+
+def _unique(candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+    """One fix a node: the first rule that speaks for it."""
+    seen = set()
+    for candidate in candidates:
+        if candidate.replaced not in seen:
+            seen.add(candidate.replaced)
+            yield candidate
+
+
+def _candidates(ctx: Context) -> Iterator[Candidate]:
+    tree = ctx.tree
+    for node in tree.nodes:  # first what speaks for all that is in it
+        if type(node) is cst.IfExp and not ctx.is_claimed(node):
+            found = pickers.device(ctx, node) or pickers.backend(ctx, node)
+            if found is not None:
+                yield found
+    for node in tree.nodes:
+        find = _FINDERS.get(type(node))
+        if find is not None:
+            yield from find(ctx, node)
+
+
+def _calls(ctx: Context, node: cst.Call) -> Iterator[Candidate]:
+    if isinstance(node.func, cst.Attribute) and node.func.attr.value in _METHODS:
+        yield from tensors.find_call(ctx, node)
+    else:
+        yield from _strings(ctx, node)
+
+
+def _strings(ctx: Context, node: cst.BaseExpression) -> Iterator[Candidate]:
+    if _is_about_strings(node) and not ctx.is_claimed(node):
+        yield from literals.find_device(ctx, node)
+        if isinstance(node, cst.SimpleString):
+            yield from literals.find_text(ctx, node)
+
+
+def _is_about_strings(node: cst.CSTNode) -> bool:
+    match node:
+        case cst.SimpleString():
+            return _PROGRAMS.match(node.raw_value) is not None
+        case cst.Call(func=cst.Attribute(attr=cst.Name("format"))):
+            return True
+        case cst.Call():
+            return False
+    return True
+
+
+def _names(ctx: Context, node: cst.Name | cst.Attribute) -> Iterator[Candidate]:
+    tree = ctx.tree
+    if type(node) is cst.Name and node.value not in tree.imported_names:
+        return
+    if type(node) is cst.Attribute and node.attr.value == "is_cuda":
+        yield from tensors.find_attribute(ctx, node)
+    parent = tree.parent(node)
+    kind = type(parent)
+    # The longest a.b.c that begins an expression; what comes after a call or subscript is another node.
+    if kind is cst.Attribute or kind in _NO_USE:
+        return
+    if kind is cst.Arg and parent.keyword is node:  # type: ignore[attr-defined]
+        return
+    if kind in _NAMED and parent.name is node:  # type: ignore[attr-defined]
+        return
+    full = tree.imported(node)
+    if full is None or ctx.is_claimed(node):
+        return
+    if full == AMBIGUOUS:
+        message = "it has several imports, one of them from torch.cuda: not fixed: import it in one way"
+        yield Candidate(node, "ACC501", f"`{tree.module.code_for_node(node)}`: {message}", breaks=False)
+    elif full == "torch.cuda" or full.startswith("torch.cuda."):
+        yield from cuda_names.find(ctx, node, full)
+    else:
+        yield from packages.find_name(ctx, node, full)
+
+
+# Looked up by class: isinstance() on LibCST's abstract base classes costs ten times as much.
+_FINDERS: dict[type[cst.CSTNode], Callable[[Context, Any], Iterator[Candidate]]] = {
+    cst.Name: _names,
+    cst.Attribute: _names,
+    cst.Call: _calls,
+    cst.SimpleString: _strings,
+    cst.FormattedString: _strings,
+    cst.BinaryOperation: _strings,
+    cst.Import: packages.find_import,
+    cst.ImportFrom: packages.find_import,
+    cst.FunctionDef: tensors.find_definition,
+}
+
+
+def _is_suppressed(tree: Tree, code: str, lines: Iterable[int]) -> bool:
+    for number in lines:
+        line = tree.line(number)
+        if "#" not in line:
+            continue
+        if _IGNORED.search(line):
+            return True
+        for match in _NOQA.finditer(line):
+            codes = match["codes"]
+            if codes is None or any(code.startswith(each.upper()) for each in re.findall(r"[A-Za-z]+\d*", codes)):
+                return True
+    return False
+
+
+def _keep_guards(ctx: Context, candidates: list[Candidate]) -> None:
+    """Leave a guard alone when what it guards keeps needing CUDA: elsewhere it would be entered, and fail."""
+    breaking: set[cst.CSTNode] = set()
+    for candidate in candidates:
+        if candidate.fix is None and candidate.breaks:
+            breaking |= {candidate.node, *ctx.tree.parents(candidate.node)}
+    fixed = [candidate for candidate in candidates if candidate.fix is not None]
+    replaced = {node for candidate in fixed for node in (candidate.node, candidate.replaced)}
+    for candidate in candidates:
+        if not candidate.guard or candidate.fix is None:
+            continue
+        regions = list(ctx.guarded(candidate.replaced))
+        if any(region in breaking or ctx.calls_cuda(region, replaced) for region in regions):
+            candidate.unfixed("it guards code that still needs CUDA")
+
+
+def _check(before: str, after: str) -> None:
+    """What Python could read before, it can read after."""
+    try:
+        ast.parse(before)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        cst.parse_module(after)
+        return
+    try:
+        ast.parse(after)
+    except SyntaxError as error:
+        raise NotPythonError(f"{error.lineno or 1}:1: a fix would break it (please report this file)") from None

@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is told of a place in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. Lines and columns count from 1; `cell` of a notebook too, 0 in a file."""
+
+    path: str
+    line: int
+    column: int
+    code: str
+    message: str
+    fixable: bool
+    cell: int = 0
+
+    @property
+    def place(self) -> str:
+        cell = f":cell {self.cell}" if self.cell else ""
+        return f"{self.path}{cell}:{self.line}:{self.column}"

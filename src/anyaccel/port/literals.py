@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules on strings: devices, the backend of a process group, CUDA_VISIBLE_DEVICES."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from anyaccel.port import usage
+from anyaccel.port.candidate import Candidate
+from anyaccel.port.context import Context
+from anyaccel.port.syntax import bind, call, device_index, dotted, same_parentheses, text_of
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_UNCLEAR = {
+    "comparison": "a comparison may mean CUDA itself; ask on_accelerator(tensor) or has(...)",
+    "key": "a key has to be what others look up",
+    "value": "it is not clear that this is a device",
+    "text": "it is part of a text",
+}
+_TENSOR_TYPE = re.compile(r"torch\.cuda\.\w+Tensor")
+_ENVIRONMENTS = re.compile(r"(?:os\.)?environ|(?:\w+_)?env(?:iron)?(?:_vars|_copy)?", re.IGNORECASE)
+
+
+def find_device(ctx: Context, node: cst.BaseExpression) -> Iterator[Candidate]:
+    """'cuda', 'cuda:0', f'cuda:{i}' and the like."""
+    index = device_index(node)
+    if index is False:
+        return
+    parent = ctx.tree.parent(node)
+    if isinstance(parent, cst.Expr | cst.ConcatenatedString):
+        return
+    found = usage.role(ctx.tree, node)
+    if found.callee == "torch.device" and found.names in ((), ("type",)) and found.position <= 0:
+        yield _device_object(ctx, node, found)
+        return
+    if not usage.is_device(ctx.tree, found):
+        why = _UNCLEAR.get(found.kind, "it is not clear that this is a device")
+        quiet = found.kind in ("comparison", "key", "text", "annotation")
+        yield Candidate(node, "ACC202", f"a CUDA device's name: not fixed: {why}", breaks=not quiet)
+        return
+
+    def fix(old: cst.CSTNode) -> cst.CSTNode:
+        inner = device_index(old)
+        arguments = [inner] if isinstance(inner, cst.BaseExpression) else []
+        return same_parentheses(call(ctx.method("device_name"), *arguments), old)
+
+    yield Candidate(node, "ACC201", "a CUDA device's name; use `get_accelerator().device_name(...)`", fix, drops=True)
+
+
+def _device_object(ctx: Context, node: cst.BaseExpression, found: usage.Role) -> Candidate:
+    """torch.device('cuda', i) and its kin."""
+    outer = found.call
+    assert outer is not None
+    compared = usage.role(ctx.tree, outer)
+    if compared.kind == "comparison":
+        return Candidate(node, "ACC202", f"a CUDA device: not fixed: {_UNCLEAR['comparison']}", breaks=False)
+    bound = bind(outer.args, ("type", "index"))
+    if bound is None:
+        return Candidate(node, "ACC202", "a CUDA device: not fixed: the arguments of torch.device cannot be told apart")
+    direct = ctx.tree.parent(node) is bound["type"]
+    if "index" not in bound:
+
+        def fix(old: cst.CSTNode) -> cst.CSTNode:
+            inner = device_index(old)
+            arguments = [inner] if isinstance(inner, cst.BaseExpression) else []
+            return same_parentheses(call(ctx.method("device_name"), *arguments), old)
+
+        if bound["type"].keyword is not None:
+            return Candidate(node, "ACC202", "torch.device(type=...): not fixed: write torch.device(name)")
+        return Candidate(
+            node, "ACC201", "a CUDA device's name; use `get_accelerator().device_name(...)`", fix, drops=True
+        )
+    if not direct or text_of(node) != "cuda":
+        return Candidate(
+            node, "ACC202", "a CUDA device with an index: not fixed: write torch.device(device_name(index))"
+        )
+
+    def fix_call(old: cst.CSTNode) -> cst.CSTNode:
+        assert isinstance(old, cst.Call)
+        changed = bind(old.args, ("type", "index")) or {}
+        return old.with_changes(args=[cst.Arg(call(ctx.method("device_name"), changed["index"].value))])
+
+    use = "torch.device(get_accelerator().device_name(...))"
+    return Candidate(node, "ACC201", f"a CUDA device; use `{use}`", fix_call, outer, drops=True)
+
+
+def find_text(ctx: Context, node: cst.SimpleString) -> Iterator[Candidate]:
+    """'nccl', 'CUDA_VISIBLE_DEVICES', 'torch.cuda.FloatTensor', commands of nvidia-smi."""
+    text = text_of(node)
+    if text is None or isinstance(ctx.tree.parent(node), cst.Expr | cst.ConcatenatedString):
+        return
+    if text == "nccl":
+        yield _backend(ctx, node)
+    elif text == VISIBLE:
+        yield _visible(ctx, node)
+    elif _TENSOR_TYPE.fullmatch(text):
+        yield Candidate(
+            node, "ACC106", f"`{text}`: not fixed: compare or set dtype and device instead of a tensor type"
+        )
+    elif text.startswith(("nvidia-smi", "/usr/bin/nvidia-smi")):
+        found = usage.role(ctx.tree, node)
+        if found.kind in ("argument", "assigned", "default", "value") and found.callee not in (
+            "print",
+            ".info",
+            ".warning",
+        ):
+            yield Candidate(
+                node, "ACC506", "a call of nvidia-smi: use device_count(), total_memory() and available_memory()"
+            )
+
+
+def _backend(ctx: Context, node: cst.SimpleString) -> Candidate:
+    found = usage.role(ctx.tree, node)
+    if not usage.is_backend(ctx.tree, found):
+        why = "a comparison may mean NCCL itself" if found.kind == "comparison" else "it is not clear what it is for"
+        advice = f"communication_backend_name() names the accelerator's; not fixed: {why}"
+        return Candidate(node, "ACC401", f"`'nccl'`: {advice}", breaks=found.kind not in ("comparison", "key"))
+
+    at_import = found.kind == "default" or ctx.tree.enclosing(node, cst.FunctionDef, cst.Lambda) is None
+    if at_import and found.kind != "argument":
+        why = "this runs at import, and fails there on an accelerator without collectives; set it in a function"
+        return Candidate(node, "ACC401", f"`'nccl'`: not fixed: {why}")
+
+    def fix(old: cst.CSTNode) -> cst.CSTNode:
+        return same_parentheses(call(ctx.method("communication_backend_name")), old)
+
+    return Candidate(node, "ACC401", "`'nccl'`; use `get_accelerator().communication_backend_name()`", fix)
+
+
+def _environment(ctx: Context, node: cst.BaseExpression) -> bool:
+    """Whether it is os.environ, or by its name a copy of it."""
+    name = dotted(node) or ""
+    full = ctx.tree.imported(node)
+    return full == "os.environ" or (full is None and _ENVIRONMENTS.fullmatch(name.rpartition(".")[2]) is not None)
+
+
+def _visible(ctx: Context, node: cst.SimpleString) -> Candidate:
+    """Writes through set_visible_devices_envs(), reads through visible_devices_envs()."""
+    message = f"`{VISIBLE}`"
+    advice = "not fixed: visible_devices_envs() has the accelerator's variables, set_visible_devices_envs() writes them"
+    parent = ctx.tree.parent(node)
+    if isinstance(parent, cst.Arg):
+        return _lookup(ctx, node, parent) or Candidate(node, "ACC402", f"{message}: {advice}", breaks=False)
+    if isinstance(parent, cst.Comparison) and len(parent.comparisons) == 1:
+        test = parent.comparisons[0]
+        if isinstance(test.operator, cst.In) and _environment(ctx, test.comparator) and parent.left is node:
+            return _any_set(ctx, node, parent)
+    if isinstance(parent, cst.Index):
+        item = ctx.tree.enclosing(node, cst.Subscript)
+        assert isinstance(item, cst.Subscript)
+        if len(item.slice) == 1 and _environment(ctx, item.value):
+            statement = ctx.tree.parent(ctx.tree.parent(item))
+            if ctx.is_stored(item):
+                if isinstance(statement, cst.Assign) and len(statement.targets) == 1:
+                    return _written(ctx, node, item, statement)
+            else:
+                return _first(ctx, node)
+    return Candidate(node, "ACC402", f"{message}: {advice}", breaks=False)
+
+
+def _first(ctx: Context, node: cst.SimpleString) -> Candidate:
+    """The name of the first variable; an empty name, which no environment has, where there is none."""
+
+    def fix(old: cst.CSTNode) -> cst.CSTNode:
+        names = call(cst.Name("iter"), call(ctx.method("visible_devices_envs")))
+        return same_parentheses(call(cst.Name("next"), names, cst.SimpleString('""')), old)
+
+    if ctx.tree.enclosing(node, cst.FormattedString) is not None:
+        return Candidate(node, "ACC402", f"`{VISIBLE}`: not fixed: it is inside an f-string", breaks=False)
+    return Candidate(node, "ACC402", f"`{VISIBLE}` is read; use `get_accelerator().visible_devices_envs()`", fix)
+
+
+def _lookup(ctx: Context, node: cst.SimpleString, arg: cst.Arg) -> Candidate | None:
+    outer = ctx.tree.parent(arg)
+    if not isinstance(outer, cst.Call) or outer.args[0] is not arg or arg.keyword is not None:
+        return None
+    if ctx.tree.imported(outer.func) in ("os.getenv", "os.environ.get", "os.environ.pop"):
+        return _first(ctx, node)
+    reads = isinstance(outer.func, cst.Attribute) and outer.func.attr.value in ("get", "pop")
+    if reads and isinstance(outer.func, cst.Attribute) and _environment(ctx, outer.func.value):
+        return _first(ctx, node)
+    return None
+
+
+def _any_set(ctx: Context, node: cst.SimpleString, test: cst.Comparison) -> Candidate:
+    def fix(old: cst.CSTNode) -> cst.CSTNode:
+        assert isinstance(old, cst.Comparison)
+        each = old.with_changes(left=cst.Name("name"), lpar=[], rpar=[])
+        loop = cst.CompFor(cst.Name("name"), call(ctx.method("visible_devices_envs")))
+        return same_parentheses(call(cst.Name("any"), cst.GeneratorExp(each, loop, lpar=[], rpar=[])), old)
+
+    use = "get_accelerator().visible_devices_envs()"
+    return Candidate(node, "ACC402", f"`{VISIBLE}` is looked for; use `{use}`", fix, test, drops=True)
+
+
+def _written(ctx: Context, node: cst.SimpleString, item: cst.Subscript, statement: cst.Assign) -> Candidate:
+    literal = text_of(statement.value)
+    environment = item.value
+
+    def fix(old: cst.CSTNode) -> cst.CSTNode:
+        assert isinstance(old, cst.Assign)
+        value = old.value
+        if literal is not None and re.fullmatch(r"\d+(,\d+)*", literal):
+            numbers = [cst.Element(cst.Integer(str(int(each)))) for each in literal.split(",")]
+            devices: cst.BaseExpression = cst.List(numbers)
+        else:
+            if (
+                not isinstance(value, cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.SimpleString)
+                and not value.lpar
+            ):
+                value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+            devices = call(cst.Attribute(value, cst.Name("split")), cst.SimpleString('","'))
+        return cst.Expr(call(ctx.method("set_visible_devices_envs"), environment, devices), semicolon=old.semicolon)
+
+    use = "get_accelerator().set_visible_devices_envs(...)"
+    return Candidate(node, "ACC402", f"`{VISIBLE}` is written; use `{use}`", fix, statement, drops=True)

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rule as data: code, what it is about, why, and what it does to an example.
+
+docs/porting.md is written from this table, and each example is a test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule.
+
+    Attributes:
+        code: ACC1 torch.cuda, ACC2 device names, ACC3 tensors, ACC4 processes, ACC5 what is only reported.
+        title: what it is about.
+        why: the reason, and what is left alone.
+        examples: pairs of before and after; the imports are not shown. Equal ones are reported and left.
+    """
+
+    code: str
+    title: str
+    why: str
+    examples: tuple[tuple[str, str], ...]
+
+    @property
+    def fixes(self) -> bool:
+        """Whether it makes changes at all."""
+        return any(before != after for before, after in self.examples)
+
+
+def _left(code: str) -> tuple[str, str]:
+    return code, code
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "ACC101",
+        "a function of torch.cuda that every accelerator has",
+        "The accelerator's method has the same meaning. Other keywords follow: `device=` becomes `device_index=`. "
+        "`is_available()` stays where it guards something that still needs CUDA, where it is printed, and in a "
+        "function whose name says CUDA or GPU.",
+        (
+            ("torch.cuda.synchronize(device=1)", "get_accelerator().synchronize(device_index=1)"),
+            ("peak = torch.cuda.max_memory_allocated()", "peak = get_accelerator().max_memory_allocated()"),
+            (
+                "if torch.cuda.is_available():\n    torch.cuda.manual_seed_all(0)",
+                "if get_accelerator().is_available():\n    get_accelerator().manual_seed_all(0)",
+            ),
+            _left("if torch.cuda.is_available():\n    torch.cuda.set_per_process_memory_fraction(0.5)"),
+        ),
+    ),
+    Rule(
+        "ACC102",
+        "torch.cuda.current_device()",
+        "An index in CUDA code, and used as a device too. Elsewhere the two differ, so the use decides: "
+        "`current_device_name()` where a device is wanted, `current_device()` where an index is.",
+        (
+            (
+                "x = torch.empty(2, device=torch.cuda.current_device())",
+                "x = torch.empty(2, device=get_accelerator().current_device_name())",
+            ),
+            ("rank = torch.cuda.current_device()", "rank = get_accelerator().current_device()"),
+            _left("run(torch.cuda.current_device())"),
+        ),
+    ),
+    Rule(
+        "ACC103",
+        "torch.cuda.default_generators",
+        "The list is empty until CUDA starts; `default_generator(i)` starts the device.",
+        (("g = torch.cuda.default_generators[i]", "g = get_accelerator().default_generator(i)"),),
+    ),
+    Rule(
+        "ACC104",
+        "torch.cuda.amp",
+        "torch.amp does the same for every device. `autocast` has other parameters there, so they get names.",
+        (
+            (
+                "with torch.cuda.amp.autocast(use_amp):\n    pass",
+                "with torch.amp.autocast(get_accelerator().device_name(), enabled=use_amp):\n    pass",
+            ),
+            (
+                "scaler = torch.cuda.amp.GradScaler(enabled=use_amp)",
+                "scaler = torch.amp.GradScaler(get_accelerator().device_name(), enabled=use_amp)",
+            ),
+            (
+                "@torch.cuda.amp.custom_bwd\ndef backward(ctx, g):\n    return g",
+                "@torch.amp.custom_bwd(device_type=get_accelerator().device_name())\n"
+                "def backward(ctx, g):\n    return g",
+            ),
+        ),
+    ),
+    Rule(
+        "ACC105",
+        "torch.cuda.nvtx",
+        "Ranges go to the vendor's profiler, or to torch.profiler. The depth that NVTX returns is not there.",
+        (
+            ("torch.cuda.nvtx.range_push('step')", "get_accelerator().range_push('step')"),
+            ("torch.cuda.nvtx.range_pop()", "get_accelerator().range_pop()"),
+            _left("depth = torch.cuda.nvtx.range_push('step')"),
+        ),
+    ),
+    Rule(
+        "ACC106",
+        "torch.cuda.FloatTensor and the like",
+        "The accelerator makes such tensors and knows them in isinstance(). As a type, for `tensor.type()` or as a "
+        "default, they have no counterpart.",
+        (
+            ("x = torch.cuda.FloatTensor(2, 3)", "x = get_accelerator().FloatTensor(2, 3)"),
+            ("isinstance(x, torch.cuda.HalfTensor)", "isinstance(x, get_accelerator().HalfTensor)"),
+            _left("torch.set_default_tensor_type(torch.cuda.FloatTensor)"),
+            _left("x.type('torch.cuda.FloatTensor')"),
+        ),
+    ),
+    Rule(
+        "ACC107",
+        "CUDA graphs",
+        "On a device without graphs the captured work runs at once and a replay does nothing: ask "
+        '`get_accelerator().has("graphs")` where the replay matters.',
+        (
+            (
+                "g = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g, stream=s):\n    y = model(x)",
+                "g = get_accelerator().create_graph()\n"
+                "with get_accelerator().capture_to_graph(g, stream=s):\n    y = model(x)",
+            ),
+        ),
+    ),
+    Rule(
+        "ACC108",
+        "torch.cuda.Stream and Event",
+        "The accelerator has both classes; those of a synchronous device have nothing to wait for. Only calls and "
+        "isinstance() are replaced.",
+        (
+            ("e = torch.cuda.Event(enable_timing=True)", "e = get_accelerator().Event(enable_timing=True)"),
+            ("s = torch.cuda.Stream()", "s = get_accelerator().Stream()"),
+            _left("class Mine(torch.cuda.Stream):\n    pass"),
+        ),
+    ),
+    Rule(
+        "ACC109",
+        "the size of the device's memory",
+        "`total_memory()` and `available_memory()` are what the properties and mem_get_info() say.",
+        (
+            (
+                "n = torch.cuda.get_device_properties(0).total_memory",
+                "n = get_accelerator().total_memory(0)",
+            ),
+            ("free = torch.cuda.mem_get_info()[0]", "free = get_accelerator().available_memory()"),
+            (
+                "free, total = torch.cuda.mem_get_info()",
+                "free, total = get_accelerator().available_memory(), get_accelerator().total_memory()",
+            ),
+        ),
+    ),
+    Rule(
+        "ACC110",
+        "torch.cuda.OutOfMemoryError",
+        "torch has the same class under a name of no device.",
+        (
+            (
+                "try:\n    step()\nexcept torch.cuda.OutOfMemoryError:\n    pass",
+                "try:\n    step()\nexcept torch.OutOfMemoryError:\n    pass",
+            ),
+        ),
+    ),
+    Rule(
+        "ACC111",
+        "a device picked by hand",
+        "The accelerator was chosen already, the CPU where there is no other, so one call replaces the choice.",
+        (
+            ('d = "cuda" if torch.cuda.is_available() else "cpu"', "d = get_accelerator().device_name()"),
+            (
+                'd = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")',
+                "d = torch.device(get_accelerator().device_name(0))",
+            ),
+        ),
+    ),
+    Rule(
+        "ACC201",
+        "the name of a CUDA device where a device is wanted",
+        "As an argument, default or variable that is called a device, in `.to()`, `torch.device()` and functions of "
+        "torch that take one.",
+        (
+            ('x = torch.ones(2, device="cuda")', "x = torch.ones(2, device=get_accelerator().device_name())"),
+            ('x = x.to("cuda:1")', "x = x.to(get_accelerator().device_name(1))"),
+            ('x = x.to(f"cuda:{i}")', "x = x.to(get_accelerator().device_name(i))"),
+            ('d = torch.device("cuda", i)', "d = torch.device(get_accelerator().device_name(i))"),
+        ),
+    ),
+    Rule(
+        "ACC202",
+        "the name of a CUDA device where its meaning is unclear",
+        "Comparisons, keys, texts and arguments of functions that nobody knows are left; look at each.",
+        (
+            _left('if x.device.type == "cuda":\n    pass'),
+            _left('speed = {"cuda": 1.0}'),
+            _left('run("cuda")'),
+        ),
+    ),
+    Rule(
+        "ACC301",
+        ".cuda()",
+        "`.to()` takes the name of a device; `non_blocking` and `memory_format` stay. An argument that may be an index "
+        "or a device is left, and so are classes with a cuda() of their own.",
+        (
+            ("x = x.cuda()", "x = x.to(get_accelerator().device_name())"),
+            (
+                "x = x.cuda(rank, non_blocking=True)",
+                "x = x.to(get_accelerator().device_name(rank), non_blocking=True)",
+            ),
+            ("y = y.cuda(x.device)", "y = y.to(x.device)"),
+            _left("x = x.cuda(where)"),
+        ),
+    ),
+    Rule(
+        "ACC302",
+        ".is_cuda",
+        "Asks whether the tensor is on the accelerator. Options and attributes of other objects are left.",
+        (("if x.is_cuda:\n    pass", "if get_accelerator().on_accelerator(x):\n    pass"),),
+    ),
+    Rule(
+        "ACC303",
+        ".pin_memory()",
+        "Pinning is the accelerator's affair; where it has no use for it the tensor comes back. `DataLoader("
+        "pin_memory=True)` stays: torch ignores it where there is nothing to pin for.",
+        (("x = x.pin_memory()", "x = get_accelerator().pin_memory(x)"),),
+    ),
+    Rule(
+        "ACC401",
+        "'nccl' as the backend of a process group",
+        "The accelerator names the backend that moves its tensors.",
+        (
+            (
+                'torch.distributed.init_process_group("nccl")',
+                "torch.distributed.init_process_group(get_accelerator().communication_backend_name())",
+            ),
+            _left('if backend == "nccl":\n    pass'),
+        ),
+    ),
+    Rule(
+        "ACC402",
+        "CUDA_VISIBLE_DEVICES",
+        "Each vendor has its own variables, a CPU has none. A read takes the first of them, and its default where "
+        "there is none.",
+        (
+            (
+                'os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"',
+                "get_accelerator().set_visible_devices_envs(os.environ, [0, 1])",
+            ),
+            (
+                'ids = os.environ.get("CUDA_VISIBLE_DEVICES", "")',
+                'ids = os.environ.get(next(iter(get_accelerator().visible_devices_envs()), ""), "")',
+            ),
+            (
+                'if "CUDA_VISIBLE_DEVICES" in os.environ:\n    pass',
+                "if any(name in os.environ for name in get_accelerator().visible_devices_envs()):\n    pass",
+            ),
+        ),
+    ),
+    Rule(
+        "ACC501",
+        "a part of torch.cuda without counterpart",
+        "The message says what to use instead, where there is something.",
+        (
+            _left("name = torch.cuda.get_device_name(0)"),
+            _left("with torch.cuda.device(1):\n    pass"),
+        ),
+    ),
+    Rule(
+        "ACC502",
+        "CUDA sources in an extension",
+        "They need a port of their own; an op builder compiles what each device has.",
+        (_left("e = torch.utils.cpp_extension.CUDAExtension('e', ['e.cu'])"),),
+    ),
+    Rule("ACC503", "Triton kernels", "They run where is_triton_supported() says so.", (_left("import triton"),)),
+    Rule(
+        "ACC504",
+        "torch.backends.cuda",
+        "Settings of CUDA, without effect on other devices.",
+        (_left("torch.backends.cuda.matmul.allow_tf32 = True"),),
+    ),
+    Rule("ACC505", "torch.version.cuda", "None in a torch without CUDA.", (_left("v = torch.version.cuda"),)),
+    Rule(
+        "ACC506",
+        "NVIDIA's management tools",
+        "The accelerator counts devices and tells their memory.",
+        (_left("subprocess.run(['nvidia-smi'])"), _left("import pynvml")),
+    ),
+    Rule(
+        "ACC507",
+        "packages that need CUDA",
+        "The message says what replaces the package; most can be guarded.",
+        (_left("import bitsandbytes"), _left("from flash_attn import flash_attn_func")),
+    ),
+)
+BY_CODE = {rule.code: rule for rule in RULES}

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks at many files on all cores. Workers read and decide; only this process writes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+
+from anyaccel.port import notebook, source, tables
+from anyaccel.port.config import Config
+from anyaccel.port.finding import Finding
+
+logger = logging.getLogger(__name__)
+
+_AHEAD = 4  # tasks that wait for each worker
+_FEW = 6  # files for which starting workers takes longer than the work
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one file.
+
+    Attributes:
+        path: as it was found.
+        error: why it could not be looked at; empty when it could.
+        findings: in the order of the text.
+        before, after: its content, where fixes change it; else both are None.
+        parsed: False when nothing in it looks like CUDA, so it was not parsed.
+        suppressed: findings that a comment of the file silences.
+        line, column: of the error, where it has a place.
+    """
+
+    path: str
+    error: str = ""
+    findings: tuple[Finding, ...] = ()
+    before: bytes | None = None
+    after: bytes | None = None
+    parsed: bool = True
+    suppressed: int = 0
+    line: int = 0
+    column: int = 0
+
+
+def look(path: str, config: Config) -> Outcome:
+    """Look at one file. Never raises for what is in the file."""
+    try:
+        data = source.read_bytes(path)
+        if not tables.WORDS.search(data.decode("latin-1")):
+            return Outcome(path, parsed=False)
+        if path.endswith(".ipynb"):
+            return _look_at_notebook(path, data, config)
+        return _look_at_module(path, data, config)
+    except source.UnreadableError as error:
+        return Outcome(path, error=str(error))
+    except (RecursionError, MemoryError) as error:
+        return Outcome(path, error=f"too large or nested too deeply ({type(error).__name__})")
+    except Exception as error:
+        logger.debug("%s", path, exc_info=True)
+        told = " ".join(str(error).split())[:200]
+        return Outcome(path, error=f"anyaccel port failed, please report it: {type(error).__name__}: {told}")
+
+
+def _look_at_module(path: str, data: bytes, config: Config) -> Outcome:
+    from anyaccel.port.engine import NotPythonError, port_text
+
+    file = source.decode(data)
+    try:
+        ported = port_text(file.text, config.wants, removes_imports=Path(path).name != "__init__.py")
+    except NotPythonError as error:
+        line, column, reason = str(error).split(":", 2)
+        return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
+    findings = tuple(Finding(path, f.line, f.column, f.code, f.message, f.fixable) for f in ported.findings)
+    after = file.encode(ported.text)
+    changed = after != data
+    return Outcome(path, "", findings, data if changed else None, after if changed else None, True, ported.suppressed)
+
+
+def _look_at_notebook(path: str, data: bytes, config: Config) -> Outcome:
+    from anyaccel.port.engine import NotPythonError, port_text
+
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise source.UnreadableError(f"not valid utf-8: {error.reason}") from None
+    book = notebook.read(text)
+    try:
+        ported = port_text(book.module, config.wants)
+    except NotPythonError as error:
+        raise source.UnreadableError(str(error).split(":", 2)[2].strip()) from None
+    findings = []
+    for each in ported.findings:
+        cell, line = book.cell_of(each.line)
+        findings.append(Finding(path, line, each.column, each.code, each.message, each.fixable, cell))
+    after = book.with_module(ported.text).encode("utf-8") if ported.text != book.module else data
+    changed = after != data
+    return Outcome(
+        path, "", tuple(findings), data if changed else None, after if changed else None, True, ported.suppressed
+    )
+
+
+def look_at_all(
+    files: Sequence[tuple[str, Config]], done: Callable[[], None] = lambda: None, workers: int = 0
+) -> Generator[Outcome, None, None]:
+    """Look at files, on as many cores as this process may use; outcomes come in the order of the files.
+
+    Args:
+        files: each with its configuration.
+        done: called after each file.
+        workers: 0 for as many as there are cores.
+    """
+    workers = min(workers or len(os.sched_getaffinity(0)), len(files))
+    if workers <= 1 or len(files) <= _FEW or _has_threads():
+        for path, config in files:
+            yield look(path, config)
+            done()
+        return
+    ready: dict[int, Outcome] = {}
+    following = 0
+    for index, outcome in _in_workers(files, workers):
+        ready[index] = outcome
+        done()
+        while following in ready:
+            yield ready.pop(following)
+            following += 1
+
+
+def _in_workers(files: Sequence[tuple[str, Config]], workers: int) -> Iterator[tuple[int, Outcome]]:
+    waiting = iter(range(len(files)))
+    lost: list[int] = []
+    executor = _executor(workers)
+    running: dict[Future[Outcome], int] = {}
+    try:
+        while True:
+            try:
+                for index in itertools.islice(waiting, workers * _AHEAD - len(running)):
+                    running[executor.submit(look, *files[index])] = index
+                if not running:
+                    break
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    index = running.pop(future)
+                    if isinstance(future.exception(), BrokenProcessPool):
+                        lost.append(index)
+                    else:
+                        yield index, future.result()
+                if lost:
+                    raise BrokenProcessPool
+            except BrokenProcessPool:
+                lost += running.values()
+                running.clear()
+                executor.shutdown(wait=True, cancel_futures=True)
+                executor = _executor(workers)
+                for index in sorted(set(lost)):
+                    yield index, _alone(*files[index])
+                lost.clear()
+    finally:
+        _end(executor)
+
+
+def _alone(path: str, config: Config) -> Outcome:
+    """A file whose worker died, once more in a worker of its own, so that it cannot take others with it."""
+    executor = _executor(1)
+    try:
+        return executor.submit(look, path, config).result()
+    except BrokenProcessPool:
+        return Outcome(path, error="the process that looked at it died")
+    finally:
+        _end(executor)
+
+
+def _has_threads() -> bool:
+    """Whether forking is unsafe here: so it is in a notebook or a test, but not in the command."""
+    return len(list(Path("/proc/self/task").iterdir())) > 1
+
+
+def _executor(workers: int) -> ProcessPoolExecutor:
+    import anyaccel.port.engine  # noqa: F401 - forked workers have it then
+
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker)
+
+
+def _start_worker() -> None:
+    """Workers leave Ctrl-C to their parent, and end when it does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    gc.set_threshold(300_000, 20, 50)  # a tree of a file is a million objects that live as long as it does
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _end(executor: ProcessPoolExecutor) -> None:
+    """End the workers now, whatever they do."""
+    processes = list((executor._processes or {}).values())
+    executor.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
+    executor.shutdown(wait=True)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rules know about torch and other packages, as data; a test checks it against the interface and torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Method:
+    """Where a function of torch.cuda goes.
+
+    Attributes:
+        name: of the method of the accelerator.
+        parameters: of the torch.cuda function, each with its name in the method; the order is the same in both.
+    """
+
+    name: str
+    parameters: tuple[tuple[str, str], ...] = ()
+
+
+def _same(names: str, *parameters: tuple[str, str]) -> dict[str, Method]:
+    return {name: Method(name, parameters) for name in names.split()}
+
+
+_DEVICE = ("device", "device_index")
+
+# Function of torch.cuda -> method of the accelerator.
+FUNCTIONS: dict[str, Method] = {
+    **_same("is_available device_count empty_cache initial_seed is_current_stream_capturing"),
+    **_same("manual_seed manual_seed_all", ("seed", "seed")),
+    **_same("set_device synchronize current_stream default_stream get_rng_state", _DEVICE),
+    **_same("set_rng_state", ("new_state", "new_state"), _DEVICE),
+    **_same("memory_allocated max_memory_allocated reset_max_memory_allocated memory_stats", _DEVICE),
+    **_same("memory_reserved max_memory_reserved memory_cached max_memory_cached", _DEVICE),
+    **_same("reset_max_memory_cached reset_peak_memory_stats", _DEVICE),
+    **_same("stream", ("stream", "stream")),
+    "_lazy_call": Method("lazy_call", (("callable", "callback"),)),
+}
+# Classes that the accelerator has under the same name; their arguments are the vendor's.
+CLASSES = ("Stream", "Event")
+TYPED_TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")
+GRAPH_FUNCTIONS = {
+    "CUDAGraph": Method("create_graph"),
+    "graph": Method("capture_to_graph", (("cuda_graph", "graph"), ("pool", "pool"), ("stream", "stream"))),
+}
+NVTX = {"range_push": Method("range_push", (("msg", "msg"),)), "range_pop": Method("range_pop")}
+# Every method that a fix may call; the test looks each up in the interface.
+OTHER_METHODS = (
+    *("device_name", "current_device", "current_device_name", "default_generator", "is_bf16_supported"),
+    *("on_accelerator", "pin_memory", "communication_backend_name", "visible_devices_envs"),
+    *("set_visible_devices_envs", "total_memory", "available_memory"),
+)
+
+# Parts of torch.cuda whose functions torch.cuda itself has too.
+SUBMODULES = ("memory", "random", "streams", "graphs")
+
+# torch.cuda.amp -> torch.amp: the parameters, in their order there; the device goes in front.
+AMP = {
+    "autocast": ("enabled", "dtype", "cache_enabled"),
+    "GradScaler": ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+    "custom_fwd": ("fwd", "cast_inputs"),
+    "custom_bwd": ("bwd",),
+}
+
+# What to do about a part of torch.cuda that the interface does not have.
+ADVICE = {
+    "device": "pass device= to what creates tensors, or set_device() and restore it; device() is no context here",
+    "device_of": "pass device=tensor.device to what creates tensors",
+    "get_rng_state_all": "call get_rng_state(i) for each i in range(device_count())",
+    "set_rng_state_all": "call set_rng_state(state, i) for each device",
+    "seed": "draw a seed and pass it to manual_seed()",
+    "seed_all": "draw a seed and pass it to manual_seed_all()",
+    "get_device_properties": "total_memory() has the memory size; ask get_accelerator().has(...) for abilities",
+    "get_device_name": "runtime_versions() and the accelerator's repr tell what it is; guard the rest",
+    "get_device_capability": "ask for what you need: is_bf16_supported(), is_fp16_supported(), is_triton_supported()",
+    "get_arch_list": "ask for what you need: is_bf16_supported(), is_fp16_supported(), is_triton_supported()",
+    "mem_get_info": "available_memory() and total_memory() are its two values",
+    "set_stream": "use `with get_accelerator().stream(s):`",
+    "StreamContext": "use `with get_accelerator().stream(s):`",
+    "ExternalStream": "only the vendor's runtime has it",
+    "set_per_process_memory_fraction": "use the batch size, or a limit of the vendor's allocator",
+    "memory_summary": "print memory_stats()",
+    "memory_snapshot": "print memory_stats()",
+    "utilization": "use the vendor's tool",
+    "init": "the accelerator starts by itself; remove the call",
+    "is_initialized": "the accelerator starts by itself; no counterpart",
+    "ipc_collect": "only CUDA shares device memory this way; guard it",
+    "graph_pool_handle": "keep one graph's pool(): capture_to_graph(graph, pool=other.pool())",
+    "make_graphed_callables": "capture with create_graph() and capture_to_graph()",
+    "CharTensor": "torch.empty(..., dtype=torch.int8, device=get_accelerator().device_name())",
+    "ShortTensor": "torch.empty(..., dtype=torch.int16, device=get_accelerator().device_name())",
+    "BoolTensor": "torch.empty(..., dtype=torch.bool, device=get_accelerator().device_name())",
+    "nvtx": "torch.profiler.record_function marks a range on every device; range_push() and range_pop() are there",
+    "profiler": "use torch.profiler",
+    "nccl": "use torch.distributed",
+    "comm": "use torch.distributed",
+    "cudart": "only CUDA has it; register_host_memory() page-locks host memory",
+    "check_error": "only CUDA has it; guard it",
+    "is_bf16_supported": "is_bf16_supported() takes no argument here; it does not count emulation",
+    "current_device": "current_device() gives the index, current_device_name() what device= takes: choose one",
+}
+NO_COUNTERPART = "the accelerator interface has no counterpart; guard it or rewrite it"
+
+# Names that hold one device, and keyword arguments that take one.
+DEVICE_NAME = re.compile(
+    r"(?:\w*_)?(?:torch)?device(?:_type|_name|_str|_string|_map)?_*|map_location|_*dev", re.IGNORECASE
+)
+DEVICES_NAME = re.compile(r"(?:\w*_)?devices?", re.IGNORECASE)
+DEVICE_OPTION = re.compile(r"(?:^|[-_])device$|^-d$", re.IGNORECASE)
+INDEX_NAME = re.compile(
+    r"(?:\w*_)?(?:device_ids?|device_idx|device_index|device_num|index|idx|rank|gpu|gpus|gpu_ids?|id|i|ordinal)",
+    re.IGNORECASE,
+)
+BACKEND_NAME = re.compile(r"(?:\w*_)?backend(?:_name)?", re.IGNORECASE)
+
+# Function -> position of its device argument.
+DEVICE_POSITIONS = {
+    "torch.device": 0,
+    "torch.autocast": 0,
+    "torch.amp.autocast": 0,
+    "torch.amp.autocast_mode.autocast": 0,
+    "torch.amp.GradScaler": 0,
+    "torch.GradScaler": 0,
+    "torch.Generator": 0,
+    "torch.set_default_device": 0,
+    "torch.get_autocast_dtype": 0,
+    "torch.is_autocast_enabled": 0,
+    "torch.get_device_module": 0,
+    "torch.distributed.init_device_mesh": 0,
+    "torch.distributed.device_mesh.init_device_mesh": 0,
+    "torch.distributed.device_mesh.DeviceMesh": 0,
+    "torch.load": 1,
+}
+DEVICE_POSITIONS |= {f"torch.cuda.{name}": 0 for name, m in FUNCTIONS.items() if m.parameters[:1] == (_DEVICE,)}
+
+# Packages whose device= means CUDA or nothing, so that another device's name would be refused.
+FOREIGN = {
+    *("catboost", "ctranslate2", "cuml", "cupy", "dali", "faster_whisper", "faiss", "flax", "haiku", "insightface"),
+    *("jax", "lightgbm", "llama_cpp", "mxnet", "numba", "nvidia", "onnxruntime", "openvino", "paddle", "rapidocr"),
+    *("spacy", "taichi", "tensorflow", "tensorrt", "tf", "tvm", "vllm", "warp", "xgboost"),
+}
+
+# Package -> advice. An import of it is reported.
+CUDA_ONLY = {
+    "amp_C": "torch.amp and torch.optim replace it",
+    "apex": "torch.amp and torch.optim replace most of it",
+    "auto_gptq": "transformers loads other quantised formats everywhere, GGUF among them",
+    "bitsandbytes": "quantise with torchao, or load GGUF; anyaccel.ops has CPU optimizers",
+    "causal_conv1d": "fall back to torch.nn.functional.conv1d",
+    "cudf": "fall back to pandas",
+    "cuml": "fall back to scikit-learn",
+    "cupy": "use torch or numpy",
+    "cupyx": "use torch or scipy",
+    "flash_attn": "use torch.nn.functional.scaled_dot_product_attention",
+    "flash_attn_interface": "use torch.nn.functional.scaled_dot_product_attention",
+    "flashinfer": "use torch.nn.functional.scaled_dot_product_attention",
+    "mamba_ssm": "fall back to the reference implementation in torch",
+    "MinkowskiEngine": "needs another implementation on other devices",
+    "nvidia": "guard it, or use an implementation in torch",
+    "pycuda": "use torch",
+    "spconv": "needs another implementation on other devices",
+    "tensorrt": "use torch.compile with get_accelerator().get_compile_backend()",
+    "tensorrt_llm": "use anyaccel.init_inference",
+    "torch_tensorrt": "use torch.compile with get_accelerator().get_compile_backend()",
+    "transformer_engine": "fall back to torch.nn layers",
+    "xformers": "use torch.nn.functional.scaled_dot_product_attention",
+}
+# Tools and libraries of NVIDIA's driver.
+MANAGEMENT = {"pynvml", "py3nvml", "nvidia_smi", "nvitop", "GPUtil", "gpustat"}
+MANAGEMENT_ADVICE = "use device_count(), total_memory() and available_memory() of the accelerator"
+
+# Things in torch that build CUDA sources.
+EXTENSIONS = {
+    "torch.utils.cpp_extension.CUDAExtension",
+    "torch.utils.cpp_extension.CUDA_HOME",
+    "torch.utils.cpp_extension._find_cuda_home",
+}
+EXTENSION_LOADERS = {"torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_inline"}
+
+# A file in which none of these occurs has nothing to port.
+WORDS = re.compile(
+    r"cuda|nccl|pin_memory|triton|nvidia|pynvml|py3nvml|GPUtil|gpustat|nvitop|bitsandbytes|flash_attn|flashinfer|apex|"
+    r"xformers|cupy|cuml|cudf|mamba_ssm|tensorrt|transformer_engine|spconv|MinkowskiEngine|auto_gptq|amp_C|causal_conv1d",
+    re.IGNORECASE,
+)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One parsed file: its nodes with their parents, what names mean, and where nodes are in the text."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import libcst as cst
+from libcst._nodes.internal import CodegenState
+from libcst.metadata import MetadataWrapper, QualifiedNameSource, Scope, ScopeProvider
+from libcst.metadata.scope_provider import ImportAssignment
+
+from anyaccel.port.syntax import dotted
+
+AMBIGUOUS = "?"
+
+# LibCST's classes are abstract base classes: isinstance() costs ten times what these look-ups do.
+_LAYOUT = {
+    cst.SimpleWhitespace,
+    cst.ParenthesizedWhitespace,
+    cst.TrailingWhitespace,
+    cst.EmptyLine,
+    cst.Newline,
+    cst.Comment,
+}
+_LAYOUT |= {
+    cst.Comma,
+    cst.Dot,
+    cst.AssignEqual,
+    cst.LeftParen,
+    cst.RightParen,
+    cst.LeftSquareBracket,
+    cst.RightSquareBracket,
+}
+_TOLD = {cst.Name, cst.Attribute, cst.Call, cst.SimpleString, cst.FormattedString, cst.BinaryOperation, cst.IfExp}
+_TOLD |= {cst.Import, cst.ImportFrom, cst.FunctionDef}
+
+
+class _Walk(cst.CSTVisitor):
+    """Notes every node's parent, and in order those that rules look at; LibCST's ParentNodeProvider costs three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent: dict[cst.CSTNode, cst.CSTNode] = {}
+        self.nodes: list[cst.CSTNode] = []
+        self._stack: list[cst.CSTNode] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        kind = type(node)
+        if kind in _LAYOUT:
+            return False
+        if self._stack:
+            self.parent[node] = self._stack[-1]
+        self._stack.append(node)
+        if kind in _TOLD:
+            self.nodes.append(node)
+        return True
+
+    def on_leave(self, node: cst.CSTNode) -> None:
+        if self._stack[-1] is node:
+            self._stack.pop()
+
+
+class Tree:
+    """A module with what the rules ask about it.
+
+    Raises:
+        libcst.ParserSyntaxError: the text is no Python.
+    """
+
+    def __init__(self, text: str) -> None:
+        # The parser's tree has no node twice, so the wrapper's deep copy is not needed.
+        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+        self.text = text
+        self.module = wrapper.module
+        self._scopes: Any = wrapper.resolve(ScopeProvider)
+        walk = _Walk()
+        self.module.visit(walk)
+        self._parent = walk.parent
+        self.nodes = walk.nodes
+        self.scopes: set[Scope] = {scope for scope in self._scopes.values() if scope is not None}
+        self.imported_names = {
+            assignment.name.split(".")[0]
+            for scope in self.scopes
+            for assignment in scope.assignments
+            if isinstance(assignment, ImportAssignment)
+        }
+        self._starts = [0, *(match.end() for match in re.finditer(r"\r\n?|\n", text))]
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The node around this one; the module is its own."""
+        return self._parent.get(node, self.module)
+
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around this one, from the nearest to the module."""
+        while node is not self.module:
+            node = self.parent(node)
+            yield node
+
+    def enclosing(self, node: cst.CSTNode, *kinds: Any) -> cst.CSTNode | None:
+        """The nearest node around this one of one of these kinds."""
+        return next((parent for parent in self.parents(node) if isinstance(parent, kinds)), None)
+
+    def scope(self, node: cst.CSTNode) -> Scope:
+        """The scope that this node's names are looked up in."""
+        for around in (node, *self.parents(node)):
+            scope = self._scopes.get(around)
+            if scope is not None:
+                return scope  # type: ignore[no-any-return]
+        raise AssertionError("a module has a scope")
+
+    def imported(self, node: cst.CSTNode) -> str | None:
+        """The full name of what `a.b.c` is by the file's imports; AMBIGUOUS when there are several.
+
+        None when it is not imported; a relative import begins with a dot.
+        """
+        name = dotted(node)
+        if name is None or name.split(".")[0] not in self.imported_names:
+            return None
+        found = self.scope(node).get_qualified_names_for(name)
+        names = {each.name for each in found}
+        if any(each.source is not QualifiedNameSource.IMPORT for each in found):
+            # An assignment beside an import of the same name, or a name of another kind.
+            return AMBIGUOUS if any(name.startswith("torch.cuda") for name in names) else None
+        if len(names) != 1:
+            return AMBIGUOUS if any(name.startswith("torch.cuda") for name in names) else None
+        return names.pop()
+
+    def name_of(self, full: str, node: cst.CSTNode) -> str | None:
+        """A name by which the module `full` can be reached at `node`; None when there is none."""
+        scope = self.scope(node)
+        candidates = [full, *sorted(self.imported_names)]
+        for name in candidates:
+            if name in self.imported_names:
+                found = scope.get_qualified_names_for(name)
+                if {(each.name, each.source) for each in found} == {(full, QualifiedNameSource.IMPORT)}:
+                    return name
+        return None
+
+    def is_bound(self, name: str) -> bool:
+        """Whether anything in the file gives this name a meaning."""
+        return any(name in scope._assignments for scope in self.scopes)
+
+    def locate(self, nodes: Iterable[cst.CSTNode]) -> dict[cst.CSTNode, tuple[int, int]]:
+        """Where these nodes begin and end in the text, without their parentheses."""
+        state = _Spans(self.module.default_indent, self.module.default_newline, wanted=set(nodes))
+        self.module._codegen(state)
+        offsets = [0]
+        for token in state.tokens:
+            offsets.append(offsets[-1] + len(token))
+        return {node: (offsets[start], offsets[end]) for node, (start, end) in state.spans.items()}
+
+    def position(self, offset: int) -> tuple[int, int]:
+        """Line and column, both from 1."""
+        line = bisect.bisect_right(self._starts, offset)
+        return line, offset - self._starts[line - 1] + 1
+
+    def line(self, number: int) -> str:
+        """A line of the text, from 1."""
+        end = self._starts[number] if number < len(self._starts) else len(self.text)
+        return self.text[self._starts[number - 1] : end]
+
+
+@dataclass
+class _Spans(CodegenState):
+    """Generates the text and notes at which tokens the wanted nodes begin and end."""
+
+    wanted: set[cst.CSTNode] = field(default_factory=set)
+    spans: dict[cst.CSTNode, tuple[int, int]] = field(default_factory=dict)
+    _open: list[int] = field(default_factory=list)
+
+    def before_codegen(self, node: cst.CSTNode) -> None:
+        if node in self.wanted:
+            self._open.append(len(self.tokens))
+
+    def after_codegen(self, node: cst.CSTNode) -> None:
+        if node in self.wanted:
+            start = self._open.pop()
+            self.spans.setdefault(node, (start, len(self.tokens)))
+
+    @contextmanager
+    def record_syntactic_position(
+        self,
+        node: cst.CSTNode,
+        *,
+        start_node: cst.CSTNode | None = None,
+        end_node: cst.CSTNode | None = None,
+    ) -> Generator[None]:
+        start = len(self.tokens)
+        yield
+        if node in self.wanted and start_node is None and end_node is None:
+            self.spans[node] = (start, len(self.tokens))

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the value of an expression is used for, told from where it stands: as a device, an index, a backend, a key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+
+from anyaccel.port import tables
+from anyaccel.port.syntax import dotted, names_in_target, text_of
+from anyaccel.port.tree import Tree
+
+_OPTION_FUNCTIONS = {"add_argument", "option", "Option", "Argument", "argument"}
+_LOOKUPS = {"get": 1, "pop": 1, "setdefault": 1, "getenv": 1, "getattr": 2}
+
+
+@dataclass(frozen=True)
+class Role:
+    """How a value is used.
+
+    Attributes:
+        kind: argument, assigned, default, returned, value (of a dict), key, comparison, text, annotation,
+            arithmetic, test or other.
+        names: what the receiver is called: keyword, target, parameter, function, key.
+        callee: of an argument: the function's full name where it is imported, else its last name after a dot.
+        position: of an argument without keyword.
+        plural: the value is an element of a list or the like.
+        call: of an argument.
+    """
+
+    kind: str
+    names: tuple[str, ...] = ()
+    callee: str = ""
+    position: int = -1
+    plural: bool = False
+    call: cst.Call | None = None
+
+
+def role(tree: Tree, node: cst.CSTNode) -> Role:
+    """How the value of this expression is used."""
+    plural = mixed = False
+    child = node
+    for parent in tree.parents(node):
+        found = _role_in(tree, parent, child, plural)
+        if found is not None:
+            # A mixed list may be of the devices that something supports.
+            return Role("value", plural=True) if mixed and found.kind not in ("comparison", "key", "text") else found
+        mixed = mixed or (isinstance(parent, cst.List | cst.Tuple | cst.Set) and not _all_cuda(parent))
+        plural = plural or isinstance(parent, cst.List | cst.Tuple | cst.Set)
+        child = parent
+    return Role("other")
+
+
+def _all_cuda(collection: cst.List | cst.Tuple | cst.Set) -> bool:
+    texts = [text_of(element.value) for element in collection.elements]
+    return all(text is None or text.startswith("cuda") for text in texts)
+
+
+def _role_in(tree: Tree, parent: cst.CSTNode, child: cst.CSTNode, plural: bool) -> Role | None:
+    """The role that this parent gives, or None where the parent's own value is what counts."""
+    match parent:
+        case cst.IfExp():
+            return Role("test") if parent.test is child else None
+        case cst.BooleanOperation():
+            return Role("test") if isinstance(parent.operator, cst.And) and parent.left is child else None
+        case cst.List() | cst.Tuple() | cst.Set() | cst.Element() | cst.NamedExpr():
+            return None
+        case cst.Arg():
+            return _argument(tree, parent, plural)
+        case cst.DictElement():
+            if parent.key is child:
+                return Role("key", plural=plural)
+            return Role("value", (text_of(parent.key) or "",), plural=plural)
+        case cst.Assign():
+            names = [name for target in parent.targets for name in names_in_target(target.target)]
+            return Role("assigned", tuple(names), plural=plural)
+        case cst.AnnAssign():
+            annotation = tree.module.code_for_node(parent.annotation.annotation)
+            kind = "other" if "Literal" in annotation else "assigned"
+            return Role(kind, tuple(names_in_target(parent.target)), plural=plural)
+        case cst.Param():
+            literal = parent.annotation is not None and "Literal" in tree.module.code_for_node(
+                parent.annotation.annotation
+            )
+            return Role("other" if literal else "default", (parent.name.value,), plural=plural)
+        case cst.Return():
+            function = tree.enclosing(parent, cst.FunctionDef)
+            return Role(
+                "returned", (function.name.value,) if isinstance(function, cst.FunctionDef) else (), plural=plural
+            )
+        case cst.Comparison() | cst.ComparisonTarget():
+            return Role("comparison", plural=plural)
+        case cst.Index() | cst.Slice():
+            return Role("key")
+        case cst.FormattedStringExpression() | cst.ConcatenatedString():
+            return Role("text")
+        case cst.Attribute():
+            return Role("text")
+        case cst.Annotation():
+            return Role("annotation")
+        case cst.BinaryOperation() | cst.UnaryOperation():
+            return Role("arithmetic")
+        case cst.If() | cst.While() | cst.Assert():
+            return Role("test")
+    return Role("other", plural=plural)
+
+
+def _argument(tree: Tree, arg: cst.Arg, plural: bool) -> Role:
+    call = tree.parent(arg)
+    if not isinstance(call, cst.Call):
+        return Role("other", plural=plural)  # a base or keyword of a class
+    callee = tree.imported(call.func)
+    if callee is None:
+        callee = "." + call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func) or ""
+    if arg.star:
+        return Role("other", callee=callee, call=call)
+    if arg.keyword is not None:
+        return Role("argument", (arg.keyword.value,), callee, plural=plural, call=call)
+    return Role("argument", (), callee, call.args.index(arg), plural, call)
+
+
+def _called(pattern: re.Pattern[str], names: Sequence[str]) -> bool:
+    return bool(names) and all(pattern.fullmatch(name) for name in names)
+
+
+def last_name(callee: str) -> str:
+    return callee.rpartition(".")[2]
+
+
+def _is_foreign(tree: Tree, found: Role) -> bool:
+    """Whether the value goes to a package whose devices are its own affair."""
+    if found.call is None:
+        return False
+    root = found.callee.split(".")[0]
+    if root in tables.FOREIGN:
+        return True
+    if isinstance(found.call.func, cst.Attribute) and not root:
+        base: cst.CSTNode = found.call.func
+        while isinstance(base, cst.Attribute | cst.Call | cst.Subscript):
+            base = base.func if isinstance(base, cst.Call) else base.value
+        imported = tree.imported(base) or ""
+        return imported.split(".")[0] in tables.FOREIGN
+    return False
+
+
+def _is_named(tree: Tree, found: Role, single: re.Pattern[str], option: re.Pattern[str], part: str) -> bool:
+    """Whether the receiver's name, or the option or key beside the value, says what the value is."""
+    if found.kind in ("assigned", "default", "returned", "value"):
+        return _called(single, found.names)
+    if found.kind != "argument" or found.call is None or _is_foreign(tree, found):
+        return False
+    function = last_name(found.callee)
+    strings = [text for arg in found.call.args if arg.keyword is None for text in [text_of(arg.value)] if text]
+    if found.names == ("default",):
+        keywords = {arg.keyword.value for arg in found.call.args if arg.keyword is not None}
+        named = function in _OPTION_FUNCTIONS and any(option.search(text) for text in strings)
+        return (
+            named
+            and not keywords & {"choices", "nargs", "action"}
+            and "Choice" not in tree.module.code_for_node(found.call)
+        )
+    if found.names:
+        return _called(single, found.names)
+    if _LOOKUPS.get(function) == found.position:
+        name = text_of(found.call.args[found.position - 1].value)
+        return name is not None and part in name.lower() and single.fullmatch(name) is not None
+    return False
+
+
+def is_device(tree: Tree, found: Role) -> bool:
+    """Whether a value in this role is a device for sure."""
+    if found.kind == "argument" and not found.names and not found.plural:
+        if _is_foreign(tree, found):
+            return False
+        if found.position == 0 and found.callee in (".to", ".cuda"):
+            return True
+        if tables.DEVICE_POSITIONS.get(found.callee) == found.position:
+            return True
+    pattern = tables.DEVICES_NAME if found.plural else tables.DEVICE_NAME
+    if found.plural and not any(name.lower().endswith("devices") for name in found.names):
+        return False
+    if found.kind == "argument" and found.names == ("device_type",) and last_name(found.callee) == "device":
+        return False
+    return _is_named(
+        tree, found, _RETURNS_DEVICE if found.kind == "returned" else pattern, tables.DEVICE_OPTION, "device"
+    )
+
+
+_RETURNS_DEVICE = re.compile(
+    r"_*(?:get|default|pick|choose|select|current|target|infer)?_?(?:\w+_)?device(?:_type|_name|_str|_string)?"
+)
+
+
+def is_backend(tree: Tree, found: Role) -> bool:
+    """Whether a string in this role is the name of a process group's backend for sure."""
+    if found.kind == "argument" and not found.names and found.position == 0:
+        return last_name(found.callee) in ("init_process_group", "init_distributed")
+    return not found.plural and _is_named(tree, found, tables.BACKEND_NAME, re.compile("backend"), "backend")
+
+
+_INDEX_FUNCTIONS = {"int", "str", "print", "range", "hash", "set_device", "append_index"}
+
+
+def is_index(tree: Tree, found: Role) -> bool:
+    """Whether a value in this role is the index of a device for sure."""
+    if found.kind in ("comparison", "arithmetic", "text", "key"):
+        return True
+    if found.kind == "argument":
+        if found.names:
+            return _called(tables.INDEX_NAME, found.names) or found.names == ("output_device",)
+        if found.callee == "torch.device":
+            return found.position == 1
+        torch_cuda = found.callee.startswith("torch.cuda.") and last_name(found.callee) not in tables.CLASSES
+        return torch_cuda or found.callee in _INDEX_FUNCTIONS
+    return found.kind in ("assigned", "default", "returned", "value") and _called(tables.INDEX_NAME, found.names)
