@@ -272,7 +272,7 @@ def _new_columns(cache: NativeCache, mask: torch.Tensor | None, rows: int, token
             f"attention_mask of shape {tuple(mask.shape)}: needs [{rows}, {past + tokens}], a 0 or 1 for each of "
             f"{past} cached and {tokens} new tokens"
         )
-    bits_BT = mask.to("cpu").expand(rows, -1) != 0
+    bits_BT = mask.cpu().expand(rows, -1) != 0
     if not torch.equal(bits_BT[:, :past], cache.kept_BT):
         raise UsageError("attention_mask differs from the earlier one in tokens that are in the cache already")
     return bits_BT[:, past:].contiguous()

@@ -369,7 +369,7 @@ class ModuleSource:
         self._tensors: dict[str, Any] = dict(module.state_dict(keep_vars=True))
         self._release = release
         for name, tensor in self._tensors.items():
-            if tensor.device.type != "cpu":
+            if not tensor.is_cpu:
                 raise Unsupported(f"weights on device {tensor.device} (tensor {name!r})")
 
     def __contains__(self, name: str) -> bool:
