@@ -19,7 +19,9 @@ GET_ACCELERATOR = "get_accelerator"
 _OURS = {f"{module}.{GET_ACCELERATOR}" for module in ("anyaccel", "anyaccel.accelerator", "deepspeed.accelerator")}
 _OTHER_AVAILABILITY = re.compile(r"torch\.(?:backends\.mps|mps|xpu|npu|mlu|hpu|musa)\.is_available")
 _SAYS_CUDA = re.compile(r"cuda|gpu|nvidia|nccl|rocm|hip|available", re.IGNORECASE)
-_OF_CUDA = re.compile(r"cuda|nvidia|nccl", re.IGNORECASE)
+_OF_CUDA = re.compile(r"cuda|nvidia|nccl|requires?_\w*gpu", re.IGNORECASE)
+# A variable that says whether CUDA itself is there; use_cuda is about what to use.
+_FACT = re.compile(r"_*(?:(?:is|has|have)_)?(?:torch_)?(?:cuda|gpu)(?:_available|_is_available)?_*", re.IGNORECASE)
 _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
 # In names such as is_xpu_available, torch.xpu and x.is_npu.
 _VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
@@ -166,8 +168,14 @@ class Context:
             chain = below
         return any(_VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
 
-    def _says_so(self, node: cst.CSTNode) -> bool:
+    def says_so(self, node: cst.CSTNode) -> bool:
         """Whether an assert, or what is printed or raised below the condition, tells the user about CUDA."""
+        choice = self.tree.enclosing(node, cst.IfExp, cst.BaseStatement)
+        if isinstance(choice, cst.IfExp):
+            told = [text_of(each) or "" for each in (choice.body, choice.orelse)]
+            told += [self.tree.module.code_for_node(e) for e in (choice.body, choice.orelse) if _is_text(e)]
+            if any("cuda" in text.lower() and " " in text for text in told):
+                return True
         statement = self.tree.enclosing(node, cst.Assert, cst.If, cst.BaseSmallStatement)
         if isinstance(statement, cst.Assert):
             return statement.msg is not None and "cuda" in self.tree.module.code_for_node(statement.msg).lower()
@@ -201,7 +209,7 @@ class Context:
         """Why this answer to "is CUDA there" is wanted for CUDA itself; empty where it may be about any accelerator."""
         if self._chooses_vendor(node):
             return "the code chooses between vendors by itself"
-        if self._says_so(node):
+        if self.says_so(node):
             return "what is printed or raised there is about CUDA"
         if self._wanted_as_cuda(node):
             return "a condition around it asks for CUDA by name"
@@ -224,6 +232,8 @@ class Context:
             case cst.Assign():
                 target = parent.targets[0].target
                 scope = self.tree.scope(parent)
+                if isinstance(target, cst.Name) and _FACT.fullmatch(target.value):
+                    return f"{target.value} may stand for CUDA itself"
                 if isinstance(target, cst.Name) and isinstance(scope, GlobalScope) and not list(self.uses(target)):
                     return f"other files may take {target.value} for CUDA"
                 if (
@@ -311,9 +321,13 @@ class Context:
                 name = "cuda"  # DistributedDataParallel takes it for GPUs only
             elif type(node) is cst.SimpleString and node.raw_value == "device_ids":
                 name = "cuda"
-            if "cuda" in name.lower() and not name.endswith("is_available"):
+            if re.search("cuda|gpu", name, re.IGNORECASE) and not name.endswith("is_available"):
                 found.append(node)
         return found
+
+
+def _is_text(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.FormattedString | cst.ConcatenatedString)
 
 
 def _undecorated(node: cst.BaseExpression) -> cst.BaseExpression:

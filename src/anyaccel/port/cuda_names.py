@@ -136,6 +136,8 @@ def _function(place: _Place, name: str) -> Candidate:
         return place.report(
             "ACC501", "record_stream() wants a stream of the tensor's device; skip it where is_synchronized_device()"
         )
+    if name == "device_count" and place.ctx.says_so(place.call):
+        return place.report("ACC101", "not fixed: what is printed or raised there is about CUDA", breaks=False)
     return place.method_call("ACC101", method)
 
 

@@ -119,8 +119,12 @@ def _backend(ctx: Context, node: cst.SimpleString) -> Candidate:
         advice = f"communication_backend_name() names the accelerator's; not fixed: {why}"
         return Candidate(node, "ACC401", f"`'nccl'`: {advice}", breaks=found.kind not in ("comparison", "key"))
 
-    at_import = found.kind == "default" or ctx.tree.enclosing(node, cst.FunctionDef, cst.Lambda) is None
-    if at_import and found.kind != "argument":
+    inner = ctx.tree.enclosing(node, cst.Param, cst.FunctionDef, cst.Lambda, cst.ClassDef)
+    at_import = not isinstance(inner, cst.FunctionDef | cst.Lambda)
+    starts = usage.last_name(found.callee) in ("init_process_group", "init_distributed", "new_group")
+    if found.kind == "value":
+        return Candidate(node, "ACC401", "`'nccl'`: not fixed: it is not clear who reads this")
+    if at_import and not starts:
         why = "this runs at import, and fails there on an accelerator without collectives; set it in a function"
         return Candidate(node, "ACC401", f"`'nccl'`: not fixed: {why}")
 

@@ -145,6 +145,8 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
         yield report(f"{name} need not be a tensor")
     elif _kept_as_cuda(ctx, node):
         yield report("it is kept under a name that says CUDA, so it may choose something of CUDA")
+    elif ctx.says_so(node):
+        yield report("what is printed or raised there is about CUDA")
     elif ctx.beside_vendors(node):
         yield report("the code chooses between vendors by itself")
     elif name.split(".")[0] in ctx.tree.imported_names and ctx.tree.imported(node.value) is not None:
