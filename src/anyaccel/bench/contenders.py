@@ -35,7 +35,8 @@ class Contender:
     Attributes:
         engine: "anyaccel" or one of PEERS.
         model: path of the model.
-        dtype: of the weights; for a converted model what it was converted to.
+        dtype: of the weights; a model in the engine's own form has what it was converted to.
+        label: printed instead of the dtype: the name of such a model.
         tp: ranks; 1 is one process with all cores.
         python: interpreter of the engine's environment.
         folder: where llama.cpp's programs are.
@@ -48,12 +49,13 @@ class Contender:
     tp: int = 1
     python: str = sys.executable
     folder: str = ""
+    label: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """As it is printed."""
-        return f"{self.engine} {self.dtype}" + (f" tp{self.tp}" if self.tp > 1 else "")
+        return f"{self.engine} {self.label or self.dtype}" + (f" tp{self.tp}" if self.tp > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def parse_peer(text: str, model: str, dtype: str, tp: int, pythons: dict[str, st
     if own_model and not Path(own_model).exists():
         raise UsageError(f"--against {text}: there is no {own_model}")
     ranks = tp if name == "deepspeed" else 1
-    return Contender(name, path, dtype, ranks, pythons.get(name, sys.executable), folder)
+    return Contender(name, path, dtype, ranks, pythons.get(name, sys.executable), folder, Path(own_model).stem)
 
 
 def run(contender: Contender, sizes: Sizes, vocabulary: int) -> dict[str, list[float]]:

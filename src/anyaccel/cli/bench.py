@@ -71,7 +71,9 @@ def main(argv: list[str]) -> int:
     dtypes = list(dict.fromkeys(options.dtype or ["bf16"]))
     contenders = [Contender("anyaccel", model, dtype, options.tp, options=own) for dtype in dtypes]
     for text in filter(None, options.against.split(",")):
-        contenders += [parse_peer(text, model, dtype, options.tp, pythons) for dtype in dtypes]
+        # A model of the peer's own has one precision, whatever ours are.
+        wanted = dtypes[:1] if "=" in text else dtypes
+        contenders += [parse_peer(text, model, dtype, options.tp, pythons) for dtype in wanted]
     sizes = Sizes(options.prompt, options.new, options.long, options.batch, options.repeats)
     figures, failures = measure(contenders, sizes, options.rounds, _vocabulary(model))
     ours = contenders[0].name
