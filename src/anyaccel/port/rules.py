@@ -35,6 +35,8 @@ def _left(code: str) -> tuple[str, str]:
     return code, code
 
 
+_ON_ACCELERATOR = "if get_accelerator().on_accelerator(x):\n    y = y.to(get_accelerator().device_name())"
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "ACC101",
@@ -217,8 +219,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ACC302",
         ".is_cuda",
-        "Asks whether the tensor is on the accelerator. Options and attributes of other objects are left.",
-        (("if x.is_cuda:\n    pass", "if get_accelerator().on_accelerator(x):\n    pass"),),
+        "Asks whether the tensor is on the accelerator. Options and attributes of other objects are left, and so is a "
+        "condition with another way for the CPU: with the CPU as accelerator it would not be taken.",
+        (
+            ("if x.is_cuda:\n    y = y.cuda()", _ON_ACCELERATOR),
+            _left("if not x.is_cuda:\n    y = on_the_cpu(x)"),
+        ),
     ),
     Rule(
         "ACC303",

@@ -145,6 +145,8 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
         yield report(f"{name} need not be a tensor")
     elif _kept_as_cuda(ctx, node):
         yield report("it is kept under a name that says CUDA, so it may choose something of CUDA")
+    elif _has_other_way(ctx, node):
+        yield report("the code has another way for the CPU, which a CPU accelerator would not take any more")
     elif ctx.says_so(node):
         yield report("what is printed or raised there is about CUDA")
     elif ctx.beside_vendors(node):
@@ -164,6 +166,30 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
 def _is_accelerator(ctx: Context, node: cst.CSTNode) -> bool:
     name = dotted(node.func) if isinstance(node, cst.Call) else dotted(node)
     return name is not None and (name == ctx.accelerator or "accelerator" in name.lower())
+
+
+def _has_other_way(ctx: Context, node: cst.Attribute) -> bool:
+    """Whether tensors of the CPU have a way of their own, other than an error: an `else`, a `not`, a setting."""
+    negated, top = False, ctx.tree.parent(node)
+    child: cst.CSTNode = node
+    while isinstance(top, cst.UnaryOperation | cst.BooleanOperation):
+        negated = negated != (isinstance(top, cst.UnaryOperation) and isinstance(top.operator, cst.Not))
+        child, top = top, ctx.tree.parent(top)
+    if isinstance(top, cst.Arg) and top.keyword is not None and top.keyword.value == "enabled":
+        return True  # mixed precision for CUDA, none elsewhere
+    if not isinstance(top, cst.If) or top.test is not child:
+        return child is not node and not isinstance(top, cst.IfExp | cst.Assert | cst.While | cst.CompIf)
+    other = top.body if negated else top.orelse
+    if other is None:
+        return False
+    first = (
+        other.body.body[0]
+        if isinstance(other, cst.Else)
+        else other.body[0]
+        if isinstance(other, cst.BaseSuite)
+        else None
+    )
+    return not (isinstance(first, cst.SimpleStatementLine) and isinstance(first.body[0], cst.Raise))
 
 
 def _kept_as_cuda(ctx: Context, node: cst.Attribute) -> bool:
