@@ -107,6 +107,10 @@ class CpuAccelerator(Accelerator):
 
     # Memory -------------------------------------------------------------------------------------------------
 
+    def empty_cache(self) -> None:
+        """Give the free pages of this process's heap back to the system; the resident set shrinks by them."""
+        host_memory.release_free_memory()
+
     def memory_allocated(self, device_index: DeviceIndex = None) -> int:
         """Resident set of this process in bytes."""
         return host_memory.RESIDENT_SET.current()
