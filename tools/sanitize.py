@@ -27,7 +27,8 @@ import in_tree  # noqa: E402
 # File of tests/native, without _test.cpp -> the ops that it calls.
 OPS = {"optim": ("cpu_adam", "cpu_adagrad", "cpu_lion"), "aio": ("async_io",)}
 LLM = sorted(file.name.removesuffix("_test.cpp") for file in (ROOT / "tests/native").glob("llm_*_test.cpp"))
-THREADED = {*OPS, "llm_model"}  # the others have no threads of their own
+# The others have no threads of their own.
+THREADED = {*OPS, "llm_attention", "llm_matrix", "llm_model", "llm_quantise", "llm_weight_file"}
 SANITIZERS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
 # Of CMakeLists.txt. Emulated instructions are written with those of avx512.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
