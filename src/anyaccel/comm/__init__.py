@@ -26,16 +26,22 @@ from torch.distributed import (
     send,
 )
 
+from anyaccel.comm import shm as _shm
 from anyaccel.comm.api import (
+    abort,
     get_local_rank,
     inference_all_reduce,
     inference_broadcast,
     init_distributed,
+    monitored_barrier,
     new_group,
 )
 
+_shm.register()
+
 __all__ = [
     "ReduceOp",
+    "abort",
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
@@ -56,6 +62,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "monitored_barrier",
     "new_group",
     "recv",
     "reduce",
