@@ -35,6 +35,8 @@ void translate(const std::exception_ptr& pending, void*) {
 
 NB_MODULE(_native, m) {
   nb::register_exception_translator(translate);
+  // torch keeps process groups, and with them ShmGroup, until after the interpreter has ended.
+  nb::set_leak_warnings(false);
 
   m.def("cpu_features", &anyaccel::cpu_features);
   m.def("isa", [] { return anyaccel::isa_name(anyaccel::selected_isa()); });

@@ -52,7 +52,7 @@ def op_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     Raises:
         UsageError: PREMUL_SUM, or something that torch has got since.
     """
-    kind = op.op if isinstance(op, ReduceOp) else op
+    kind = getattr(op, "op", op)  # isinstance() takes each for the other
     number = int(kind)
     if not 0 <= number < len(_OP_NAMES):
         raise UsageError(f"backend shm has no {kind}; it has {', '.join(_OP_NAMES)}")
