@@ -31,7 +31,7 @@ struct Fast {
   bool enabled = false;
   PyObject* slow_all_reduce = nullptr;
   PyObject* slow_norm = nullptr;
-  PyObject* torch_variables = nullptr;  // of torch.distributed.distributed_c10d
+  PyObject* torch_variables = nullptr;  // where torch has its default group
   PyObject* default_name = nullptr;     // "_default_pg" there
   PyObject* tensor_type = nullptr;
   PyObject* parameter_type = nullptr;

@@ -309,7 +309,8 @@ def _all_reduce_add_rms_norm(
 inference_all_reduce, all_reduce_add_rms_norm = _native.make_fast(
     _inference_all_reduce,
     _all_reduce_add_rms_norm,
-    vars(distributed_c10d),
+    # Where torch keeps the default group: on an object since 2.1, in the module before.
+    vars(distributed_c10d._world) if "_default_pg" in vars(distributed_c10d._world) else vars(distributed_c10d),
     torch.Tensor,
     torch.nn.Parameter,
     [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX],
