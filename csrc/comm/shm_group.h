@@ -185,6 +185,7 @@ class ShmGroup {
   std::string describe(const Descriptor& descriptor) const;
   ReduceFn kernel(DType dtype, ReduceOp op) const;
   Descriptor reduction(Op what, size_t count, DType dtype, ReduceOp op, int root = 0) const;
+  bool is_small(size_t bytes) const;
   void all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op);
   // These give false, and have changed nothing, when a peer's tensor is symmetric.
   bool all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn kernel);
