@@ -95,9 +95,8 @@ bool ShmGroup::is_small(size_t bytes) const {
 }
 
 bool ShmGroup::all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn fn) {
-  return is_small(count * dtype_bytes(dtype))
-             ? all_reduce_small(data, count, dtype, fn)
-             : all_reduce_large(data, count, dtype, fn);
+  return is_small(count * dtype_bytes(dtype)) ? all_reduce_small(data, count, dtype, fn)
+                                              : all_reduce_large(data, count, dtype, fn);
 }
 
 bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn fn) {
@@ -160,8 +159,7 @@ bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn 
   return true;
 }
 
-void ShmGroup::all_reduce_symmetric(const Symmetric& memory, size_t offset, size_t count, DType dtype,
-                                    ReduceFn fn) {
+void ShmGroup::all_reduce_symmetric(const Symmetric& memory, size_t offset, size_t count, DType dtype, ReduceFn fn) {
   const size_t item = dtype_bytes(dtype);
   const size_t total = count * item;
   const size_t share = round_up((total + size_ - 1) / size_, kLine);
@@ -227,8 +225,7 @@ void ShmGroup::remove_symmetric(uint16_t id) {
 const ShmGroup::Symmetric* ShmGroup::find_symmetric(const void* data, size_t bytes) {
   if (any_retired_.load(std::memory_order_acquire)) {
     const std::lock_guard<std::mutex> lock(retired_mutex_);
-    for (uint16_t id : retired_)
-      std::erase_if(symmetric_, [id](const Symmetric& memory) { return memory.id == id; });
+    for (uint16_t id : retired_) std::erase_if(symmetric_, [id](const Symmetric& memory) { return memory.id == id; });
     retired_.clear();
     any_retired_.store(false, std::memory_order_release);
   }
