@@ -30,15 +30,13 @@ from anyaccel.comm import shm as _shm
 from anyaccel.comm.api import (
     abort,
     all_reduce_add_rms_norm,
-    get_local_rank,
     inference_all_reduce,
     inference_broadcast,
-    init_distributed,
     monitored_barrier,
-    new_group,
     symm_empty,
     symm_zeros,
 )
+from anyaccel.comm.start import get_local_rank, init_distributed, new_group
 
 _shm.register()
 
