@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
+import importlib.metadata
 import logging
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
@@ -398,8 +399,12 @@ class Accelerator(abc.ABC):
             if not backend.package:
                 return backend.name
             try:
-                importlib.import_module(backend.package)
-            except ModuleNotFoundError:
+                if backend.distribution:
+                    importlib.metadata.distribution(backend.distribution)
+                module = importlib.import_module(backend.package)
+                if backend.check and not getattr(module, backend.check)():
+                    continue
+            except ModuleNotFoundError:  # PackageNotFoundError is one
                 continue
             except (Exception, SystemExit) as error:  # a vendor package may raise anything at import
                 problem = f"importing {backend.package} raised {type(error).__name__}: {error}"

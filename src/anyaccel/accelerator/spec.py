@@ -103,10 +103,14 @@ class CollectiveBackend(NamedTuple):
     Attributes:
         name: as `init_process_group(backend=)` takes it.
         package: must import before the backend exists; empty for a part of torch.
+        distribution: must be installed, which is asked first; empty: nothing beside the package.
+        check: function of the package that says whether the backend can be used; empty: it can when it imports.
     """
 
     name: str
     package: str = ""
+    distribution: str = ""
+    check: str = ""
 
 
 class HostRegistration(NamedTuple):

@@ -49,7 +49,11 @@ class CpuAccelerator(Accelerator):
         torch_module="torch.cpu",
         order=1000,
         why="every machine has one, so it is what is left when nothing else is there",
-        collectives=(CollectiveBackend("ccl", "oneccl_bindings_for_pytorch"), CollectiveBackend("gloo")),
+        collectives=(
+            CollectiveBackend("ccl", "oneccl_bindings_for_pytorch"),
+            CollectiveBackend("ccl", "anyaccel.comm.ccl", distribution="oneccl-cpu", check="is_available"),
+            CollectiveBackend("gloo"),
+        ),
         visible_devices=(),  # a process is bound to cores by its CPU set, no variable narrows them
         export_prefixes=("CCL", "GLOO"),
         op_builders="anyaccel.ops.builders.cpu",
