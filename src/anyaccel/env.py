@@ -115,6 +115,9 @@ ANYACCEL_BUILD_TIMEOUT = EnvVar(
     "ANYACCEL_BUILD_TIMEOUT", _positive_float, 600.0, "seconds that one build of an op may take, or wait for another's"
 )
 CXX = EnvVar("CXX", str, "", "C++ compiler command that builds ops; default the first of c++, g++, clang++ in PATH")
+CCL_ROOT = EnvVar(
+    "CCL_ROOT", str, "", "folder with the lib/ and include/ of oneCCL; default: the packages of this Python"
+)
 MAX_JOBS = EnvVar("MAX_JOBS", _positive_int, 0, "compilers that a build of an op runs at once; default: allowed CPUs")
 
 ALL: tuple[EnvVar[object], ...] = (
@@ -128,6 +131,7 @@ ALL: tuple[EnvVar[object], ...] = (
     ANYACCEL_PACKED_CACHE_BYTES,
     ANYACCEL_BUILD_TIMEOUT,
     CXX,
+    CCL_ROOT,
     MAX_JOBS,
 )  # type: ignore[assignment]
 

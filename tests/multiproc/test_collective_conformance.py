@@ -39,7 +39,18 @@ def unsupported_by_gloo(case: Case) -> str:
     return ""
 
 
-UNSUPPORTED = {"gloo": unsupported_by_gloo}
+def unsupported_by_ccl(case: Case) -> str:
+    """Why oneCCL cannot run a case."""
+    if case.operation in ("BAND", "BOR", "BXOR"):
+        return f"oneCCL has no {case.operation}"
+    if case.operation == "PRODUCT" and case.dtype is not None and case.dtype.is_complex:
+        return "oneCCL has no complex numbers; parts are added, but cannot be multiplied"
+    if case.collective in ("tags", "recv_from_any"):
+        return "oneCCL's messages have no tags, and a receiver names the sender"
+    return ""
+
+
+UNSUPPORTED = {"gloo": unsupported_by_gloo, "ccl": unsupported_by_ccl}
 WORLD_SIZES = (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
 
 

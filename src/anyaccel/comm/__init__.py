@@ -34,6 +34,10 @@ from anyaccel.comm.api import (
     new_group,
 )
 
+from anyaccel.comm.ccl import register as _register_ccl
+
+_register_ccl()
+
 __all__ = [
     "ReduceOp",
     "all_gather",
