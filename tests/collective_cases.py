@@ -511,7 +511,9 @@ def objects(group: Group) -> None:
     dist.gather_object(group.rank * 11, gathered, dst=group.members[0], group=group.group)
     assert gathered in (None, [rank * 11 for rank in range(group.size)])
     output: list[Any] = [None]
-    dist.scatter_object_list(output, [f"to {rank}" for rank in range(group.size)], src=group.members[0], group=group.group)
+    dist.scatter_object_list(
+        output, [f"to {rank}" for rank in range(group.size)], src=group.members[0], group=group.group
+    )
     assert output == [f"to {group.rank}"]
 
 
@@ -564,9 +566,7 @@ def many_in_random_order(group: Group) -> None:
 def rounding(group: Group) -> None:
     """Sums of random values: the same bits on every rank, and near the exact ones."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
-        given = [
-            torch.randn(30_001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in group.members
-        ]
+        given = [torch.randn(30_001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in group.members]
         tensor = given[group.rank].clone()
         dist.all_reduce(tensor, group=group.group)
         exact = torch.stack(given).double().sum(0)
@@ -576,7 +576,9 @@ def rounding(group: Group) -> None:
         for rank, other in enumerate(everyones):
             same(other, tensor, f"the sum of {dtype} on rank {rank}")
         if group.backend == "shm":  # documented: in fp32, in the order of ranks, rounded once
-            same(tensor, fold(torch.add, [part.float() for part in given]).to(dtype), f"the order of additions, {dtype}")
+            same(
+                tensor, fold(torch.add, [part.float() for part in given]).to(dtype), f"the order of additions, {dtype}"
+            )
 
 
 def two_groups_at_once(group: Group) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from anyaccel.comm import ccl
-from anyaccel.comm.python_group import PythonGroup, Wait
+from anyaccel.comm.python_group import Message, PythonGroup, Wait
 from anyaccel.errors import CommError, CommTimeoutError, UsageError
 
 # Codes of oneapi/ccl/types.hpp.
@@ -105,6 +105,59 @@ def _within(timeout: timedelta, call: Any, what: str) -> int:
     return int(outcome[0])
 
 
+class _UnderWay:
+    """An operation that oneCCL works on; the tensors stay until it is complete."""
+
+    def __init__(self, group: CclGroup, begun: int, what: str, tensors: Any) -> None:
+        self._group, self._begun, self._what, self._tensors = group, begun, what, tensors
+        self._since = time.monotonic()
+        self._done = False
+        group._open += 1
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Carry it on to its end; a group whose operation does not end is broken."""
+        group = self._group
+        limit = (timeout or group.timeout).total_seconds()
+        try:
+            while not self.is_done():
+                if time.monotonic() - self._since > limit:
+                    raise CommTimeoutError(
+                        f"backend ccl: rank {group._rank} of {group._size}: {self._what} was not done within {limit:g} "
+                        "s: a rank has ended, or is elsewhere"
+                    )
+                group._check()
+        except BaseException as error:
+            group._broken = group._broken or str(error) or type(error).__name__
+            raise
+
+    def is_done(self) -> bool:
+        """Whether it has ended; carries it on a little."""
+        if not self._done and self._group._native.wait(self._begun):
+            self._done = True
+            self._group._open -= 1
+            self._group._native.end(self._begun)
+        return self._done
+
+    def source(self) -> int:
+        """Not told by oneCCL, nor asked for: a receiver names the sender."""
+        return -1
+
+
+class _Sent:
+    """A message without contents."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Done."""
+
+    def is_done(self) -> bool:
+        """Done."""
+        return True
+
+    def source(self) -> int:
+        """Nobody's."""
+        return -1
+
+
 class CclGroup(PythonGroup):
     """Ranks that oneCCL joins. Results of all-reduce are oneCCL's: half types are rounded at each addition."""
 
@@ -121,35 +174,26 @@ class CclGroup(PythonGroup):
 
     # One operation -------------------------------------------------------------------------------------------
 
-    def _start(self, what: str, operation: int, send: torch.Tensor | None, recv: torch.Tensor | None, **more: Any) -> Wait:
-        if self._broken:
-            raise CommError(f"backend ccl: the group is broken by an earlier error: {self._broken}")
+    def _start(
+        self, what: str, operation: int, send: torch.Tensor | None, recv: torch.Tensor | None, **more: Any
+    ) -> Wait:
+        return self._begin(what, operation, send, recv, **more).wait
+
+    def _begin(
+        self, what: str, operation: int, send: torch.Tensor | None, recv: torch.Tensor | None, **more: Any
+    ) -> _UnderWay:
+        self._check()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (send, recv)]
         try:
             begun = self._native.start(self._communicator, operation, *addresses, **more)
         except CommError as error:
             self._broken = str(error)
             raise
-        self._open += 1
-        since = time.monotonic()
+        return _UnderWay(self, begun, what, (send, recv))
 
-        def wait(keep: Any = (send, recv)) -> None:
-            try:
-                while not self._native.wait(begun):
-                    if time.monotonic() - since > self.timeout.total_seconds():
-                        raise CommTimeoutError(
-                            f"backend ccl: rank {self._rank} of {self._size}: {what} was not done within "
-                            f"{self.timeout.total_seconds():g} s: a rank has ended, or is elsewhere"
-                        )
-                    if self._broken:
-                        raise CommError(f"backend ccl: the group is broken by an earlier error: {self._broken}")
-            except BaseException as error:
-                self._broken = self._broken or str(error) or type(error).__name__
-                raise
-            self._open -= 1
-            self._native.end(begun)
-
-        return wait
+    def _check(self) -> None:
+        if self._broken:
+            raise CommError(f"backend ccl: the group is broken by an earlier error: {self._broken}")
 
     def _reduction(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, what: str) -> tuple[torch.Tensor, int, int]:
         """The tensor as oneCCL takes it, its datatype and reduction."""
@@ -202,9 +246,7 @@ class CclGroup(PythonGroup):
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
         if self._size == 1 or tensor.numel() == 0:
             return _done
-        return self._start(
-            "broadcast", ccl.BROADCAST, None, tensor, count=_bytes(tensor), datatype=_BYTES, peer=root
-        )
+        return self._start("broadcast", ccl.BROADCAST, None, tensor, count=_bytes(tensor), datatype=_BYTES, peer=root)
 
     def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
         counts = [_bytes(output) for output in outputs]
@@ -277,21 +319,21 @@ class CclGroup(PythonGroup):
         taken = [output if rank == root else nothing for rank in range(self._size)]
         return self._exchange("scatter", taken, inputs or [nothing] * self._size)
 
-    def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Wait:
+    def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         self._check_message("send", peer, tag)
-        if tensor.numel() == 0:
-            return _done
-        return self._start(
-            f"send to rank {peer}", ccl.SEND, tensor, None, count=_bytes(tensor), datatype=_BYTES, peer=peer
-        )
+        return self._message(f"send to rank {peer}", ccl.SEND, tensor, None, peer)
 
-    def start_recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Wait:
+    def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        if peer is None:
+            raise self._lacks("recv from any rank")
         self._check_message("recv", peer, tag)
-        if tensor.numel() == 0:
-            return _done
-        return self._start(
-            f"recv from rank {peer}", ccl.RECV, None, tensor, count=_bytes(tensor), datatype=_BYTES, peer=peer
-        )
+        return self._message(f"recv from rank {peer}", ccl.RECV, None, tensor, peer)
+
+    def _message(
+        self, what: str, operation: int, send: torch.Tensor | None, recv: torch.Tensor | None, peer: int
+    ) -> Message:
+        count = sum(_bytes(tensor) for tensor in (send, recv) if tensor is not None)
+        return self._begin(what, operation, send, recv, count=count, datatype=_BYTES, peer=peer) if count else _Sent()
 
     def _check_message(self, what: str, peer: int, tag: int) -> None:
         if tag:

@@ -7,20 +7,71 @@ A subclass gives `start_...` for each of them: started when it is called, waited
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from anyaccel.comm import log
 from anyaccel.comm.tensors import Target, is_plain, values
 from anyaccel.comm.work import JoinedWork, Line, ShmWork
-from anyaccel.errors import UsageError
+from anyaccel.errors import AnyAccelError, UsageError
 
 Wait = Callable[[], None]
 Start = Callable[[], Wait]
+
+
+class Message(Protocol):
+    """A message under way."""
+
+    def wait(self, timeout: timedelta | None) -> None:
+        """Wait for its end; None: the group's timeout."""
+
+    def is_done(self) -> bool:
+        """Whether it has ended, without waiting."""
+
+    def source(self) -> int:
+        """Who sent it; -1 for one that goes out."""
+
+
+class MessageWork(ShmWork):
+    """What `isend` and `irecv` give: carried on by whoever waits for it."""
+
+    def __init__(self, message: Message, target: Target | None, outputs: list[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._message, self._target = message, target
+        self._waiting = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end; raise what went wrong."""
+        with self._waiting:
+            if not self._finished:
+                error: BaseException | None = None
+                try:
+                    self._message.wait(timeout if timeout is not None and timeout > timedelta(0) else None)
+                    if self._target is not None:
+                        self._target.store()
+                        self.source = self._message.source()
+                except (RuntimeError, AnyAccelError) as problem:
+                    error = problem
+                self.finish(error)
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        if not self._finished and self._message.is_done():
+            self.wait()
+        return self._finished
+
+    def get_future(self) -> Any:
+        """A future with the tensors; waits for the message."""
+        self.wait()
+        return super().get_future()
 
 
 class PythonGroup(dist.ProcessGroup):
@@ -72,10 +123,11 @@ class PythonGroup(dist.ProcessGroup):
     def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
         raise self._lacks("scatter")
 
-    def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Wait:
+    def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         raise self._lacks("send")
 
-    def start_recv(self, tensor: torch.Tensor, peer: int, tag: int) -> Wait:
+    def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        """From any rank when `peer` is None."""
         raise self._lacks("recv")
 
     def start_barrier(self) -> Wait:
@@ -86,15 +138,31 @@ class PythonGroup(dist.ProcessGroup):
 
     # How it is carried out -----------------------------------------------------------------------------------
 
-    def _do(self, start: Start, targets: Sequence[Target], outputs: Any, options: Any = None) -> ShmWork:
-        """Carry an operation out, now or, when it is asynchronous, after those before it on a thread."""
+    def _do(
+        self,
+        name: str,
+        given: Sequence[torch.Tensor],
+        start: Start,
+        targets: Sequence[Target],
+        outputs: Any,
+        options: Any = None,
+    ) -> ShmWork:
+        """Carry an operation out, now or, when it is asynchronous, after those before it on a thread.
+
+        `given`: what this rank gives; `targets`: what is written; `outputs`: what the future gives.
+        """
         asynchronous = getattr(options, "asyncOp", True) or self._coalescing is not None
+        since = time.perf_counter()
         wait = start() if self.STARTS_AT_ONCE else None
 
         def run() -> None:
+            begin = since if wait else time.perf_counter()
             (wait or start())()
             for target in targets:
                 target.store()
+            if log.active():
+                size = sum(tensor.numel() * tensor.element_size() for tensor in given)
+                log.record(name, size, time.perf_counter() - begin, self)
 
         if asynchronous or self._line.waiting:
             work = self._line.submit(run, outputs)
@@ -113,7 +181,9 @@ class PythonGroup(dist.ProcessGroup):
         tensor = _one(tensors)
         target = _loaded(tensor)
         op = _kind(opts.reduceOp)
-        return self._do(lambda: self.start_all_reduce(target.memory, op), [target], [tensor], opts)
+        return self._do(
+            "all_reduce", [tensor], lambda: self.start_all_reduce(target.memory, op), [target], [tensor], opts
+        )
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
         each = dist.AllreduceOptions()
@@ -127,20 +197,22 @@ class PythonGroup(dist.ProcessGroup):
         # On other ranks than the root the tensor keeps its values.
         space = target.memory if self._rank == root else values(tensor).clone()
         targets = [target] if self._rank == root else []
-        return self._do(lambda: self.start_reduce(space, op, root), targets, [tensor], opts)
+        return self._do("reduce", [tensor], lambda: self.start_reduce(space, op, root), targets, [tensor], opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.BroadcastOptions()
         tensor = _one(tensors)
         target = _loaded(tensor)
-        return self._do(lambda: self.start_broadcast(target.memory, opts.rootRank), [target], [tensor], opts)
+        return self._do(
+            "broadcast", [tensor], lambda: self.start_broadcast(target.memory, opts.rootRank), [target], [tensor], opts
+        )
 
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> ShmWork:
         outputs = list(output_lists[0])
         targets = [Target(output) for output in outputs]
         dense = values(_one(tensors))
         memory = [target.memory for target in targets]
-        return self._do(lambda: self.start_all_gather(memory, dense), targets, [outputs], opts)
+        return self._do("all_gather", [dense], lambda: self.start_all_gather(memory, dense), targets, [outputs], opts)
 
     def allgather_coalesced(self, output_lists: Any, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
         return JoinedWork(
@@ -159,7 +231,7 @@ class PythonGroup(dist.ProcessGroup):
         target, dense = Target(output), values(tensor)
         parts = list(target.memory.reshape(self._size, -1).unbind()) if output.numel() else []
         start = (lambda: self.start_all_gather(parts, dense.reshape(-1))) if parts else _nothing
-        return self._do(start, [target], output, opts)
+        return self._do("all_gather", [tensor], start, [target], output, opts)
 
     _allgather_base = all_gather_single
 
@@ -172,7 +244,14 @@ class PythonGroup(dist.ProcessGroup):
         opts = opts or dist.ReduceScatterOptions()
         output = _one(outputs)
         target, inputs, op = Target(output), [values(tensor) for tensor in input_lists[0]], _kind(opts.reduceOp)
-        return self._do(lambda: self.start_reduce_scatter(target.memory, inputs, op), [target], [output], opts)
+        return self._do(
+            "reduce_scatter",
+            inputs,
+            lambda: self.start_reduce_scatter(target.memory, inputs, op),
+            [target],
+            [output],
+            opts,
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
         opts = opts or dist.ReduceScatterOptions()
@@ -184,7 +263,7 @@ class PythonGroup(dist.ProcessGroup):
         target, op = Target(output), _kind(opts.reduceOp)
         parts = list(values(tensor).reshape(self._size, -1).unbind()) if output.numel() else []
         start = (lambda: self.start_reduce_scatter(target.memory.reshape(-1), parts, op)) if parts else _nothing
-        return self._do(start, [target], output, opts)
+        return self._do("reduce_scatter", [tensor], start, [target], output, opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -199,7 +278,7 @@ class PythonGroup(dist.ProcessGroup):
     ) -> ShmWork:
         target, dense = Target(output), values(tensor)
         outputs, inputs = self._split(target.memory, output_splits), self._split(dense, input_splits)
-        return self._do(lambda: self.start_all_to_all(outputs, inputs), [target], output, opts)
+        return self._do("all_to_all", [tensor], lambda: self.start_all_to_all(outputs, inputs), [target], output, opts)
 
     alltoall_base = all_to_all_single
 
@@ -207,7 +286,9 @@ class PythonGroup(dist.ProcessGroup):
         """By rows; evenly when there are no numbers."""
         if rows:
             if len(rows) != self._size or sum(rows) != tensor.size(0):
-                raise UsageError(f"all_to_all_single: splits {list(rows)} for {self._size} ranks, {tensor.size(0)} rows")
+                raise UsageError(
+                    f"all_to_all_single: splits {list(rows)} for {self._size} ranks, {tensor.size(0)} rows"
+                )
             return list(tensor.split(list(rows)))
         if tensor.size(0) % self._size:
             raise UsageError(f"all_to_all_single: {tensor.size(0)} rows cannot be split among {self._size} ranks")
@@ -216,36 +297,51 @@ class PythonGroup(dist.ProcessGroup):
     def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
         targets, inputs = [Target(output) for output in outputs], [values(tensor) for tensor in tensors]
         memory = [target.memory for target in targets]
-        return self._do(lambda: self.start_all_to_all(memory, inputs), targets, list(outputs), opts)
+        return self._do(
+            "all_to_all", inputs, lambda: self.start_all_to_all(memory, inputs), targets, list(outputs), opts
+        )
 
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> ShmWork:
         outputs = list(output_lists[0]) if output_lists and self._rank == opts.rootRank else None
         targets = [Target(output) for output in outputs or []]
         dense, memory = values(_one(tensors)), [target.memory for target in targets] if outputs else None
-        return self._do(lambda: self.start_gather(memory, dense, opts.rootRank), targets, [outputs or []], opts)
+        return self._do(
+            "gather", [dense], lambda: self.start_gather(memory, dense, opts.rootRank), targets, [outputs or []], opts
+        )
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> ShmWork:
         output = _one(outputs)
         target = Target(output)
         mine = self._rank == opts.rootRank
         inputs = [values(tensor) for tensor in input_lists[0]] if mine else None
-        return self._do(lambda: self.start_scatter(target.memory, inputs, opts.rootRank), [target], [output], opts)
+        return self._do(
+            "scatter",
+            [output],
+            lambda: self.start_scatter(target.memory, inputs, opts.rootRank),
+            [target],
+            [output],
+            opts,
+        )
 
-    def send(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+    # Messages are started at once and have no place in the order of collectives: either side may come first.
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
         tensor = _one(tensors)
-        dense = values(tensor)
-        return self._do(lambda: self.start_send(dense, peer, tag), [], [tensor])
+        return MessageWork(self.start_send(values(tensor), peer, tag), None, [tensor])
 
-    def recv(self, tensors: Any, peer: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
+        return self._recv(tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> MessageWork:
+        return self._recv(tensors, None, tag)
+
+    def _recv(self, tensors: Any, peer: int | None, tag: int) -> MessageWork:
         tensor = _one(tensors)
         target = Target(tensor)
-        return self._do(lambda: self.start_recv(target.memory, peer, tag), [target], [tensor])
-
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        raise self._lacks("recv from any rank")
+        return MessageWork(self.start_recv(target.memory, peer, tag), target, [tensor])
 
     def barrier(self, opts: Any = None) -> ShmWork:
-        return self._do(self.start_barrier, [], [], opts)
+        return self._do("barrier", [], self.start_barrier, [], [], opts)
 
     # The group itself ----------------------------------------------------------------------------------------
 
