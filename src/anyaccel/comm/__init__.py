@@ -26,20 +26,25 @@ from torch.distributed import (
     send,
 )
 
+from anyaccel.comm import shm as _shm
 from anyaccel.comm.api import (
+    abort,
     get_local_rank,
     inference_all_reduce,
     inference_broadcast,
     init_distributed,
+    monitored_barrier,
     new_group,
 )
-
 from anyaccel.comm.ccl import register as _register_ccl
+from anyaccel.comm.log import log_summary
 
 _register_ccl()
+_shm.register()
 
 __all__ = [
     "ReduceOp",
+    "abort",
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
@@ -60,6 +65,8 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
+    "monitored_barrier",
     "new_group",
     "recv",
     "reduce",

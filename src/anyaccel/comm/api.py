@@ -6,7 +6,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,16 +21,20 @@ from torch._C._distributed_c10d import (  # torch.distributed hides them from my
 )
 from torch.distributed import ReduceOp
 
-from anyaccel import _native, env
+from anyaccel import env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
+from anyaccel.comm.collectives import Collectives
+from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.process_group import ShmProcessGroup
+from anyaccel.comm.tensors import values
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 _SUM = ReduceOp.SUM
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Shared-memory transport of each group; None: the group has none. A group that is destroyed takes its entry along.
-_transports: WeakKeyDictionary[dist.ProcessGroup, _native.ShmGroup | None] = WeakKeyDictionary()
+_transports: WeakKeyDictionary[dist.ProcessGroup, Collectives | None] = WeakKeyDictionary()
 
 
 def init_distributed(
@@ -143,13 +147,28 @@ def _told_as_comm_error(what: str) -> Iterator[None]:
         raise CommError(f"{what}: {error}") from error
 
 
-def _transport(group: dist.ProcessGroup) -> _native.ShmGroup | None:
+def _through(group: dist.ProcessGroup) -> Collectives | None:
+    """Shared memory of a group; set up by the first call, which is collective."""
     try:
         return _transports[group]
     except KeyError:
+        pass
+    made: Collectives | None
+    if isinstance(group, ShmProcessGroup):
+        made = group.collectives
+    else:
         with _told_as_comm_error("setting up shared memory for a group"):
-            transport = _transports[group] = shm.connect(group)
-        return transport
+            native = shm.connect(group)
+        made = None if native is None else Collectives(native, group.rank(), group.size())
+    _transports[group] = made
+    return made
+
+
+def _in_order(group: dist.ProcessGroup, name: str, tensor: torch.Tensor, run: Callable[[], None]) -> None:
+    if isinstance(group, ShmProcessGroup):
+        group.run(name, [tensor], run)
+    else:
+        run()
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -161,23 +180,18 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return world
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own values in memory: dense, neither a conjugate nor a negative view."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
-
-
 def inference_all_reduce(
     tensor: torch.Tensor, op: ReduceOp.RedOpType = _SUM, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """All-reduce in place with low latency; every rank of the group must call it with the same shape, dtype and op.
 
-    A CPU tensor of float32, bfloat16 or float16 with op SUM goes through shared memory when the group's ranks are on
-    one host: fp32 accumulation in rank order, rounded once, so the result is the same bits on every rank. Anything
-    else goes through torch.distributed. Autograd does not see it.
+    A CPU tensor goes through shared memory when the group's ranks are on one host: float32, bfloat16 and float16 are
+    accumulated in fp32 in rank order and rounded once, so the result is the same bits on every rank. Anything else
+    goes through torch.distributed. Autograd does not see it.
 
     Args:
-        tensor: any shape, any layout; changed in place.
-        op: SUM by default. AVG is a sum that is then divided.
+        tensor: any shape, any layout, any dtype; changed in place.
+        op: SUM by default.
         group: the default group when None.
 
     Returns:
@@ -185,28 +199,24 @@ def inference_all_reduce(
 
     Raises:
         PeerLostError: a rank has ended.
-        CommTimeoutError: a rank did not come within ANYACCEL_COMM_TIMEOUT seconds.
+        CommTimeoutError: a rank did not come within the group's timeout.
         CommError: the ranks' calls differ, or an earlier error broke the group.
     """
     world = _group(group)
-    code = shm.DTYPE_CODES.get(tensor.dtype)
-    if code is not None and tensor.is_cpu and (op is _SUM or op == _SUM):
-        transport = _transport(world)
-        if transport is not None:
-            # A strided tensor takes the same way as a dense one: another rank's may be dense.
-            dense = tensor if tensor.is_contiguous() and not tensor.is_neg() else _plain(tensor)
-            transport.all_reduce_sum(dense.data_ptr(), dense.numel(), code)
-            return tensor if dense is tensor else tensor.copy_(dense)
+    if tensor.is_cpu and (through := _through(world)) is not None:
+        code = op_code(op)
+        _in_order(world, "all_reduce", tensor, lambda: through.all_reduce(tensor, code))
+        return tensor
     if tensor.numel() == 0 or world.size() == 1:
         return tensor
-    dense = _plain(tensor)
+    dense = values(tensor) if tensor.is_cpu else tensor.detach().contiguous()
     with _told_as_comm_error("all_reduce through torch.distributed"):
         if op == ReduceOp.AVG:  # gloo has none
             dist.all_reduce(dense, op=ReduceOp.SUM, group=world)
             dense.div_(world.size())
         else:
             dist.all_reduce(dense, op=op, group=world)
-    return tensor if dense is tensor else tensor.copy_(dense)
+    return _stored(tensor, dense)
 
 
 def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -224,13 +234,53 @@ def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessG
         As `inference_all_reduce`.
     """
     world = _group(group)
-    if tensor.is_cpu:
-        transport = _transport(world)
-        if transport is not None:
-            dense = _plain(tensor)
-            transport.broadcast(dense.data_ptr(), dense.numel() * dense.element_size(), src)
-            return tensor if dense is tensor else tensor.copy_(dense)
-    dense = _plain(tensor)
+    if tensor.is_cpu and (through := _through(world)) is not None:
+        _in_order(world, "broadcast", tensor, lambda: through.broadcast(tensor, src))
+        return tensor
+    dense = values(tensor) if tensor.is_cpu else tensor.detach().contiguous()
     with _told_as_comm_error("broadcast through torch.distributed"):
         dist.broadcast(dense, src=dist.get_global_rank(world, src), group=world)
-    return tensor if dense is tensor else tensor.copy_(dense)
+    return _stored(tensor, dense)
+
+
+def _stored(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
+    return tensor
+
+
+def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+    """A barrier whose error names the ranks that did not come.
+
+    Args:
+        group: the default group when None.
+        timeout: default: the group's.
+
+    Raises:
+        CommTimeoutError, PeerLostError: with the missing ranks of the group and their process numbers.
+        UsageError: the group's backend has no such barrier.
+    """
+    world = _group(group)
+    if isinstance(world, ShmProcessGroup):
+        world.monitored_barrier(timeout)
+        return
+    through = _through(world)
+    if through is not None:
+        through.native.barrier(0.0 if timeout is None else timeout.total_seconds())
+        return
+    try:
+        dist.monitored_barrier(world, timeout)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def abort(group: dist.ProcessGroup | None = None) -> None:
+    """End what waits in the group, here and on the peers, with an error; callable from any thread.
+
+    The group is not usable afterwards; `destroy_process_group` still is.
+    """
+    world = _group(group)
+    transport = _transports.get(world)
+    if transport is not None:
+        transport.native.abort()
+    world.abort()

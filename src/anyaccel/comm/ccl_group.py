@@ -20,7 +20,20 @@ from anyaccel.errors import CommError, CommTimeoutError, UsageError
 _DATATYPES = {
     getattr(torch, name): code
     for code, name in enumerate(
-        "int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 float32 float64 bfloat16".split()
+        [
+            "int8",
+            "uint8",
+            "int16",
+            "uint16",
+            "int32",
+            "uint32",
+            "int64",
+            "uint64",
+            "float16",
+            "float32",
+            "float64",
+            "bfloat16",
+        ]
     )
 }
 _BYTES = _DATATYPES[torch.uint8]

@@ -242,7 +242,7 @@ class HierarchicalGroup(PythonGroup):
 
 
 class _AtOnce:
-    asyncOp = False  # noqa: N815 (torch's name)
+    asyncOp = False
 
 
 _AT_ONCE = _AtOnce()
