@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,15 +20,15 @@ from torch._C._distributed_c10d import (  # torch.distributed hides them from my
     PrefixStore,
     TCPStore,
 )
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, distributed_c10d
 
-from anyaccel import env
+from anyaccel import _native, env
 from anyaccel.accelerator import get_accelerator
-from anyaccel.comm import shm
+from anyaccel.comm import shm, symmetric
 from anyaccel.comm.collectives import Collectives
-from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.dtypes import code_of, op_code
 from anyaccel.comm.process_group import ShmProcessGroup
-from anyaccel.comm.tensors import values
+from anyaccel.comm.tensors import Values, values
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 _SUM = ReduceOp.SUM
@@ -161,6 +162,8 @@ def _through(group: dist.ProcessGroup) -> Collectives | None:
             native = shm.connect(group)
         made = None if native is None else Collectives(native, group.rank(), group.size())
     _transports[group] = made
+    if made is not None:
+        _native.remember_group(group, made.native)
     return made
 
 
@@ -180,7 +183,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return world
 
 
-def inference_all_reduce(
+def _inference_all_reduce(
     tensor: torch.Tensor, op: ReduceOp.RedOpType = _SUM, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """All-reduce in place with low latency; every rank of the group must call it with the same shape, dtype and op.
@@ -241,6 +244,106 @@ def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessG
     with _told_as_comm_error("broadcast through torch.distributed"):
         dist.broadcast(dense, src=dist.get_global_rank(world, src), group=world)
     return _stored(tensor, dense)
+
+
+def _all_reduce_add_rms_norm(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """What stands between two layers of a tensor-parallel decoder, in one call and in place.
+
+    residual += sum over the ranks of partial; partial = residual / sqrt(mean(residual ** 2) + eps) * weight, over the
+    last dimension. The sum is rounded to the dtype before it is added, everything else is fp32 (RMS norm: Zhang and
+    Sennrich, 2019). Autograd does not see it.
+
+    Args:
+        partial, residual: [..., width] of one shape and dtype; both are changed.
+        weight: [width], of the same dtype.
+        eps: added to the mean square.
+        group: the default group when None.
+
+    Returns:
+        `partial`.
+
+    Raises:
+        UsageError: shapes or dtypes do not fit together.
+        CommError: as `inference_all_reduce`.
+    """
+    if partial.shape != residual.shape or weight.shape != partial.shape[-1:] or partial.dim() == 0:
+        raise UsageError(
+            f"all_reduce_add_rms_norm of {list(partial.shape)} and {list(residual.shape)} with a weight of "
+            f"{list(weight.shape)}: needs equal shapes and a weight of the last dimension"
+        )
+    if not partial.dtype == residual.dtype == weight.dtype:
+        raise UsageError(
+            f"all_reduce_add_rms_norm of {partial.dtype}, {residual.dtype} and {weight.dtype}: needs one dtype"
+        )
+    world = _group(group)
+    through = _through(world) if partial.is_cpu and partial.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    if through is not None:
+        gain = values(weight)
+        summed, kept = Values(partial), Values(residual)
+        rows = math.prod(partial.shape[:-1])
+        addresses = summed.memory.data_ptr(), kept.memory.data_ptr(), gain.data_ptr()
+        code = code_of(partial.dtype)
+        _in_order(
+            world,
+            "all_reduce_add_rms_norm",
+            partial,
+            lambda: through.native.all_reduce_add_rms_norm(*addresses, eps, rows, gain.numel(), code),
+        )
+        summed.store()
+        kept.store()
+        return partial
+    inference_all_reduce(partial, group=world)
+    with torch.no_grad():
+        residual.add_(partial)
+        wide = residual.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return partial.copy_(wide * scale * weight.float())
+
+
+inference_all_reduce, all_reduce_add_rms_norm = _native.make_fast(
+    _inference_all_reduce,
+    _all_reduce_add_rms_norm,
+    # Where torch keeps the default group: on an object since 2.1, in the module before.
+    vars(distributed_c10d._world) if "_default_pg" in vars(distributed_c10d._world) else vars(distributed_c10d),
+    torch.Tensor,
+    torch.nn.Parameter,
+    [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX],
+)
+
+
+def symm_empty(
+    shape: Sequence[int] | int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A tensor that lives in memory which all ranks of the group share; a collective call, with equal arguments.
+
+    All-reduces of it, or of dense parts at the same place on all ranks, copy nothing. The memory is beside what
+    ANYACCEL_SHM_BYTES allows, and is given back when the tensor and its views are gone.
+
+    Args:
+        shape: as of `torch.empty`.
+        dtype: default: torch's default dtype.
+        group: the default group when None; its ranks must be on one host.
+
+    Raises:
+        CommError: the ranks cannot share memory, or called it with different sizes.
+    """
+    through = _through(_group(group))
+    if through is None:
+        raise CommError("symmetric tensors need a group whose ranks are all on one host")
+    return symmetric.allocate(through, (shape,) if isinstance(shape, int) else tuple(shape), dtype)
+
+
+def symm_zeros(
+    shape: Sequence[int] | int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """As `symm_empty`, filled with zeros."""
+    return symm_empty(shape, dtype, group).zero_()
 
 
 def _stored(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:

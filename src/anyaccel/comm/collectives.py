@@ -136,7 +136,9 @@ class Collectives:
             )
         targets = [Target(t) for t in outputs]
         memory = values(source)
-        self.native.all_gather(memory.data_ptr(), [t.memory.data_ptr() for t in targets], counts, code_of(source.dtype))
+        self.native.all_gather(
+            memory.data_ptr(), [t.memory.data_ptr() for t in targets], counts, code_of(source.dtype)
+        )
         for target in targets:
             target.store()
 

@@ -12,31 +12,13 @@ from torch.distributed import ReduceOp
 from anyaccel.errors import UsageError
 
 # In the order of csrc/comm/reduce_dispatch.cpp; those that this torch does not have are left out.
-_NAMES = [
-    "float32",
-    "bfloat16",
-    "float16",
-    "float64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "bool",
-    "complex32",
-    "complex64",
-    "complex128",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float8_e4m3fnuz",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-    "float4_e2m1fn_x2",
-]
-CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)}
+_NAMES = (
+    "float32 bfloat16 float16 float64 int8 int16 int32 int64 uint8 bool complex32 complex64 complex128 uint16 uint32 "
+    "uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
+).split()
+CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
+}
 _REDUCED = 9  # the first so many have kernels
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)

@@ -17,6 +17,7 @@ from anyaccel import _native
 from anyaccel.comm import _log
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.messages import ANY, Mail
 from anyaccel.comm.work import JoinedWork, Line, ShmWork
 from anyaccel.errors import UsageError
 
@@ -24,15 +25,16 @@ _CPU = torch.device("cpu")
 
 
 class _Synchronous:
-    asyncOp = False
+    asyncOp = False  # noqa: N815 (torch's name)
 
 
 _SYNCHRONOUS = _Synchronous()
 
 
-def _stop(native: _native.ShmGroup, line: Line) -> None:
+def _stop(native: _native.ShmGroup, line: Line, mail: Mail) -> None:
     native.leave()
     line.close()
+    mail.close()
 
 
 class ShmProcessGroup(ProcessGroup):
@@ -49,18 +51,17 @@ class ShmProcessGroup(ProcessGroup):
         self._group_name = self._group_description = ""
         self.native = native
         self.collectives = Collectives(native, rank, size)
-        self._line = Line("anyaccel-shm")
+        self._line = Line("anyaccel-shm", native.set_waiting)
+        self._mail = Mail(native)
         self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
         self._done = ShmWork(None, done=True)
-        self._finalizer = weakref.finalize(self, _stop, native, self._line)
+        self._finalizer = weakref.finalize(self, _stop, native, self._line, self._mail)
         # A daemon thread that is inside native code when the interpreter ends is no harm.
         self._finalizer.atexit = False
 
     # --- how operations run
 
-    def _do(
-        self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any
-    ) -> Work:
+    def _do(self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any) -> Work:
         """The one place that every operation passes: log, thread, work object."""
         if _log.active():
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
@@ -235,6 +236,25 @@ class ShmProcessGroup(ProcessGroup):
             self._line.submit(lambda: self.native.barrier(max(seconds, 0.0)), []).wait()
         else:
             self.native.barrier(max(seconds, 0.0))
+
+    # --- messages
+
+    def send(self, tensors: Any, peer: int, tag: int) -> Work:
+        """Send one tensor."""
+        return self._posted([self._mail.send(tensor, peer, tag) for tensor in tensors])
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> Work:
+        """Receive one tensor."""
+        return self._posted([self._mail.receive(tensor, peer, tag) for tensor in tensors])
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Work:
+        """Receive one tensor of whoever sends it."""
+        return self.recv(tensors, ANY, tag)
+
+    def _posted(self, works: list[Work]) -> Work:
+        if self._batch is not None:
+            self._batch.extend(works)
+        return works[0] if len(works) == 1 else JoinedWork(works)
 
     # --- what torch asks a group
 

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 NAME = "shm"
 _BUFFERS = 3
 _ALIGNMENT = 64
+_MAILBOX_BYTES = 256 << 10  # of one pair of ranks and direction, at most
 
 # Tells each rank's text to all: given this rank's, everybody's in rank order.
 Exchange = Callable[[str], list[str]]
@@ -51,10 +52,17 @@ def _exchange(group: dist.ProcessGroup, value: object) -> list[object]:
     return received
 
 
-def buffer_bytes(world_size: int, total_bytes: int) -> int:
-    """Bytes of one of the three buffers of a rank when a group of `world_size` may use `total_bytes` in all."""
-    share = total_bytes // (_BUFFERS * world_size)
-    return max(share // _ALIGNMENT, world_size) * _ALIGNMENT
+def sizes(world_size: int, total_bytes: int) -> tuple[int, int]:
+    """How a group of `world_size` divides the `total_bytes` that all its ranks may use together.
+
+    Returns:
+        Bytes of one of the three buffers of a rank, and of a rank's mailboxes: three quarters and one quarter, both at
+        least what they need to work.
+    """
+    pair = min(total_bytes // 4 // world_size**2, _MAILBOX_BYTES)
+    mailboxes = _native.Messages.bytes_a_rank(world_size, pair)
+    share = (total_bytes - min(mailboxes * world_size, total_bytes // 4)) // (_BUFFERS * world_size)
+    return max(share // _ALIGNMENT, world_size) * _ALIGNMENT, mailboxes
 
 
 class _Meeting:
@@ -98,8 +106,8 @@ def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.S
     card: dict[str, Any] = {"host": "", "pid": os.getpid(), "pids": "", "segment": "", "error": ""}
     try:
         card["host"], card["pids"] = _host_identity(), _pid_namespace()
-        bytes_a_buffer = buffer_bytes(size, env.ANYACCEL_SHM_BYTES.get())
-        native = _native.ShmGroup(rank, size, bytes_a_buffer, timeout_s, kind == "memfd")
+        buffer, mailboxes = sizes(size, env.ANYACCEL_SHM_BYTES.get())
+        native = _native.ShmGroup(rank, size, buffer, timeout_s, kind == "memfd", mailboxes)
     except (OSError, ValueError, AnyAccelError) as problem:
         # Told to the peers, so that all take the same way.
         card["error"] = f"{type(problem).__name__}: {problem}"

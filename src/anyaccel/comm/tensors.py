@@ -47,6 +47,15 @@ class Target:
             self._tensor.copy_(self.memory)
 
 
+class Values(Target):
+    """What is read and written in place."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
+        if self.memory is not self._tensor:
+            self.memory = values(self._tensor)
+
+
 def same_dtype(tensors: list[torch.Tensor], what: str) -> None:
     """Raise UsageError unless all have one dtype."""
     found = {tensor.dtype for tensor in tensors}

@@ -138,8 +138,10 @@ _Job = tuple[Callable[[], None], ShmWork]
 class Line:
     """Operations of a group in the order in which they were asked for, on a thread that starts with the first."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_change: Callable[[int], None] = lambda _: None) -> None:
+        """`on_change` is told how many are asked for and not done."""
         self._name = name
+        self._on_change = on_change
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -150,6 +152,7 @@ class Line:
         work = ShmWork(outputs)
         with self._lock:
             self.waiting += 1
+            self._on_change(self.waiting)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
@@ -166,6 +169,7 @@ class Line:
                 error = problem
             with self._lock:
                 self.waiting -= 1
+                self._on_change(self.waiting)
             work.finish(error)
             del job, run, work, error
 
