@@ -50,7 +50,7 @@ def unsupported_by_ccl(case: Case) -> str:
     return ""
 
 
-UNSUPPORTED = {"gloo": unsupported_by_gloo, "ccl": unsupported_by_ccl}
+UNSUPPORTED = {"gloo": unsupported_by_gloo, "ccl": unsupported_by_ccl, "shm": lambda case: ""}
 WORLD_SIZES = (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
 
 
