@@ -2,12 +2,14 @@
 // Collectives. Tensors cross as addresses; the Python callers (comm/) check dtype, contiguity, device and size first.
 #include "bindings/comm.h"
 
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <vector>
 
 #include "bindings/translate.h"
+#include "comm/messages.h"
 #include "comm/shm_group.h"
 
 namespace anyaccel::bindings {
@@ -61,8 +63,18 @@ void bind_comm(nb::module_& m) {
           nb::arg("mailbox_bytes") = 0)
       .def_prop_ro("name", &ShmGroup::name)
       .def_prop_rw("timeout", &ShmGroup::timeout, &ShmGroup::set_timeout)
+      .def("set_waiting", &ShmGroup::set_waiting, nb::arg("calls"))
       .def("connect", &ShmGroup::connect, nb::arg("names"), nb::arg("pids"))
       .def("unlink", &ShmGroup::unlink)
+      .def(
+          "add_symmetric",
+          [](ShmGroup& self, uint16_t id, const Addresses& addresses, size_t bytes) {
+            std::vector<char*> bases;
+            for (uintptr_t address : addresses) bases.push_back(static_cast<char*>(pointer(address)));
+            self.add_symmetric(id, bases, bytes);
+          },
+          nb::arg("id"), nb::arg("addresses"), nb::arg("bytes"), no_gil)
+      .def("remove_symmetric", &ShmGroup::remove_symmetric, nb::arg("id"), no_gil)
       .def("abort", &ShmGroup::abort)
       .def("leave", &ShmGroup::leave)
       .def(
@@ -135,6 +147,42 @@ void bind_comm(nb::module_& m) {
       .def(
           "barrier", [](ShmGroup& self, double timeout_s) { self.barrier(timeout_s); }, nb::arg("timeout_s") = 0.0,
           no_gil);
+
+  // A memory that is symmetric: this rank's piece, and where the peers' are.
+  nb::class_<comm::ShmSegment>(m, "ShmSegment")
+      .def_static(
+          "create",
+          [](size_t bytes, bool memfd) {
+            return comm::ShmSegment::create(bytes, memfd ? comm::ShmSegment::Kind::memfd
+                                                         : comm::ShmSegment::Kind::posix);
+          },
+          nb::arg("bytes"), nb::arg("memfd"))
+      .def_static("open", &comm::ShmSegment::open, nb::arg("name"), nb::arg("bytes"))
+      .def("unlink", &comm::ShmSegment::unlink)
+      .def_prop_ro("name", &comm::ShmSegment::name)
+      .def_prop_ro("bytes", &comm::ShmSegment::bytes)
+      .def_prop_ro("address", [](const comm::ShmSegment& self) { return reinterpret_cast<uintptr_t>(self.data()); });
+
+  nb::class_<comm::Message>(m, "Message")
+      .def_prop_ro("done", [](const comm::Message& self) { return self.done.load(std::memory_order_acquire); })
+      .def_prop_ro("peer", [](const comm::Message& self) { return self.peer; });
+  nb::class_<comm::Messages>(m, "Messages")
+      .def(nb::init<ShmGroup&>(), nb::arg("group"), nb::keep_alive<1, 2>())
+      .def(
+          "send",
+          [](comm::Messages& self, uintptr_t address, size_t count, int dtype, int peer, int tag) {
+            return self.send(pointer(address), count, dtype_of(dtype), peer, tag);
+          },
+          nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("peer"), nb::arg("tag"), no_gil)
+      .def(
+          "receive",
+          [](comm::Messages& self, uintptr_t address, size_t count, int dtype, int peer, int tag) {
+            return self.receive(pointer(address), count, dtype_of(dtype), peer, tag);
+          },
+          nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("peer"), nb::arg("tag"), no_gil)
+      .def("wait", &comm::Messages::wait, nb::arg("message"), no_gil)
+      .def("pump", &comm::Messages::pump, nb::arg("seconds"), no_gil)
+      .def_static("bytes_a_rank", &comm::Messages::bytes_a_rank, nb::arg("size"), nb::arg("pair_bytes"));
 }
 
 }  // namespace anyaccel::bindings

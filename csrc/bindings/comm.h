@@ -6,5 +6,6 @@
 namespace anyaccel::bindings {
 
 void bind_comm(nanobind::module_& m);
+void bind_comm_fast(nanobind::module_& m);
 
 }  // namespace anyaccel::bindings

@@ -46,4 +46,5 @@ NB_MODULE(_native, m) {
   m.def("set_child_subreaper", &anyaccel::set_child_subreaper, nb::arg("enabled"));
 
   anyaccel::bindings::bind_comm(m);
+  anyaccel::bindings::bind_comm_fast(m);
 }

@@ -50,7 +50,7 @@ bool ShmGroup::try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op
 }
 
 void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op) {
-  const ReduceFn reduce = kernel(dtype, op);
+  const ReduceFn fn = kernel(dtype, op);
   Descriptor descriptor = reduction(Op::all_reduce, count, dtype, op);
   const Symmetric* memory = symmetric_.empty() ? nullptr : find_symmetric(data, count * dtype_bytes(dtype));
   if (memory != nullptr) {
@@ -61,16 +61,16 @@ void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp
     if (memory != nullptr) {
       synchronise();
       if (agreed()) {
-        all_reduce_symmetric(*memory, descriptor.offset, count, dtype, reduce);
+        all_reduce_symmetric(*memory, descriptor.offset, count, dtype, fn);
         return;
       }
-    } else if (all_reduce_copying(data, count, dtype, reduce)) {
+    } else if (all_reduce_copying(data, count, dtype, fn)) {
       return;
     }
     // Some ranks' tensors are symmetric and others' are not, or are in other places: all take the copying way.
     current_.symmetric = 0;
     current_.offset = 0;
-    all_reduce_copying(data, count, dtype, reduce);
+    all_reduce_copying(data, count, dtype, fn);
   });
 }
 
@@ -91,13 +91,13 @@ bool ShmGroup::agreed() const {
   return true;
 }
 
-bool ShmGroup::all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn reduce) {
+bool ShmGroup::all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn fn) {
   return count * dtype_bytes(dtype) <= std::min(kSmallBytes, buffer_bytes_)
-             ? all_reduce_small(data, count, dtype, reduce)
-             : all_reduce_large(data, count, dtype, reduce);
+             ? all_reduce_small(data, count, dtype, fn)
+             : all_reduce_large(data, count, dtype, fn);
 }
 
-bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn reduce) {
+bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn fn) {
   const uint64_t chunk = chunk_;
   std::memcpy(buffer(rank_, chunk), data, count * dtype_bytes(dtype));
   synchronise();
@@ -105,11 +105,11 @@ bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn 
   ++chunk_;
   const void* sources[kMaxRanks];
   for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? data : buffer(r, chunk);
-  reduce(sources, size_, data, nullptr, count);
+  fn(sources, size_, data, nullptr, count);
   return true;
 }
 
-bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn reduce) {
+bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn fn) {
   const size_t item = dtype_bytes(dtype);
   const size_t total = count * item;
   // At least two chunks where they are not tiny, so that the pipeline has something to overlap.
@@ -139,7 +139,7 @@ bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn 
         char* own = data + c * chunk_bytes + at;
         const void* sources[kMaxRanks];
         for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? own : buffer(r, first + c) + at;
-        reduce(sources, size_, own, buffer(rank_, first + c) + at, n / item);
+        fn(sources, size_, own, buffer(rank_, first + c) + at, n / item);
       });
     }
     if (i >= 2) {
@@ -158,7 +158,7 @@ bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn 
 }
 
 void ShmGroup::all_reduce_symmetric(const Symmetric& memory, size_t offset, size_t count, DType dtype,
-                                    ReduceFn reduce) {
+                                    ReduceFn fn) {
   const size_t item = dtype_bytes(dtype);
   const size_t total = count * item;
   const size_t share = round_up((total + size_ - 1) / size_, kLine);
@@ -169,7 +169,7 @@ void ShmGroup::all_reduce_symmetric(const Symmetric& memory, size_t offset, size
     for (int r = 0; r < size_; ++r) sources[r] = memory.bases[r] + offset + at;
     char* own = memory.bases[rank_] + offset + at;
     const int next = rank_ + 1 < size_ ? rank_ + 1 : 0;
-    reduce(sources, size_, own, next == rank_ ? nullptr : memory.bases[next] + offset + at, n / item);
+    fn(sources, size_, own, next == rank_ ? nullptr : memory.bases[next] + offset + at, n / item);
     for (int r = 0; r < size_; ++r)
       if (r != rank_ && r != next) std::memcpy(memory.bases[r] + offset + at, own, n);
   }
@@ -179,7 +179,7 @@ void ShmGroup::all_reduce_symmetric(const Symmetric& memory, size_t offset, size
 void ShmGroup::all_reduce_add_rms_norm(void* partial, void* residual, const void* weight, float eps, size_t rows,
                                        size_t width, DType dtype, bool holds_lock) {
   const size_t count = rows * width;
-  const ReduceFn reduce = kernel(dtype, ReduceOp::sum);
+  const ReduceFn fn = kernel(dtype, ReduceOp::sum);
   if (static_cast<int>(dtype) > static_cast<int>(DType::f16))
     throw std::invalid_argument(std::string("all_reduce_add_rms_norm of ") + dtype_name(dtype) +
                                 "; it takes float32, bfloat16 and float16");
@@ -200,7 +200,7 @@ void ShmGroup::all_reduce_add_rms_norm(void* partial, void* residual, const void
       for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? data : buffer(r, chunk);
       norm(sources, size_, residual, weight, eps, data, rows, width);
     } else {
-      all_reduce_large(data, count, dtype, reduce);
+      all_reduce_large(data, count, dtype, fn);
       sources[0] = data;
       norm(sources, 1, residual, weight, eps, data, rows, width);
     }
@@ -215,11 +215,20 @@ void ShmGroup::add_symmetric(uint16_t id, const std::vector<char*>& bases, size_
 }
 
 void ShmGroup::remove_symmetric(uint16_t id) {
-  const std::lock_guard<std::mutex> lock(one_call_);
-  std::erase_if(symmetric_, [id](const Symmetric& memory) { return memory.id == id; });
+  // Not under one_call_: this may be called by a garbage collection inside of a call.
+  const std::lock_guard<std::mutex> lock(retired_mutex_);
+  retired_.push_back(id);
+  any_retired_.store(true, std::memory_order_release);
 }
 
-const ShmGroup::Symmetric* ShmGroup::find_symmetric(const void* data, size_t bytes) const {
+const ShmGroup::Symmetric* ShmGroup::find_symmetric(const void* data, size_t bytes) {
+  if (any_retired_.load(std::memory_order_acquire)) {
+    const std::lock_guard<std::mutex> lock(retired_mutex_);
+    for (uint16_t id : retired_)
+      std::erase_if(symmetric_, [id](const Symmetric& memory) { return memory.id == id; });
+    retired_.clear();
+    any_retired_.store(false, std::memory_order_release);
+  }
   for (const Symmetric& memory : symmetric_) {
     const char* base = memory.bases[rank_];
     const char* at = static_cast<const char*>(data);

@@ -71,6 +71,7 @@ std::shared_ptr<Message> Messages::make(char* data, uint64_t count, DType dtype,
 std::shared_ptr<Message> Messages::send(const void* data, uint64_t count, DType dtype, int peer, int tag) {
   auto message = make(static_cast<char*>(const_cast<void*>(data)), count, dtype, peer, tag, true);
   const std::lock_guard<std::mutex> lock(mutex_);
+  check();
   sends_[static_cast<size_t>(peer)].push_back(message);
   push(peer);
   return message;
@@ -79,6 +80,7 @@ std::shared_ptr<Message> Messages::send(const void* data, uint64_t count, DType 
 std::shared_ptr<Message> Messages::receive(void* data, uint64_t count, DType dtype, int peer, int tag) {
   auto message = make(static_cast<char*>(data), count, dtype, peer, tag, false);
   const std::lock_guard<std::mutex> lock(mutex_);
+  check();
   for (auto it = aside_.begin(); it != aside_.end(); ++it) {
     if ((peer != -1 && it->peer != peer) || it->header.tag != tag) continue;
     if (accept(*message, it->peer, it->header)) {
@@ -91,6 +93,10 @@ std::shared_ptr<Message> Messages::receive(void* data, uint64_t count, DType dty
   receives_.push_back(message);
   step();
   return message;
+}
+
+void Messages::check() const {
+  if (broken_) throw CommError(CommError::Kind::broken, "the group is broken by an earlier error of a message");
 }
 
 void Messages::finish(Message& message) {
@@ -258,6 +264,9 @@ void Messages::look_around() {
     }
   }
   if (!failed) return;
+  // A message that was cut off would be taken for the beginning of the next one.
+  broken_ = true;
+  group_.give_up();
   const auto over = [](const auto& message) { return message->done.load(std::memory_order_acquire); };
   receives_.remove_if(over);
   for (auto& line : sends_) std::erase_if(line, over);

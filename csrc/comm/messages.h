@@ -90,6 +90,7 @@ class Messages {
   void arrived(int peer, Incoming& incoming);
   std::shared_ptr<Message> take_waiting(int peer, int tag);
   bool accept(Message& message, int peer, const Header& header);
+  void check() const;
   void finish(Message& message);
   void fail(Message& message, CommError::Kind kind, const std::string& why);
   void look_around();
@@ -107,6 +108,7 @@ class Messages {
   std::vector<Incoming> incoming_;
   std::list<Aside> aside_;
   std::atomic<uint64_t> finished_{0};
+  bool broken_ = false;
 };
 
 }  // namespace anyaccel::comm

@@ -28,7 +28,7 @@ void ShmGroup::call_locked(const Descriptor& descriptor, Body body) {
     call_timeout_s_ = 0;
   } catch (const std::exception& error) {
     broken_ = error.what();
-    give_up(broken_);
+    give_up();
     throw;
   }
 }

@@ -135,8 +135,7 @@ void ShmGroup::abort() noexcept {
     control(rank_).gave_up.store(static_cast<uint32_t>(Fate::aborted), std::memory_order_release);
 }
 
-void ShmGroup::give_up(const std::string& why) noexcept {
-  (void)why;
+void ShmGroup::give_up() noexcept {
   uint32_t here = 0;
   control(rank_).gave_up.compare_exchange_strong(here, static_cast<uint32_t>(Fate::error));
 }

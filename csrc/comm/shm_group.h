@@ -68,6 +68,10 @@ class ShmGroup {
   void set_timeout(double timeout_s);
   double timeout() const { return timeout_s_.load(std::memory_order_relaxed); }
 
+  // Calls that were asked for asynchronously and are not done; kept by whoever runs them.
+  void set_waiting(int calls) { waiting_.store(calls, std::memory_order_release); }
+  bool waiting() const { return waiting_.load(std::memory_order_acquire) != 0; }
+
   // Ends what waits in this group, here and on the peers, with an error; callable from any thread, at any time.
   void abort() noexcept;
   // The group ends in peace: peers that wait for this rank are told that it has left.
@@ -112,7 +116,7 @@ class ShmGroup {
   void check_peer(int peer, const std::string& doing) const;
   std::string peer_name(int peer) const;
   // Breaks the group for the peers.
-  void give_up(const std::string& why) noexcept;
+  void give_up() noexcept;
   const std::function<void()>& interrupt_check() const { return interrupt_check_; }
 
  private:
@@ -187,7 +191,7 @@ class ShmGroup {
   bool all_reduce_small(char* data, size_t count, DType dtype, ReduceFn kernel);
   bool all_reduce_large(char* data, size_t count, DType dtype, ReduceFn kernel);
   void all_reduce_symmetric(const Symmetric& memory, size_t offset, size_t count, DType dtype, ReduceFn kernel);
-  const Symmetric* find_symmetric(const void* data, size_t bytes) const;
+  const Symmetric* find_symmetric(const void* data, size_t bytes);
 
   const int rank_;
   const int size_;
@@ -204,6 +208,9 @@ class ShmGroup {
   IdleHooks idle_hooks_{nullptr, nullptr};
   std::mutex one_call_;  // callers run without the interpreter's lock
   std::vector<Symmetric> symmetric_;
+  std::mutex retired_mutex_;
+  std::vector<uint16_t> retired_;
+  std::atomic<bool> any_retired_{false};
   int64_t spin_ns_ = 0;
   Descriptor current_{};
   uint64_t sequence_ = 0;  // synchronisations posted
@@ -212,6 +219,7 @@ class ShmGroup {
   bool holds_lock_ = false;
   std::string broken_;
   std::atomic<bool> aborted_{false};
+  std::atomic<int> waiting_{0};
 };
 
 }  // namespace anyaccel::comm

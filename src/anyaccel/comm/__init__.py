@@ -29,12 +29,15 @@ from torch.distributed import (
 from anyaccel.comm import shm as _shm
 from anyaccel.comm.api import (
     abort,
+    all_reduce_add_rms_norm,
     get_local_rank,
     inference_all_reduce,
     inference_broadcast,
     init_distributed,
     monitored_barrier,
     new_group,
+    symm_empty,
+    symm_zeros,
 )
 from anyaccel.comm.ccl import register as _register_ccl
 from anyaccel.comm.log import log_summary
@@ -49,6 +52,7 @@ __all__ = [
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_add_rms_norm",
     "all_to_all_single",
     "barrier",
     "broadcast",
@@ -73,4 +77,6 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
     "send",
+    "symm_empty",
+    "symm_zeros",
 ]
