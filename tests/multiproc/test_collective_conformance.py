@@ -58,7 +58,7 @@ WORLD_SIZES = (1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow))
 def results(backend: str, world_size: int) -> dict[str, str]:
     """Case -> what went wrong, of a job that is run once."""
     names = [name for name, case in CASES.items() if not UNSUPPORTED[backend](case)]
-    per_rank = ranks.run(run_cases, world_size, backend, names, timeout=300)
+    per_rank = ranks.run(run_cases, world_size, backend, names, backend == "shm", timeout=300)
     found: dict[str, str] = per_rank[0]
     return found
 
