@@ -100,9 +100,8 @@ void ccl_free_kvs(void* kvs) { delete static_cast<Kvs*>(kvs); }
 
 // Blocks until all ranks have come: the caller has seen that they will.
 void* ccl_new_communicator(void* kvs, int size, int rank) {
-  return guarded([&]() -> void* {
-    return new ccl::communicator(ccl::create_communicator(size, rank, *static_cast<Kvs*>(kvs)));
-  });
+  return guarded(
+      [&]() -> void* { return new ccl::communicator(ccl::create_communicator(size, rank, *static_cast<Kvs*>(kvs))); });
 }
 
 void ccl_free_communicator(void* communicator) { delete static_cast<ccl::communicator*>(communicator); }
@@ -116,9 +115,7 @@ void* ccl_start(void* communicator, int operation, const void* send, void* recv,
     const auto& comm = *static_cast<ccl::communicator*>(communicator);
     const auto type = static_cast<ccl::datatype>(datatype);
     const auto op = static_cast<ccl::reduction>(reduction);
-    const auto counts = [&](const size_t* first) {
-      return ccl::vector_class<size_t>(first, first + comm.size());
-    };
+    const auto counts = [&](const size_t* first) { return ccl::vector_class<size_t>(first, first + comm.size()); };
     const auto started = [&]() -> ccl::event {
       switch (static_cast<Operation>(operation)) {
         case Operation::all_reduce:
