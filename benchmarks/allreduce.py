@@ -69,7 +69,7 @@ def worker(result_file: str, sizes: list[int]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for size in sizes:
             own = torch.ones(size // dtype.itemsize, dtype=dtype)
-            tensors = {name: own for name in found} | {SYMMETRIC: symmetric[:size].view(dtype)}
+            tensors = dict.fromkeys(found, own) | {SYMMETRIC: symmetric[:size].view(dtype)}
             calls = max(5, min(2000, (256 << 20) // size // 8))
             times: dict[str, list[float]] = {name: [] for name in found}
             for name, reduce in found.items():
@@ -163,7 +163,9 @@ def native(peers: Path, folder: Path, sizes: list[int]) -> tuple[dict[str, Times
     mpirun = [str(launcher), "-n", "2", "-bind-to", "core"]
     include = f"-I{peers / 'include'}"
     program = str(folder / "mpi")
-    if why := _compile(["gcc", "-O2", str(NATIVE / "allreduce_mpi.c"), include, f"-L{library}", "-lmpi", "-o", program]):
+    if why := _compile(
+        ["gcc", "-O2", str(NATIVE / "allreduce_mpi.c"), include, f"-L{library}", "-lmpi", "-o", program]
+    ):
         missing[MPI] = why
     else:
         run(MPI, [*mpirun, program, *arguments], **environment)

@@ -9,12 +9,14 @@ is a failure. Where rounding is what is looked at, the case says so.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce as fold
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,9 +134,13 @@ def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 SHAPES = ((), (1,), (0,), (7,), (3, 5), (1000,), (70_001,))
 
 
+# Types that go all the way; the others are moved or reduced by the same code, and get the shapes that differ most.
+MAIN_TYPES = (torch.float32, torch.bfloat16, torch.int64)
+
+
 def shapes(dtype: torch.dtype) -> tuple[tuple[int, ...], ...]:
-    """All of them for the types of models; for the others without the large one, to save time."""
-    return SHAPES if dtype in (torch.float32, torch.bfloat16, torch.int64) else SHAPES[:-1]
+    """All of them for the main types; for the others few, to save time."""
+    return SHAPES if dtype in MAIN_TYPES else ((), (7,), (3, 5))
 
 
 def layouts(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -643,6 +649,15 @@ def _cases() -> Iterator[Case]:
         two_groups_at_once,
     ):
         yield Case(function.__name__, function)
+
+
+def oneccl_folder() -> Path | None:
+    """Where tools/install_test_tools.sh put oneCCL, or CCL_ROOT says it is."""
+    repository = Path(__file__).parents[1]
+    for folder in (os.environ.get("CCL_ROOT"), Path(sys.prefix) / "oneccl", repository / ".venv" / "oneccl"):
+        if folder and (Path(folder) / "lib" / "libccl.so.1").exists():
+            return Path(folder).resolve()
+    return None
 
 
 CASES = {case.name: case for case in _cases()}
