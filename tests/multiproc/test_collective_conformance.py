@@ -111,7 +111,7 @@ def _oneccl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.timeout(420)
-@pytest.mark.parametrize(("backend", "world_size", "quick", "collective"), parameters())
+@pytest.mark.parametrize(("backend", "world_size", "quick", "collective"), list(parameters()))
 def test_collective(backend: str, world_size: int, quick: bool, collective: str) -> None:
     found = results(backend, world_size, quick)
     if collective == "subgroups":
