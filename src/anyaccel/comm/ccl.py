@@ -18,16 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import CommError
-from anyaccel.ops.builders.ccl import PIP_LINE, CCLCommBuilder, Installation, find
+from anyaccel.ops.builders.ccl import PIP_LINE, CCLCommBuilder, Installation, find, why_not
 
 logger = logging.getLogger(__name__)
 
 __all__ = ["PIP_LINE", "Installation", "find", "is_available", "native", "register", "why_not"]
-
-
-def why_not() -> str:
-    """Why the backend `ccl` cannot be used here, in one line; empty when it can. Loads nothing, builds nothing."""
-    return CCLCommBuilder().why_not()
 
 
 def is_available() -> bool:

@@ -141,3 +141,8 @@ class CCLCommBuilder(OpBuilder):
         except CommError:
             return []
         return [str(library), f"-Wl,-rpath,{library.parent}"]
+
+
+def why_not() -> str:
+    """Why backend `ccl` cannot be used here, in one line; empty when it can. Loads nothing, builds nothing."""
+    return CCLCommBuilder().why_not()
