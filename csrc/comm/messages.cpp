@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t kSlots = 4;
 constexpr size_t kHeaderBytes = 64;
-constexpr size_t kPage = 4096;
+constexpr size_t kLeastBytes = 768;  // a ring and four slots with room for a header and as much data
 constexpr int kSpins = 200;
 constexpr int64_t kYieldNs = 2'000'000;
 constexpr int64_t kSleepNs = 50'000;
@@ -30,7 +30,7 @@ int64_t now_ns() {
 }  // namespace
 
 size_t Messages::bytes_a_rank(int size, size_t pair_bytes) {
-  const size_t pair = std::max(pair_bytes / kPage * kPage, kPage);
+  const size_t pair = std::max(pair_bytes / 64 * 64, kLeastBytes);
   return pair * static_cast<size_t>(size);
 }
 

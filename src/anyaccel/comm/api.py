@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import math
 import os
 import socket
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import (  # torch.distributed hides them from mypy
     HashStore,
     PrefixStore,
+    Store,
     TCPStore,
 )
 from torch.distributed import ReduceOp, distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from anyaccel import _native, env
 from anyaccel.accelerator import get_accelerator
@@ -29,7 +32,9 @@ from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import code_of, op_code
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.comm.tensors import Values, values
-from anyaccel.errors import AnyAccelError, CommError, UsageError
+from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
+
+logger = logging.getLogger(__name__)
 
 _SUM = ReduceOp.SUM
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -48,7 +53,9 @@ def init_distributed(
     """Start torch.distributed for this job; does nothing when it runs already.
 
     Args:
-        dist_backend: name of the backend; default: the accelerator's (`communication_backend_name()`).
+        dist_backend: name of the backend; default: the fastest that works for these ranks, which the log tells
+            (level INFO) and `torch.distributed.get_backend()`: `shm` for CPU tensors, else the accelerator's own
+            (`communication_backend_name()`).
         timeout: how long a collective may wait; default: ANYACCEL_COMM_TIMEOUT seconds.
         init_method, rank, world_size: as in `torch.distributed.init_process_group`; default: the environment that
             `anyaccel run` and `torchrun` set. Without that environment the job is this one process.
@@ -60,22 +67,60 @@ def init_distributed(
     if dist.is_initialized():
         return
     env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
-    backend = dist_backend or get_accelerator().communication_backend_name()
     limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
     try:
         if init_method is not None or rank >= 0 or world_size > 0:
-            dist.init_process_group(backend, init_method=init_method, timeout=limit, rank=rank, world_size=world_size)
+            store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, timeout=limit))
         elif not any(name in os.environ for name in _LAUNCH_VARIABLES):
-            dist.init_process_group(backend, store=HashStore(), timeout=limit, rank=0, world_size=1)
+            store, rank, world_size = HashStore(), 0, 1
         else:
-            _init_from_environment(backend, limit)
+            store, rank, world_size = _store_from_environment(limit)
+    except AnyAccelError:
+        raise
+    except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
+        raise CommError(f"the ranks did not come together: {error}") from error
+    if dist_backend is not None:
+        _start(dist_backend, store, rank, world_size, limit)
+        return
+    backends = _by_speed()
+    for backend in backends:
+        try:
+            _start(backend, store, rank, world_size, limit)
+        except CommTimeoutError:
+            raise
+        except CommError as error:  # of every rank alike
+            if backend == backends[-1]:
+                raise
+            logger.warning("backend %s is passed over: %s", backend, error)
+            continue
+        logger.info("backend %s for %d ranks", backend, world_size)
+        return
+
+
+def _by_speed() -> list[str]:
+    """Backends for the accelerator's tensors, the fastest first."""
+    accelerator = get_accelerator()
+    own = accelerator.communication_backend_name()
+    shared = accelerator.spec.device_type in dist.Backend.backend_capability.get(shm.NAME, ())
+    return [shm.NAME, own] if shared else [own]
+
+
+def _start(backend: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"anyaccel-{backend}", store),
+            timeout=timeout,
+            rank=rank,
+            world_size=world_size,
+        )
     except AnyAccelError:
         raise
     except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
         raise CommError(f"the ranks did not come together with backend {backend!r}: {error}") from error
 
 
-def _init_from_environment(backend: str, timeout: timedelta) -> None:
+def _store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
     missing = [name for name in _LAUNCH_VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
@@ -92,8 +137,8 @@ def _init_from_environment(backend: str, timeout: timedelta) -> None:
         )
     address = os.environ["MASTER_ADDR"]
     if not _is_loopback(address):
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
-        return
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        return store, rank, world_size
     # A job of one machine: nothing of it listens on other interfaces. torch's store would listen on all of them, and
     # gloo would take the interface that the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -109,9 +154,7 @@ def _init_from_environment(backend: str, timeout: timedelta) -> None:
         timeout=timeout,
         master_listen_fd=None if listener is None else listener.detach(),
     )
-    dist.init_process_group(
-        backend, store=PrefixStore("anyaccel", store), timeout=timeout, rank=rank, world_size=world_size
-    )
+    return store, rank, world_size
 
 
 def _is_loopback(address: str) -> bool:
@@ -282,7 +325,9 @@ def _all_reduce_add_rms_norm(
             f"all_reduce_add_rms_norm of {partial.dtype}, {residual.dtype} and {weight.dtype}: needs one dtype"
         )
     world = _group(group)
-    through = _through(world) if partial.is_cpu and partial.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    through = (
+        _through(world) if partial.is_cpu and partial.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    )
     if through is not None:
         gain = values(weight)
         summed, kept = Values(partial), Values(residual)

@@ -107,7 +107,8 @@ class Collectives:
         """As reduce_scatter, with the inputs one after the other in one tensor."""
         if source.numel() != self.size * output.numel():
             raise UsageError(
-                f"reduce_scatter of {source.numel()} elements to {output.numel()} a rank: must be {self.size} times as many"
+                f"reduce_scatter of {source.numel()} elements to {output.numel()} a rank: must be {self.size} times "
+                "as many"
             )
         flat = values(source).view(-1)
         step = output.numel()
@@ -136,9 +137,7 @@ class Collectives:
             )
         targets = [Target(t) for t in outputs]
         memory = values(source)
-        self.native.all_gather(
-            memory.data_ptr(), [t.memory.data_ptr() for t in targets], counts, code_of(source.dtype)
-        )
+        self.native.all_gather(memory.data_ptr(), [t.memory.data_ptr() for t in targets], counts, code_of(source.dtype))
         for target in targets:
             target.store()
 

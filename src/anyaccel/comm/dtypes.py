@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -13,12 +14,11 @@ from anyaccel.errors import UsageError
 
 # In the order of csrc/comm/reduce_dispatch.cpp; those that this torch does not have are left out.
 _NAMES = (
-    "float32 bfloat16 float16 float64 int8 int16 int32 int64 uint8 bool complex32 complex64 complex128 uint16 uint32 "
-    "uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
-).split()
-CODES: dict[torch.dtype, int] = {
-    getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)
-}
+    *("float32", "bfloat16", "float16", "float64", "int8", "int16", "int32", "int64", "uint8"),
+    *("bool", "complex32", "complex64", "complex128", "uint16", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
+)
+CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)}
 _REDUCED = 9  # the first so many have kernels
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
@@ -52,7 +52,7 @@ def op_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     Raises:
         UsageError: PREMUL_SUM, or something that torch has got since.
     """
-    kind = getattr(op, "op", op)  # isinstance() takes each for the other
+    kind: Any = getattr(op, "op", op)  # isinstance() takes each for the other
     number = int(kind)
     if not 0 <= number < len(_OP_NAMES):
         raise UsageError(f"backend shm has no {kind}; it has {', '.join(_OP_NAMES)}")

@@ -46,7 +46,7 @@ class MessageWork(ShmWork):
                 try:
                     self._native.wait(self._message)
                     self._store()
-                except BaseException as problem:  # told to whoever waits
+                except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
                     error = problem
                 self.source = self._message.peer
                 self.finish(error)

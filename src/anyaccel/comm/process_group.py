@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `shm` backend as torch.distributed sees it."""
 
+# torch's declarations have an overload for each form of a call; the methods here take them all.
+# mypy: disable-error-code="override, assignment, call-arg"
+
 from __future__ import annotations
 
 import time
@@ -25,10 +28,23 @@ _CPU = torch.device("cpu")
 
 
 class _Synchronous:
-    asyncOp = False  # noqa: N815 (torch's name)
+    asyncOp = False  # torch's name
 
 
 _SYNCHRONOUS = _Synchronous()
+
+
+def _list(tensors: Any) -> Any:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _op(opts: Any) -> int:
+    """The reduction that an options object, or what stands in its place, asks for."""
+    return 0 if opts is None else op_code(getattr(opts, "reduceOp", opts))
+
+
+def _root(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", opts))
 
 
 def _stop(native: _native.ShmGroup, line: Line, mail: Mail) -> None:
@@ -61,11 +77,13 @@ class ShmProcessGroup(ProcessGroup):
 
     # --- how operations run
 
-    def _do(self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any) -> Work:
+    def _do(
+        self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any
+    ) -> Work:
         """The one place that every operation passes: log, thread, work object."""
         if _log.active():
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
-        if (options is None or options.asyncOp) or self._batch is not None or self._line.waiting:
+        if getattr(options, "asyncOp", True) or self._batch is not None or self._line.waiting:
             work = self._line.submit(run, outputs)
             if self._batch is not None:
                 self._batch.append(work)
@@ -94,9 +112,9 @@ class ShmProcessGroup(ProcessGroup):
 
     # --- collectives
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """All-reduce in place."""
-        op = op_code(opts.reduceOp) if opts is not None else 0
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """All-reduce in place; `opts` may be an operation."""
+        tensors, op = _list(tensors), _op(opts)
 
         def run() -> None:
             for tensor in tensors:
@@ -114,13 +132,13 @@ class ShmProcessGroup(ProcessGroup):
 
         def run() -> None:
             for tensor in tensors:
-                self.collectives.reduce(tensor, op, opts.rootRank)
+                self.collectives.reduce(tensor, op, _root(opts))
 
         return self._do("reduce", tensors, run, tensors, opts)
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Work:
         """Reduce-scatter of a list of tensors for each output."""
-        op = op_code(opts.reduceOp) if opts is not None else 0
+        op = _op(opts)
 
         def run() -> None:
             for output, inputs in zip(outputs, input_lists, strict=True):
@@ -136,7 +154,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several of the kind of reduce_scatter_single."""
-        op = op_code(opts.reduceOp) if opts is not None else 0
+        op = _op(opts)
 
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
@@ -146,12 +164,13 @@ class ShmProcessGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def broadcast(self, tensors: Any, opts: Any) -> Work:
-        """Broadcast in place."""
+    def broadcast(self, tensors: Any, opts: Any, timeout: timedelta | None = None) -> Work:
+        """Broadcast in place; `opts` may be a rank."""
+        tensors, root = _list(tensors), _root(opts)
 
         def run() -> None:
             for tensor in tensors:
-                self.collectives.broadcast(tensor, opts.rootRank)
+                self.collectives.broadcast(tensor, root)
 
         return self._do("broadcast", tensors, run, tensors, opts)
 
@@ -195,7 +214,7 @@ class ShmProcessGroup(ProcessGroup):
 
         def run() -> None:
             for i, source in enumerate(inputs):
-                self.collectives.gather(output_lists[i] if output_lists else [], source, opts.rootRank)
+                self.collectives.gather(output_lists[i] if output_lists else [], source, _root(opts))
 
         return self._do("gather", inputs, run, output_lists, opts)
 
@@ -204,7 +223,7 @@ class ShmProcessGroup(ProcessGroup):
 
         def run() -> None:
             for i, output in enumerate(outputs):
-                self.collectives.scatter(output, input_lists[i] if input_lists else [], opts.rootRank)
+                self.collectives.scatter(output, input_lists[i] if input_lists else [], _root(opts))
 
         return self._do("scatter", outputs, run, outputs, opts)
 

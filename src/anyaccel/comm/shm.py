@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -61,7 +62,7 @@ def sizes(world_size: int, total_bytes: int) -> tuple[int, int]:
     """
     pair = min(total_bytes // 4 // world_size**2, _MAILBOX_BYTES)
     mailboxes = _native.Messages.bytes_a_rank(world_size, pair)
-    share = (total_bytes - min(mailboxes * world_size, total_bytes // 4)) // (_BUFFERS * world_size)
+    share = (total_bytes - min(mailboxes * world_size, total_bytes // 2)) // (_BUFFERS * world_size)
     return max(share // _ALIGNMENT, world_size) * _ALIGNMENT, mailboxes
 
 
@@ -205,7 +206,7 @@ def create_process_group(store: Store, rank: int, size: int, timeout: timedelta)
     if group is not None:
         return group
     try:
-        from anyaccel.comm import hierarchy
+        hierarchy = importlib.import_module("anyaccel.comm.hierarchy")
     except ImportError:
         raise CommError(
             f"{size} ranks are on {len(set(hosts))} hosts, and backend shm is for one: use backend gloo"

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import weakref
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -74,7 +75,7 @@ def allocate(through: Collectives, shape: tuple[int, ...], dtype: torch.dtype | 
         raise CommError("no memory for a symmetric tensor: " + "; ".join(errors))
     own.unlink()
     # A ctypes array is a buffer without a copy, and takes the owner of its memory along.
-    kind = type("Memory", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": size})
+    kind: Any = type("Memory", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": size})
     memory = kind.from_address(own.address)
     through.native.add_symmetric(number, [segment.address for segment in segments], size)
     weakref.finalize(memory, _release, through.native, number, segments).atexit = False

@@ -58,12 +58,10 @@ class ShmWork(Work):
         """
         if not self._finished:
             with self._lock:
-                if self._event is None:
-                    self._event = threading.Event()
-                    if self._finished:
-                        self._event.set()
+                event = self._event = self._event or threading.Event()
+                done: bool = self._finished  # meanwhile
             seconds = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
-            if not self._event.wait(seconds):
+            if not done and not event.wait(seconds):
                 raise CommTimeoutError(f"the operation was not done within {seconds:g} s")
         if self._error is not None:
             raise self._error
@@ -101,7 +99,8 @@ class ShmWork(Work):
         with self._lock:
             if self._future is not None:
                 return self._future
-            self._future = future = Future()
+            future: Future[Any] = Future()
+            self._future = future
             finished = self._finished
         if finished:
             self._tell(future)
@@ -165,7 +164,7 @@ class Line:
             error: BaseException | None = None
             try:
                 run()
-            except BaseException as problem:  # told to whoever waits
+            except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
                 error = problem
             with self._lock:
                 self.waiting -= 1
