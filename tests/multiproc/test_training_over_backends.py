@@ -49,7 +49,8 @@ def train(net: nn.Module, rank: int, optimizer: torch.optim.Optimizer | None = N
 
 def ddp(group: dist.ProcessGroup, backend: str) -> list[float]:
     # Small buckets: several all-reduces under way at once.
-    return train(nn.parallel.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0.005), dist.get_rank())
+    net = nn.parallel.DistributedDataParallel(model(), process_group=group, bucket_cap_mb=0.005)
+    return train(net, dist.get_rank())
 
 
 def ddp_uneven(group: dist.ProcessGroup, backend: str) -> list[float]:

@@ -105,7 +105,7 @@ def _within(timeout: timedelta, call: Any, what: str) -> int:
     def run() -> None:
         try:
             outcome.append(call())
-        except BaseException as error:  # raised again below
+        except BaseException as error:  # noqa: BLE001 (raised again below)
             outcome.append(error)
 
     thread = threading.Thread(target=run, name="anyaccel-ccl-connect", daemon=True)

@@ -150,7 +150,7 @@ class HierarchicalGroup(PythonGroup):
         taken = torch.empty(sum(_bytes(tensor).numel() for tensor in outputs), dtype=torch.uint8)
         counts = [[_bytes(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs)]
         self.flat.alltoall_base(taken, given, *counts, dist.AllToAllOptions()).wait()
-        for output, part in zip(outputs, taken.split(counts[0]), strict=True):
+        for output, part in zip(outputs, torch.split(taken, counts[0]), strict=True):
             _bytes(output).copy_(part)
         return _done
 
@@ -193,7 +193,7 @@ class HierarchicalGroup(PythonGroup):
         kind = ReduceOp.SUM if op == ReduceOp.AVG else op
         if len(self._here) > 1:
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank, options.asyncOp = kind, 0, False
+            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(kind), 0, False
             self.local.reduce([tensor], options).wait()
         if self.leaders is None:
             return
@@ -209,7 +209,7 @@ class HierarchicalGroup(PythonGroup):
         wide = tensor.float() if half else tensor
         if wide.dtype in _GLOO_TYPES:
             options = dist.AllreduceOptions()
-            options.reduceOp = op
+            options.reduceOp = ReduceOp(op)
             self.leaders.allreduce([wide], options).wait()
         else:
             parts = [torch.empty_like(wide) for _ in self.hosts]

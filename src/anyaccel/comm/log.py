@@ -8,7 +8,7 @@ table of this process; ranks talk to each other about it in `log_summary()` only
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -117,7 +117,7 @@ def _name(group: Any) -> str:
 # Bandwidth -----------------------------------------------------------------------------------------------------
 
 # What a link carries of the bytes that a rank gives, for n ranks, as NCCL's tests and DeepSpeed's log have it.
-_BUS = {
+_BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: n - 1,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -134,8 +134,8 @@ def bandwidths(op: str, size: int, seconds: float, ranks: int) -> tuple[float, f
         return 0.0, 0.0
     whole = size * ranks if op == "all_gather" else size
     algorithm = whole / seconds * 8e-9
-    bus = _BUS.get(op, lambda n: 1.0)(ranks)
-    return algorithm, (size / seconds * 8e-9) * bus
+    factor = _BUS[op](ranks) if op in _BUS else 1.0
+    return algorithm, size / seconds * 8e-9 * factor
 
 
 # The summary ----------------------------------------------------------------------------------------------------
