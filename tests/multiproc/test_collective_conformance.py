@@ -46,8 +46,6 @@ def unsupported_by_ccl(case: Case) -> str:
     """Why oneCCL cannot run a case."""
     if case.operation in ("BAND", "BOR", "BXOR"):
         return f"oneCCL has no {case.operation}"
-    if case.operation == "PRODUCT" and case.dtype is not None and case.dtype.is_complex:
-        return "oneCCL has no complex numbers; parts are added, but cannot be multiplied"
     if case.collective in ("tags", "recv_from_any"):
         return "oneCCL's messages have no tags, and a receiver names the sender"
     return ""
