@@ -142,8 +142,8 @@ void bind_comm(nb::module_& m) {
             self.all_reduce_add_rms_norm(pointer(partial), pointer(residual), pointer(weight), eps, rows, width,
                                          dtype_of(dtype));
           },
-          nb::arg("partial"), nb::arg("residual"), nb::arg("weight"), nb::arg("eps"), nb::arg("rows"),
-          nb::arg("width"), nb::arg("dtype"), no_gil)
+          nb::arg("partial"), nb::arg("residual"), nb::arg("weight"), nb::arg("eps"), nb::arg("rows"), nb::arg("width"),
+          nb::arg("dtype"), no_gil)
       .def(
           "barrier", [](ShmGroup& self, double timeout_s) { self.barrier(timeout_s); }, nb::arg("timeout_s") = 0.0,
           no_gil);
@@ -153,8 +153,8 @@ void bind_comm(nb::module_& m) {
       .def_static(
           "create",
           [](size_t bytes, bool memfd) {
-            return comm::ShmSegment::create(bytes, memfd ? comm::ShmSegment::Kind::memfd
-                                                         : comm::ShmSegment::Kind::posix);
+            return comm::ShmSegment::create(bytes,
+                                            memfd ? comm::ShmSegment::Kind::memfd : comm::ShmSegment::Kind::posix);
           },
           nb::arg("bytes"), nb::arg("memfd"))
       .def_static("open", &comm::ShmSegment::open, nb::arg("name"), nb::arg("bytes"))

@@ -268,8 +268,7 @@ void bind_comm_fast(nb::module_& m) {
       },
       nb::arg("all_reduce"), nb::arg("all_reduce_add_rms_norm"), nb::arg("torch_variables"), nb::arg("tensor_type"),
       nb::arg("parameter_type"), nb::arg("ops"));
-  m.def(
-      "enable_fast", [](bool enabled) { fast.enabled = enabled && fast.exchange != nullptr; }, nb::arg("enabled"));
+  m.def("enable_fast", [](bool enabled) { fast.enabled = enabled && fast.exchange != nullptr; }, nb::arg("enabled"));
   m.def(
       "remember_group",
       [](nb::handle group, nb::handle native) {

@@ -8,10 +8,9 @@
 namespace anyaccel::comm {
 namespace {
 
-// Up to this size every rank reduces everything: one synchronisation instead of two, and more reading for it.
-constexpr size_t kSmallBytes = 32 << 10;
-// Chunks of the large path: small enough that a chunk of every rank stays in the L2 caches.
-constexpr size_t kMinChunkBytes = 64 << 10;
+// While a rank reads at most so much of its peers, every rank reduces everything: one synchronisation instead of two,
+// and more reading for it.
+constexpr size_t kSmallBytes = 64 << 10;
 // What is reduced and handed out in one go where nothing is copied: stays in the L1 cache.
 constexpr size_t kSymmetricBlock = 8 << 10;
 
@@ -91,10 +90,13 @@ bool ShmGroup::agreed() const {
   return true;
 }
 
+bool ShmGroup::is_small(size_t bytes) const {
+  return bytes * static_cast<size_t>(size_ - 1) <= kSmallBytes && bytes <= buffer_bytes_;
+}
+
 bool ShmGroup::all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn fn) {
-  return count * dtype_bytes(dtype) <= std::min(kSmallBytes, buffer_bytes_)
-             ? all_reduce_small(data, count, dtype, fn)
-             : all_reduce_large(data, count, dtype, fn);
+  return is_small(count * dtype_bytes(dtype)) ? all_reduce_small(data, count, dtype, fn)
+                                              : all_reduce_large(data, count, dtype, fn);
 }
 
 bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn fn) {
@@ -112,8 +114,8 @@ bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn 
 bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn fn) {
   const size_t item = dtype_bytes(dtype);
   const size_t total = count * item;
-  // At least two chunks where they are not tiny, so that the pipeline has something to overlap.
-  const size_t wanted = std::min(std::max(round_up(total / 2, kLine * size_), kMinChunkBytes), buffer_bytes_);
+  // Large chunks: what a peer has written some time ago comes from the shared cache, which is faster than its own.
+  const size_t wanted = std::min(round_up(total, kLine * size_), buffer_bytes_);
   const size_t part_bytes = std::max(wanted / size_ / kLine * kLine, kLine);
   const size_t chunk_bytes = part_bytes * size_;
   const size_t n_chunks = (total + chunk_bytes - 1) / chunk_bytes;
@@ -157,8 +159,7 @@ bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn 
   return true;
 }
 
-void ShmGroup::all_reduce_symmetric(const Symmetric& memory, size_t offset, size_t count, DType dtype,
-                                    ReduceFn fn) {
+void ShmGroup::all_reduce_symmetric(const Symmetric& memory, size_t offset, size_t count, DType dtype, ReduceFn fn) {
   const size_t item = dtype_bytes(dtype);
   const size_t total = count * item;
   const size_t share = round_up((total + size_ - 1) / size_, kLine);
@@ -192,7 +193,7 @@ void ShmGroup::all_reduce_add_rms_norm(void* partial, void* residual, const void
     const size_t bytes = count * dtype_bytes(dtype);
     char* data = static_cast<char*>(partial);
     const void* sources[kMaxRanks];
-    if (bytes <= std::min(kSmallBytes, buffer_bytes_)) {
+    if (is_small(bytes)) {
       const uint64_t chunk = chunk_++;
       std::memcpy(buffer(rank_, chunk), data, bytes);
       synchronise();
@@ -224,8 +225,7 @@ void ShmGroup::remove_symmetric(uint16_t id) {
 const ShmGroup::Symmetric* ShmGroup::find_symmetric(const void* data, size_t bytes) {
   if (any_retired_.load(std::memory_order_acquire)) {
     const std::lock_guard<std::mutex> lock(retired_mutex_);
-    for (uint16_t id : retired_)
-      std::erase_if(symmetric_, [id](const Symmetric& memory) { return memory.id == id; });
+    for (uint16_t id : retired_) std::erase_if(symmetric_, [id](const Symmetric& memory) { return memory.id == id; });
     retired_.clear();
     any_retired_.store(false, std::memory_order_release);
   }

@@ -35,12 +35,29 @@ struct DTypeInfo {
   size_t bytes;
 };
 
-constexpr DTypeInfo kInfo[] = {
-    {"float32", 4},      {"bfloat16", 2},        {"float16", 2},     {"float64", 8},         {"int8", 1},
-    {"int16", 2},        {"int32", 4},           {"int64", 8},       {"uint8", 1},           {"bool", 1},
-    {"complex32", 4},    {"complex64", 8},       {"complex128", 16}, {"uint16", 2},          {"uint32", 4},
-    {"uint64", 8},       {"float8_e4m3fn", 1},   {"float8_e5m2", 1}, {"float8_e4m3fnuz", 1}, {"float8_e5m2fnuz", 1},
-    {"float8_e8m0fnu", 1}, {"float4_e2m1fn_x2", 1}, {"bytes", 1}};
+constexpr DTypeInfo kInfo[] = {{"float32", 4},
+                               {"bfloat16", 2},
+                               {"float16", 2},
+                               {"float64", 8},
+                               {"int8", 1},
+                               {"int16", 2},
+                               {"int32", 4},
+                               {"int64", 8},
+                               {"uint8", 1},
+                               {"bool", 1},
+                               {"complex32", 4},
+                               {"complex64", 8},
+                               {"complex128", 16},
+                               {"uint16", 2},
+                               {"uint32", 4},
+                               {"uint64", 8},
+                               {"float8_e4m3fn", 1},
+                               {"float8_e5m2", 1},
+                               {"float8_e4m3fnuz", 1},
+                               {"float8_e5m2fnuz", 1},
+                               {"float8_e8m0fnu", 1},
+                               {"float4_e2m1fn_x2", 1},
+                               {"bytes", 1}};
 constexpr int kInfos = sizeof kInfo / sizeof kInfo[0];
 static_assert(kInfos == static_cast<int>(DType::bytes) + 1);
 

@@ -346,8 +346,14 @@ void add_rms_norm(const void* const* sources, int n_sources, void* residual, con
 
 template <class Type>
 void fill_narrow(ReduceFn* by) {
-  const ReduceFn all[kReduceOps] = {reduce<Type, Sum>, reduce<Type, Avg>, reduce<Type, Product>, reduce<Type, Min>,
-                                    reduce<Type, Max>, nullptr,           nullptr,               nullptr};
+  const ReduceFn all[kReduceOps] = {reduce<Type, Sum>,
+                                    reduce<Type, Avg>,
+                                    reduce<Type, Product>,
+                                    reduce<Type, Min>,
+                                    reduce<Type, Max>,
+                                    nullptr,
+                                    nullptr,
+                                    nullptr};
   std::copy(all, all + kReduceOps, by);
 }
 

@@ -72,8 +72,7 @@ void ShmGroup::reduce_scatter(const void* const* ins, void* out, size_t count, D
       synchronise();
       if (first) check_descriptors();
       const void* sources[kMaxRanks];
-      for (int r = 0; r < size_; ++r)
-        sources[r] = r == rank_ ? at(ins[r], done) : buffer(r, chunk) + rank_ * slot;
+      for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? at(ins[r], done) : buffer(r, chunk) + rank_ * slot;
       fn(sources, size_, at(out, done), nullptr, n / item);
     });
   });
@@ -97,8 +96,7 @@ void ShmGroup::all_gather(const void* in, void* const* outs, const size_t* count
         check_descriptors();
         if (!even) check_tables(counts);
       }
-      for (int r = 0; r < size_; ++r)
-        copy(at(outs[r], done), r == rank_ ? at(in, done) : buffer(r, chunk), left(r));
+      for (int r = 0; r < size_; ++r) copy(at(outs[r], done), r == rank_ ? at(in, done) : buffer(r, chunk), left(r));
     });
   });
 }
@@ -162,10 +160,10 @@ void ShmGroup::all_to_all(const void* const* ins, const size_t* in_counts, void*
         for (int peer = 0; peer < size_; ++peer) {
           const uint64_t* theirs = table(peer, sequence_);
           if (theirs[rank_] != out_counts[peer])
-            throw CommError(CommError::Kind::broken,
-                            "ranks disagree: in all_to_all, rank " + std::to_string(peer) + " sends " +
-                                std::to_string(theirs[rank_]) + " elements to rank " + std::to_string(rank_) +
-                                ", which expects " + std::to_string(out_counts[peer]));
+            throw CommError(CommError::Kind::broken, "ranks disagree: in all_to_all, rank " + std::to_string(peer) +
+                                                         " sends " + std::to_string(theirs[rank_]) +
+                                                         " elements to rank " + std::to_string(rank_) +
+                                                         ", which expects " + std::to_string(out_counts[peer]));
           most = std::max<size_t>(most, *std::max_element(theirs, theirs + size_) * item);
         }
       }

@@ -112,16 +112,24 @@ void ShmGroup::connect(const std::vector<std::string>& names, const std::vector<
   if (names.size() != static_cast<size_t>(size_) || pids.size() != names.size())
     throw std::invalid_argument("connect: needs one name and one pid a rank");
   if (!peers_.empty()) throw std::invalid_argument("connect: already connected");
-  std::vector<Control*> controls;
-  for (int r = 0; r < size_; ++r) {
-    const bool self = r == rank_;
-    peers_.push_back(self ? ShmSegment() : ShmSegment::open(names[r], own_.bytes()));
-    char* base = static_cast<char*>(self ? own_.data() : peers_.back().data());
-    controls.push_back(reinterpret_cast<Control*>(base));
-    buffers_.push_back(base + control_bytes());
-    watched_.push_back(Peer::watch(self ? 0 : pids[r]));
-  }
-  controls_ = std::move(controls);
+  // Until all are there the group counts as not connected.
+  for (int r = 0; r < size_; ++r)
+    peers_.push_back(r == rank_ ? ShmSegment() : ShmSegment::open(names[r], own_.bytes()));
+  for (int r = 0; r < size_; ++r)
+    add_peer(static_cast<char*>(r == rank_ ? own_.data() : peers_[static_cast<size_t>(r)].data()),
+             r == rank_ ? 0 : pids[static_cast<size_t>(r)]);
+}
+
+void ShmGroup::connect(const std::vector<ShmGroup*>& ranks) {
+  if (ranks.size() != static_cast<size_t>(size_) || !controls_.empty())
+    throw std::invalid_argument("connect: needs one group a rank, once");
+  for (ShmGroup* group : ranks) add_peer(static_cast<char*>(group->own_.data()), 0);
+}
+
+void ShmGroup::add_peer(char* base, int pid) {
+  watched_.push_back(Peer::watch(pid));
+  buffers_.push_back(base + control_bytes());
+  controls_.push_back(reinterpret_cast<Control*>(base));
 }
 
 void ShmGroup::set_timeout(double timeout_s) {
@@ -131,8 +139,7 @@ void ShmGroup::set_timeout(double timeout_s) {
 
 void ShmGroup::abort() noexcept {
   aborted_.store(true, std::memory_order_release);
-  if (!controls_.empty())
-    control(rank_).gave_up.store(static_cast<uint32_t>(Fate::aborted), std::memory_order_release);
+  if (!controls_.empty()) control(rank_).gave_up.store(static_cast<uint32_t>(Fate::aborted), std::memory_order_release);
 }
 
 void ShmGroup::give_up() noexcept {
@@ -180,7 +187,8 @@ void ShmGroup::wait_slowly(int64_t start) {
         nanosleep(&nap, nullptr);
       }
       if (aborted_.load(std::memory_order_acquire))
-        throw CommError(CommError::Kind::broken, "the group was aborted while this rank waited in " + describe(current_));
+        throw CommError(CommError::Kind::broken,
+                        "the group was aborted while this rank waited in " + describe(current_));
       if (now - peer_checked > kPeerCheckNs) {
         peer_checked = now;
         // All peers: the one that is waited for may itself be waiting for a rank that died.
@@ -253,7 +261,8 @@ void ShmGroup::check_peer(int peer, const std::string& doing) const {
   uint32_t here = 0;
   control(rank_).gave_up.compare_exchange_strong(
       here, static_cast<uint32_t>(Fate::peer_lost) | static_cast<uint32_t>(peer) << 16);
-  throw CommError(CommError::Kind::peer_lost, peer_name(peer) + " has ended, while this rank waited for it in " + doing);
+  throw CommError(CommError::Kind::peer_lost,
+                  peer_name(peer) + " has ended, while this rank waited for it in " + doing);
 }
 
 // --- what is said about calls
@@ -261,7 +270,8 @@ void ShmGroup::check_peer(int peer, const std::string& doing) const {
 
 std::string ShmGroup::describe(const Descriptor& d) const {
   const std::string elements = std::to_string(d.count) + " " + dtype_name(static_cast<DType>(d.dtype));
-  const std::string with = d.reduce_op == 0 ? "" : std::string(" with ") + reduce_op_name(static_cast<ReduceOp>(d.reduce_op));
+  const std::string with =
+      d.reduce_op == 0 ? "" : std::string(" with ") + reduce_op_name(static_cast<ReduceOp>(d.reduce_op));
   const std::string root = " rank " + std::to_string(d.root);
   switch (d.op) {
     case Op::all_reduce:

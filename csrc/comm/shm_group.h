@@ -46,8 +46,8 @@ class ShmGroup {
   // Creates this rank's segment with three buffers of `buffer_bytes` each (a multiple of 64) and `mailbox_bytes` more.
   // A rank waits at most `timeout_s` seconds for a live peer. Throws std::system_error,
   // std::invalid_argument.
-  ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s,
-           ShmSegment::Kind kind = ShmSegment::Kind::posix, size_t mailbox_bytes = 0);
+  ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, ShmSegment::Kind kind = ShmSegment::Kind::posix,
+           size_t mailbox_bytes = 0);
   ~ShmGroup();
   ShmGroup(const ShmGroup&) = delete;
   ShmGroup& operator=(const ShmGroup&) = delete;
@@ -59,6 +59,8 @@ class ShmGroup {
   // Maps the peers' segments. `pids[r]` is used to notice that rank r has died; 0 when its pid means nothing
   // here.
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
+  // Where the ranks are threads of one process: their groups, in rank order, which must outlive this one's use.
+  void connect(const std::vector<ShmGroup*>& ranks);
   // Call it when every rank has connected: nobody can open the segments from then on.
   void unlink() noexcept { own_.unlink(); }
 
@@ -174,6 +176,7 @@ class ShmGroup {
   uint64_t* table(int rank, uint64_t sequence) const;
   char* buffer(int rank, uint64_t chunk) const { return buffers_[rank] + (chunk % kBuffers) * buffer_bytes_; }
   size_t control_bytes() const;
+  void add_peer(char* base, int pid);
   void check_root(const char* what, int root) const;
   void synchronise();
   void wait_slowly(int64_t start);
@@ -185,6 +188,7 @@ class ShmGroup {
   std::string describe(const Descriptor& descriptor) const;
   ReduceFn kernel(DType dtype, ReduceOp op) const;
   Descriptor reduction(Op what, size_t count, DType dtype, ReduceOp op, int root = 0) const;
+  bool is_small(size_t bytes) const;
   void all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op);
   // These give false, and have changed nothing, when a peer's tensor is symmetric.
   bool all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn kernel);

@@ -112,7 +112,7 @@ ANYACCEL_SHM_BYTES = EnvVar(
     "ANYACCEL_SHM_BYTES",
     _positive_int,
     8 << 20,
-    "shared memory of one process group, all ranks together, in bytes",
+    "shared memory of one process group, all ranks together and without symmetric tensors, in bytes",
 )
 ANYACCEL_PACKED_CACHE_BYTES = EnvVar(
     "ANYACCEL_PACKED_CACHE_BYTES",
