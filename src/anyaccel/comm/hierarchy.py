@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import reduce
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from anyaccel import env
 from anyaccel.comm.python_group import Message, PythonGroup, Wait
-from anyaccel.errors import CommError
+from anyaccel.errors import AnyAccelError, CommError
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class HierarchicalGroup(PythonGroup):
                 source = next(number for number, members in enumerate(self.hosts) if root in members)
                 options = dist.BroadcastOptions()
                 options.rootRank = source
-                self.leaders.broadcast([_bytes(tensor)], options).wait()
+                self._finish(self.leaders.broadcast([_bytes(tensor)], options))
             if root not in self._here or root == self._here[0]:
                 self._tell(tensor)
         return _done
@@ -127,7 +128,7 @@ class HierarchicalGroup(PythonGroup):
         if self.leaders is not None:
             piece = torch.zeros(max(totals), dtype=torch.uint8)
             torch.cat(here, out=piece[: sum(part.numel() for part in here)])
-            self.leaders.allgather([list(whole.unbind())], [piece]).wait()
+            self._finish(self.leaders.allgather([list(whole.unbind())], [piece]))
         self._tell(whole)
         for members, piece in zip(self.hosts, whole, strict=True):
             begin = 0
@@ -149,7 +150,7 @@ class HierarchicalGroup(PythonGroup):
         given = torch.cat([_bytes(tensor) for tensor in inputs])
         taken = torch.empty(sum(_bytes(tensor).numel() for tensor in outputs), dtype=torch.uint8)
         counts = [[_bytes(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs)]
-        self.flat.alltoall_base(taken, given, *counts, dist.AllToAllOptions()).wait()
+        self._finish(self.flat.alltoall_base(taken, given, *counts, dist.AllToAllOptions()))
         for output, part in zip(outputs, torch.split(taken, counts[0]), strict=True):
             _bytes(output).copy_(part)
         return _done
@@ -158,18 +159,16 @@ class HierarchicalGroup(PythonGroup):
         options = dist.GatherOptions()
         options.rootRank = root
         if tensor.numel():
-            self.flat.gather(
-                [[_bytes(output) for output in outputs]] if outputs else [], [_bytes(tensor)], options
-            ).wait()
+            given = [[_bytes(output) for output in outputs]] if outputs else []
+            self._finish(self.flat.gather(given, [_bytes(tensor)], options))
         return _done
 
     def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
         options = dist.ScatterOptions()
         options.rootRank = root
         if output.numel():
-            self.flat.scatter(
-                [_bytes(output)], [[_bytes(tensor) for tensor in inputs]] if inputs else [], options
-            ).wait()
+            given = [[_bytes(tensor) for tensor in inputs]] if inputs else []
+            self._finish(self.flat.scatter([_bytes(output)], given, options))
         return _done
 
     def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
@@ -187,6 +186,19 @@ class HierarchicalGroup(PythonGroup):
         return _done
 
     # Their parts ---------------------------------------------------------------------------------------------
+
+    def _finish(self, work: Any) -> None:
+        """Wait for an operation of the second backend."""
+        try:
+            work.wait(self.timeout)
+        except AnyAccelError:
+            raise
+        except RuntimeError as error:
+            raise CommError(f"rank {self._rank} of {self._size}: between hosts: {error}") from error
+
+    def failed(self) -> None:
+        """What went wrong here must not leave the others waiting."""
+        self.abort()
 
     def _reduce_to_leaders(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> None:
         """In place: leaders have the reduction over all ranks, the others something."""
@@ -210,10 +222,10 @@ class HierarchicalGroup(PythonGroup):
         if wide.dtype in _GLOO_TYPES:
             options = dist.AllreduceOptions()
             options.reduceOp = ReduceOp(op)
-            self.leaders.allreduce([wide], options).wait()
+            self._finish(self.leaders.allreduce([wide], options))
         else:
             parts = [torch.empty_like(wide) for _ in self.hosts]
-            self.leaders.allgather([[_bytes(part) for part in parts]], [_bytes(wide)]).wait()
+            self._finish(self.leaders.allgather([[_bytes(part) for part in parts]], [_bytes(wide)]))
             wide = _reduced(parts, op)
         if wide is not tensor:
             tensor.copy_(wide)
@@ -231,7 +243,8 @@ class HierarchicalGroup(PythonGroup):
         """End what is under way, here and on the peers, with an error."""
         for group in (self.local, self.leaders, self.flat):
             if group is not None:
-                group.abort()
+                with suppress(RuntimeError, AttributeError):  # not every backend of torch can
+                    group.abort()
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -136,6 +136,9 @@ class PythonGroup(dist.ProcessGroup):
     def start_barrier(self) -> Wait:
         raise self._lacks("barrier")
 
+    def failed(self) -> None:
+        """Told when an operation has failed."""
+
     def _lacks(self, what: str) -> UsageError:
         return UsageError(f"backend {self.NAME} has no {what}; use a group of backend shm or gloo for it")
 
@@ -160,7 +163,11 @@ class PythonGroup(dist.ProcessGroup):
 
         def run() -> None:
             begin = since if wait else time.perf_counter()
-            (wait or start())()
+            try:
+                (wait or start())()
+            except (RuntimeError, AnyAccelError):
+                self.failed()
+                raise
             for target in targets:
                 target.store()
             if log.active():
