@@ -22,6 +22,8 @@ from _common import emit_json, machine, median, note, table
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 ROUNDS = 5
+SECONDS = 0.12  # of a contender's turn, at most 2000 calls and at least 5
+DTYPES = ("float32", "bfloat16")
 NATIVE = Path(__file__).parent / "native"
 ORDINARY, SYMMETRIC, TORCH = "anyaccel", "anyaccel, symmetric", "torch, shm"
 MPI, CCL = "Intel MPI (C)", "oneCCL (C++)"
@@ -55,7 +57,7 @@ def contenders() -> tuple[dict[str, Callable[..., object]], dict[str, str], obje
     return found, missing, group
 
 
-def worker(result_file: str, sizes: list[int]) -> None:
+def worker(result_file: str, sizes: list[int], dtypes: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -66,11 +68,11 @@ def worker(result_file: str, sizes: list[int]) -> None:
     symmetric = comm.symm_empty((max(sizes),), torch.uint8, group)
     clock = time.perf_counter_ns
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (getattr(torch, name) for name in dtypes):
         for size in sizes:
             own = torch.ones(size // dtype.itemsize, dtype=dtype)
             tensors = dict.fromkeys(found, own) | {SYMMETRIC: symmetric[:size].view(dtype)}
-            calls = max(5, min(2000, (256 << 20) // size // 8))
+            calls = {}
             times: dict[str, list[float]] = {name: [] for name in found}
             for name, reduce in found.items():
                 tensors[name].fill_(1)
@@ -78,11 +80,17 @@ def worker(result_file: str, sizes: list[int]) -> None:
                 if not bool((tensors[name] == dist.get_world_size()).all()):
                     missing[name] = f"WRONG SUM for {size} bytes of {dtype}"
                 tensors[name].zero_()
+                start = clock()
+                for _ in range(3):
+                    reduce(tensors[name])
+                slowest = torch.tensor(float(clock() - start) / 3)
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # as many calls on both ranks
+                calls[name] = max(5, min(2000, int(SECONDS * 1e9 / float(slowest))))
             for _ in range(ROUNDS):
                 for name, reduce in found.items():
                     tensor = tensors[name]
                     dist.barrier()
-                    for call in range(-calls // 10, calls):
+                    for call in range(-calls[name] // 10, calls[name]):
                         start = clock()
                         reduce(tensor)
                         if call >= 0:
@@ -233,6 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2, help="from Python; the programs in C have two")
     parser.add_argument("--max-bytes", type=int, default=SIZES[-1])
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: both")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
         "--peers",
@@ -242,15 +251,17 @@ def main() -> int:
     )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.dtype = options.dtype or list(DTYPES)
     sizes = [size for size in SIZES if size <= options.max_bytes]
     if options.worker:
-        worker(options.worker, sizes)
+        worker(options.worker, sizes, options.dtype)
     from anyaccel import launch
 
     with tempfile.TemporaryDirectory() as folder:
         result_file = str(Path(folder) / "result.json")
         wanted = launch.LaunchOptions(script=__file__, num_accelerators=options.ranks, bind_cores=True)
         command = [sys.executable, __file__, "--worker", result_file, "--max-bytes", str(options.max_bytes)]
+        command += [word for name in options.dtype for word in ("--dtype", name)]
         code = launch.launch_local(launch.make_plan(wanted), command)
         if code:
             return code
