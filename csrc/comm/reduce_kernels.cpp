@@ -274,6 +274,9 @@ struct Accumulator<T, Sum> {
 };
 template <class T>
   requires std::is_integral_v<T>
+struct Accumulator<T, Avg> : Accumulator<T, Sum> {};
+template <class T>
+  requires std::is_integral_v<T>
 struct Accumulator<T, Product> {
   // uint16 times uint16 would overflow int.
   using type = std::conditional_t<sizeof(T) == 2, uint32_t, std::make_unsigned_t<T>>;

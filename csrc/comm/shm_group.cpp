@@ -23,7 +23,9 @@ constexpr size_t kPage = 4096;  // so that buffers are page-aligned
 
 // How long a waiting rank spins before it yields its core, yields before it sleeps, and how often it looks
 // around.
-constexpr int64_t kSpinNs = 20'000;
+// Who yields on a busy machine is back after milliseconds only, so spinning is for longer than ranks drift apart in the
+// phases of a large collective.
+constexpr int64_t kSpinNs = 200'000;
 constexpr int64_t kYieldNs = 20'000'000;
 constexpr int64_t kSleepNs = 50'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;

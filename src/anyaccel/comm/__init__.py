@@ -30,17 +30,15 @@ from anyaccel.comm import shm as _shm
 from anyaccel.comm.api import (
     abort,
     all_reduce_add_rms_norm,
-    get_local_rank,
     inference_all_reduce,
     inference_broadcast,
-    init_distributed,
     monitored_barrier,
-    new_group,
     symm_empty,
     symm_zeros,
 )
 from anyaccel.comm.ccl import register as _register_ccl
 from anyaccel.comm.log import log_summary
+from anyaccel.comm.start import get_local_rank, init_distributed, new_group
 
 _register_ccl()
 _shm.register()
