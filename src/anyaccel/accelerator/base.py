@@ -13,7 +13,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-import importlib.metadata
 import logging
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
@@ -399,12 +398,13 @@ class Accelerator(abc.ABC):
             if not backend.package:
                 return backend.name
             try:
-                if backend.distribution:
-                    importlib.metadata.distribution(backend.distribution)
-                module = importlib.import_module(backend.package)
-                if backend.check and not getattr(module, backend.check)():
-                    continue
-            except ModuleNotFoundError:  # PackageNotFoundError is one
+                if backend.why_not:
+                    module, _, function = backend.why_not.partition(":")
+                    if reason := getattr(importlib.import_module(module), function)():
+                        logger.debug("communication backend %r: %s", backend.name, reason)
+                        continue
+                importlib.import_module(backend.package)
+            except ModuleNotFoundError:
                 continue
             except (Exception, SystemExit) as error:  # a vendor package may raise anything at import
                 problem = f"importing {backend.package} raised {type(error).__name__}: {error}"

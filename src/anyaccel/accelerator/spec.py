@@ -103,14 +103,12 @@ class CollectiveBackend(NamedTuple):
     Attributes:
         name: as `init_process_group(backend=)` takes it.
         package: must import before the backend exists; empty for a part of torch.
-        distribution: must be installed, which is asked first; empty: nothing beside the package.
-        check: function of the package that says whether the backend can be used; empty: it can when it imports.
+        why_not: "module:function" that says, before that, why it cannot be used here; the empty text when it can.
     """
 
     name: str
     package: str = ""
-    distribution: str = ""
-    check: str = ""
+    why_not: str = ""
 
 
 class HostRegistration(NamedTuple):

@@ -36,8 +36,11 @@ from anyaccel.comm.api import (
     symm_empty,
     symm_zeros,
 )
+from anyaccel.comm.ccl import register as _register_ccl
+from anyaccel.comm.log import log_summary
 from anyaccel.comm.start import get_local_rank, init_distributed, new_group
 
+_register_ccl()
 _shm.register()
 
 __all__ = [
@@ -64,6 +67,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
     "monitored_barrier",
     "new_group",
     "recv",

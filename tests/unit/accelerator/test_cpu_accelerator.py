@@ -242,6 +242,18 @@ def test_collective_backend_with_oneccl(
         sys.modules.pop("oneccl_bindings_for_pytorch", None)
 
 
+def test_collective_backend_with_oneccl_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CCL_ROOT", str(tmp_path))
+    assert CpuAccelerator().communication_backend_name() == "gloo"  # nothing is in it
+    for name in ("lib/libccl.so.1", "include/oneapi/ccl.hpp"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("oneCCL")
+    assert CpuAccelerator().communication_backend_name() == "ccl"
+    assert torch.distributed.is_backend_available("ccl")
+    (tmp_path / "lib/libccl.so.1").write_bytes(b"\0libccl.so.2\0")
+    assert CpuAccelerator().communication_backend_name() == "gloo"  # a wheel that lacks a part of itself
+
+
 def test_graphs_do_nothing(cpu: CpuAccelerator) -> None:
     graph = cpu.create_graph()
     assert isinstance(graph, inert.Graph)

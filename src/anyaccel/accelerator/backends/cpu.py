@@ -50,8 +50,9 @@ class CpuAccelerator(Accelerator):
         order=1000,
         why="every machine has one, so it is what is left when nothing else is there",
         collectives=(
+            # oneCCL through our own op, then through Intel's bindings, which are at the end of their life.
+            CollectiveBackend("ccl", "anyaccel.comm.ccl", why_not="anyaccel.ops.builders.ccl:why_not"),
             CollectiveBackend("ccl", "oneccl_bindings_for_pytorch"),
-            CollectiveBackend("ccl", "anyaccel.comm.ccl", distribution="oneccl-cpu", check="is_available"),
             CollectiveBackend("gloo"),
         ),
         visible_devices=(),  # a process is bound to cores by its CPU set, no variable narrows them
