@@ -14,6 +14,7 @@ import libcst as cst
 from anyaccel.port import cuda_names, literals, packages, pickers, tables, tensors
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
+from anyaccel.port.guards import guarded
 from anyaccel.port.imports import Imports
 from anyaccel.port.transform import apply
 from anyaccel.port.tree import AMBIGUOUS, Tree
@@ -279,7 +280,7 @@ def _keep_guards(ctx: Context, candidates: list[Candidate]) -> None:
     for candidate in candidates:
         if not candidate.guard or candidate.fix is None:
             continue
-        regions = list(ctx.guarded(candidate.replaced))
+        regions = list(guarded(ctx, candidate.replaced))
         if any(region in breaking or ctx.calls_cuda(region, replaced) for region in regions):
             candidate.unfixed("it guards code that still needs CUDA")
 

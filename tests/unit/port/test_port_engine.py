@@ -216,6 +216,7 @@ def test_strings_that_are_no_devices_are_left(code: str) -> None:
         ('parser.add_argument("--device", default="cuda")', "default=get_accelerator().device_name())"),
         ('device = kwargs.get("device", "cuda:1")', 'kwargs.get("device", get_accelerator().device_name(1))'),
         ('x.to("cuda:" + str(i))', "x.to(get_accelerator().device_name(i))"),
+        ('x.to(f"cuda:{i:d}")', "x.to(get_accelerator().device_name(i))"),
         ('x.to("cuda:%d" % i)', "x.to(get_accelerator().device_name(i))"),
         ('x.to("cuda:{}".format(i + 1))', "x.to(get_accelerator().device_name(i + 1))"),
         ('self.device = device or "cuda"', "self.device = device or get_accelerator().device_name()"),
@@ -279,12 +280,20 @@ def test_devices_are_found(before: str, after: str) -> None:
         "use_amp = amp and x.is_cuda",
         "with torch.autocast(device, enabled=x.is_cuda):\n    pass",
         "if not x.is_cuda and y:\n    a()",
+        "if hasattr(torch.cuda.device_count, 'cache_clear'):\n    pass",
+        "where = 'cpu' if not torch.cuda.is_available() else None",
+        "if not torch.cuda.is_available():\n    map_location = torch.device('cpu')",
+        "tell('Has CUDA', lambda: torch.cuda.is_available())",
+        "if torch.cuda.is_available():\n    sources += glob('*.cu')",
+        "if 'CUDA_VISIBLE_DEVICES' in os.environ:\n    print(f\"{os.environ['CUDA_VISIBLE_DEVICES']}\")",
+        "for i in range(torch.cuda.device_count()):\n    torch.cuda.get_device_name(i)",
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]",
         "class CudaBackend:\n    def f(self):\n        torch.cuda.synchronize()",
         "def count_cuda_devices():\n    return torch.cuda.device_count()",
     ],
 )
 def test_a_guard_of_cuda_code_stays(code: str) -> None:
-    text = f"import torch\n{code}\n"
+    text = f"import os\nimport torch\n{code}\n"
     assert port(text) == text
 
 
