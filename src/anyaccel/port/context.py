@@ -25,7 +25,7 @@ _ABOUT_CUDA = re.compile(r"cuda|\.cu\b", re.IGNORECASE)
 _FACT = re.compile(r"_*(?:(?:is|has|have)_)?(?:torch_)?(?:cuda|gpu)(?:_available|_is_available)?_*", re.IGNORECASE)
 _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
 # In names such as is_xpu_available, torch.xpu and x.is_npu.
-_VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
+VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
 _PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
@@ -152,7 +152,7 @@ class Context:
     def _vendor_questions(self) -> list[cst.CSTNode]:
         """Calls that ask whether another vendor's device is there."""
         named = [(each, dotted(each.func) or "") for each in self.tree.nodes if isinstance(each, cst.Call)]
-        return [each for each, name in named if name.endswith("available") and _VENDORS.search(name)]
+        return [each for each, name in named if name.endswith("available") and VENDORS.search(name)]
 
     def beside_vendors(self, node: cst.CSTNode) -> bool:
         """Whether the condition that this is in, or one of its alternatives, names another vendor."""
@@ -167,7 +167,7 @@ class Context:
             if not isinstance(below, cst.If):
                 break
             chain = below
-        return any(_VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
+        return any(VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
 
     def says_so(self, node: cst.CSTNode) -> bool:
         """Whether the statement around it, or what an `if` or `for` around it governs, has a text about CUDA."""

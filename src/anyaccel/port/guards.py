@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
 
 from anyaccel.port import usage
-from anyaccel.port.context import Context
+from anyaccel.port.context import VENDORS, Context
 from anyaccel.port.syntax import dotted
+
+_NOT_ONLY_OTHERS = re.compile(r"cuda|gpu|\bnot\b|!=", re.IGNORECASE)
 
 
 def guarded(ctx: Context, node: cst.CSTNode, follow: bool = True) -> Iterator[cst.CSTNode]:
@@ -69,3 +72,63 @@ def _ends(body: cst.BaseSuite) -> bool:
     if isinstance(last, cst.Expr) and isinstance(last.value, cst.Call):
         return usage.last_name(dotted(last.value.func) or "") in ("exit", "_exit", "skip", "skipTest", "abort", "quit")
     return isinstance(last, cst.Raise | cst.Return | cst.Continue | cst.Break)
+
+
+def is_for_another_vendor(ctx: Context, node: cst.CSTNode, is_name: bool) -> bool:
+    """Whether this place is one of a choice between vendors, which the accelerator has made already.
+
+    Args:
+        ctx: of the file.
+        node: the place.
+        is_name: it names a device or a backend. Such a name is compared with others of that choice, so it stays in
+            every branch; all else stays only in the branch of another vendor.
+    """
+    tree = ctx.tree
+    child = node
+    for around in tree.parents(node):
+        if isinstance(around, cst.FunctionDef | cst.ClassDef):
+            return False
+        if isinstance(around, cst.If) and around.test is not child:
+            if around.body is child and _names_only_others(ctx, around.test):
+                return True
+            if is_name and ctx.beside_vendors(_first_of_chain(ctx, around).test):
+                return True
+        child = around
+    return False
+
+
+def _first_of_chain(ctx: Context, node: cst.If) -> cst.If:
+    while isinstance(parent := ctx.tree.parent(node), cst.If) and parent.orelse is node:
+        node = parent
+    return node
+
+
+def _names_only_others(ctx: Context, test: cst.BaseExpression) -> bool:
+    text = ctx.tree.module.code_for_node(test)
+    return VENDORS.search(text) is not None and _NOT_ONLY_OTHERS.search(text) is None
+
+
+def has_newer_way(ctx: Context, node: cst.CSTNode) -> bool:
+    """Whether this is the way of an older torch, beside a branch that uses torch.amp already."""
+    child = node
+    for around in ctx.tree.parents(node):
+        others: list[cst.CSTNode] = []
+        match around:
+            case cst.FunctionDef() | cst.ClassDef():
+                return False
+            case cst.If() if around.orelse is not None and around.test is not child:
+                others = [around.body if around.orelse is child else around.orelse]
+            case cst.IfExp() if around.test is not child:
+                others = [around.body if around.orelse is child else around.orelse]
+            case cst.Try() if around.body is not child:
+                others = [around.body]
+        for other in others:
+            names = (ctx.tree.imported(each) or "" for each in _names_in(ctx, other))
+            if any(name.startswith("torch.amp.") for name in names):
+                return True
+        child = around
+    return False
+
+
+def _names_in(ctx: Context, part: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    return (each for each in ctx.tree.nodes if type(each) is cst.Attribute and part in ctx.tree.parents(each))

@@ -207,8 +207,8 @@ def _written(ctx: Context, node: cst.SimpleString, item: cst.Subscript, statemen
     def fix(old: cst.CSTNode) -> cst.CSTNode:
         assert isinstance(old, cst.Assign)
         value = old.value
-        if literal is not None and re.fullmatch(r"\d+(,\d+)*", literal):
-            numbers = [cst.Element(cst.Integer(str(int(each)))) for each in literal.split(",")]
+        if literal is not None and re.fullmatch(r"(\d+(,\d+)*)?", literal):
+            numbers = [cst.Element(cst.Integer(str(int(each)))) for each in literal.split(",") if each]
             devices: cst.BaseExpression = cst.List(numbers)
         else:
             if (

@@ -297,6 +297,31 @@ def test_a_guard_of_cuda_code_stays(code: str) -> None:
     assert port(text) == text
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "if is_xpu_available():\n    torch.xpu.empty_cache()\nelse:\n    torch.cuda.empty_cache()",
+            "if is_xpu_available():\n    torch.xpu.empty_cache()\nelse:\n    get_accelerator().empty_cache()",
+        ),
+        (
+            "if not is_hpu_available():\n    x.cuda()",
+            "if not is_hpu_available():\n    x.to(get_accelerator().device_name())",
+        ),
+        (
+            "if a:\n    s = torch.cuda.amp.GradScaler()\nelse:\n    s = None",
+            "if a:\n    s = torch.amp.GradScaler(get_accelerator().device_name())\nelse:\n    s = None",
+        ),
+        (
+            'os.environ["CUDA_VISIBLE_DEVICES"] = ""',
+            "get_accelerator().set_visible_devices_envs(os.environ, [])",
+        ),
+    ],
+)
+def test_what_is_not_for_another_vendor_is_fixed(before: str, after: str) -> None:
+    assert port(f"import os\nimport torch\n{before}\n").endswith(f"{after}\n")
+
+
 def test_a_guard_of_ported_code_goes_along() -> None:
     ported = port("import torch\nuse_cuda = torch.cuda.is_available()\nif use_cuda:\n    model.cuda()\n")
     assert "use_cuda = get_accelerator().is_available()\n" in ported
@@ -335,6 +360,12 @@ def test_a_guard_of_ported_code_goes_along() -> None:
         "backends = ['nccl', 'gloo']",
         'env = {"CUDA_VISIBLE_DEVICES": "0"}',
         'os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")',
+        "if is_xpu_available():\n    device = 'xpu'\nelse:\n    device = 'cuda'",
+        "if x.is_cuda:\n    device = 'cuda'\nelif tpu:\n    device = 'xla'",
+        "if is_hpu_available():\n    backend = 'hccl'\nelse:\n    backend = 'nccl'\n    init_process_group(backend)",
+        "if is_torch_xla_available():\n    n = torch.cuda.device_count()",
+        "s = torch.amp.GradScaler(d) if new else torch.cuda.amp.GradScaler()",
+        "try:\n    s = torch.amp.GradScaler(d)\nexcept TypeError:\n    s = torch.cuda.amp.GradScaler()",
     ],
 )
 def test_what_is_unsure_is_reported_only(code: str) -> None:
