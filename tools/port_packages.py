@@ -51,11 +51,13 @@ PACKAGES = [
 
 # Run in a process of its own: argv is the package's folders, then modules. Prints {module: "" or what went wrong}.
 IMPORTER = r"""
-import contextlib, importlib, importlib.abc, importlib.machinery, io, json, sys, types, warnings
+import contextlib, importlib, importlib.abc, importlib.machinery, importlib.metadata, io, json, sys, types, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed.fsdp, torch.fx, torch.utils.data
 own = sys.argv[1].split(",")
-absent = set()
+absent, unversioned = set(), set()
+version_of = importlib.metadata.version
+importlib.metadata.version = lambda name: "99.0" if name in unversioned else version_of(name)
 
 class Meta(type):
     def __getattr__(cls, name):
@@ -103,6 +105,11 @@ for name in sys.argv[2:]:
             with contextlib.redirect_stdout(io.StringIO()):
                 importlib.import_module(name)
             results[name] = ""
+        except importlib.metadata.PackageNotFoundError as error:
+            results[name] = str(error)
+            if error.name and error.name not in unversioned:
+                unversioned.add(error.name)
+                continue
         except ModuleNotFoundError as error:
             top = (error.name or "").split(".")[0]
             results[name] = str(error)

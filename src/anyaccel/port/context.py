@@ -23,6 +23,7 @@ _OF_CUDA = re.compile(r"cuda|nvidia|nccl|requires?_\w*gpu", re.IGNORECASE)
 _ABOUT_CUDA = re.compile(r"cuda|\.cu\b", re.IGNORECASE)
 # A variable that says whether CUDA itself is there; use_cuda is about what to use.
 _FACT = re.compile(r"_*(?:(?:is|has|have)_)?(?:torch_)?(?:cuda|gpu)(?:_available|_is_available)?_*", re.IGNORECASE)
+_KERNEL = re.compile("fused|flash|apex|kernel", re.IGNORECASE)
 _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
 # In names such as is_xpu_available, torch.xpu and x.is_npu.
 VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
@@ -157,7 +158,8 @@ class Context:
     def beside_vendors(self, node: cst.CSTNode) -> bool:
         """Whether the condition that this is in, or one of its alternatives, names another vendor."""
         top = node
-        while isinstance(self.tree.parent(top), cst.BooleanOperation | cst.UnaryOperation):
+        operations = cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget
+        while isinstance(self.tree.parent(top), operations):
             top = self.tree.parent(top)
         tests = [top]
         chain = self.tree.parent(top)
@@ -181,10 +183,14 @@ class Context:
         """Strings that are about CUDA, other than names of devices."""
         found: list[cst.CSTNode] = []
         for node in self.tree.nodes:
-            if type(node) is cst.SimpleString or type(node) is cst.FormattedString:
-                text = self.tree.module.code_for_node(node)
-                if _ABOUT_CUDA.search(text) and device_index(node) is False:
-                    found.append(node)
+            if type(node) is cst.SimpleString:
+                text = node.value
+            elif type(node) is cst.FormattedString:  # without the code in its braces, which may be replaced
+                text = "".join(part.value for part in node.parts if isinstance(part, cst.FormattedStringText))
+            else:
+                continue
+            if _ABOUT_CUDA.search(text) and device_index(node) is False:
+                found.append(node)
         return found
 
     def _cpu_goes_elsewhere(self, node: cst.CSTNode) -> bool:
@@ -243,6 +249,8 @@ class Context:
                 scope = self.tree.scope(parent)
                 if isinstance(target, cst.Name) and _FACT.fullmatch(target.value):
                     return f"{target.value} may stand for CUDA itself"
+                if isinstance(target, cst.Name) and _KERNEL.search(target.value):
+                    return f"{target.value} may be about kernels of CUDA"
                 if isinstance(target, cst.Name) and isinstance(scope, GlobalScope) and not list(self.uses(target)):
                     return f"other files may take {target.value} for CUDA"
                 if (
@@ -314,7 +322,7 @@ class Context:
 
     @functools.cached_property
     def _cuda_calls(self) -> list[cst.CSTNode]:
-        """Calls and imports of something with CUDA in its name, and uses of device_ids."""
+        """Calls and imports of something with CUDA in its name, imports that may fail, and uses of device_ids."""
         found: list[cst.CSTNode] = []
         for node in self.tree.nodes:
             name = ""
@@ -322,6 +330,8 @@ class Context:
                 name = usage.last_name(dotted(node.func) or "")
             elif type(node) is cst.ImportFrom or type(node) is cst.Import:
                 name = self.tree.module.code_for_node(node)
+                if self.tree.enclosing(node, cst.Try, cst.FunctionDef, cst.If).__class__ is cst.Try:
+                    name = "cuda"  # what may be missing is a kernel
             elif type(node) is cst.Name and node.value == "device_ids":
                 name = "cuda"  # DistributedDataParallel takes it for GPUs only
             elif type(node) is cst.SimpleString and node.raw_value == "device_ids":

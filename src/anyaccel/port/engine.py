@@ -14,7 +14,7 @@ import libcst as cst
 from anyaccel.port import cuda_names, literals, packages, pickers, tables, tensors
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
-from anyaccel.port.guards import guarded, has_newer_way, is_for_another_vendor
+from anyaccel.port.guards import guarded, has_newer_way, is_for_another_vendor, only_sets_cuda
 from anyaccel.port.imports import Imports
 from anyaccel.port.transform import apply
 from anyaccel.port.tree import AMBIGUOUS, Tree
@@ -22,7 +22,7 @@ from anyaccel.port.tree import AMBIGUOUS, Tree
 _IGNORED = re.compile(r"#\s*ignore-cuda\b", re.IGNORECASE)
 _NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
 _OF_TENSORS = {"ACC301", "ACC303"}
-_NAMES = {"ACC201", "ACC401"}
+_NAMES = {"ACC102", "ACC201", "ACC401"}
 _METHODS = {"cuda", "pin_memory"}
 _ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension"}
 _NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
@@ -288,6 +288,8 @@ def _keep_guards(ctx: Context, candidates: list[Candidate]) -> None:
         regions = list(guarded(ctx, candidate.replaced))
         if any(region in breaking or ctx.calls_cuda(region, replaced) for region in regions):
             candidate.unfixed("it guards code that still needs CUDA")
+        elif only_sets_cuda(ctx, regions, {each.replaced for each in fixed if each is not candidate}):
+            candidate.unfixed("it guards settings of CUDA only")
 
 
 def _check(before: str, after: str) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import libcst as cst
 
@@ -13,6 +13,7 @@ from anyaccel.port.context import VENDORS, Context
 from anyaccel.port.syntax import dotted
 
 _NOT_ONLY_OTHERS = re.compile(r"cuda|gpu|\bnot\b|!=", re.IGNORECASE)
+_SETTINGS = re.compile(r"torch\.backends\.(?:cudnn|cuda)\b")
 
 
 def guarded(ctx: Context, node: cst.CSTNode, follow: bool = True) -> Iterator[cst.CSTNode]:
@@ -128,6 +129,13 @@ def has_newer_way(ctx: Context, node: cst.CSTNode) -> bool:
                 return True
         child = around
     return False
+
+
+def only_sets_cuda(ctx: Context, regions: Sequence[cst.CSTNode], ported: set[cst.CSTNode]) -> bool:
+    """Whether what is guarded is settings of cuDNN or torch.backends.cuda, and nothing that is ported."""
+    inside = [region for region in regions if not isinstance(region, cst.FunctionDef | cst.Module)]
+    settings = [each for region in inside for each in _names_in(ctx, region) if _SETTINGS.match(dotted(each) or "")]
+    return bool(settings) and not any(region in (each, *ctx.tree.parents(each)) for region in inside for each in ported)
 
 
 def _names_in(ctx: Context, part: cst.CSTNode) -> Iterator[cst.CSTNode]:

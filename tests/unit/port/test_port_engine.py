@@ -290,6 +290,10 @@ def test_devices_are_found(before: str, after: str) -> None:
         "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]",
         "class CudaBackend:\n    def f(self):\n        torch.cuda.synchronize()",
         "def count_cuda_devices():\n    return torch.cuda.device_count()",
+        "if torch.cuda.is_available():\n    try:\n        from .fast import A\n    except ImportError:\n        pass",
+        "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True",
+        "def f():\n    use_fused = torch.cuda.is_available()\n    return g(use_fused)",
+        "skip = torch.cuda.device_count() > 1 or torch.xpu.device_count() > 1",
     ],
 )
 def test_a_guard_of_cuda_code_stays(code: str) -> None:
@@ -313,12 +317,21 @@ def test_a_guard_of_cuda_code_stays(code: str) -> None:
             "if a:\n    s = torch.amp.GradScaler(get_accelerator().device_name())\nelse:\n    s = None",
         ),
         (
+            "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n    x.cuda()",
+            "if get_accelerator().is_available():\n    torch.backends.cudnn.benchmark = True\n"
+            "    x.to(get_accelerator().device_name())",
+        ),
+        (
+            "if torch.cuda.is_available():\n    print(f'{torch.cuda.memory_allocated()}')",
+            "if get_accelerator().is_available():\n    print(f'{get_accelerator().memory_allocated()}')",
+        ),
+        (
             'os.environ["CUDA_VISIBLE_DEVICES"] = ""',
             "get_accelerator().set_visible_devices_envs(os.environ, [])",
         ),
     ],
 )
-def test_what_is_not_for_another_vendor_is_fixed(before: str, after: str) -> None:
+def test_what_is_for_any_accelerator_is_fixed(before: str, after: str) -> None:
     assert port(f"import os\nimport torch\n{before}\n").endswith(f"{after}\n")
 
 
@@ -365,6 +378,7 @@ def test_a_guard_of_ported_code_goes_along() -> None:
         "if is_hpu_available():\n    backend = 'hccl'\nelse:\n    backend = 'nccl'\n    init_process_group(backend)",
         "if is_torch_xla_available():\n    n = torch.cuda.device_count()",
         "s = torch.amp.GradScaler(d) if new else torch.cuda.amp.GradScaler()",
+        "if is_xpu_available():\n    d = 'xpu'\nelse:\n    d = f'cuda:{torch.cuda.current_device()}'",
         "try:\n    s = torch.amp.GradScaler(d)\nexcept TypeError:\n    s = torch.cuda.amp.GradScaler()",
     ],
 )
