@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How Sphinx makes the site from these pages: `make docs`. The pages are plain Markdown and read as well without it.
 
-The order of the pages and the headings above them are those of index.md.
+The order of the pages and the headings above them are those of index.md; what is not listed there comes last.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"anyaccel {release}"
 html_show_copyright = False
-exclude_patterns = ["_build", "doc-commands.md"]
+exclude_patterns = ["_build"]
 
 myst_heading_anchors = 4
 myst_links_external_new_tab = False
@@ -50,6 +50,9 @@ def _read_source(app: Any, name: str, source: list[str]) -> None:
             pages = _ENTRY.findall(section[2])
             tree = f"```{{toctree}}\n:hidden:\n:caption: {section[1]}\n\n" + "\n".join(pages) + "\n```\n\n"
             source[0] = source[0][: section.start()] + tree + source[0][section.start() :] if pages else source[0]
+        rest = sorted(app.env.found_docs - set(_ENTRY.findall(source[0])) - {"index"})
+        if rest:
+            source[0] += "\n```{toctree}\n:hidden:\n:caption: More\n\n" + "\n".join(rest) + "\n```\n"
 
 
 def _read_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -119,8 +119,9 @@ def run(command: str, shown: list[str], code: int, folder: Path) -> str:
     """Run one command; how it differs from what is expected, or nothing."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DS_", "ANYACCEL_", "OMP_"))}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
-    # One thread: the work is tiny, and tests share the cores.
+    # One thread: the work is tiny, and tests share the cores. A cache of its own, since some commands empty it.
     environment = kept | {"PATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"ANYACCEL_CACHE_DIR": str(folder / ".cache")}
     try:
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=environment, text=True, timeout=300,
