@@ -13,7 +13,7 @@ DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-tools lint format sanitize soak bench-peers clean
+.PHONY: help setup demo test test-all test-tools lint format docs sanitize soak bench-peers clean
 .NOTPARALLEL:
 
 help: ## show the targets
@@ -57,6 +57,10 @@ format: $(STAMP)-dev ## put Python and C++ sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $$(find csrc examples tests/native -name '*.cpp' -o -name '*.h')
+
+docs: $(STAMP)-dev $(STAMP)-build ## build the documentation site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/docs/.trees docs build/docs
+	@echo "open build/docs/index.html"
 
 # MPI, pdsh, Slurm and sshd for jobs on several hosts. Needs root and Debian; without, it says so and those tests are skipped.
 test-tools: $(STAMP)-dev ## install what the tests of several hosts run jobs with

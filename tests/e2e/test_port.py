@@ -41,6 +41,47 @@ def test_cuda_scripts_run_on_the_cpu(tmp_path: Path) -> None:
     assert answered.stdout.startswith("4 classes, 256 of 256 right, mean loss 0.002")
 
 
+def test_the_pre_commit_hooks(tmp_path: Path) -> None:
+    """The hooks as defined, but for where the command comes from: pre-commit would build this package for minutes."""
+    pytest.importorskip("pre_commit", reason="pre-commit is not installed: pip install pre-commit")
+    yaml = pytest.importorskip("yaml")
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text())
+    assert [hook["id"] for hook in hooks] == ["anyaccel-port", "anyaccel-port-write"]
+    for hook in hooks:
+        assert hook.pop("language") == "python"
+        del hook["additional_dependencies"]
+        hook["language"] = "system"
+        hook["entry"] = f"{sys.executable} -m {hook['entry']}"
+    (tmp_path / ".pre-commit-config.yaml").write_text(yaml.safe_dump({"repos": [{"repo": "local", "hooks": hooks}]}))
+    shutil.copy(SCRIPTS / "train_cuda.py", tmp_path)
+    (tmp_path / "kept.py").write_text("import torch\n\ntorch.cuda.synchronize()\n")
+    (tmp_path / "pyproject.toml").write_text('[tool.anyaccel.port]\nexclude = ["kept.py"]\n')
+    home = {"PRE_COMMIT_HOME": str(tmp_path / ".cache"), "HOME": str(tmp_path), "GIT_CONFIG_GLOBAL": os.devnull}
+
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", *arguments], cwd=tmp_path, env={**os.environ, **home}, check=True, capture_output=True)
+
+    def hook(name: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pre_commit", "run", name, "--all-files"]
+        environment = {**os.environ, **home}
+        return subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=60)
+
+    git("init", "-q")
+    git("add", "train_cuda.py", "kept.py", "pyproject.toml", ".pre-commit-config.yaml")
+    found = hook("anyaccel-port")
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert "train_cuda.py:" in found.stdout
+    assert "[fixable]" in found.stdout
+    assert "kept.py: left out" in found.stdout
+    written = hook("anyaccel-port-write")
+    assert written.returncode == 1, written.stdout  # pre-commit fails a hook that changes files
+    assert "files were modified by this hook" in written.stdout
+    assert hook("anyaccel-port").returncode == 0
+    assert (tmp_path / "kept.py").read_text() == "import torch\n\ntorch.cuda.synchronize()\n"
+
+
 def test_the_originals_need_a_gpu(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

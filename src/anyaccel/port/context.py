@@ -20,11 +20,13 @@ _OURS = {f"{module}.{GET_ACCELERATOR}" for module in ("anyaccel", "anyaccel.acce
 _OTHER_AVAILABILITY = re.compile(r"torch\.(?:backends\.mps|mps|xpu|npu|mlu|hpu|musa)\.is_available")
 _SAYS_CUDA = re.compile(r"cuda|gpu|nvidia|nccl|rocm|hip|available", re.IGNORECASE)
 _OF_CUDA = re.compile(r"cuda|nvidia|nccl|requires?_\w*gpu", re.IGNORECASE)
+_ABOUT_CUDA = re.compile(r"cuda|\.cu\b", re.IGNORECASE)
 # A variable that says whether CUDA itself is there; use_cuda is about what to use.
 _FACT = re.compile(r"_*(?:(?:is|has|have)_)?(?:torch_)?(?:cuda|gpu)(?:_available|_is_available)?_*", re.IGNORECASE)
+_KERNEL = re.compile("fused|flash|apex|kernel", re.IGNORECASE)
 _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
 # In names such as is_xpu_available, torch.xpu and x.is_npu.
-_VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
+VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
 _PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
@@ -151,12 +153,13 @@ class Context:
     def _vendor_questions(self) -> list[cst.CSTNode]:
         """Calls that ask whether another vendor's device is there."""
         named = [(each, dotted(each.func) or "") for each in self.tree.nodes if isinstance(each, cst.Call)]
-        return [each for each, name in named if name.endswith("available") and _VENDORS.search(name)]
+        return [each for each, name in named if name.endswith("available") and VENDORS.search(name)]
 
     def beside_vendors(self, node: cst.CSTNode) -> bool:
         """Whether the condition that this is in, or one of its alternatives, names another vendor."""
         top = node
-        while isinstance(self.tree.parent(top), cst.BooleanOperation | cst.UnaryOperation):
+        operations = cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget
+        while isinstance(self.tree.parent(top), operations):
             top = self.tree.parent(top)
         tests = [top]
         chain = self.tree.parent(top)
@@ -166,33 +169,43 @@ class Context:
             if not isinstance(below, cst.If):
                 break
             chain = below
-        return any(_VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
+        return any(VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
 
     def says_so(self, node: cst.CSTNode) -> bool:
-        """Whether an assert, or what is printed or raised below the condition, tells the user about CUDA."""
-        choice = self.tree.enclosing(node, cst.IfExp, cst.BaseStatement)
-        if isinstance(choice, cst.IfExp):
-            told = [text_of(each) or "" for each in (choice.body, choice.orelse)]
-            told += [self.tree.module.code_for_node(e) for e in (choice.body, choice.orelse) if _is_text(e)]
-            if any("cuda" in text.lower() and " " in text for text in told):
-                return True
-        statement = self.tree.enclosing(node, cst.Assert, cst.If, cst.BaseSmallStatement)
-        if isinstance(statement, cst.Assert):
-            return statement.msg is not None and "cuda" in self.tree.module.code_for_node(statement.msg).lower()
-        return isinstance(statement, cst.If) and any(statement in self.tree.parents(told) for told in self._told)
+        """Whether the statement around it, or what an `if` or `for` around it governs, has a text about CUDA."""
+        kinds = (cst.BaseSmallStatement, cst.If, cst.For, cst.While, cst.With, cst.FunctionDef, cst.ClassDef)
+        around = self.tree.enclosing(node, *kinds)
+        governs = isinstance(around, cst.BaseSmallStatement | cst.If | cst.For)
+        return around is not None and governs and any(around in self.tree.parents(text) for text in self._texts)
 
     @functools.cached_property
-    def _told(self) -> list[cst.CSTNode]:
-        """Texts about CUDA in what is printed, logged or raised."""
+    def _texts(self) -> list[cst.CSTNode]:
+        """Strings that are about CUDA, other than names of devices."""
         found: list[cst.CSTNode] = []
         for node in self.tree.nodes:
-            if type(node) is cst.SimpleString or type(node) is cst.FormattedString:
-                text = self.tree.module.code_for_node(node).strip("'\"frbFRB").lower()
-                if "cuda" in text and device_index(node) is False and " " in text:
-                    statement = self.tree.enclosing(node, cst.BaseSmallStatement)
-                    if isinstance(statement, cst.Expr | cst.Raise):
-                        found.append(node)
+            if type(node) is cst.SimpleString:
+                text = node.value
+            elif type(node) is cst.FormattedString:  # without the code in its braces, which may be replaced
+                text = "".join(part.value for part in node.parts if isinstance(part, cst.FormattedStringText))
+            else:
+                continue
+            if _ABOUT_CUDA.search(text) and device_index(node) is False:
+                found.append(node)
         return found
+
+    def _cpu_goes_elsewhere(self, node: cst.CSTNode) -> bool:
+        """Whether without CUDA "cpu" is given to something, in another way than a choice between two devices."""
+        negated, child, parent = False, node, self.tree.parent(node)
+        while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
+            negated = negated != (isinstance(parent, cst.UnaryOperation) and isinstance(parent.operator, cst.Not))
+            child, parent = parent, self.tree.parent(parent)
+        if isinstance(parent, cst.IfExp):
+            spelled = [self.is_device_spelling(each) for each in (parent.body, parent.orelse)]
+            return any(spelled) and not all(spelled)
+        if isinstance(parent, cst.If) and parent.test is child and negated:
+            cpu = (each for each in self.tree.nodes if (text_of(each) or "").startswith("cpu"))
+            return any(parent.body in self.tree.parents(each) for each in cpu)
+        return False
 
     def _wanted_as_cuda(self, node: cst.CSTNode) -> bool:
         """Whether it stands below a condition whose name says that CUDA is asked for, such as `if needs_cuda:`."""
@@ -210,7 +223,9 @@ class Context:
         if self._chooses_vendor(node):
             return "the code chooses between vendors by itself"
         if self.says_so(node):
-            return "what is printed or raised there is about CUDA"
+            return "a text there is about CUDA"
+        if self._cpu_goes_elsewhere(node):
+            return "the CPU is treated in its own way there"
         if self._wanted_as_cuda(node):
             return "a condition around it asks for CUDA by name"
         child, parent = node, self.tree.parent(node)
@@ -234,6 +249,8 @@ class Context:
                 scope = self.tree.scope(parent)
                 if isinstance(target, cst.Name) and _FACT.fullmatch(target.value):
                     return f"{target.value} may stand for CUDA itself"
+                if isinstance(target, cst.Name) and _KERNEL.search(target.value):
+                    return f"{target.value} may be about kernels of CUDA"
                 if isinstance(target, cst.Name) and isinstance(scope, GlobalScope) and not list(self.uses(target)):
                     return f"other files may take {target.value} for CUDA"
                 if (
@@ -294,10 +311,6 @@ class Context:
             return "device"
         return "index" if usage.is_index(self.tree, found) else ""
 
-    def guarded(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """What runs only when this answer is yes."""
-        yield from _guarded(self, node, follow=True)
-
     def calls_cuda(self, region: cst.CSTNode, replaced: set[cst.CSTNode]) -> bool:
         """Whether what is guarded calls or imports something that has CUDA in its name, and is not ported."""
         for node in self._cuda_calls:
@@ -309,7 +322,7 @@ class Context:
 
     @functools.cached_property
     def _cuda_calls(self) -> list[cst.CSTNode]:
-        """Calls and imports of something with CUDA in its name, and uses of device_ids."""
+        """Calls and imports of something with CUDA in its name, imports that may fail, and uses of device_ids."""
         found: list[cst.CSTNode] = []
         for node in self.tree.nodes:
             name = ""
@@ -317,6 +330,8 @@ class Context:
                 name = usage.last_name(dotted(node.func) or "")
             elif type(node) is cst.ImportFrom or type(node) is cst.Import:
                 name = self.tree.module.code_for_node(node)
+                if self.tree.enclosing(node, cst.Try, cst.FunctionDef, cst.If).__class__ is cst.Try:
+                    name = "cuda"  # what may be missing is a kernel
             elif type(node) is cst.Name and node.value == "device_ids":
                 name = "cuda"  # DistributedDataParallel takes it for GPUs only
             elif type(node) is cst.SimpleString and node.raw_value == "device_ids":
@@ -326,62 +341,5 @@ class Context:
         return found
 
 
-def _is_text(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.FormattedString | cst.ConcatenatedString)
-
-
 def _undecorated(node: cst.BaseExpression) -> cst.BaseExpression:
     return node.func if isinstance(node, cst.Call) else node
-
-
-def _guarded(ctx: Context, node: cst.CSTNode, follow: bool) -> Iterator[cst.CSTNode]:
-    tree = ctx.tree
-    child, parent, negated = node, tree.parent(node), False
-    while True:
-        if isinstance(parent, cst.UnaryOperation):
-            negated = negated != isinstance(parent.operator, cst.Not)
-        elif isinstance(parent, cst.BooleanOperation):
-            yield parent
-        elif not isinstance(parent, cst.Comparison | cst.ComparisonTarget):
-            break
-        child, parent = parent, tree.parent(parent)
-    match parent:
-        case cst.If() | cst.While() if parent.test is child:
-            yield parent.test
-            if not negated:
-                yield parent.body
-            elif parent.orelse is not None:
-                yield parent.orelse
-            if negated and _ends(parent.body):
-                yield tree.enclosing(parent, cst.FunctionDef) or tree.module
-        case cst.IfExp() if parent.test is child:
-            yield parent.orelse if negated else parent.body
-        case cst.Assert():
-            yield tree.enclosing(parent, cst.FunctionDef) or tree.module
-        case cst.Arg() | cst.Decorator():
-            decorator = (
-                parent
-                if isinstance(parent, cst.Decorator)
-                else tree.enclosing(parent, cst.Decorator, cst.BaseStatement)
-            )
-            if isinstance(decorator, cst.Decorator):
-                yield tree.parent(decorator)
-        case cst.Assign() if follow and isinstance(parent.targets[0].target, cst.Name):
-            for use in ctx.uses(parent.targets[0].target):
-                yield from _guarded(ctx, use, follow=False)
-    # A mark such as `needs_cuda = pytest.mark.skipif(not available)` guards wherever it decorates.
-    if follow:
-        assign = tree.enclosing(node, cst.Assign, cst.BaseStatement)
-        if isinstance(assign, cst.Assign) and assign is not parent and isinstance(assign.targets[0].target, cst.Name):
-            for use in ctx.uses(assign.targets[0].target):
-                yield from _guarded(ctx, use, follow=False)
-
-
-def _ends(body: cst.BaseSuite) -> bool:
-    """Whether what follows the block is not reached from it: it ends by raise, return, continue or exit."""
-    last = body.body[-1] if body.body else None
-    if isinstance(last, cst.SimpleStatementLine):
-        last = last.body[-1]
-    if isinstance(last, cst.Expr) and isinstance(last.value, cst.Call):
-        return usage.last_name(dotted(last.value.func) or "") in ("exit", "_exit", "skip", "skipTest", "abort", "quit")
-    return isinstance(last, cst.Raise | cst.Return | cst.Continue | cst.Break)

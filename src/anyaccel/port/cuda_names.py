@@ -121,13 +121,28 @@ class _Place:
         return self.fixed(code, shown, fix, needs_torch=True, needs_accelerator=False)
 
 
+_ASK = {
+    "hasattr",
+    "getattr",
+    "setattr",
+    "isinstance",
+    "callable",
+    "signature",
+    ".signature",
+    "patch",
+    ".patch",
+    ".object",
+}
+
+
 def _function(place: _Place, name: str) -> Candidate:
     method = tables.FUNCTIONS[name]
     if name == "is_available":
         return _availability(place)
     if place.call is None:
-        if isinstance(place.parent, cst.Attribute):
-            return place.report("ACC501", _advice(name))
+        asked = usage.role(place.tree, place.node).callee in _ASK
+        if asked or isinstance(place.parent, cst.Attribute):
+            return place.report("ACC501", "the function itself is looked at; look at the accelerator's instead")
         return place.fixed("ACC101", f"get_accelerator().{method.name}", place.method(method.name))
     around = place.tree.parent(place.call)
     if isinstance(around, cst.Attribute) and around.attr.value in ("cuda_stream", "_as_parameter_"):
@@ -137,8 +152,12 @@ def _function(place: _Place, name: str) -> Candidate:
             "ACC501", "record_stream() wants a stream of the tensor's device; skip it where is_synchronized_device()"
         )
     if name == "device_count" and place.ctx.says_so(place.call):
-        return place.report("ACC101", "not fixed: what is printed or raised there is about CUDA", breaks=False)
-    return place.method_call("ACC101", method)
+        return place.report("ACC101", "not fixed: a text there is about CUDA", breaks=False)
+    if name == "device_count" and place.ctx.beside_vendors(place.call):
+        return place.report("ACC101", "not fixed: the code chooses between vendors by itself", breaks=False)
+    found = place.method_call("ACC101", method)
+    found.guard = name == "device_count"
+    return found
 
 
 def _availability(place: _Place) -> Candidate:

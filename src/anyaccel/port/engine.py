@@ -14,6 +14,7 @@ import libcst as cst
 from anyaccel.port import cuda_names, literals, packages, pickers, tables, tensors
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
+from anyaccel.port.guards import guarded, has_newer_way, is_for_another_vendor, only_sets_cuda
 from anyaccel.port.imports import Imports
 from anyaccel.port.transform import apply
 from anyaccel.port.tree import AMBIGUOUS, Tree
@@ -21,6 +22,7 @@ from anyaccel.port.tree import AMBIGUOUS, Tree
 _IGNORED = re.compile(r"#\s*ignore-cuda\b", re.IGNORECASE)
 _NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
 _OF_TENSORS = {"ACC301", "ACC303"}
+_NAMES = {"ACC102", "ACC201", "ACC401"}
 _METHODS = {"cuda", "pin_memory"}
 _ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension"}
 _NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
@@ -93,6 +95,10 @@ def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, remo
                 candidate.unfixed("TorchScript compiles this function and knows no get_accelerator()")
             elif own and candidate.code not in _OF_TENSORS:
                 candidate.unfixed(f"by its name {own} is about CUDA")
+            elif is_for_another_vendor(ctx, candidate.node, candidate.code in _NAMES):
+                candidate.unfixed("the code chooses between vendors by itself")
+            elif candidate.code == "ACC104" and has_newer_way(ctx, candidate.node):
+                candidate.unfixed("it is for older torch; another branch has torch.amp")
             elif candidate.drops and "#" in text[start:end]:
                 candidate.unfixed("a comment stands inside")
     _keep_guards(ctx, candidates)
@@ -279,9 +285,11 @@ def _keep_guards(ctx: Context, candidates: list[Candidate]) -> None:
     for candidate in candidates:
         if not candidate.guard or candidate.fix is None:
             continue
-        regions = list(ctx.guarded(candidate.replaced))
+        regions = list(guarded(ctx, candidate.replaced))
         if any(region in breaking or ctx.calls_cuda(region, replaced) for region in regions):
             candidate.unfixed("it guards code that still needs CUDA")
+        elif only_sets_cuda(ctx, regions, {each.replaced for each in fixed if each is not candidate}):
+            candidate.unfixed("it guards settings of CUDA only")
 
 
 def _check(before: str, after: str) -> None:

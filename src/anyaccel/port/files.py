@@ -53,8 +53,7 @@ def find(paths: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[str | S
 
 def _below(path: str, excluded: Sequence[str]) -> Iterator[str | Skipped]:
     if not Path(path).is_dir():
-        if not is_excluded(path, excluded):
-            yield path
+        yield Skipped(path, "`exclude` names it", failed=False) if is_excluded(path, excluded) else path
         return
     problems: list[Skipped] = []
 

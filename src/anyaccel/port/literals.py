@@ -173,7 +173,7 @@ def _first(ctx: Context, node: cst.SimpleString) -> Candidate:
         return same_parentheses(call(cst.Name("next"), names, cst.SimpleString('""')), old)
 
     if ctx.tree.enclosing(node, cst.FormattedString) is not None:
-        return Candidate(node, "ACC402", f"`{VISIBLE}`: not fixed: it is inside an f-string", breaks=False)
+        return Candidate(node, "ACC402", f"`{VISIBLE}`: not fixed: it is inside an f-string")
     return Candidate(node, "ACC402", f"`{VISIBLE}` is read; use `get_accelerator().visible_devices_envs()`", fix)
 
 
@@ -197,7 +197,7 @@ def _any_set(ctx: Context, node: cst.SimpleString, test: cst.Comparison) -> Cand
         return same_parentheses(call(cst.Name("any"), cst.GeneratorExp(each, loop, lpar=[], rpar=[])), old)
 
     use = "get_accelerator().visible_devices_envs()"
-    return Candidate(node, "ACC402", f"`{VISIBLE}` is looked for; use `{use}`", fix, test, drops=True)
+    return Candidate(node, "ACC402", f"`{VISIBLE}` is looked for; use `{use}`", fix, test, drops=True, guard=True)
 
 
 def _written(ctx: Context, node: cst.SimpleString, item: cst.Subscript, statement: cst.Assign) -> Candidate:
@@ -207,8 +207,8 @@ def _written(ctx: Context, node: cst.SimpleString, item: cst.Subscript, statemen
     def fix(old: cst.CSTNode) -> cst.CSTNode:
         assert isinstance(old, cst.Assign)
         value = old.value
-        if literal is not None and re.fullmatch(r"\d+(,\d+)*", literal):
-            numbers = [cst.Element(cst.Integer(str(int(each)))) for each in literal.split(",")]
+        if literal is not None and re.fullmatch(r"(\d+(,\d+)*)?", literal):
+            numbers = [cst.Element(cst.Integer(str(int(each)))) for each in literal.split(",") if each]
             devices: cst.BaseExpression = cst.List(numbers)
         else:
             if (

@@ -146,7 +146,8 @@ def _index_of_format(node: cst.FormattedString) -> cst.BaseExpression | bool:
         return False
     if not isinstance(value, cst.FormattedStringExpression) or value.equal is not None:
         return False
-    plain = value.conversion in (None, "s") and value.format_spec in (None, [], ())
+    spec = "".join(each.value for each in value.format_spec or () if isinstance(each, cst.FormattedStringText))
+    plain = value.conversion in (None, "s") and (not value.format_spec or spec == "d")
     return value.expression if plain else False
 
 

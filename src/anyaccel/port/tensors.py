@@ -148,7 +148,7 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
     elif _has_other_way(ctx, node):
         yield report("the code has another way for the CPU, which a CPU accelerator would not take any more")
     elif ctx.says_so(node):
-        yield report("what is printed or raised there is about CUDA")
+        yield report("a text there is about CUDA")
     elif ctx.beside_vendors(node):
         yield report("the code chooses between vendors by itself")
     elif name.split(".")[0] in ctx.tree.imported_names and ctx.tree.imported(node.value) is not None:

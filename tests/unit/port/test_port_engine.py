@@ -216,6 +216,7 @@ def test_strings_that_are_no_devices_are_left(code: str) -> None:
         ('parser.add_argument("--device", default="cuda")', "default=get_accelerator().device_name())"),
         ('device = kwargs.get("device", "cuda:1")', 'kwargs.get("device", get_accelerator().device_name(1))'),
         ('x.to("cuda:" + str(i))', "x.to(get_accelerator().device_name(i))"),
+        ('x.to(f"cuda:{i:d}")', "x.to(get_accelerator().device_name(i))"),
         ('x.to("cuda:%d" % i)', "x.to(get_accelerator().device_name(i))"),
         ('x.to("cuda:{}".format(i + 1))', "x.to(get_accelerator().device_name(i + 1))"),
         ('self.device = device or "cuda"', "self.device = device or get_accelerator().device_name()"),
@@ -279,13 +280,59 @@ def test_devices_are_found(before: str, after: str) -> None:
         "use_amp = amp and x.is_cuda",
         "with torch.autocast(device, enabled=x.is_cuda):\n    pass",
         "if not x.is_cuda and y:\n    a()",
+        "if hasattr(torch.cuda.device_count, 'cache_clear'):\n    pass",
+        "where = 'cpu' if not torch.cuda.is_available() else None",
+        "if not torch.cuda.is_available():\n    map_location = torch.device('cpu')",
+        "tell('Has CUDA', lambda: torch.cuda.is_available())",
+        "if torch.cuda.is_available():\n    sources += glob('*.cu')",
+        "if 'CUDA_VISIBLE_DEVICES' in os.environ:\n    print(f\"{os.environ['CUDA_VISIBLE_DEVICES']}\")",
+        "for i in range(torch.cuda.device_count()):\n    torch.cuda.get_device_name(i)",
+        "names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]",
         "class CudaBackend:\n    def f(self):\n        torch.cuda.synchronize()",
         "def count_cuda_devices():\n    return torch.cuda.device_count()",
+        "if torch.cuda.is_available():\n    try:\n        from .fast import A\n    except ImportError:\n        pass",
+        "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True",
+        "def f():\n    use_fused = torch.cuda.is_available()\n    return g(use_fused)",
+        "skip = torch.cuda.device_count() > 1 or torch.xpu.device_count() > 1",
     ],
 )
 def test_a_guard_of_cuda_code_stays(code: str) -> None:
-    text = f"import torch\n{code}\n"
+    text = f"import os\nimport torch\n{code}\n"
     assert port(text) == text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "if is_xpu_available():\n    torch.xpu.empty_cache()\nelse:\n    torch.cuda.empty_cache()",
+            "if is_xpu_available():\n    torch.xpu.empty_cache()\nelse:\n    get_accelerator().empty_cache()",
+        ),
+        (
+            "if not is_hpu_available():\n    x.cuda()",
+            "if not is_hpu_available():\n    x.to(get_accelerator().device_name())",
+        ),
+        (
+            "if a:\n    s = torch.cuda.amp.GradScaler()\nelse:\n    s = None",
+            "if a:\n    s = torch.amp.GradScaler(get_accelerator().device_name())\nelse:\n    s = None",
+        ),
+        (
+            "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n    x.cuda()",
+            "if get_accelerator().is_available():\n    torch.backends.cudnn.benchmark = True\n"
+            "    x.to(get_accelerator().device_name())",
+        ),
+        (
+            "if torch.cuda.is_available():\n    print(f'{torch.cuda.memory_allocated()}')",
+            "if get_accelerator().is_available():\n    print(f'{get_accelerator().memory_allocated()}')",
+        ),
+        (
+            'os.environ["CUDA_VISIBLE_DEVICES"] = ""',
+            "get_accelerator().set_visible_devices_envs(os.environ, [])",
+        ),
+    ],
+)
+def test_what_is_for_any_accelerator_is_fixed(before: str, after: str) -> None:
+    assert port(f"import os\nimport torch\n{before}\n").endswith(f"{after}\n")
 
 
 def test_a_guard_of_ported_code_goes_along() -> None:
@@ -326,6 +373,13 @@ def test_a_guard_of_ported_code_goes_along() -> None:
         "backends = ['nccl', 'gloo']",
         'env = {"CUDA_VISIBLE_DEVICES": "0"}',
         'os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")',
+        "if is_xpu_available():\n    device = 'xpu'\nelse:\n    device = 'cuda'",
+        "if x.is_cuda:\n    device = 'cuda'\nelif tpu:\n    device = 'xla'",
+        "if is_hpu_available():\n    backend = 'hccl'\nelse:\n    backend = 'nccl'\n    init_process_group(backend)",
+        "if is_torch_xla_available():\n    n = torch.cuda.device_count()",
+        "s = torch.amp.GradScaler(d) if new else torch.cuda.amp.GradScaler()",
+        "if is_xpu_available():\n    d = 'xpu'\nelse:\n    d = f'cuda:{torch.cuda.current_device()}'",
+        "try:\n    s = torch.amp.GradScaler(d)\nexcept TypeError:\n    s = torch.cuda.amp.GradScaler()",
     ],
 )
 def test_what_is_unsure_is_reported_only(code: str) -> None:

@@ -211,6 +211,9 @@ def test_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "found 1," in run(tmp_path, capsys=capsys)[1]
     assert "found 2," in run(tmp_path / "a.py", "--ignore", "ACC3", capsys=capsys)[1]
     assert "ACC301" in run(tmp_path, "--select", "acc301", capsys=capsys)[1]
+    code, out, err = run(tmp_path / "b.py", capsys=capsys)  # as pre-commit names files
+    assert (code, out) == (0, "found nothing to port; 0 files\n")
+    assert err == f"{tmp_path / 'b.py'}: left out: `exclude` names it\n"
     for text, told in (
         ("x = 1", "unknown key 'x'; there are select, ignore, exclude"),
         ('select = "ACC1"', "select = 'ACC1' must be a list of strings"),

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation: the site builds without a warning, links lead somewhere, commands do what the pages say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+DOCS = REPOSITORY / "docs"
+PAGES = sorted([REPOSITORY / "README.md", *DOCS.rglob("*.md")])
+_NAMES = [str(page.relative_to(REPOSITORY)) for page in PAGES]
+
+
+def _tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+commands = _tool("doc_commands")
+
+
+def _anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as forges and Sphinx make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", plain)))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        if not place.exists() or (anchor and place.suffix == ".md" and anchor not in _anchors(place)):
+            broken.append(target)
+    assert broken == []
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", PAGES, ids=_NAMES)
+def test_commands_do_what_the_page_says(page: Path) -> None:
+    wrong = commands.run_page(page)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", PAGES, ids=_NAMES)
+def test_slow_commands_do_what_the_page_says(page: Path) -> None:
+    wrong = commands.run_page(page, slow=True)
+    assert not wrong, "\n".join(wrong)
+
+
+_COMMAND = re.compile(r"^(?:\$ |(?:anyaccel [a-z]+|make|pip|python) [ -~]*$)", re.MULTILINE)
+# Their commands take a model of some GB, or all of the machine; their options are checked below.
+_OF_MEASUREMENTS = ("inference.md", "performance.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_NAMES)
+def test_every_command_is_run_or_says_why_not(page: Path) -> None:
+    wrong = []
+    for block in commands.blocks(page.read_text(encoding="utf-8")):
+        if block.language == "console":
+            problem = commands.problem_of_mark(block)
+            if not list(block.commands()):
+                problem = "a console block without a command"
+        elif block.language in ("sh", "bash", "shell"):
+            problem = "" if block.kind == "not run" else "commands belong into a console block, behind `$ `"
+        elif block.language == "" and page.name not in _OF_MEASUREMENTS and _COMMAND.search(block.body):
+            problem = "a block of commands is a console block, with `$ ` before each"
+        else:
+            problem = ""
+        if problem:
+            wrong.append(f"line {block.line}: {problem}")
+    assert wrong == []
+
+
+_OPTIONS = json.loads((REPOSITORY / "tests" / "data" / "cli_options.json").read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_NAMES)
+def test_options_shown_exist(page: Path) -> None:
+    """In all commands shown, also in those that are not run, wherever they stand in a block."""
+    wrong = []
+    for block in commands.blocks(page.read_text(encoding="utf-8")):
+        if block.language not in ("", "console"):
+            continue
+        for line in block.body.replace("\\\n", " ").splitlines():
+            match = re.match(r"(?:\$ )?(?:\S+=\S* )*anyaccel ([a-z]+)(?: (.*))?$", line)
+            if match is None:
+                continue
+            name, rest = match[1], (match[2] or "").split("  #")[0]
+            if name not in _OPTIONS:
+                wrong.append(f"line {block.line}: there is no command {name!r}")
+                continue
+            own = rest.split(" -- ")[0]
+            if name == "run":  # what comes after the script is the script's
+                own = re.split(r"\s\S+\.py\b", own)[0]
+            known = {option.replace("_", "-") for option in _OPTIONS[name]}
+            for option in re.findall(r"(?:^|\s)(--[a-z][\w-]*)", own):
+                if option.replace("_", "-") not in known:
+                    wrong.append(f"line {block.line}: anyaccel {name} has no {option}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("tool", ["setup_facts", "error_page"])
+def test_generated_pages_are_current(tool: str) -> None:
+    script = REPOSITORY / "tools" / f"{tool}.py"
+    done = subprocess.run([sys.executable, script, "--check"], text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_kind_of_error_is_in_troubleshooting() -> None:
+    page = _tool("error_page")
+    text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    found = page.messages()
+    assert len(found) > 300
+    assert {message for message in found if page.family_of(message) is None} == set()
+    classes = page.error_classes()
+    from anyaccel import errors
+
+    public = {name for name in vars(errors) if name in classes}
+    assert {name for name in public if f"`{name}`" not in text} == set()
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "missing"),
+    [
+        (["took 3.1 s"], "took 12 s\n", ""),
+        (["a", "b"], "b\na\n", "b"),
+        (["x … z"], "x and y z\n", ""),
+        (["...", "b"], "a\nb\n", ""),
+        (["a"], "b\n", "a"),
+    ],
+)
+def test_how_output_is_compared(shown: list[str], printed: str, missing: str) -> None:
+    assert commands.compare(shown, printed) == missing
+
+
+def test_what_the_runner_notices(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- file: a.txt -->\n```text\nhello\n```\n\n```console\n$ cat a.txt\nhello\n$ echo one\ntwo\n$ false\n```\n"
+        "<!-- run: exit 3 -->\n```console\n$ exit 3\n```\n<!-- not run: hardware -->\n```console\n$ exit 9\n```\n"
+    )
+    wrong = commands.run_page(page)
+    assert [each.split("\n")[0] for each in wrong] == ["page.md:6: $ echo one", "page.md:6: $ false"]
+    bad = commands.Block(1, "console", "$ x\n", "not run", "because")
+    assert "neither of hardware" in commands.problem_of_mark(bad)
+
+
+@pytest.mark.timeout(300)
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    for needed in ("sphinx", "myst_parser", "furo"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed: pip install 'anyaccel[docs]'")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(tmp_path / "trees")]
+    done = subprocess.run([*command, str(DOCS), str(tmp_path / "site")], text=True, capture_output=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    index = (tmp_path / "site" / "index.html").read_text()
+    for page in DOCS.rglob("*.md"):
+        if "_build" not in page.parts:
+            assert f'href="{page.relative_to(DOCS).with_suffix(".html").as_posix()}"' in index or page.stem == "index"

@@ -1,0 +1,291 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs `anyaccel port --write` on published packages, checks what comes of it, and records it for docs/porting.md.
+
+    python tools/port_packages.py fetch DIR     downloads the packages below into DIR/before (pip, no dependencies)
+    python tools/port_packages.py port DIR      ports copies in DIR/after, checks and records them (port_packages.json)
+    python tools/port_packages.py draw DIR      prints 200 random changes, to be judged by hand (port_precision.tsv)
+
+Both records are in tests/data. What `port` checks: every file parses after as before; a second run changes nothing; of
+the modules that were changed, those import after that imported before, with the CPU as accelerator. Required packages
+that are not installed are stood in for by empty modules, the same before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import textwrap
+import warnings
+import zipfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "tests" / "data" / "port_packages.json"
+SEED, DRAWN = 10, 200
+
+# What pip calls it, its version, and the folders of Python modules that are ported.
+PACKAGES = [
+    ("accelerate", "1.15.0", ("accelerate",)),
+    ("diffusers", "0.42.1", ("diffusers",)),
+    ("fairseq", "0.12.2", ("fairseq", "fairseq_cli", "examples", "scripts")),
+    ("lightning", "2.6.6", ("lightning",)),
+    ("open_clip_torch", "3.3.0", ("open_clip", "open_clip_train")),
+    ("openai-whisper", "20250625", ("whisper",)),
+    ("peft", "0.21.2", ("peft",)),
+    ("pytorch-ignite", "0.5.5", ("ignite",)),
+    ("timm", "1.0.31", ("timm",)),
+    ("trl", "1.16.0", ("trl",)),
+    ("TTS", "0.22.0", ("TTS",)),
+    ("ultralytics", "8.4.190", ("ultralytics",)),
+]
+
+# Run in a process of its own: argv is the package's folders, then modules. Prints {module: "" or what went wrong}.
+IMPORTER = r"""
+import contextlib, importlib, importlib.abc, importlib.machinery, importlib.metadata, io, json, sys, types, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed.fsdp, torch.fx, torch.utils.data
+own = sys.argv[1].split(",")
+absent, unversioned = set(), set()
+version_of = importlib.metadata.version
+importlib.metadata.version = lambda name: "99.0" if name in unversioned else version_of(name)
+
+class Meta(type):
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
+class Nothing(metaclass=Meta):
+    def __init__(self, *args, **kwargs): pass
+    def __init_subclass__(cls, **kwargs): pass
+    def __call__(self, *args, **kwargs): return args[0] if len(args) == 1 and callable(args[0]) else Nothing()
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+    def __getitem__(self, key): return Nothing()
+    def __iter__(self): return iter(())
+    def __enter__(self): return self
+    def __exit__(self, *error): pass
+    def __or__(self, other): return Nothing
+    __ror__ = __or__
+    def __class_getitem__(cls, key): return cls
+
+class Module(types.ModuleType):
+    __path__ = []
+    __version__ = "99.0"
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = Meta(name, (Nothing,), {})
+        setattr(self, name, value)
+        return value
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path, target=None):
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.split(".")[0] in absent else None
+    def create_module(self, spec): return Module(spec.name)
+    def exec_module(self, module): pass
+
+sys.meta_path.append(StandIns())
+results = {}
+for name in sys.argv[2:]:
+    for attempt in range(40):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                importlib.import_module(name)
+            results[name] = ""
+        except importlib.metadata.PackageNotFoundError as error:
+            results[name] = str(error)
+            if error.name and error.name not in unversioned:
+                unversioned.add(error.name)
+                continue
+        except ModuleNotFoundError as error:
+            top = (error.name or "").split(".")[0]
+            results[name] = str(error)
+            if top and top not in own and top not in absent and top not in sys.modules and top != "anyaccel":
+                absent.add(top)
+                continue
+        except BaseException as error:
+            results[name] = f"{type(error).__name__}: {error}"[:200]
+        break
+print(json.dumps({"results": results, "absent": sorted(absent)}))
+"""
+
+
+def fetch(folder: Path) -> None:
+    """Download and unpack what is not there yet."""
+    before, downloads = folder / "before", folder / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    for name, version, roots in PACKAGES:
+        target = before / name
+        if target.exists():
+            continue
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
+        prefix = f"{name.replace('-', '_')}-".lower()
+        found = sorted(each for each in downloads.iterdir() if each.name.lower().startswith(prefix))
+        if not found:
+            subprocess.run([*pip, "-d", str(downloads), f"{name}=={version}"], check=True)
+            found = sorted(each for each in downloads.iterdir() if each.name.lower().startswith(prefix))
+        unpacked = folder / "unpacked" / name
+        if found[-1].suffix == ".whl":
+            with zipfile.ZipFile(found[-1]) as wheel:
+                wheel.extractall(unpacked)
+        else:
+            with tarfile.open(found[-1]) as archive:
+                archive.extractall(unpacked, filter="data")
+            [unpacked] = unpacked.iterdir()
+        for root in roots:
+            if (unpacked / root).is_dir():
+                shutil.copytree(unpacked / root, target / root, symlinks=True)
+        print(f"{name} {version}: {sum(1 for _ in target.rglob('*.py'))} files", flush=True)
+
+
+def port(folder: Path, only: list[str]) -> dict[str, object]:
+    """Port copies, check them; the record of all packages."""
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    record = {name: record[name] for name, _, _ in PACKAGES if name in record}
+    for name, version, roots in PACKAGES:
+        if only and name not in only:
+            continue
+        before, after = folder / "before" / name, folder / "after" / name
+        shutil.rmtree(after, ignore_errors=True)
+        shutil.copytree(before, after, symlinks=True)
+        report = _run(after, "--write")
+        summary, rules = report["summary"], report["rules"]
+        fixed = Counter(each["code"] for each in report["findings"] if each["fixed"])
+        row: dict[str, object] = {"version": version}
+        row |= {key: summary[key] for key in ("files", "without_cuda", "changed", "fixed", "not_fixable", "suppressed")}
+        row |= {"failed": report["problems"], "fixed_by_rule": dict(sorted(fixed.items())), "found_by_rule": rules}
+        row["second_run_changes"] = _run(after, "--diff", *map(str, changed(before, after)))["summary"]["changed"]
+        row["no_longer_parse"] = _broken(before, after)
+        row |= _imports(before, after, roots)
+        record[name] = row
+        ordered = {each: record[each] for each, _, _ in PACKAGES if each in record}
+        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+        print(name, {key: value for key, value in row.items() if "rule" not in key}, flush=True)
+    return record
+
+
+def _run(folder: Path, mode: str, *paths: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "anyaccel", "port", mode, "--json", *(paths or ["."])]
+    done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
+    if not done.stdout:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def _environment(*folders: Path) -> dict[str, str]:
+    paths = [*map(str, folders), str(ROOT / "src")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cpu", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def changed(before: Path, after: Path) -> list[Path]:
+    """The files that differ, by their path in the package."""
+    names = (each.relative_to(before) for each in sorted(before.rglob("*.py")) if each.is_file())
+    return [name for name in names if (before / name).read_bytes() != (after / name).read_bytes()]
+
+
+def _broken(before: Path, after: Path) -> list[str]:
+    """Changed files that compiled before and do not now."""
+    broken = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in changed(before, after):
+            try:
+                compile((before / name).read_bytes(), str(name), "exec")
+            except SyntaxError:
+                continue
+            try:
+                compile((after / name).read_bytes(), str(name), "exec")
+            except SyntaxError:
+                broken.append(str(name))
+    return broken
+
+
+def _imports(before: Path, after: Path, roots: tuple[str, ...]) -> dict[str, object]:
+    """How many changed modules import before and after, and which import only before."""
+    modules = [str(name.with_suffix("")).replace("/", ".").removesuffix(".__init__") for name in changed(before, after)]
+    found, absent = [], []
+    for tree in (before, after):
+        done = subprocess.run(
+            [sys.executable, "-c", IMPORTER, ",".join(roots), *modules],
+            env=_environment(tree), cwd=tree, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        try:
+            told = json.loads(done.stdout.splitlines()[-1])
+        except (IndexError, ValueError):
+            raise SystemExit(f"the importer failed in {tree}: {done.stderr[-800:]}") from None
+        found.append({name for name, error in told["results"].items() if not error})
+        absent.append(told)
+    for name, error in absent[0]["results"].items():
+        if error:
+            print(f"  not importable before: {name}: {error[:120]}", file=sys.stderr)
+    return {
+        "changed_modules": len(modules),
+        "import_before": len(found[0]),
+        "import_after": len(found[1]),
+        "import_only_before": {name: absent[1]["results"].get(name, "") for name in sorted(found[0] - found[1])},
+    }
+
+
+def places(folder: Path) -> list[tuple[str, int, list[str], list[str], list[str], list[str]]]:
+    """Every changed place: file, line, two lines before it, the old lines, the new ones, the line after it.
+
+    Lines that only import get_accelerator are not counted as places.
+    """
+    found = []
+    for package, _, _ in PACKAGES:
+        before, after = folder / "before" / package, folder / "after" / package
+        for name in changed(before, after):
+            old = (before / name).read_text(encoding="utf-8").split("\n")
+            new = (after / name).read_text(encoding="utf-8").split("\n")
+            for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+                ours = [line for line in new[k:m] if line.strip() and "from anyaccel import" not in line]
+                if tag != "equal" and (ours or any(line.strip() for line in old[i:j])):
+                    where = f"{package}/{name}"
+                    found.append((where, i + 1, old[max(0, i - 6) : i], old[i:j], new[k:m], old[j : j + 4]))
+    return found
+
+
+def draw(folder: Path) -> None:
+    """Print a random sample of the changed places: those of the least hashes, so that most stay when rules change."""
+
+    def lot(place: tuple[str, int, *tuple[list[str], ...]]) -> bytes:
+        return hashlib.sha256(f"{SEED} {place[0]} {place[1]}".encode()).digest()
+
+    found = places(folder)
+    print(f"{len(found)} places; {DRAWN} of them, seed {SEED}")
+    for number, (name, line, above, old, new, below) in enumerate(sorted(sorted(found, key=lot)[:DRAWN]), start=1):
+        print(f"== {number}\t{name}\t{line}")
+        for mark, lines in ((" ", above), ("-", old), ("+", new), (" ", below)):
+            print(textwrap.indent("\n".join(each[:150] for each in lines), f"{mark} ", lambda text: True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("fetch", "port", "draw"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("only", nargs="*", help="for port: these packages; default: all")
+    options = parser.parse_args()
+    if options.what == "fetch":
+        fetch(options.folder)
+    elif options.what == "port":
+        port(options.folder, options.only)
+    else:
+        draw(options.folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
