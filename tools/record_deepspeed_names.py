@@ -81,7 +81,9 @@ def is_own(name: str, value: object, module: Any) -> bool:
     if isinstance(value, type) or callable(value):
         # What a package re-exports is its own; what a module imports to work with is not.
         return origin == module.__name__ or (hasattr(module, "__path__") and str(origin).startswith("deepspeed."))
-    # Values know nothing of their origin: those that the module assigns itself.
+    # Values know nothing of their origin: those that the module assigns itself, and the one that everybody imports.
+    if name == "logger":
+        return hasattr(module, "__path__")
     return name in getattr(module, "__all__", ()) or f"\n{name} =" in inspect.getsource(module)
 
 

@@ -21,7 +21,6 @@ install_finder()
 cover(
     globals(),
     {
-        "DeepSpeedInferenceConfig": "anyaccel.inference:InferenceConfig",
         "InferenceEngine": "anyaccel.inference:InferenceEngine",
         "OnDevice": ".utils.init_on_device:OnDevice",
         "TORCH_DISTRIBUTED_DEFAULT_PORT": ".constants:TORCH_DISTRIBUTED_DEFAULT_PORT",

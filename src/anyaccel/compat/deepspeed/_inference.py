@@ -14,7 +14,7 @@ from torch import nn
 
 import anyaccel.inference
 from anyaccel.errors import UsageError
-from anyaccel.inference import InferenceConfig, InferenceEngine
+from anyaccel.inference import InferenceEngine
 
 from ._cover import refuse
 
@@ -59,7 +59,7 @@ def default_inference_config() -> dict[str, Any]:
 
 
 def init_inference(
-    model: nn.Module | str | Path, config: str | Mapping[str, Any] | InferenceConfig | None = None, **kwargs: Any
+    model: nn.Module | str | Path, config: str | Mapping[str, Any] | None = None, **kwargs: Any
 ) -> InferenceEngine:
     """`anyaccel.init_inference` with DeepSpeed's arguments and its default dtype, float16.
 
@@ -80,11 +80,9 @@ def init_inference(
     return anyaccel.inference.init_inference(model, _translate(options))
 
 
-def _read(config: str | Mapping[str, Any] | InferenceConfig | None) -> dict[str, Any]:
+def _read(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
     if config is None:
         return {}
-    if isinstance(config, InferenceConfig):
-        return dict(vars(config))
     if isinstance(config, Mapping):
         return dict(config)
     if not isinstance(config, (str, Path)):
@@ -136,8 +134,6 @@ def _is_off(value: object) -> bool:
 
 def _parallel(value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        if hasattr(value, "tp_size"):
-            return {"tp_size": value.tp_size}
         raise UsageError(f"init_inference: tensor_parallel={value!r} must be a dict such as {{'tp_size': 2}}")
     for name in _TP_REFUSED:
         if value.get(name) is not None:

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from anyaccel.accelerator import get_accelerator, is_current_accelerator_supported, set_accelerator
+from anyaccel.accelerator import get_accelerator, is_current_accelerator_supported
 
 from .._cover import cover
+from .real_accelerator import set_accelerator
 
 __all__ = ["get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
 

@@ -21,12 +21,12 @@ class _Meta(abc.ABCMeta):
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         if cls.__dict__.get("_is_the_base"):
-            return issubclass(subclass, Accelerator)
+            return Accelerator in subclass.__mro__  # issubclass() would ask here again
         return super().__subclasscheck__(subclass)
 
     def __instancecheck__(cls, instance: object) -> bool:
         if cls.__dict__.get("_is_the_base"):
-            return isinstance(instance, Accelerator)
+            return cls.__subclasscheck__(type(instance))
         return super().__instancecheck__(instance)
 
 

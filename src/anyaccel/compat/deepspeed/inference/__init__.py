@@ -8,8 +8,7 @@ from .._cover import cover
 cover(
     globals(),
     {
-        "DeepSpeedInferenceConfig": "anyaccel.inference:InferenceConfig",
         "InferenceEngine": "anyaccel.inference:InferenceEngine",
     },
-    ("config", "engine"),
+    ("engine",),
 )

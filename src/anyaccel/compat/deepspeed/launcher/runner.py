@@ -64,9 +64,15 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     _add(parser, "--venv_script", default=None, help="source this before each worker")
     _add(parser, "--log_level", default="info", choices=("debug", "info", "warning", "error", "critical"))
     _add(parser, "-q", "--quiet", action="store_true", help="say nothing but errors")
-    parser.add_argument("user_script", help="what to run")
-    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="its arguments")
-    return parser.parse_args(args)
+    # One argument that takes everything: argparse would drop a `--` that is meant for the script.
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="user_script [args ...]", help="what to run")
+    options = parser.parse_args(args)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("no script was given; put it after the options, as in: deepspeed [options] train.py")
+    del options.command
+    options.user_script, options.user_args = command[0], command[1:]
+    return options
 
 
 def _add(parser: argparse.ArgumentParser, *names: str, **kwargs: object) -> None:
@@ -154,8 +160,10 @@ def parse_resource_filter(
     Raises:
         UsageError: both strings are given, a host or slot is not in `host_info`, or nothing is left.
     """
+    if not include_str and not exclude_str:
+        return {host: list(slots) for host, slots in host_info.items()}
     counts = {host: max(slots, default=-1) + 1 for host, slots in host_info.items()}
-    for host, slots in parse_node_config_list(include_str or exclude_str).items() if include_str or exclude_str else ():
+    for host, slots in parse_node_config_list(include_str or exclude_str).items():
         missing = sorted(set(slots).difference(host_info.get(host, slots)))
         if missing:
             raise UsageError(f"{include_str or exclude_str!r}: host {host} has no slot {missing[0]}")

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .._cover import cover
 
@@ -60,9 +61,9 @@ logger = LoggerFactory.create_logger(name="DeepSpeed")
 
 
 @functools.cache
-def warning_once(message: str, *args: object) -> None:
+def warning_once(*args: Any, **kwargs: Any) -> None:
     """`logger.warning`, once for the same arguments."""
-    logger.warning(message, *args)
+    logger.warning(*args, **kwargs)
 
 
 def get_dist_msg(message: object, ranks: Sequence[int] | None = None) -> str | None:
