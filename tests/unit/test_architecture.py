@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "inference": {"comm", "accelerator", "env"},
     "bench": {"launch", "inference", "topology", "env"},
     "port": set(),
+    "interop": {"accelerator"},
     # The alias stands for everything, the command included.
     "compat": {"accelerator", "cli", "comm", "env", "inference", "launch", "ops", "topology"},
     "cli": {
