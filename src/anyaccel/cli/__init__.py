@@ -25,6 +25,7 @@ COMMANDS = {
     "ops": "list, build or clean up the native ops of the accelerator",
     "compat": "make scripts that import deepspeed run on anyaccel, in this environment",
     "conformance": "run every method of the accelerator interface on the device, and say what is wrong",
+    "completion": "print the completion of commands and options for bash, zsh or fish",
 }
 
 

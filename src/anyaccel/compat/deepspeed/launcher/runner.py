@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import anyaccel.cli
 from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.launch.address import is_this_host
 from anyaccel.launch.hostfile import read_hostfile, select_hosts
 from anyaccel.launch.options import DEFAULT_HOSTFILE as DLTS_HOSTFILE
 
@@ -105,10 +106,24 @@ def anyaccel_arguments(options: argparse.Namespace) -> list[str]:
     return [*found, "--", options.user_script, *options.user_args]
 
 
+def _needs_no_launcher(options: argparse.Namespace) -> bool:
+    """Whether DeepSpeed would leave --launcher aside: without a hostfile, and where only this host is left of it."""
+    if options.force_multi or options.no_ssh or options.launcher.lower() in ("ssh", "slurm"):
+        return False
+    hosts = fetch_hostfile(options.hostfile)
+    if hosts is None:
+        return True
+    left = list(parse_inclusion_exclusion(hosts, options.include, options.exclude))
+    return is_this_host(left[0]) and (len(left) == 1 or options.num_nodes == 1)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The command; ends the process with the job's exit code where that is not 0."""
     try:
-        arguments = anyaccel_arguments(parse_args(args))
+        options = parse_args(args)
+        if _needs_no_launcher(options):
+            options.launcher = "ssh"  # the default, which a job of this host alone does not use
+        arguments = anyaccel_arguments(options)
     except AnyAccelError as error:
         sys.stderr.write(f"deepspeed: error: {error}\n")
         sys.exit(error.exit_code)
