@@ -149,8 +149,9 @@ def page() -> str:
     for module, entries in inside.items():
         lines += section(module, entries, why_not)
     packages = [name for name in RECORDED["packages"] if not _module(f"deepspeed.{name}")]
+    packages += ["checkpointing", "zero"]  # modules of other packages that are attributes of this one
     lines += ["## Modules that are not", "", "Importing one of these, or anything below, raises the error.", ""]
-    for name in [*(f"deepspeed.{package}" for package in packages), *outside]:
+    for name in dict.fromkeys([*(f"deepspeed.{package}" for package in sorted(packages)), *outside]):
         why = why_not(name)
         lines.append(f"- `{name}`{f': {why}' if why else ''}")
     assert root.__name__ == "deepspeed"

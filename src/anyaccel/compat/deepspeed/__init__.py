@@ -31,6 +31,7 @@ cover(
         "init_inference": "._inference:init_inference",
         "log_dist": ".utils.logging:log_dist",
         "logger": ".utils.logging:logger",
+        "set_autotp_mode": ".module_inject.layers:set_autotp_mode",
     },
     ("accelerator", "comm", "inference", "launcher", "module_inject", "ops", "utils"),
 )

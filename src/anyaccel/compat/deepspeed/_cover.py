@@ -95,7 +95,6 @@ def cover(module: dict[str, Any], lazy: Mapping[str, str] | None = None, package
     # `from module import name` asks the finder below for a name that is missing, whose error then tells more than
     # Python's own; it does so only for a package.
     module.setdefault("__path__", [])
-    module["COVERED"] = tuple(sorted({*lazy, *packages}))
 
     def __getattr__(name: str) -> object:
         if name in lazy:
@@ -112,7 +111,7 @@ def cover(module: dict[str, Any], lazy: Mapping[str, str] | None = None, package
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*module, *lazy, *packages} - {"COVERED"})
+        return sorted({*module, *lazy, *packages})
 
     module["__getattr__"], module["__dir__"] = __getattr__, __dir__
 

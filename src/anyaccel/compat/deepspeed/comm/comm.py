@@ -368,7 +368,7 @@ def monitored_barrier(
     prof: bool = False, log_name: str = "monitored_barrier", debug: Any = None,
 ) -> None:  # fmt: skip
     """As torch.distributed's."""
-    dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+    _function("monitored_barrier")(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
 
 def send(

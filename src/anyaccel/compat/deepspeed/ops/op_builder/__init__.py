@@ -11,12 +11,6 @@ __all__ = ["OpBuilder"]
 
 cover(globals(), {}, ("all_ops", "builder", "cpu"))
 _rest = globals()["__getattr__"]
-# What scripts may import whatever the accelerator is: the names of anyaccel's builders.
-BUILDERS = (
-    "AsyncIOBuilder", "CCLCommBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder", "FusedAdamBuilder",
-    "ShareMemCommBuilder",
-)  # fmt: skip
-COVERED = tuple(sorted({*globals()["COVERED"], *BUILDERS}))
 
 
 def __getattr__(name: str) -> object:
