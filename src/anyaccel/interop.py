@@ -31,8 +31,8 @@ def use_in_deepspeed(accelerator: Accelerator | None = None) -> Accelerator:
     Raises:
         CompatError: DeepSpeed is not installed, or is our alias, or cannot be imported.
     """
-    ours = get_accelerator() if accelerator is None else accelerator
     deepspeed = _deepspeed()
+    ours = get_accelerator() if accelerator is None else accelerator
     from anyaccel.accelerator import Accelerator
 
     # A virtual subclass: the interface is the same, so there is nothing to inherit.

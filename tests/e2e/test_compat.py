@@ -394,10 +394,9 @@ def test_it_comes_along_to_other_hosts(tmp_path):
 
 
 TRAINING = """
-import deepspeed, torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+import deepspeed
 try:
-    deepspeed.initialize(model=torch.nn.Linear(2, 2))
+    deepspeed.initialize(model=None)
 except AttributeError as error:
     print(error)
 try:
@@ -431,6 +430,7 @@ def test_import_is_quick_and_brings_no_torch(shell):
     assert said == "False\n"
 
 
+@pytest.mark.slow
 def test_transformers_is_not_taken_in(shell):
     """Packages that look for DeepSpeed ask for its metadata, which the alias does not have."""
     pytest.importorskip("transformers")
