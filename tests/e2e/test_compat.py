@@ -438,5 +438,23 @@ def test_transformers_is_not_taken_in(shell):
     assert said.splitlines()[-1] == "False"
 
 
+TUTORIAL = """
+import deepspeed, torch
+from transformers import pipeline
+generator = pipeline('text-generation', model=MODEL)
+generator.model = deepspeed.init_inference(generator.model,
+                                           tensor_parallel={"tp_size": 1},
+                                           dtype=torch.float,
+                                           replace_with_kernel_inject=True)
+print(generator("DeepSpeed is", do_sample=False, max_new_tokens=4)[0]["generated_text"])
+"""
+
+
+@pytest.mark.slow
+def test_inference_tutorial_in_a_pipeline(shell, smollm2):
+    said = python(shell, TUTORIAL.replace("MODEL", repr(str(smollm2))))
+    assert said.splitlines()[-1].startswith("DeepSpeed is ")
+
+
 def test_nothing_of_this_is_in_the_environment_of_the_tests():
     assert not any("anyaccel/compat" in entry for entry in sys.path)
