@@ -14,7 +14,7 @@ def check(tensor: torch.Tensor) -> None:
     Raises:
         UsageError: it is not on the CPU, or not an array.
     """
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise UsageError(f"backend shm works on CPU tensors; this one is on {tensor.device}")
     if tensor.layout != torch.strided:
         raise UsageError(f"backend shm works on dense and strided tensors; this one is {tensor.layout}")
