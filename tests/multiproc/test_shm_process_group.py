@@ -41,6 +41,13 @@ def work_objects() -> None:
         future = work.get_future().then(lambda done: done.value()[0] * 2)
         assert bool((future.wait() == 2 * total).all())
         assert work.result()[0] is tensor
+    # A callback may call a collective, although others are queued behind it.
+    first = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+    assert first is not None
+    inside = torch.ones(4)
+    chained = first.get_future().then(lambda _: dist.all_reduce(inside, group=group))
+    chained.wait()
+    assert bool((inside == world).all())
     # An asynchronous operation does not hold the caller.
     work = None
     if rank == 0:

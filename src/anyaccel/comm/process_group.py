@@ -83,7 +83,8 @@ class ShmProcessGroup(ProcessGroup):
         """The one place that every operation passes: log, thread, work object."""
         if _log.active():
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
-        if getattr(options, "asyncOp", True) or self._batch is not None or self._line.waiting:
+        queued = self._batch is not None or (self._line.waiting and not self._line.here())
+        if getattr(options, "asyncOp", True) or queued:
             work = self._line.submit(run, outputs)
             if self._batch is not None:
                 self._batch.append(work)

@@ -146,6 +146,10 @@ class Line:
         self._thread: threading.Thread | None = None
         self.waiting = 0  # asked for and not done
 
+    def here(self) -> bool:
+        """Whether the caller is this thread: a callback of a future, which must not wait for what is behind it."""
+        return self._thread is threading.current_thread()
+
     def submit(self, run: Callable[[], None], outputs: Any) -> ShmWork:
         """Have `run` called after everything before it."""
         work = ShmWork(outputs)
