@@ -108,7 +108,7 @@ def check_other_operations() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_other_operations_and_dtypes_go_through_torch(world_size: int) -> None:
+def test_other_operations_and_dtypes(world_size: int) -> None:
     ranks.run(check_other_operations, world_size)
 
 
@@ -192,7 +192,7 @@ def mapped_bytes() -> tuple[int, list[str]]:
     comm.barrier()
     size, names = 0, []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if "/dev/shm/anyaccel" in line:
+        if "/memfd:anyaccel" in line or "/dev/shm/anyaccel" in line:
             begin, end = (int(part, 16) for part in line.split()[0].split("-"))
             size += end - begin
             names.append(line.split(maxsplit=5)[5])
@@ -320,6 +320,20 @@ def test_no_group_is_a_clear_error() -> None:
 def test_buffers_of_a_few_lines() -> None:
     """A chunk is smaller than the least the large path would like to use."""
     ranks.run(check_results, 2, (1, 1000, 40_000), 100_003, ANYACCEL_SHM_BYTES="4096")
+
+
+def without_local_size() -> tuple[float, list[str]]:
+    for name in ("LOCAL_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    tensor = torch.full((1000,), 2.0)
+    comm.inference_all_reduce(tensor)
+    left = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("anyaccel")]
+    comm.barrier()
+    return float(tensor.mean()), left
+
+
+def test_no_variable_of_a_launcher_is_needed_and_nothing_is_left() -> None:
+    assert ranks.run(without_local_size, 2) == [(4.0, [])] * 2
 
 
 def leave_the_group() -> str:
