@@ -22,7 +22,7 @@ from _common import emit_json, machine, median, note, table
 
 SIZES = (1 << 10, 8 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 ROUNDS = 5
-SECONDS = 0.12  # of a contender's turn, at most 2000 calls and at least 5
+SECONDS = 0.05  # of a contender's turn, at most 2000 calls and at least 5
 DTYPES = ("float32", "bfloat16")
 NATIVE = Path(__file__).parent / "native"
 ORDINARY, SYMMETRIC, TORCH = "anyaccel", "anyaccel, symmetric", "torch, shm"

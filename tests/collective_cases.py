@@ -120,7 +120,7 @@ def same(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     assert got.dtype == want.dtype, f"{what}: {got.dtype}, not {want.dtype}"
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, not {tuple(want.shape)}"
     if got.dtype in (torch.uint16, torch.uint32, torch.uint64) or got.dtype.itemsize == 1:
-        got, want = got.reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)
+        got, want = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (got, want))
     if not torch.equal(got, want):
         wrong = (got != want).reshape(-1)
         first = int(wrong.nonzero()[0])
@@ -663,6 +663,9 @@ def oneccl_folder() -> Path | None:
 CASES = {case.name: case for case in _cases()}
 
 
+_TIMEOUT = timedelta(seconds=60)  # a case that fails on some ranks leaves the others waiting
+
+
 def run_cases(backend: str, names: list[str], exact: bool = False) -> dict[str, str]:
     """Run the named cases on a group of all ranks, then some on sub-groups; name -> what went wrong.
 
@@ -671,7 +674,7 @@ def run_cases(backend: str, names: list[str], exact: bool = False) -> dict[str, 
     A case that fails on one rank must not leave the others waiting in another one, so the ranks agree after each.
     """
     world = dist.get_world_size()
-    group = Group(dist.new_group(backend=backend), tuple(range(world)), backend, exact)
+    group = Group(dist.new_group(backend=backend, timeout=_TIMEOUT), tuple(range(world)), backend, exact)
     found = {}
     for name in names:
         os.write(1, f"{name}\n".encode())  # the last one is where a job that hangs is
@@ -707,7 +710,7 @@ def _on_subgroups(backend: str, world: int, names: list[str]) -> dict[str, str]:
     if world > 2:
         memberships.append((world - 1, 0))
     groups = [
-        Group(dist.new_group(list(members), backend=backend, sort_ranks=False), members, backend)
+        Group(dist.new_group(list(members), timeout=_TIMEOUT, backend=backend, sort_ranks=False), members, backend)
         for members in memberships
     ]
     found = {}

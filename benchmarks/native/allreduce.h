@@ -18,8 +18,8 @@ static double bench_now_us(void) {
 }
 
 static int bench_calls(size_t bytes) {
-  const size_t calls = ((size_t)384 << 20) / bytes;
-  return calls > 4000 ? 4000 : calls < 15 ? 15 : (int)calls;
+  const size_t calls = ((size_t)128 << 20) / bytes;
+  return calls > 3000 ? 3000 : calls < 9 ? 9 : (int)calls;
 }
 
 static int bench_compare(const void* a, const void* b) {
