@@ -80,10 +80,10 @@ def _walk(module: cst.Module) -> tuple[dict[cst.CSTNode, cst.CSTNode], list[cst.
         below: list[cst.CSTNode] = []
         for name in _fields(kind):
             value = getattr(node, name)
-            if _is_node(type(value)):
+            if _is_node(type(value)):  # type: ignore[arg-type]  # mypy takes classes for unhashable
                 below.append(value)
             elif type(value) is list or type(value) is tuple:
-                below += [each for each in value if _is_node(type(each))]
+                below += [each for each in value if _is_node(type(each))]  # type: ignore[arg-type]
         for each in below:
             parents[each] = node
         waiting += reversed(below)
