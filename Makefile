@@ -13,7 +13,7 @@ DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-tools lint format docs sanitize bench-peers clean
+.PHONY: help setup demo test test-all test-tools lint format docs sanitize soak bench-peers clean
 .NOTPARALLEL:
 
 help: ## show the targets
@@ -74,6 +74,10 @@ test-all: lint test-tools ## lint and every test
 
 sanitize: $(STAMP)-venv ## build the native tests with address and thread sanitizers, and run them
 	$(BIN)/python tools/sanitize.py
+
+SOAK_SECONDS ?= 600
+soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECONDS), each checked against a reference
+	$(BIN)/python tools/soak_collectives.py --seconds $(SOAK_SECONDS)
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .venv-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

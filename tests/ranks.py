@@ -66,7 +66,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], env: di
         from anyaccel import comm
 
         torch.set_num_threads(1)
-        comm.init_distributed("gloo")
+        comm.init_distributed(os.environ.pop("TEST_BACKEND", "gloo"))
         result = function(*arguments)
         Path(f"{folder}/result{rank}").write_bytes(pickle.dumps(result))
         comm.barrier()

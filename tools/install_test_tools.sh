@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs what the cluster tests run jobs with: MPI, pdsh, Slurm and sshd from Debian's packages, Intel MPI from PyPI.
+# Installs what the cluster tests run jobs with: MPI, pdsh, Slurm and sshd from Debian's packages, Intel MPI from PyPI;
+# and oneCCL from PyPI, for the tests of backend ccl and benchmarks/allreduce.py.
 # What is there is left alone (then it takes 0.1 s); what cannot be had is one line, and the tests that need it are
 # skipped. Nothing that is installed here is started, now or at the next boot.
 set -uo pipefail
@@ -8,6 +9,7 @@ cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 impi=${IMPI_FOLDER:-.venv/impi} # mpiexec.hydra is in its bin/
+oneccl=${CCL_ROOT:-.venv/oneccl} # libccl.so.1 is in its lib/
 PATH=$PATH:/usr/sbin:/sbin
 
 say() { echo "install_test_tools: $*"; }
@@ -85,6 +87,25 @@ if [ ! -x "$impi/bin/mpiexec.hydra" ]; then
     else
       say "impi-rt cannot be installed, and the tests of Intel MPI are skipped: $(tail -1 <<<"$why")"
       rm -rf "$impi"
+    fi
+  fi
+fi
+
+# oneCCL with its headers, and the Intel MPI of its time with libfabric and headers, in a folder of their own too: as
+# packages of the environment they would make backend ccl the default of every test. No --target: these wheels are data.
+if [ ! -e "$oneccl/lib/libccl.so.1" ]; then
+  if [ "$(uname -m)" != x86_64 ]; then
+    say "oneCCL is for x86-64, this is $(uname -m); its tests are skipped"
+  else
+    say "installing oneCCL from PyPI into $oneccl (150 MB)"
+    why=$({ "$python" -m venv "$oneccl" &&
+      "$oneccl/bin/python" -m pip --disable-pip-version-check install -q --no-deps \
+        "oneccl-cpu==2021.16.*" "oneccl-cpu-devel==2021.16.*" "impi-rt==2021.16.*" "impi-devel==2021.16.*"; } 2>&1)
+    if [ -e "$oneccl/lib/libccl.so.1" ]; then
+      rm -f "$oneccl"/bin/{IMB-*,python*,pip*,activate*,Activate*} "$oneccl"/lib/libccl.a "$oneccl"/lib/ccl/cpu/lib/libccl.a
+    else
+      say "oneCCL cannot be installed, and its tests are skipped: $(tail -1 <<<"$why")"
+      rm -rf "$oneccl"
     fi
   fi
 fi

@@ -2,7 +2,8 @@
 """Builds the native tests with GCC's or clang's sanitizers and runs them: `make sanitize`.
 
 Each file of tests/native is linked with the sources of the ops that it names below, with the flags of the ops. Those of
-the decoder (llm_*) are linked with all of csrc/llm; instructions that the machine may lack are emulated there.
+the decoder (llm_*) are linked with all of csrc/llm, that of the collectives (comm) with csrc/comm; instructions that
+the machine may lack are emulated there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ import in_tree  # noqa: E402
 # File of tests/native, without _test.cpp -> the ops that it calls.
 OPS = {"optim": ("cpu_adam", "cpu_adagrad", "cpu_lion"), "aio": ("async_io",)}
 LLM = sorted(file.name.removesuffix("_test.cpp") for file in (ROOT / "tests/native").glob("llm_*_test.cpp"))
-THREADED = {*OPS, "llm_model"}  # the others have no threads of their own
+COMM = "comm"  # linked with COMMON alone
+# The others have no threads of their own.
+THREADED = {*OPS, COMM, "llm_attention", "llm_matrix", "llm_model", "llm_quantise", "llm_weight_file"}
 SANITIZERS = {"address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"], "thread": ["-fsanitize=thread"]}
 # Of CMakeLists.txt. Emulated instructions are written with those of avx512.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
@@ -36,8 +39,11 @@ LLM_FLAGS = ["-std=c++20", "-Wall", "-Wextra", "-Wshadow", "-ffp-contract=off", 
 # GCC 12 takes _mm512_undefined_ps for an uninitialised variable (its bug 105593).
 LLM_FLAGS += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 LLM_X86 = ["-march=x86-64-v2", "-DANYACCEL_X86", "-DANYACCEL_EMULATE"]
-COMMON = ["common/team.cpp", "common/cpu_features.cpp", "comm/shm_segment.cpp", "comm/shm_group.cpp"]
-COMMON += ["comm/reduce_dispatch.cpp", "comm/reduce_kernels.cpp"]
+COMMON = [
+    "common/team.cpp",
+    "common/cpu_features.cpp",
+    *(f"comm/{file.name}" for file in sorted((CSRC / "comm").glob("*.cpp"))),
+]
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=1:detect_stack_use_after_return=1",
     "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
@@ -54,11 +60,12 @@ def op_steps(test: str) -> list[Step]:
     return [(source, flags) for source in [TESTS / f"{test}_test.cpp", *(CSRC / file for file in files)]]
 
 
-def llm_steps() -> list[Step]:
+def llm_steps(folders: tuple[str, ...] = ("llm",)) -> list[Step]:
     x86 = platform.machine() in ("x86_64", "AMD64")
     flags = LLM_FLAGS + (LLM_X86 if x86 else [])
     steps = []
-    for source in [*(CSRC / file for file in COMMON), *sorted((CSRC / "llm").glob("*.cpp"))]:
+    files = [file for folder in folders for file in sorted((CSRC / folder).glob("*.cpp"))]
+    for source in [*(CSRC / file for file in COMMON), *files]:
         if "kernels" not in source.name:
             steps.append((source, flags))
             continue
@@ -91,6 +98,10 @@ def build(test: str, sanitizer: str, folder: Path, decoder: dict[str, list[Path]
     """`decoder`: objects of csrc/llm by sanitizer, compiled when they are first wanted."""
     if test in OPS:
         objects, link = compile_all(op_steps(test), sanitizer, folder, test), in_tree.LINK_FLAGS
+    elif test == COMM:
+        steps = llm_steps(())
+        steps.append((TESTS / f"{test}_test.cpp", steps[0][1]))
+        objects, link = compile_all(steps, sanitizer, folder, test), ["-pthread", "-lrt"]
     else:
         steps = llm_steps()
         if sanitizer not in decoder:
@@ -106,7 +117,11 @@ def build(test: str, sanitizer: str, folder: Path, decoder: dict[str, list[Path]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "tests", nargs="*", default=[*OPS, *LLM], metavar="TEST", help=f"of {', '.join([*OPS, *LLM])}; default: all"
+        "tests",
+        nargs="*",
+        default=[*OPS, COMM, *LLM],
+        metavar="TEST",
+        help=f"of {', '.join([*OPS, COMM, *LLM])}; default: all",
     )
     parser.add_argument("--sanitizer", choices=SANITIZERS, action="append", help="default: all")
     options = parser.parse_args()

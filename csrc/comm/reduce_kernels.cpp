@@ -2,8 +2,11 @@
 // Compiled once per ISA variant (CMake: anyaccel_isa_variants); ANYACCEL_ISA_VARIANT names it.
 #include "comm/reduce_kernels.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -88,7 +91,13 @@ struct F16 {
 using Vec = __m512;
 constexpr size_t kLanes = 16;
 
+Vec splat(float value) { return _mm512_set1_ps(value); }
 Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+// The instructions give b when a is NaN.
+Vec min(Vec a, Vec b) { return _mm512_mask_mov_ps(_mm512_min_ps(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a); }
+Vec max(Vec a, Vec b) { return _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a); }
 Vec load(const float* p, F32) { return _mm512_loadu_ps(p); }
 void store(float* p, Vec v, F32) { _mm512_storeu_ps(p, v); }
 Vec load(const uint16_t* p, BF16) {
@@ -115,7 +124,13 @@ void store(uint16_t* p, Vec v, F16) {
 using Vec = __m256;
 constexpr size_t kLanes = 8;
 
+Vec splat(float value) { return _mm256_set1_ps(value); }
 Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+// The instructions give b when a is NaN.
+Vec min(Vec a, Vec b) { return _mm256_blendv_ps(_mm256_min_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
+Vec max(Vec a, Vec b) { return _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q)); }
 Vec load(const float* p, F32) { return _mm256_loadu_ps(p); }
 void store(float* p, Vec v, F32) { _mm256_storeu_ps(p, v); }
 Vec load(const uint16_t* p, BF16) {
@@ -139,46 +154,247 @@ void store(uint16_t* p, Vec v, F16) {
 
 #endif
 
-// --- the sum
+// --- the operations: the scalar form is the definition
 // ------------------------------------------------------------------------------------------------------
 
-template <class Type, int kSources>
+struct Sum {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a + b);
+  }
+#if defined(__AVX2__)
+  static Vec apply(Vec a, Vec b) { return add(a, b); }
+#endif
+};
+
+struct Avg : Sum {};  // divided at the end
+
+struct Product {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a * b);
+  }
+#if defined(__AVX2__)
+  static Vec apply(Vec a, Vec b) { return mul(a, b); }
+#endif
+};
+
+struct Min {
+  template <class T>
+  static T apply(T a, T b) {
+    return a < b || a != a ? a : b;
+  }
+#if defined(__AVX2__)
+  static Vec apply(Vec a, Vec b) { return min(a, b); }
+#endif
+};
+
+struct Max {
+  template <class T>
+  static T apply(T a, T b) {
+    return a > b || a != a ? a : b;
+  }
+#if defined(__AVX2__)
+  static Vec apply(Vec a, Vec b) { return max(a, b); }
+#endif
+};
+
+struct Band {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+
+struct Bor {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+
+struct Bxor {
+  template <class T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+// --- float32, bfloat16, float16: accumulated in fp32
+// ------------------------------------------------------------------------------------------------------
+
+template <class Type, class Op, int kSources>
 void reduce_n(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,
               typename Type::Storage* dst2, size_t count) {
   const int n = kSources != 0 ? kSources : n_runtime;
   size_t i = 0;
 #if defined(__AVX2__)
+  const Vec divisor = splat(static_cast<float>(n));
   for (; i + kLanes <= count; i += kLanes) {
-    Vec sum = load(sources[0] + i, Type{});
-    for (int s = 1; s < n; ++s) sum = add(sum, load(sources[s] + i, Type{}));
-    store(dst + i, sum, Type{});
-    if (dst2 != nullptr) store(dst2 + i, sum, Type{});
+    Vec value = load(sources[0] + i, Type{});
+    for (int s = 1; s < n; ++s) value = Op::apply(value, load(sources[s] + i, Type{}));
+    if constexpr (std::is_same_v<Op, Avg>) value = div(value, divisor);
+    store(dst + i, value, Type{});
+    if (dst2 != nullptr) store(dst2 + i, value, Type{});
   }
 #endif
   for (; i < count; ++i) {
-    float sum = Type::load1(sources[0] + i);
-    for (int s = 1; s < n; ++s) sum += Type::load1(sources[s] + i);
-    Type::store1(dst + i, sum);
-    if (dst2 != nullptr) Type::store1(dst2 + i, sum);
+    float value = Type::load1(sources[0] + i);
+    for (int s = 1; s < n; ++s) value = Op::apply(value, Type::load1(sources[s] + i));
+    if constexpr (std::is_same_v<Op, Avg>) value /= static_cast<float>(n);
+    Type::store1(dst + i, value);
+    if (dst2 != nullptr) Type::store1(dst2 + i, value);
   }
 }
 
-template <class Type>
+template <class Type, class Op>
 void reduce(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
   using Storage = typename Type::Storage;
   const auto* const* typed = reinterpret_cast<const Storage* const*>(sources);
   auto* out = static_cast<Storage*>(dst);
   auto* out2 = static_cast<Storage*>(dst2);
   if (n_sources == 2)
-    reduce_n<Type, 2>(typed, 2, out, out2, count);
+    reduce_n<Type, Op, 2>(typed, 2, out, out2, count);
   else
-    reduce_n<Type, 0>(typed, n_sources, out, out2, count);
+    reduce_n<Type, Op, 0>(typed, n_sources, out, out2, count);
+}
+
+// --- float64 and integers: accumulated as they are, block by block so that the compiler makes vectors of it
+// ------------------------------------------------------------------------------------------------------
+
+// Overflow wraps around, which only unsigned types may do. Small ones would be promoted to int, so they are cast back.
+template <class T, class Op>
+struct Accumulator {
+  using type = T;
+};
+template <class T>
+  requires std::is_integral_v<T>
+struct Accumulator<T, Sum> {
+  using type = std::make_unsigned_t<T>;
+};
+template <class T>
+  requires std::is_integral_v<T>
+struct Accumulator<T, Avg> : Accumulator<T, Sum> {};
+template <class T>
+  requires std::is_integral_v<T>
+struct Accumulator<T, Product> {
+  // uint16 times uint16 would overflow int.
+  using type = std::conditional_t<sizeof(T) == 2, uint32_t, std::make_unsigned_t<T>>;
+};
+
+template <class T, class Op>
+void reduce_plain(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
+  using A = typename Accumulator<T, Op>::type;
+  constexpr size_t kBlock = 2048 / sizeof(A);
+  alignas(64) A block[kBlock];
+  const auto* const* typed = reinterpret_cast<const T* const*>(sources);
+  auto* out = static_cast<T*>(dst);
+  auto* out2 = static_cast<T*>(dst2);
+  for (size_t at = 0; at < count; at += kBlock) {
+    const size_t n = std::min(kBlock, count - at);
+    for (size_t i = 0; i < n; ++i) block[i] = static_cast<A>(typed[0][at + i]);
+    for (int s = 1; s < n_sources; ++s) {
+      const T* next = typed[s] + at;
+      for (size_t i = 0; i < n; ++i) block[i] = Op::apply(block[i], static_cast<A>(next[i]));
+    }
+    for (size_t i = 0; i < n; ++i) {
+      T value = static_cast<T>(block[i]);
+      if constexpr (std::is_same_v<Op, Avg> && std::is_floating_point_v<T>) value /= static_cast<T>(n_sources);
+      if constexpr (std::is_same_v<Op, Avg> && std::is_integral_v<T>)
+        value = static_cast<T>(static_cast<int64_t>(value) / n_sources);
+      out[at + i] = value;
+    }
+    if (out2 != nullptr) std::memcpy(out2 + at, out + at, n * sizeof(T));
+  }
+}
+
+// --- residual + sum, then RMS norm (Zhang and Sennrich, "Root mean square layer normalization", 2019)
+// ------------------------------------------------------------------------------------------------------
+
+// The squares are summed in 16 lanes and the lanes pairwise, so that the width of a vector does not show.
+constexpr size_t kNormLanes = 16;
+
+template <class Type>
+void add_rms_norm(const void* const* sources, int n_sources, void* residual, const void* weight, float eps, void* out,
+                  size_t rows, size_t width) {
+  using Storage = typename Type::Storage;
+  const auto* const* typed = reinterpret_cast<const Storage* const*>(sources);
+  const auto* gain = static_cast<const Storage*>(weight);
+  for (size_t row = 0; row < rows; ++row) {
+    auto* r = static_cast<Storage*>(residual) + row * width;
+    auto* o = static_cast<Storage*>(out) + row * width;
+    alignas(64) float lanes[kNormLanes] = {};
+    for (size_t i = 0; i < width; i += kNormLanes) {
+      const size_t n = std::min(kNormLanes, width - i);
+      alignas(64) float sum[kNormLanes] = {};
+      for (size_t k = 0; k < n; ++k) sum[k] = Type::load1(typed[0] + row * width + i + k);
+      for (int s = 1; s < n_sources; ++s)
+        for (size_t k = 0; k < n; ++k) sum[k] += Type::load1(typed[s] + row * width + i + k);
+      for (size_t k = 0; k < n; ++k) {
+        Storage rounded;  // as an all-reduce in the dtype gives it
+        Type::store1(&rounded, sum[k]);
+        Type::store1(r + i + k, Type::load1(r + i + k) + Type::load1(&rounded));
+      }
+      for (size_t k = 0; k < n; ++k) {
+        const float value = Type::load1(r + i + k);
+        lanes[k] += value * value;
+      }
+    }
+    for (size_t half = kNormLanes / 2; half > 0; half /= 2)
+      for (size_t k = 0; k < half; ++k) lanes[k] += lanes[k + half];
+    const float scale = 1.0f / std::sqrt(lanes[0] / static_cast<float>(width) + eps);
+    for (size_t i = 0; i < width; ++i) Type::store1(o + i, Type::load1(r + i) * scale * Type::load1(gain + i));
+  }
+}
+
+template <class Type>
+void fill_narrow(ReduceFn* by) {
+  const ReduceFn all[kReduceOps] = {reduce<Type, Sum>,
+                                    reduce<Type, Avg>,
+                                    reduce<Type, Product>,
+                                    reduce<Type, Min>,
+                                    reduce<Type, Max>,
+                                    nullptr,
+                                    nullptr,
+                                    nullptr};
+  std::copy(all, all + kReduceOps, by);
+}
+
+template <class T>
+void fill_plain(ReduceFn* by) {
+  by[0] = reduce_plain<T, Sum>;
+  by[1] = reduce_plain<T, Avg>;
+  by[2] = reduce_plain<T, Product>;
+  by[3] = reduce_plain<T, Min>;
+  by[4] = reduce_plain<T, Max>;
+  if constexpr (std::is_integral_v<T>) {
+    by[5] = reduce_plain<T, Band>;
+    by[6] = reduce_plain<T, Bor>;
+    by[7] = reduce_plain<T, Bxor>;
+  }
+}
+
+ReduceKernels make_kernels() {
+  ReduceKernels kernels{};
+  fill_narrow<F32>(kernels.by[static_cast<int>(DType::f32)]);
+  fill_narrow<BF16>(kernels.by[static_cast<int>(DType::bf16)]);
+  fill_narrow<F16>(kernels.by[static_cast<int>(DType::f16)]);
+  fill_plain<double>(kernels.by[static_cast<int>(DType::f64)]);
+  fill_plain<int8_t>(kernels.by[static_cast<int>(DType::i8)]);
+  fill_plain<int16_t>(kernels.by[static_cast<int>(DType::i16)]);
+  fill_plain<int32_t>(kernels.by[static_cast<int>(DType::i32)]);
+  fill_plain<int64_t>(kernels.by[static_cast<int>(DType::i64)]);
+  fill_plain<uint8_t>(kernels.by[static_cast<int>(DType::u8)]);
+  kernels.add_rms_norm[0] = add_rms_norm<F32>;
+  kernels.add_rms_norm[1] = add_rms_norm<BF16>;
+  kernels.add_rms_norm[2] = add_rms_norm<F16>;
+  return kernels;
 }
 
 }  // namespace
 
 const ReduceKernels& ANYACCEL_CONCAT(reduce_kernels_, ANYACCEL_ISA_VARIANT)() {
-  static const ReduceKernels kernels{{reduce<F32>, reduce<BF16>, reduce<F16>}};
+  static const ReduceKernels kernels = make_kernels();
   return kernels;
 }
 

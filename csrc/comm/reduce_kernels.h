@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sum of several arrays of one dtype. Every ISA variant gives bit-identical results: fp32 accumulation in the
-// order of the sources, rounded once to nearest even.
+// Reductions of several arrays of one dtype, element by element. Every ISA variant gives bit-identical results: the
+// sources are taken in order; float32, bfloat16 and float16 accumulate in fp32 and are rounded once to nearest even.
 #pragma once
 
 #include <cstddef>
@@ -9,16 +9,29 @@
 
 namespace anyaccel::comm {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+// The codes are those of comm/dtypes.py. The first kDTypes can be reduced, the others are only moved.
+enum class DType : int { f32, bf16, f16, f64, i8, i16, i32, i64, u8, bytes = 22 };
+constexpr int kDTypes = 9;
+// avg divides the accumulated sum (integers: towards zero); min and max give NaN when one of the values is NaN.
+enum class ReduceOp : int { sum, avg, product, min, max, band, bor, bxor };
+constexpr int kReduceOps = 8;
+
 size_t dtype_bytes(DType dtype);
 const char* dtype_name(DType dtype);
+const char* reduce_op_name(ReduceOp op);
 
-// dst[i] = sum over s of sources[s][i], for `count` elements; also stored to dst2 unless it is null.
+// dst[i] = op over s of sources[s][i], for `count` elements; also stored to dst2 unless it is null.
 // dst and dst2 may each be one of the sources.
 using ReduceFn = void (*)(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count);
 
+// For each of `rows` rows of `width` elements: residual += sum of sources (in the dtype), then
+// out = residual / sqrt(mean(residual^2) + eps) * weight. `out` may be a source.
+using AddRmsNormFn = void (*)(const void* const* sources, int n_sources, void* residual, const void* weight, float eps,
+                              void* out, size_t rows, size_t width);
+
 struct ReduceKernels {
-  ReduceFn by_dtype[3];
+  ReduceFn by[kDTypes][kReduceOps];  // null: the operation has no meaning for the dtype
+  AddRmsNormFn add_rms_norm[3];      // f32, bf16, f16
 };
 
 const ReduceKernels& reduce_kernels(Isa isa);

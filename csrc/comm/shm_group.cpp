@@ -1,41 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
+// The life of a group, waiting, and errors; what the collectives do is in shm_collectives.cpp and all_reduce.cpp.
 #include "comm/shm_group.h"
 
-#include <poll.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
+#include <cstdio>
 #include <ctime>
 #include <new>
 #include <stdexcept>
 #include <utility>
 
 #include "comm/errors.h"
-
-#ifdef __linux__
-#include <sys/syscall.h>
-#endif
+#include "comm/shm_call.h"
 
 namespace anyaccel::comm {
 namespace {
 
-constexpr size_t kControlBytes = 4096;  // a page, so that buffers are page-aligned
-constexpr size_t kLine = 64;
-constexpr int kBuffers = 3;
-
-// Up to this size every rank sums everything: one synchronisation instead of two, and more reading for it.
-constexpr size_t kSmallBytes = 32 << 10;
-// Chunks of the large path: small enough that a chunk of every rank stays in the L2 caches.
-constexpr size_t kMinChunkBytes = 64 << 10;
+constexpr size_t kPage = 4096;  // so that buffers are page-aligned
 
 // How long a waiting rank spins before it yields its core, yields before it sleeps, and how often it looks
 // around.
-constexpr int64_t kSpinNs = 20'000;
+// Who yields on a busy machine is back after milliseconds only, so spinning is for longer than ranks drift apart in the
+// phases of a large collective.
+constexpr int64_t kSpinNs = 200'000;
 constexpr int64_t kYieldNs = 20'000'000;
 constexpr int64_t kSleepNs = 50'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;
@@ -55,56 +45,108 @@ void cpu_pause() {
 #endif
 }
 
-int open_pidfd([[maybe_unused]] int pid) {
-#ifdef SYS_pidfd_open
-  return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-#else
-  return -1;
-#endif
+std::string seconds_text(double value) {
+  char text[32];
+  snprintf(text, sizeof text, "%.3g s", value);
+  return text;
 }
 
-size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+// Gives the interpreter's lock to others for as long as it lives.
+class Idle {
+ public:
+  Idle(const IdleHooks& hooks, bool wanted) : hooks_(hooks), active_(wanted && hooks.begin != nullptr) {
+    if (active_) token_ = hooks_.begin();
+  }
+  ~Idle() {
+    if (active_) hooks_.end(token_);
+  }
+  Idle(const Idle&) = delete;
+  Idle& operator=(const Idle&) = delete;
+
+ private:
+  const IdleHooks& hooks_;
+  const bool active_;
+  void* token_ = nullptr;
+};
 
 }  // namespace
 
-ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s)
+ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, ShmSegment::Kind kind,
+                   size_t mailbox_bytes)
     : rank_(rank),
       size_(size),
       buffer_bytes_(buffer_bytes),
+      mailbox_bytes_(mailbox_bytes),
       timeout_s_(timeout_s),
       kernels_(reduce_kernels(selected_isa())) {
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size)
-    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
+    throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size) + "; there may be " +
+                                std::to_string(kMaxRanks) + " ranks in a group");
   if (buffer_bytes < kLine * static_cast<size_t>(size) || buffer_bytes % kLine != 0)
     throw std::invalid_argument("a buffer of " + std::to_string(buffer_bytes) + " bytes for " + std::to_string(size) +
                                 " ranks; needs a multiple of 64, at least 64 a rank");
   if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be above 0");
   // Spinning takes the core from the very rank that is waited for when there are more ranks than cores.
   spin_ns_ = size <= get_nprocs() ? kSpinNs : 0;
-  own_ = ShmSegment::create(kControlBytes + kBuffers * buffer_bytes);
+  own_ = ShmSegment::create(control_bytes() + kBuffers * buffer_bytes + mailbox_bytes, kind);
   new (own_.data()) Control{};
 }
 
-ShmGroup::~ShmGroup() {
+ShmGroup::~ShmGroup() { leave(); }
+
+void ShmGroup::leave() noexcept {
   // A peer that still waits for this rank gets an error at once; one that has what it needs never looks.
-  if (!controls_.empty()) control(rank_).gave_up.store(1, std::memory_order_release);
-  for (int fd : pidfds_)
-    if (fd >= 0) close(fd);
+  if (controls_.empty()) return;
+  uint32_t here = 0;
+  control(rank_).gave_up.compare_exchange_strong(here, static_cast<uint32_t>(Fate::left));
+}
+
+size_t ShmGroup::control_bytes() const {
+  return round_up(sizeof(Control) + 2 * static_cast<size_t>(size_) * sizeof(uint64_t), kPage);
+}
+
+uint64_t* ShmGroup::table(int rank, uint64_t sequence) const {
+  char* begin = reinterpret_cast<char*>(controls_[rank]) + sizeof(Control);
+  return reinterpret_cast<uint64_t*>(begin) + (sequence & 1) * static_cast<size_t>(size_);
 }
 
 void ShmGroup::connect(const std::vector<std::string>& names, const std::vector<int>& pids) {
   if (names.size() != static_cast<size_t>(size_) || pids.size() != names.size())
     throw std::invalid_argument("connect: needs one name and one pid a rank");
   if (!peers_.empty()) throw std::invalid_argument("connect: already connected");
-  for (int r = 0; r < size_; ++r) {
-    const bool self = r == rank_;
-    peers_.push_back(self ? ShmSegment() : ShmSegment::open(names[r], kControlBytes + kBuffers * buffer_bytes_));
-    char* base = static_cast<char*>(self ? own_.data() : peers_.back().data());
-    controls_.push_back(reinterpret_cast<Control*>(base));
-    buffers_.push_back(base + kControlBytes);
-    pids_.push_back(pids[r]);
-    pidfds_.push_back(self || pids[r] <= 0 ? -1 : open_pidfd(pids[r]));
-  }
+  // Until all are there the group counts as not connected.
+  for (int r = 0; r < size_; ++r)
+    peers_.push_back(r == rank_ ? ShmSegment() : ShmSegment::open(names[r], own_.bytes()));
+  for (int r = 0; r < size_; ++r)
+    add_peer(static_cast<char*>(r == rank_ ? own_.data() : peers_[static_cast<size_t>(r)].data()),
+             r == rank_ ? 0 : pids[static_cast<size_t>(r)]);
+}
+
+void ShmGroup::connect(const std::vector<ShmGroup*>& ranks) {
+  if (ranks.size() != static_cast<size_t>(size_) || !controls_.empty())
+    throw std::invalid_argument("connect: needs one group a rank, once");
+  for (ShmGroup* group : ranks) add_peer(static_cast<char*>(group->own_.data()), 0);
+}
+
+void ShmGroup::add_peer(char* base, int pid) {
+  watched_.push_back(Peer::watch(pid));
+  buffers_.push_back(base + control_bytes());
+  controls_.push_back(reinterpret_cast<Control*>(base));
+}
+
+void ShmGroup::set_timeout(double timeout_s) {
+  if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be above 0");
+  timeout_s_.store(timeout_s, std::memory_order_relaxed);
+}
+
+void ShmGroup::abort() noexcept {
+  aborted_.store(true, std::memory_order_release);
+  if (!controls_.empty()) control(rank_).gave_up.store(static_cast<uint32_t>(Fate::aborted), std::memory_order_release);
+}
+
+void ShmGroup::give_up() noexcept {
+  uint32_t here = 0;
+  control(rank_).gave_up.compare_exchange_strong(here, static_cast<uint32_t>(Fate::error));
 }
 
 // --- waiting
@@ -115,82 +157,147 @@ void ShmGroup::synchronise() {
   Control& mine = control(rank_);
   mine.descriptor[target & 1] = current_;
   mine.arrived.store(target, std::memory_order_release);
-  int64_t started = 0;  // of waiting in earnest: one deadline for all peers together
+  int64_t deadline = 0;  // of spinning
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     const std::atomic<uint64_t>& arrived = control(peer).arrived;
-    if (arrived.load(std::memory_order_acquire) >= target) continue;
-    const int64_t deadline = spin_ns_ > 0 ? now_ns() + spin_ns_ : 0;
-    bool here = false;
-    do {
-      for (int i = 0; i < 8 && !here; ++i) {
-        cpu_pause();
-        here = arrived.load(std::memory_order_acquire) >= target;
-      }
-    } while (!here && spin_ns_ > 0 && now_ns() < deadline);
-    if (here) continue;
-    if (started == 0) started = now_ns();
-    wait_slowly(peer, started);
+    int spins = 0;
+    while (arrived.load(std::memory_order_acquire) < target) {
+      cpu_pause();
+      if (++spins % 32 != 0) continue;
+      const int64_t now = now_ns();
+      if (deadline == 0) deadline = now + spin_ns_;
+      if (now < deadline) continue;
+      wait_slowly(now);  // for all
+      return;
+    }
   }
 }
 
-void ShmGroup::wait_slowly(int peer, int64_t start) {
-  const std::atomic<uint64_t>& arrived = control(peer).arrived;
+void ShmGroup::wait_slowly(int64_t start) {
+  const Idle idle(idle_hooks_, holds_lock_);
   int64_t peer_checked = start, interrupt_checked = start;
-  while (arrived.load(std::memory_order_acquire) < sequence_) {
-    const int64_t now = now_ns();
-    if (now - start < kYieldNs) {
-      sched_yield();
-    } else {
-      const timespec nap{0, kSleepNs};
-      nanosleep(&nap, nullptr);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const std::atomic<uint64_t>& arrived = control(peer).arrived;
+    while (arrived.load(std::memory_order_acquire) < sequence_) {
+      const int64_t now = now_ns();
+      if (now - start < kYieldNs) {
+        sched_yield();
+      } else {
+        const timespec nap{0, kSleepNs};
+        nanosleep(&nap, nullptr);
+      }
+      if (aborted_.load(std::memory_order_acquire))
+        throw CommError(CommError::Kind::broken,
+                        "the group was aborted while this rank waited in " + describe(current_));
+      if (now - peer_checked > kPeerCheckNs) {
+        peer_checked = now;
+        // All peers: the one that is waited for may itself be waiting for a rank that died.
+        for (int r = 0; r < size_; ++r) {
+          if (r == rank_ || control(r).arrived.load(std::memory_order_acquire) >= sequence_) continue;
+          try {
+            check_peer(r, describe(current_));
+          } catch (const CommError&) {
+            // It may have arrived with its last breath.
+            if (control(r).arrived.load(std::memory_order_acquire) < sequence_) throw;
+          }
+        }
+      }
+      if (interrupt_check_ && now - interrupt_checked > kInterruptCheckNs) {
+        interrupt_checked = now;
+        interrupt_check_();
+      }
+      if (static_cast<double>(now - start) * 1e-9 > call_timeout_s_) time_out();
     }
-    if (now - peer_checked > kPeerCheckNs) {
-      peer_checked = now;
-      // All peers: the one that is waited for may itself be waiting for a rank that died.
-      for (int r = 0; r < size_; ++r)
-        if (r != rank_ && control(r).arrived.load(std::memory_order_acquire) < sequence_) check_peer(r);
-    }
-    if (interrupt_check_ && now - interrupt_checked > kInterruptCheckNs) {
-      interrupt_checked = now;
-      interrupt_check_();
-    }
-    if (static_cast<double>(now - start) * 1e-9 > timeout_s_)
-      throw CommError(CommError::Kind::timeout, "rank " + std::to_string(peer) + " (pid " +
-                                                    std::to_string(pids_[peer]) + ") did not come within " +
-                                                    std::to_string(static_cast<long>(timeout_s_)) + " s for " +
-                                                    describe(current_));
   }
 }
 
-void ShmGroup::check_peer(int peer) const {
-  const std::string who = "rank " + std::to_string(peer) + " (pid " + std::to_string(pids_[peer]) + ")";
-  if (control(peer).gave_up.load(std::memory_order_acquire) != 0)
-    throw CommError(
-        CommError::Kind::broken,
-        who + " has left the group or given up after an error, while this rank waited in " + describe(current_));
-  bool ended = false;
-  if (pidfds_[peer] >= 0) {
-    pollfd fd{pidfds_[peer], POLLIN, 0};
-    ended = poll(&fd, 1, 0) == 1;
-  } else if (pids_[peer] > 0) {
-    ended = kill(pids_[peer], 0) != 0 && errno == ESRCH;
+void ShmGroup::time_out() const {
+  std::string missing;
+  int first = -1;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_ || control(r).arrived.load(std::memory_order_acquire) >= sequence_) continue;
+    if (first < 0) first = r;
+    missing += (missing.empty() ? "" : ", ") + peer_name(r);
   }
-  // It may have arrived with its last breath.
-  if (ended && control(peer).arrived.load(std::memory_order_acquire) < sequence_)
-    throw CommError(CommError::Kind::peer_lost,
-                    who + " has ended, while this rank waited for it in " + describe(current_));
+  if (first < 0) first = rank_ == 0 ? 1 : 0;  // came this very moment; the peers may have given up just the same
+  uint32_t here = 0;
+  control(rank_).gave_up.compare_exchange_strong(
+      here, static_cast<uint32_t>(Fate::timed_out) | static_cast<uint32_t>(first) << 16);
+  throw CommError(CommError::Kind::timeout, (missing.empty() ? "a rank" : missing) + " did not come within " +
+                                                seconds_text(call_timeout_s_) + " for " + describe(current_));
 }
 
-std::string ShmGroup::describe(const Descriptor& descriptor) const {
-  switch (static_cast<Op>(descriptor.op)) {
+std::string ShmGroup::peer_name(int peer) const {
+  const int pid = watched_[peer]->pid();
+  return "rank " + std::to_string(peer) + (pid > 0 ? " (pid " + std::to_string(pid) + ")" : "");
+}
+
+void ShmGroup::check_peer(int peer, const std::string& doing) const {
+  if (aborted_.load(std::memory_order_acquire))
+    throw CommError(CommError::Kind::broken, "the group was aborted while this rank waited in " + doing);
+  const uint32_t code = control(peer).gave_up.load(std::memory_order_acquire);
+  if (code != 0) {
+    const std::string cause = std::to_string(code >> 16);
+    std::string why;
+    switch (static_cast<Fate>(code & 0xffff)) {
+      case Fate::left:
+        why = " has left the group";
+        break;
+      case Fate::peer_lost:
+        why = " has given up because rank " + cause + " ended";
+        break;
+      case Fate::timed_out:
+        why = " has given up because rank " + cause + " did not come in time";
+        break;
+      case Fate::aborted:
+        why = " has aborted the group";
+        break;
+      default:
+        why = " has given up after an error";
+    }
+    throw CommError(CommError::Kind::broken, peer_name(peer) + why + ", while this rank waited in " + doing);
+  }
+  if (!watched_[peer]->ended()) return;
+  uint32_t here = 0;
+  control(rank_).gave_up.compare_exchange_strong(
+      here, static_cast<uint32_t>(Fate::peer_lost) | static_cast<uint32_t>(peer) << 16);
+  throw CommError(CommError::Kind::peer_lost,
+                  peer_name(peer) + " has ended, while this rank waited for it in " + doing);
+}
+
+// --- what is said about calls
+// ------------------------------------------------------------------------------------------------------
+
+std::string ShmGroup::describe(const Descriptor& d) const {
+  const std::string elements = std::to_string(d.count) + " " + dtype_name(static_cast<DType>(d.dtype));
+  const std::string with =
+      d.reduce_op == 0 ? "" : std::string(" with ") + reduce_op_name(static_cast<ReduceOp>(d.reduce_op));
+  const std::string root = " rank " + std::to_string(d.root);
+  switch (d.op) {
     case Op::all_reduce:
-      return "all_reduce of " + std::to_string(descriptor.count) + " " +
-             dtype_name(static_cast<DType>(descriptor.dtype));
+      return "all_reduce of " + elements + with;
     case Op::broadcast:
-      return "broadcast of " + std::to_string(descriptor.count) + " bytes from rank " + std::to_string(descriptor.root);
+      return "broadcast of " + elements + " from" + root;
     case Op::barrier:
       return "barrier";
+    case Op::reduce:
+      return "reduce of " + elements + with + " to" + root;
+    case Op::reduce_scatter:
+      return "reduce_scatter to " + elements + " a rank" + with;
+    case Op::all_gather:
+      return "all_gather of " + elements + " a rank";
+    case Op::all_gather_uneven:
+      return std::string("all_gather of ") + dtype_name(static_cast<DType>(d.dtype)) + ", another number a rank";
+    case Op::gather:
+      return "gather of " + elements + " a rank to" + root;
+    case Op::scatter:
+      return "scatter of " + elements + " a rank from" + root;
+    case Op::all_to_all:
+      return std::string("all_to_all of ") + dtype_name(static_cast<DType>(d.dtype));
+    case Op::all_reduce_add_rms_norm:
+      return "all_reduce_add_rms_norm of " + elements + " in rows of " + std::to_string(d.offset);
   }
   return "an unknown operation";
 }
@@ -205,114 +312,10 @@ void ShmGroup::check_descriptors() const {
   }
 }
 
-// --- collectives
-// --------------------------------------------------------------------------------------------------
-
-template <class Body>
-void ShmGroup::call(const Descriptor& descriptor, Body body) {
-  if (size_ == 1) return;
-  const std::lock_guard<std::mutex> lock(one_call_);
-  if (controls_.empty()) throw std::logic_error("the group is not connected");
-  if (!broken_.empty()) throw CommError(CommError::Kind::broken, "the group is broken by an earlier error: " + broken_);
-  current_ = descriptor;
-  try {
-    body();
-  } catch (const std::exception& error) {
-    broken_ = error.what();
-    control(rank_).gave_up.store(1, std::memory_order_release);
-    throw;
-  }
-}
-
-void ShmGroup::all_reduce_sum(void* data, size_t count, DType dtype) {
-  const size_t bytes = count * dtype_bytes(dtype);
-  call({count, static_cast<uint8_t>(Op::all_reduce), static_cast<uint8_t>(dtype), 0, 0}, [&] {
-    if (bytes <= std::min(kSmallBytes, buffer_bytes_))
-      all_reduce_small(static_cast<char*>(data), count, dtype);
-    else
-      all_reduce_large(static_cast<char*>(data), count, dtype);
-  });
-}
-
-void ShmGroup::all_reduce_small(char* data, size_t count, DType dtype) {
-  const uint64_t chunk = chunk_++;
-  std::memcpy(buffer(rank_, chunk), data, count * dtype_bytes(dtype));
-  synchronise();
-  check_descriptors();
-  const void* sources[kMaxRanks];
-  for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? data : buffer(r, chunk);
-  kernels_.by_dtype[static_cast<int>(dtype)](sources, size_, data, nullptr, count);
-}
-
-void ShmGroup::all_reduce_large(char* data, size_t count, DType dtype) {
-  const size_t item = dtype_bytes(dtype);
-  const size_t total = count * item;
-  // At least two chunks where they are not tiny, so that the pipeline has something to overlap.
-  const size_t wanted = std::min(std::max(round_up(total / 2, kLine * size_), kMinChunkBytes), buffer_bytes_);
-  const size_t part_bytes = std::max(wanted / size_ / kLine * kLine, kLine);
-  const size_t chunk_bytes = part_bytes * size_;
-  const size_t n_chunks = (total + chunk_bytes - 1) / chunk_bytes;
-  const uint64_t first = chunk_;
-  chunk_ += n_chunks;
-
-  // Calls body(offset in the chunk, bytes) for the part of chunk i that `owner` sums.
-  const auto part = [&](size_t i, int owner, auto body) {
-    const size_t length = std::min(chunk_bytes, total - i * chunk_bytes);
-    const size_t begin = std::min(part_bytes * owner, length);
-    const size_t end = std::min(begin + part_bytes, length);
-    if (end > begin) body(begin, end - begin);
-  };
-  for (size_t i = 0; i < n_chunks + 2; ++i) {
-    if (i < n_chunks) {
-      char* in = data + i * chunk_bytes;
-      char* mine = buffer(rank_, first + i);
-      for (int r = 0; r < size_; ++r)
-        if (r != rank_) part(i, r, [&](size_t at, size_t n) { std::memcpy(mine + at, in + at, n); });
-    }
-    if (i >= 1 && i <= n_chunks) {
-      const size_t c = i - 1;
-      part(c, rank_, [&](size_t at, size_t n) {
-        char* own = data + c * chunk_bytes + at;
-        const void* sources[kMaxRanks];
-        for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? own : buffer(r, first + c) + at;
-        kernels_.by_dtype[static_cast<int>(dtype)](sources, size_, own, buffer(rank_, first + c) + at, n / item);
-      });
-    }
-    if (i >= 2) {
-      const size_t c = i - 2;
-      char* out = data + c * chunk_bytes;
-      for (int r = 0; r < size_; ++r)
-        if (r != rank_) part(c, r, [&](size_t at, size_t n) { std::memcpy(out + at, buffer(r, first + c) + at, n); });
-    }
-    if (i <= n_chunks) synchronise();
-    if (i == 0) check_descriptors();
-  }
-}
-
-void ShmGroup::broadcast(void* data, size_t bytes, int root) {
+void ShmGroup::check_root(const char* what, int root) const {
   if (root < 0 || root >= size_)
-    throw std::invalid_argument("broadcast from rank " + std::to_string(root) + " in a group of " +
-                                std::to_string(size_));
-  call({bytes, static_cast<uint8_t>(Op::broadcast), 0, static_cast<uint16_t>(root), 0}, [&] {
-    size_t done = 0;
-    do {
-      const size_t n = std::min(buffer_bytes_, bytes - done);
-      char* at = static_cast<char*>(data) + done;
-      const uint64_t chunk = chunk_++;
-      if (rank_ == root) std::memcpy(buffer(rank_, chunk), at, n);
-      synchronise();
-      if (done == 0) check_descriptors();
-      if (rank_ != root) std::memcpy(at, buffer(root, chunk), n);
-      done += n;
-    } while (done < bytes);
-  });
-}
-
-void ShmGroup::barrier() {
-  call({0, static_cast<uint8_t>(Op::barrier), 0, 0, 0}, [&] {
-    synchronise();
-    check_descriptors();
-  });
+    throw std::invalid_argument(std::string(what) + " with root " + std::to_string(root) + " in a group of " +
+                                std::to_string(size_) + " ranks");
 }
 
 }  // namespace anyaccel::comm

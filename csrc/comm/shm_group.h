@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives among processes of one host through shared memory.
 //
-// Each rank owns one segment: a control block and three buffers. A rank writes its own segment only, so its
-// pages can be local to its memory node, and reads the others'. Progress is a counter per rank ("arrived"): a
-// synchronisation point is passed when every rank's counter has reached it.
+// Each rank owns one segment: a control block, three buffers, and mailboxes for messages (p2p.h). A rank writes its own
+// segment only, so its pages can be local to its memory node, and reads the others'. Progress is a counter per rank
+// ("arrived"): a synchronisation point is passed when every rank's counter has reached it.
 //
-// All-reduce, small: copy in, synchronise, every rank sums all copies.
+// All-reduce, small: copy in, synchronise, every rank reduces all copies.
 // All-reduce, large: chunk by chunk, pipelined over three buffers with one synchronisation a chunk: while
-// chunk i is copied in, this rank's share of chunk i-1 is summed and the other ranks' shares of chunk i-2 are
+// chunk i is copied in, this rank's share of chunk i-1 is reduced and the other ranks' shares of chunk i-2 are
 // copied out (reduce-scatter and all-gather: Thakur, Rabenseifner, Gropp, "Optimization of collective
 // communication operations in MPICH", 2005).
+// All-reduce of symmetric tensors (symmetric.h): every rank reduces its share out of all tensors and writes the result
+// into all of them; nothing is copied.
+// The others move data chunk by chunk: write, synchronise, read.
 //
 // Why three buffers are enough: chunk numbers run on over all calls and chunk g uses buffer g mod 3. When a
 // rank writes chunk g it has passed the synchronisation that every rank posts after its last read of chunk
@@ -19,10 +22,12 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "comm/peers.h"
 #include "comm/reduce_kernels.h"
 #include "comm/shm_segment.h"
 
@@ -30,43 +35,118 @@ namespace anyaccel::comm {
 
 constexpr int kMaxRanks = 1024;
 
+// How a thread that holds the interpreter's lock gives it to others while it waits for long.
+struct IdleHooks {
+  void* (*begin)();
+  void (*end)(void*);
+};
+
 class ShmGroup {
  public:
-  // Creates this rank's segment with three buffers of `buffer_bytes` each (a multiple of 64).
+  // Creates this rank's segment with three buffers of `buffer_bytes` each (a multiple of 64) and `mailbox_bytes` more.
   // A rank waits at most `timeout_s` seconds for a live peer. Throws std::system_error,
   // std::invalid_argument.
-  ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s);
+  ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, ShmSegment::Kind kind = ShmSegment::Kind::posix,
+           size_t mailbox_bytes = 0);
   ~ShmGroup();
   ShmGroup(const ShmGroup&) = delete;
   ShmGroup& operator=(const ShmGroup&) = delete;
 
+  int rank() const { return rank_; }
+  int size() const { return size_; }
   const std::string& name() const { return own_.name(); }
 
   // Maps the peers' segments. `pids[r]` is used to notice that rank r has died; 0 when its pid means nothing
   // here.
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
-  // Call it when every rank has connected: nothing is left in /dev/shm from then on.
+  // Where the ranks are threads of one process: their groups, in rank order, which must outlive this one's use.
+  void connect(const std::vector<ShmGroup*>& ranks);
+  // Call it when every rank has connected: nobody can open the segments from then on.
   void unlink() noexcept { own_.unlink(); }
 
   // Called about every 50 ms of waiting; may throw, which breaks the group.
   void set_interrupt_check(std::function<void()> check) { interrupt_check_ = std::move(check); }
+  void set_idle_hooks(IdleHooks hooks) { idle_hooks_ = hooks; }
+  void set_timeout(double timeout_s);
+  double timeout() const { return timeout_s_.load(std::memory_order_relaxed); }
+
+  // Calls that were asked for asynchronously and are not done; kept by whoever runs them.
+  void set_waiting(int calls) { waiting_.store(calls, std::memory_order_release); }
+  bool waiting() const { return waiting_.load(std::memory_order_acquire) != 0; }
+
+  // Ends what waits in this group, here and on the peers, with an error; callable from any thread, at any time.
+  void abort() noexcept;
+  // The group ends in peace: peers that wait for this rank are told that it has left.
+  void leave() noexcept;
 
   // All throw CommError, and whatever the interrupt check throws; after that the group stays broken and every
-  // rank that waits in it gets an error.
-  void all_reduce_sum(void* data, size_t count, DType dtype);
-  void broadcast(void* data, size_t bytes, int root);
-  void barrier();
+  // rank that waits in it gets an error. `dtype` is compared with the peers' also where bytes are only moved.
+  // One call at a time; others wait.
+
+  // In place. `holds_lock`: the caller holds the interpreter's lock, which is given up only where the wait gets long.
+  void all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock = false);
+  // False, and nothing done, when another thread is inside the group.
+  bool try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op);
+  // `out` is written on `root` only; may be `in`.
+  void reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, int root);
+  // `ins[r]`: what goes to rank r; `out` may be ins[rank].
+  void reduce_scatter(const void* const* ins, void* out, size_t count, DType dtype, ReduceOp op);
+  void broadcast(void* data, size_t count, DType dtype, int root);
+  // `counts[r]`: elements that rank r gives, the same on all ranks. outs[rank] may be `in`.
+  void all_gather(const void* in, void* const* outs, const size_t* counts, DType dtype);
+  void gather(const void* in, void* const* outs, size_t count, DType dtype, int root);
+  void scatter(const void* const* ins, void* out, size_t count, DType dtype, int root);
+  // Counts may differ from pair to pair; what this rank expects from a peer must be what that one sends.
+  void all_to_all(const void* const* ins, const size_t* in_counts, void* const* outs, const size_t* out_counts,
+                  DType dtype);
+  void barrier() { barrier(0); }
+  // 0: the group's timeout.
+  void barrier(double timeout_s);
+  // partial := rms_norm(residual := residual + sum over ranks of partial) * weight, row by row.
+  void all_reduce_add_rms_norm(void* partial, void* residual, const void* weight, float eps, size_t rows, size_t width,
+                               DType dtype, bool holds_lock = false);
+
+  // Memory of all ranks that an all-reduce of an address inside this rank's piece works on without copying.
+  // `id` is the same on all ranks and not used before. bases[rank] is this rank's.
+  void add_symmetric(uint16_t id, const std::vector<char*>& bases, size_t bytes);
+  void remove_symmetric(uint16_t id);
+
+  // For messages, which are apart from collectives (p2p.h).
+  char* mailboxes(int rank) const { return buffers_[rank] + kBuffers * buffer_bytes_; }
+  size_t mailbox_bytes() const { return mailbox_bytes_; }
+  // Throws when `peer` cannot be waited for any more: it has ended, left or given up; or when this rank has aborted.
+  void check_peer(int peer, const std::string& doing) const;
+  std::string peer_name(int peer) const;
+  // Breaks the group for the peers.
+  void give_up() noexcept;
+  const std::function<void()>& interrupt_check() const { return interrupt_check_; }
 
  private:
-  enum class Op : uint8_t { all_reduce, broadcast, barrier };
+  static constexpr int kBuffers = 3;
+  enum class Op : uint8_t {
+    all_reduce,
+    broadcast,
+    barrier,
+    reduce,
+    reduce_scatter,
+    all_gather,
+    all_gather_uneven,
+    gather,
+    scatter,
+    all_to_all,
+    all_reduce_add_rms_norm
+  };
 
   // What a rank is doing, checked against the peers' at the first synchronisation of each call.
   struct Descriptor {
-    uint64_t count;
-    uint8_t op;
-    uint8_t dtype;
-    uint16_t root;
-    uint32_t reserved;
+    uint64_t count = 0;
+    uint64_t offset = 0;  // in the symmetric memory; the width of a row of all_reduce_add_rms_norm
+    Op op = Op::barrier;
+    uint8_t dtype = 0;
+    uint8_t reduce_op = 0;
+    uint8_t reserved = 0;
+    uint16_t root = 0;
+    uint16_t symmetric = 0;  // its id, 0: none
     bool operator==(const Descriptor&) const = default;
   };
 
@@ -75,40 +155,75 @@ class ShmGroup {
   struct alignas(64) Control {
     std::atomic<uint64_t> arrived;
     Descriptor descriptor[2];
-    std::atomic<uint32_t> gave_up;
+    std::atomic<uint32_t> gave_up;  // a Fate, and the rank that was the cause
   };
   static_assert(sizeof(Control) == 64);
 
+  // Why a rank is no longer in the group.
+  enum class Fate : uint32_t { here, left, peer_lost, timed_out, aborted, error };
+  struct Symmetric {
+    uint16_t id;
+    size_t bytes;
+    std::vector<char*> bases;
+  };
+
   template <class Body>
   void call(const Descriptor& descriptor, Body body);
+  template <class Body>
+  void call_locked(const Descriptor& descriptor, Body body);
   Control& control(int rank) const { return *controls_[rank]; }
-  char* buffer(int rank, uint64_t chunk) const { return buffers_[rank] + (chunk % 3) * buffer_bytes_; }
+  // What each rank says about sizes, for the peers to compare; two, as of descriptors.
+  uint64_t* table(int rank, uint64_t sequence) const;
+  char* buffer(int rank, uint64_t chunk) const { return buffers_[rank] + (chunk % kBuffers) * buffer_bytes_; }
+  size_t control_bytes() const;
+  void add_peer(char* base, int pid);
+  void check_root(const char* what, int root) const;
   void synchronise();
-  void wait_slowly(int peer, int64_t start);
-  void check_peer(int peer) const;
+  void wait_slowly(int64_t start);
+  [[noreturn]] void time_out() const;
   void check_descriptors() const;
+  void check_tables(const size_t* counts) const;
+  // Of an all-reduce: throws when the ranks disagree; false when only their tensors' places do.
+  bool agreed() const;
   std::string describe(const Descriptor& descriptor) const;
-  void all_reduce_small(char* data, size_t count, DType dtype);
-  void all_reduce_large(char* data, size_t count, DType dtype);
+  ReduceFn kernel(DType dtype, ReduceOp op) const;
+  Descriptor reduction(Op what, size_t count, DType dtype, ReduceOp op, int root = 0) const;
+  bool is_small(size_t bytes) const;
+  void all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op);
+  // These give false, and have changed nothing, when a peer's tensor is symmetric.
+  bool all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn kernel);
+  bool all_reduce_small(char* data, size_t count, DType dtype, ReduceFn kernel);
+  bool all_reduce_large(char* data, size_t count, DType dtype, ReduceFn kernel);
+  void all_reduce_symmetric(const Symmetric& memory, size_t offset, size_t count, DType dtype, ReduceFn kernel);
+  const Symmetric* find_symmetric(const void* data, size_t bytes);
 
   const int rank_;
   const int size_;
   const size_t buffer_bytes_;
-  const double timeout_s_;
+  const size_t mailbox_bytes_;
+  std::atomic<double> timeout_s_;
   const ReduceKernels& kernels_;
   ShmSegment own_;
   std::vector<ShmSegment> peers_;
   std::vector<Control*> controls_;
   std::vector<char*> buffers_;
-  std::vector<int> pidfds_;
-  std::vector<int> pids_;
+  std::vector<std::shared_ptr<const Peer>> watched_;
   std::function<void()> interrupt_check_;
-  std::mutex one_call_;  // callers run without the GIL
+  IdleHooks idle_hooks_{nullptr, nullptr};
+  std::mutex one_call_;  // callers run without the interpreter's lock
+  std::vector<Symmetric> symmetric_;
+  std::mutex retired_mutex_;
+  std::vector<uint16_t> retired_;
+  std::atomic<bool> any_retired_{false};
   int64_t spin_ns_ = 0;
   Descriptor current_{};
   uint64_t sequence_ = 0;  // synchronisations posted
   uint64_t chunk_ = 0;     // chunks used
+  double call_timeout_s_ = 0;
+  bool holds_lock_ = false;
   std::string broken_;
+  std::atomic<bool> aborted_{false};
+  std::atomic<int> waiting_{0};
 };
 
 }  // namespace anyaccel::comm

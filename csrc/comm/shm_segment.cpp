@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/types.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -15,6 +16,9 @@
 namespace anyaccel::comm {
 namespace {
 
+constexpr char kProcPrefix[] = "/proc/";
+constexpr char kSeparator = ':';  // of the path below /proc and the object's own name
+
 [[noreturn]] void fail(int error, const std::string& what) {
   throw std::system_error(error, std::generic_category(), what);
 }
@@ -22,7 +26,7 @@ namespace {
 std::string random_name() {
   uint8_t bytes[16];
   if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes) fail(errno, "getrandom");
-  std::string name = "/anyaccel-";
+  std::string name = "anyaccel-";
   for (uint8_t byte : bytes) {
     name += "0123456789abcdef"[byte >> 4];
     name += "0123456789abcdef"[byte & 15];
@@ -37,26 +41,51 @@ struct Fd {
   }
 };
 
-void* map(int fd, size_t bytes, const std::string& name) {
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
+void* map(int fd, size_t bytes, const std::string& name, int flags) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | flags, fd, 0);
   if (data == MAP_FAILED) fail(errno, "mmap of shared memory " + name);
   return data;
 }
 
-}  // namespace
-
-ShmSegment ShmSegment::create(size_t bytes) {
-  ShmSegment segment;
-  segment.name_ = random_name();
-  Fd fd{shm_open(segment.name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600)};
-  if (fd.value < 0) fail(errno, "shm_open of " + segment.name_);
-  segment.linked_ = true;  // from here on the destructor unlinks it
+void reserve(int fd, size_t bytes) {
   int error;
   do {  // tmpfs gives EINTR when a signal comes
-    error = posix_fallocate(fd.value, 0, static_cast<off_t>(bytes));
+    error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
   } while (error == EINTR);
   if (error != 0) fail(error, "reserving " + std::to_string(bytes) + " bytes of shared memory (see `df /dev/shm`)");
-  segment.data_ = map(fd.value, bytes, segment.name_);
+}
+
+// The object behind a descriptor's path must be the one that was named: its number may have been used again.
+void check_same(const std::string& path, const std::string& object) {
+  char target[256];
+  const ssize_t length = readlink(path.c_str(), target, sizeof target);
+  if (length < 0) fail(errno, "a peer's shared memory at " + path);
+  const std::string expected = "/memfd:" + object;
+  if (std::string(target, static_cast<size_t>(length)).compare(0, expected.size(), expected) != 0)
+    fail(ENOENT, "a peer's shared memory " + object + " is no longer at " + path);
+}
+
+}  // namespace
+
+ShmSegment ShmSegment::create(size_t bytes, Kind kind) {
+  ShmSegment segment;
+  const std::string object = random_name();
+  if (kind == Kind::memfd) {
+    segment.fd_ = memfd_create(object.c_str(), MFD_CLOEXEC);
+    if (segment.fd_ < 0) fail(errno, "memfd_create");
+    fchmod(segment.fd_, 0600);
+    if (ftruncate(segment.fd_, static_cast<off_t>(bytes)) != 0)
+      fail(errno, "making " + std::to_string(bytes) + " bytes of shared memory");
+    segment.name_ = kProcPrefix + std::to_string(getpid()) + "/fd/" + std::to_string(segment.fd_) + kSeparator + object;
+    segment.data_ = map(segment.fd_, bytes, object, 0);
+  } else {
+    segment.name_ = "/" + object;
+    Fd fd{shm_open(segment.name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600)};
+    if (fd.value < 0) fail(errno, "shm_open of " + segment.name_);
+    segment.linked_ = true;  // from here on the destructor unlinks it
+    reserve(fd.value, bytes);
+    segment.data_ = map(fd.value, bytes, segment.name_, MAP_POPULATE);
+  }
   segment.bytes_ = bytes;
   return segment;
 }
@@ -64,13 +93,23 @@ ShmSegment ShmSegment::create(size_t bytes) {
 ShmSegment ShmSegment::open(const std::string& name, size_t bytes) {
   ShmSegment segment;
   segment.name_ = name;
-  Fd fd{shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0)};
-  if (fd.value < 0) fail(errno, "shm_open of a peer's " + name);
+  const bool anonymous = name.rfind(kProcPrefix, 0) == 0;
+  int opened = -1;
+  if (anonymous) {
+    const size_t at = name.find(kSeparator);
+    const std::string path = name.substr(0, at);
+    check_same(path, at == std::string::npos ? "" : name.substr(at + 1));
+    opened = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  } else {
+    opened = shm_open(name.c_str(), O_RDWR | O_CLOEXEC, 0);
+  }
+  const Fd fd{opened};
+  if (fd.value < 0) fail(errno, "opening a peer's shared memory " + name);
   struct stat info{};
   if (fstat(fd.value, &info) != 0) fail(errno, "fstat of " + name);
   if (static_cast<size_t>(info.st_size) != bytes)
     fail(EINVAL, name + " has " + std::to_string(info.st_size) + " bytes, expected " + std::to_string(bytes));
-  segment.data_ = map(fd.value, bytes, name);
+  segment.data_ = map(fd.value, bytes, name, anonymous ? 0 : MAP_POPULATE);
   segment.bytes_ = bytes;
   return segment;
 }
@@ -83,6 +122,8 @@ ShmSegment::~ShmSegment() {
 void ShmSegment::unlink() noexcept {
   if (linked_) shm_unlink(name_.c_str());
   linked_ = false;
+  if (fd_ >= 0) close(fd_);
+  fd_ = -1;
 }
 
 void ShmSegment::swap(ShmSegment& other) noexcept {
@@ -90,6 +131,7 @@ void ShmSegment::swap(ShmSegment& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
   std::swap(linked_, other.linked_);
+  std::swap(fd_, other.fd_);
 }
 
 }  // namespace anyaccel::comm

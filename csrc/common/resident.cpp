@@ -5,6 +5,9 @@
 #include <mutex>
 #include <system_error>
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 #ifdef __linux__
 #include <fcntl.h>
 #include <pthread.h>
@@ -84,5 +87,11 @@ int64_t resident_bytes() {
 }
 
 #endif
+
+void release_free_memory() noexcept {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
 
 }  // namespace anyaccel

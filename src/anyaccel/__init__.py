@@ -24,7 +24,7 @@ _LAZY = {
     "init_distributed": "anyaccel.comm",
     "init_inference": "anyaccel.inference",
 }
-_SUBPACKAGES = ("accelerator", "comm", "inference", "io", "launch", "ops", "topology")
+_SUBPACKAGES = ("accelerator", "comm", "inference", "interop", "io", "launch", "ops", "topology")
 
 __all__ = [
     "AnyAccelError",

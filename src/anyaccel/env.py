@@ -99,11 +99,20 @@ ANYACCEL_PROBE_TIMEOUT = EnvVar(
 ANYACCEL_COMM_TIMEOUT = EnvVar(
     "ANYACCEL_COMM_TIMEOUT", _positive_float, 300.0, "seconds that a collective waits for a live peer"
 )
+ANYACCEL_BETWEEN_HOSTS = EnvVar(
+    "ANYACCEL_BETWEEN_HOSTS",
+    _one_of("gloo", "ccl"),
+    "gloo",
+    "what a group of backend shm uses between hosts: gloo or ccl",
+)
+ANYACCEL_COMMS_LOG = EnvVar(
+    "ANYACCEL_COMMS_LOG", _is_one, False, "1 records collectives from the start, for anyaccel.comm.log_summary()"
+)
 ANYACCEL_SHM_BYTES = EnvVar(
     "ANYACCEL_SHM_BYTES",
     _positive_int,
     8 << 20,
-    "shared memory of one process group, all ranks together, in bytes",
+    "shared memory of one process group, all ranks together and without symmetric tensors, in bytes",
 )
 ANYACCEL_PACKED_CACHE_BYTES = EnvVar(
     "ANYACCEL_PACKED_CACHE_BYTES",
@@ -115,6 +124,9 @@ ANYACCEL_BUILD_TIMEOUT = EnvVar(
     "ANYACCEL_BUILD_TIMEOUT", _positive_float, 600.0, "seconds that one build of an op may take, or wait for another's"
 )
 CXX = EnvVar("CXX", str, "", "C++ compiler command that builds ops; default the first of c++, g++, clang++ in PATH")
+CCL_ROOT = EnvVar(
+    "CCL_ROOT", str, "", "folder with the lib/ and include/ of oneCCL; default: the packages of this Python"
+)
 MAX_JOBS = EnvVar("MAX_JOBS", _positive_int, 0, "compilers that a build of an op runs at once; default: allowed CPUs")
 
 ALL: tuple[EnvVar[object], ...] = (
@@ -124,10 +136,13 @@ ALL: tuple[EnvVar[object], ...] = (
     ANYACCEL_ISA,
     ANYACCEL_PROBE_TIMEOUT,
     ANYACCEL_COMM_TIMEOUT,
+    ANYACCEL_BETWEEN_HOSTS,
+    ANYACCEL_COMMS_LOG,
     ANYACCEL_SHM_BYTES,
     ANYACCEL_PACKED_CACHE_BYTES,
     ANYACCEL_BUILD_TIMEOUT,
     CXX,
+    CCL_ROOT,
     MAX_JOBS,
 )  # type: ignore[assignment]
 

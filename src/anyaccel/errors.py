@@ -82,3 +82,19 @@ class CommTimeoutError(CommError, TimeoutError):
 
 class ModelError(AnyAccelError, ValueError):
     """A model, checkpoint or configuration cannot be used; the message names the file and the reason."""
+
+
+class CompatError(AnyAccelError, RuntimeError):
+    """The DeepSpeed alias cannot be put into this environment, or not be taken out of it."""
+
+
+class NotCoveredError(AnyAccelError, NotImplementedError):
+    """A function of DeepSpeed was asked for something that the alias does not do."""
+
+
+class NotCoveredAttributeError(AnyAccelError, AttributeError):
+    """A name of DeepSpeed that the alias does not have."""
+
+
+class NotCoveredImportError(AnyAccelError, ImportError):
+    """A module of DeepSpeed, or a name of one, that the alias does not have."""

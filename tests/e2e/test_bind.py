@@ -52,7 +52,10 @@ def run(tmp_path: Path) -> Run:
 
 def shown(done: subprocess.CompletedProcess[str]) -> list[dict[str, dict[str, str | None]]]:
     """What the processes printed, by local rank."""
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    found, end = [], 0
+    while (begin := done.stdout.find("{", end)) >= 0:  # mpirun may put what two ranks print on one line
+        worker, end = json.JSONDecoder().raw_decode(done.stdout, begin)
+        found.append(worker)
     return sorted(found, key=lambda worker: worker["env"]["LOCAL_RANK"])
 
 

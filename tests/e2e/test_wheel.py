@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wheel, installed where there is no compiler and no checkout."""
+"""The sdist and the wheels made of it, installed where there is no compiler and no checkout."""
 
 from __future__ import annotations
 
+import email
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import venv
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
+import anyaccel
+
 ROOT = Path(__file__).parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+OWN = f"3.{sys.version_info.minor}"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 WORK = """
 import anyaccel, json, torch
 from anyaccel.ops import in_tree
@@ -22,6 +34,91 @@ parameter.grad = torch.ones(3)
 CPUAdam([parameter], lr=0.5).step()
 print(json.dumps([anyaccel.__file__, str(in_tree.root()), parameter.tolist()]))
 """
+
+
+def build_wheel(python: str, sdist: Path, folder: Path) -> Path:
+    """A wheel for `python`, from the sdist alone; what builds it is taken from the environment of the tests."""
+    tools = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    variables = {"PATH": os.pathsep.join(tools)} | ({} if python == sys.executable else {"PYTHONPATH": packages[0]})
+    command = [python, "-m", "pip", "--disable-pip-version-check", "-q", "wheel", "--no-build-isolation", "--no-deps"]
+    done = subprocess.run(
+        [*command, "-w", str(folder), str(sdist)], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = folder.glob("anyaccel-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    code = f"from scikit_build_core.build import build_sdist; build_sdist({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (found,) = folder.glob("*.tar.gz")
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    return build_wheel(sys.executable, sdist, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder)
+    return folder
+
+
+def test_the_sdist_has_what_builds_tests_and_explains(sdist):
+    with tarfile.open(sdist) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    wanted = ["README.md", "LICENSE", "CHANGELOG.md", "CMakeLists.txt", "pyproject.toml", "docs/map.md", "Makefile"]
+    wanted += ["csrc/llm/forward.cpp", "src/anyaccel/py.typed", "tests/conftest.py", "examples/train_gpt.py"]
+    assert not set(wanted) - names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_the_wheel_has_types_licence_sources_and_one_version(unpacked):
+    info = unpacked / f"anyaccel-{anyaccel.__version__}.dist-info"
+    metadata = email.message_from_string((info / "METADATA").read_text())
+    assert metadata["Version"] == anyaccel.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "Apache License" in (info / "licenses" / "LICENSE").read_text()
+    assert (info / "entry_points.txt").read_text().split() == ["[console_scripts]", "anyaccel=anyaccel.cli:main"]
+    for name in ("py.typed", "csrc/optim/adam.cpp", "compat/deepspeed/__init__.py", "_native.pyi"):
+        assert (unpacked / "anyaccel" / name).exists(), name
+    # One place: nobody else says it.
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'"{anyaccel.__version__}"' not in text
+    assert 'dynamic = ["version"]' in text
+
+
+# An instruction that only the variant has.
+_LLM = {
+    "avx2": r"\bvfmadd\w+\s.*%ymm", "avx512": r"\bvfmadd\w+\s.*%zmm", "avx512_vnni": r"\bvpdpbusds?\b",
+    "avx512_bf16": r"\bvdpbf16ps\b", "amx": r"\btdpbf16ps\b",
+}  # fmt: skip
+_OPTIMIZER = {"avx2": r"\bvsqrtps\s.*%ymm", "avx512": r"\bvsqrtps\s.*%zmm"}
+_REDUCE = {"avx2": r"\bvaddps\s.*%ymm", "avx512": r"\bvaddps\s.*%zmm"}
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed: apt install binutils")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="other machines have the scalar variant only")
+@pytest.mark.parametrize(
+    ("pattern", "variants"),
+    [("_llm*.so", _LLM), ("_native*.so", _REDUCE), ("ops/prebuilt/cpu_adam.so", _OPTIMIZER),
+     ("ops/prebuilt/cpu_adagrad.so", _OPTIMIZER)],
+)  # fmt: skip
+def test_the_wheel_contains_every_instruction_set(unpacked, pattern, variants):
+    """Also those that the machine which built it does not have; the libraries have no symbols, so by instructions."""
+    (library,) = (unpacked / "anyaccel").glob(pattern)
+    code = subprocess.run(["objdump", "-d", str(library)], capture_output=True, text=True, check=True).stdout
+    missing = [name for name, instruction in variants.items() if not re.search(instruction, code)]
+    assert not missing
 
 
 def run(folder: Path, *command: str, **variables: str) -> str:
@@ -35,22 +132,9 @@ def run(folder: Path, *command: str, **variables: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_ops_of_a_wheel_need_no_compiler_and_can_be_built_from_what_it_brings(tmp_path):
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    build = [
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "-w",
-        str(tmp_path),
-        "-Cbuild-dir=" + str(tmp_path / "build"),
-    ]
-    subprocess.run([*pip, *build, str(ROOT)], check=True, timeout=500)
-    (wheel,) = tmp_path.glob("anyaccel-*.whl")
+def test_ops_of_a_wheel_need_no_compiler_and_can_be_built_from_what_it_brings(wheel, tmp_path):
     installed = tmp_path / "installed"
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=100)
+    subprocess.run([*PIP, "install", "--no-deps", "--target", str(installed), str(wheel)], check=True, timeout=100)
 
     file, sources, values = json.loads(run(installed, "-c", WORK, PATH=""))
     assert Path(file).is_relative_to(installed)
@@ -62,3 +146,75 @@ def test_ops_of_a_wheel_need_no_compiler_and_can_be_built_from_what_it_brings(tm
     }  # fmt: skip
     built = run(installed, "-m", "anyaccel", "ops", "build", "cpu_lion", "--jit", DS_ACCELERATOR="cpu")
     assert "cpu_lion: built in " in built
+
+
+# Other versions of Python ---------------------------------------------------------------------------------
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version that can make environments; skips the test where there is none."""
+    found = [shutil.which(f"python{version}")]
+    found += map(str, Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+    if version == OWN:
+        found.insert(0, sys.executable)
+    for python in filter(None, found):
+        code = "import sys, venv, pip; print('%d.%d' % sys.version_info[:2])"
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        if done.stdout.strip() == version:
+            return python
+    return pytest.skip(f"no Python {version} with venv and pip is installed")
+
+
+@pytest.fixture(scope="module")
+def stable_wheel(sdist, tmp_path_factory):
+    """The wheel of Python 3.12 is that of all later ones."""
+    return build_wheel(interpreter("3.12"), sdist, tmp_path_factory.mktemp("stable-wheel"))
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_a_fresh_environment_without_torch_and_compiler(version, tmp_path, request):
+    """What starts without torch, in an environment that has nothing but the wheel, and an empty PATH."""
+    python = interpreter(version)
+    wheel = request.getfixturevalue("wheel" if version == OWN == "3.11" else "stable_wheel")
+    if version == OWN == "3.11":
+        assert "-cp311-cp311-" in wheel.name
+    else:
+        assert "-cp312-abi3-" in wheel.name
+    home = tmp_path / "env"
+    if python == sys.executable:
+        venv.create(home, symlinks=True)
+    else:
+        subprocess.run([python, "-m", "venv", "--without-pip", str(home)], check=True, timeout=100)
+    command = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "-q"]
+    subprocess.run([*command, "install", "--no-deps", "--no-index", str(wheel)], check=True, timeout=100)
+    smoke(home, tmp_path)
+
+
+def smoke(home: Path, folder: Path) -> None:
+    """Each command, in the environment `home`."""
+
+    def call(program: str, *arguments: str) -> str:
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PYTEST"))}
+        done = subprocess.run(
+            [str(home / "bin" / program), *arguments],
+            cwd=folder, env={**variables, "PATH": ""}, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    (folder / "worker.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], 'torch' in sys.modules)\n")
+    assert call("anyaccel", "--version") == f"anyaccel {anyaccel.__version__}\n"
+    code = "import anyaccel, anyaccel._native as n, anyaccel._llm as m; print(n.isa() == m.isa(), anyaccel.__file__)"
+    same, file = call("python", "-c", code).split()
+    assert same == "True"
+    assert Path(file).is_relative_to(home)
+    assert "core" in call("anyaccel", "topo")
+    said = call("anyaccel", "run", "--num_accelerators", "2", "--no_local_rank", "worker.py")
+    assert sorted(said.splitlines()) == ["rank 0 False", "rank 1 False"]
+    assert "complete -o filenames" in call("anyaccel", "completion", "bash")
+    assert "examples:" in call("anyaccel", "generate", "--help")
+    call("anyaccel", "compat", "install")
+    assert call("python", "-c", "import deepspeed; print(deepspeed.__version__)").strip().endswith(anyaccel.__version__)
+    assert call("deepspeed", "--num_gpus", "1", "--no_local_rank", "worker.py") == "rank 0 False\n"
+    call("anyaccel", "compat", "remove")
+    assert not (home / "bin" / "deepspeed").exists()

@@ -23,12 +23,17 @@ MAY_IMPORT = {
     "ops": {"accelerator", "env"},
     "report": {"accelerator", "topology", "env"},
     "io": {"ops", "accelerator", "env"},
-    "comm": {"accelerator", "env"},
+    "comm": {"accelerator", "ops", "env"},
     "inference": {"comm", "accelerator", "env"},
     "bench": {"launch", "inference", "topology", "env"},
     "port": set(),
-    "cli": {"bench", "launch", "accelerator", "ops", "topology", "inference", "comm", "port", "report", "env"},
-}
+    "interop": {"accelerator"},
+    # The alias stands for everything, the command included.
+    "compat": {"accelerator", "cli", "comm", "env", "inference", "launch", "ops", "topology"},
+    "cli": {
+        "bench", "launch", "accelerator", "ops", "topology", "inference", "comm", "port", "report", "env", "compat"
+    },
+}  # fmt: skip
 EVERYBODYS = {"errors", "_version", "_native", "_llm"}
 
 

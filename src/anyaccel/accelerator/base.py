@@ -398,6 +398,11 @@ class Accelerator(abc.ABC):
             if not backend.package:
                 return backend.name
             try:
+                if backend.why_not:
+                    module, _, function = backend.why_not.partition(":")
+                    if reason := getattr(importlib.import_module(module), function)():
+                        logger.debug("communication backend %r: %s", backend.name, reason)
+                        continue
                 importlib.import_module(backend.package)
             except ModuleNotFoundError:
                 continue

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from anyaccel._native import release_free_memory as release_free_memory
 from anyaccel._native import resident_bytes
 
 _STATUS = "/proc/self/status"

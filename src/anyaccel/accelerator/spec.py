@@ -103,10 +103,12 @@ class CollectiveBackend(NamedTuple):
     Attributes:
         name: as `init_process_group(backend=)` takes it.
         package: must import before the backend exists; empty for a part of torch.
+        why_not: "module:function" that says, before that, why it cannot be used here; the empty text when it can.
     """
 
     name: str
     package: str = ""
+    why_not: str = ""
 
 
 class HostRegistration(NamedTuple):

@@ -23,7 +23,9 @@ COMMANDS = {
     "port": "find what ties code to CUDA, and rewrite it for any accelerator",
     "report": "print versions, the accelerator and why it was chosen, CPU features and topology",
     "ops": "list, build or clean up the native ops of the accelerator",
+    "compat": "make scripts that import deepspeed run on anyaccel, in this environment",
     "conformance": "run every method of the accelerator interface on the device, and say what is wrong",
+    "completion": "print the completion of commands and options for bash, zsh or fish",
 }
 
 

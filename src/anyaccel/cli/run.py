@@ -55,6 +55,8 @@ _EXAMPLES = """\
       anyaccel run --enable_each_rank_log logs --tee --rank-prefix train.py
   start all workers again after a failure, up to three times
       anyaccel run --max-restarts 3 train.py
+  a script that imports deepspeed, on anyaccel
+      anyaccel run --as-deepspeed --bind_cores_to_rank inference.py
   a module that does not know --local_rank; a program that is not Python
       anyaccel run --no_local_rank -m package.module --flag
       anyaccel run --no_local_rank --no_python ./program argument
@@ -84,6 +86,7 @@ def build_parser() -> Parser:
         default=DEFAULT_GRACE_PERIOD,
         help="seconds between asking workers to end and killing them; default: %(default)g",
     )
+    add("--as-deepspeed", action="store_true", help="`import deepspeed` is anyaccel's alias, in this job")
     add("--dry-run", action="store_true", help="print the plan and start nothing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     add_binding_options(parser)
@@ -148,11 +151,22 @@ def _options(arguments: argparse.Namespace) -> LaunchOptions:
     )
 
 
+def _job_environment(arguments: argparse.Namespace) -> dict[str, str]:
+    """Variables that every worker of the job gets."""
+    if not arguments.as_deepspeed:
+        return {}
+    from anyaccel import compat
+
+    return compat.job_environment(os.environ)
+
+
 def _cluster_options(arguments: argparse.Namespace) -> ClusterOptions | None:
     """None for a launch on this machine alone."""
-    arguments.exports = tuple(arguments.export)
+    ours = tuple(f"{name}={value}" for name, value in _job_environment(arguments).items())
+    arguments.exports = (*arguments.export, *ours)
     given: dict[str, Any] = {name: getattr(arguments, name) for name in _CLUSTER_DEFAULTS}
-    plain = given == _CLUSTER_DEFAULTS and arguments.max_restarts is None and arguments.elastic is None
+    on_this_machine = given == {**_CLUSTER_DEFAULTS, "exports": ours}
+    plain = on_this_machine and arguments.max_restarts is None and arguments.elastic is None
     if plain and not os.path.exists(DEFAULT_HOSTFILE):  # noqa: PTH110 - importing pathlib takes 8 ms
         return None
     from anyaccel.launch.cluster import ClusterOptions
@@ -160,11 +174,11 @@ def _cluster_options(arguments: argparse.Namespace) -> ClusterOptions | None:
     return ClusterOptions(**given)
 
 
-def _show(options: LaunchOptions, as_json: bool) -> None:
+def _show(options: LaunchOptions, as_json: bool, extra_env: dict[str, str]) -> None:
     """Print what would be started on this machine."""
     launch.check_script(options, os.environ.get("PATH", os.defpath))
     machine = read_machine()
-    plan = launch.make_plan(options, machine)
+    plan = launch.make_plan(options, machine, extra_env=extra_env)
     commands = [worker_command(options, binding) for binding in plan.ranks]
     if as_json:
         import json  # 4 ms that a launch does not need
@@ -202,6 +216,6 @@ def _run(arguments: argparse.Namespace, options: LaunchOptions, cluster: Cluster
 
         return run_or_show(options, cluster, dry_run=arguments.dry_run, as_json=arguments.json)
     if arguments.dry_run:
-        _show(options, arguments.json)
+        _show(options, arguments.json, _job_environment(arguments))
         return 0
-    return launch.run(options)
+    return launch.run(options, extra_env=_job_environment(arguments))

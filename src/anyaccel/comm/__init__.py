@@ -26,20 +26,31 @@ from torch.distributed import (
     send,
 )
 
+from anyaccel.comm import shm as _shm
 from anyaccel.comm.api import (
-    get_local_rank,
+    abort,
+    all_reduce_add_rms_norm,
     inference_all_reduce,
     inference_broadcast,
-    init_distributed,
-    new_group,
+    monitored_barrier,
+    symm_empty,
+    symm_zeros,
 )
+from anyaccel.comm.ccl import register as _register_ccl
+from anyaccel.comm.log import log_summary
+from anyaccel.comm.start import get_local_rank, init_distributed, new_group
+
+_register_ccl()
+_shm.register()
 
 __all__ = [
     "ReduceOp",
+    "abort",
     "all_gather",
     "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_add_rms_norm",
     "all_to_all_single",
     "barrier",
     "broadcast",
@@ -56,10 +67,14 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "log_summary",
+    "monitored_barrier",
     "new_group",
     "recv",
     "reduce",
     "reduce_scatter_tensor",
     "scatter",
     "send",
+    "symm_empty",
+    "symm_zeros",
 ]

@@ -1,135 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `anyaccel.comm` adds to torch.distributed: start-up and the inference collectives."""
+"""What `anyaccel.comm` adds to torch.distributed: the inference collectives, symmetric tensors, and ways out."""
 
 from __future__ import annotations
 
-import ipaddress
-import os
-import socket
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # torch.distributed hides them from mypy
-    HashStore,
-    PrefixStore,
-    TCPStore,
-)
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, distributed_c10d
 
-from anyaccel import _native, env
-from anyaccel.accelerator import get_accelerator
-from anyaccel.comm import shm
+from anyaccel import _native
+from anyaccel.comm import shm, symmetric
+from anyaccel.comm.collectives import Collectives
+from anyaccel.comm.dtypes import code_of, op_code
+from anyaccel.comm.process_group import ShmProcessGroup
+from anyaccel.comm.tensors import Values, values
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 _SUM = ReduceOp.SUM
-_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Shared-memory transport of each group; None: the group has none. A group that is destroyed takes its entry along.
-_transports: WeakKeyDictionary[dist.ProcessGroup, _native.ShmGroup | None] = WeakKeyDictionary()
-
-
-def init_distributed(
-    dist_backend: str | None = None,
-    timeout: timedelta | None = None,
-    init_method: str | None = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
-    """Start torch.distributed for this job; does nothing when it runs already.
-
-    Args:
-        dist_backend: name of the backend; default: the accelerator's (`communication_backend_name()`).
-        timeout: how long a collective may wait; default: ANYACCEL_COMM_TIMEOUT seconds.
-        init_method, rank, world_size: as in `torch.distributed.init_process_group`; default: the environment that
-            `anyaccel run` and `torchrun` set. Without that environment the job is this one process.
-
-    Raises:
-        UsageError: the environment is incomplete or not a number; the message names the variable.
-        CommError: the ranks did not come together.
-    """
-    if dist.is_initialized():
-        return
-    env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
-    backend = dist_backend or get_accelerator().communication_backend_name()
-    limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
-    try:
-        if init_method is not None or rank >= 0 or world_size > 0:
-            dist.init_process_group(backend, init_method=init_method, timeout=limit, rank=rank, world_size=world_size)
-        elif not any(name in os.environ for name in _LAUNCH_VARIABLES):
-            dist.init_process_group(backend, store=HashStore(), timeout=limit, rank=0, world_size=1)
-        else:
-            _init_from_environment(backend, limit)
-    except AnyAccelError:
-        raise
-    except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
-        raise CommError(f"the ranks did not come together with backend {backend!r}: {error}") from error
-
-
-def _init_from_environment(backend: str, timeout: timedelta) -> None:
-    missing = [name for name in _LAUNCH_VARIABLES if not os.environ.get(name)]
-    if missing:
-        raise UsageError(
-            f"{', '.join(missing)} not set: start the script with `anyaccel run` (or torchrun), or set all of "
-            + ", ".join(_LAUNCH_VARIABLES)
-        )
-    try:
-        rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    except ValueError as error:
-        raise UsageError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers: {error}") from None
-    if not (0 <= rank < world_size and 0 < port < 65536):
-        raise UsageError(
-            f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} cannot be: start it with `anyaccel run`"
-        )
-    address = os.environ["MASTER_ADDR"]
-    if not _is_loopback(address):
-        dist.init_process_group(backend, init_method="env://", timeout=timeout)
-        return
-    # A job of one machine: nothing of it listens on other interfaces. torch's store would listen on all of them, and
-    # gloo would take the interface that the host's name resolves to.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # torchrun's agent listens already and says so; its workers are all clients.
-    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family) if serve else None
-    store = TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=serve,
-        timeout=timeout,
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
-    dist.init_process_group(
-        backend, store=PrefixStore("anyaccel", store), timeout=timeout, rank=rank, world_size=world_size
-    )
-
-
-def _is_loopback(address: str) -> bool:
-    if address == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def get_local_rank() -> int:
-    """This worker's number on its host: LOCAL_RANK, 0 when it is not set."""
-    text = os.environ.get("LOCAL_RANK", "0")
-    if not text.isdecimal():
-        raise UsageError(f"LOCAL_RANK={text!r} must be a whole number")
-    return int(text)
-
-
-def new_group(ranks: list[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:
-    """As `torch.distributed.new_group`, with ANYACCEL_COMM_TIMEOUT as the default deadline."""
-    limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
-    return dist.new_group(ranks, timeout=limit, backend=backend)
+_transports: WeakKeyDictionary[dist.ProcessGroup, Collectives | None] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -143,13 +38,30 @@ def _told_as_comm_error(what: str) -> Iterator[None]:
         raise CommError(f"{what}: {error}") from error
 
 
-def _transport(group: dist.ProcessGroup) -> _native.ShmGroup | None:
+def _through(group: dist.ProcessGroup) -> Collectives | None:
+    """Shared memory of a group; set up by the first call, which is collective."""
     try:
         return _transports[group]
     except KeyError:
+        pass
+    made: Collectives | None
+    if isinstance(group, ShmProcessGroup):
+        made = group.collectives
+    else:
         with _told_as_comm_error("setting up shared memory for a group"):
-            transport = _transports[group] = shm.connect(group)
-        return transport
+            native = shm.connect(group)
+        made = None if native is None else Collectives(native, group.rank(), group.size())
+    _transports[group] = made
+    if made is not None:
+        _native.remember_group(group, made.native)
+    return made
+
+
+def _in_order(group: dist.ProcessGroup, name: str, tensor: torch.Tensor, run: Callable[[], None]) -> None:
+    if isinstance(group, ShmProcessGroup):
+        group.run(name, [tensor], run)
+    else:
+        run()
 
 
 def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -161,23 +73,18 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return world
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own values in memory: dense, neither a conjugate nor a negative view."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
-
-
-def inference_all_reduce(
+def _inference_all_reduce(
     tensor: torch.Tensor, op: ReduceOp.RedOpType = _SUM, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """All-reduce in place with low latency; every rank of the group must call it with the same shape, dtype and op.
 
-    A CPU tensor of float32, bfloat16 or float16 with op SUM goes through shared memory when the group's ranks are on
-    one host: fp32 accumulation in rank order, rounded once, so the result is the same bits on every rank. Anything
-    else goes through torch.distributed. Autograd does not see it.
+    A CPU tensor goes through shared memory when the group's ranks are on one host: float32, bfloat16 and float16 are
+    accumulated in fp32 in rank order and rounded once, so the result is the same bits on every rank. Anything else
+    goes through torch.distributed. Autograd does not see it.
 
     Args:
-        tensor: any shape, any layout; changed in place.
-        op: SUM by default. AVG is a sum that is then divided.
+        tensor: any shape, any layout, any dtype; changed in place.
+        op: SUM by default.
         group: the default group when None.
 
     Returns:
@@ -185,28 +92,24 @@ def inference_all_reduce(
 
     Raises:
         PeerLostError: a rank has ended.
-        CommTimeoutError: a rank did not come within ANYACCEL_COMM_TIMEOUT seconds.
+        CommTimeoutError: a rank did not come within the group's timeout.
         CommError: the ranks' calls differ, or an earlier error broke the group.
     """
     world = _group(group)
-    code = shm.DTYPE_CODES.get(tensor.dtype)
-    if code is not None and tensor.is_cpu and (op is _SUM or op == _SUM):
-        transport = _transport(world)
-        if transport is not None:
-            # A strided tensor takes the same way as a dense one: another rank's may be dense.
-            dense = tensor if tensor.is_contiguous() and not tensor.is_neg() else _plain(tensor)
-            transport.all_reduce_sum(dense.data_ptr(), dense.numel(), code)
-            return tensor if dense is tensor else tensor.copy_(dense)
+    if tensor.is_cpu and (through := _through(world)) is not None:
+        code = op_code(op)
+        _in_order(world, "all_reduce", tensor, lambda: through.all_reduce(tensor, code))
+        return tensor
     if tensor.numel() == 0 or world.size() == 1:
         return tensor
-    dense = _plain(tensor)
+    dense = values(tensor) if tensor.is_cpu else tensor.detach().contiguous()
     with _told_as_comm_error("all_reduce through torch.distributed"):
         if op == ReduceOp.AVG:  # gloo has none
             dist.all_reduce(dense, op=ReduceOp.SUM, group=world)
             dense.div_(world.size())
         else:
             dist.all_reduce(dense, op=op, group=world)
-    return tensor if dense is tensor else tensor.copy_(dense)
+    return _stored(tensor, dense)
 
 
 def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -224,13 +127,155 @@ def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessG
         As `inference_all_reduce`.
     """
     world = _group(group)
-    if tensor.is_cpu:
-        transport = _transport(world)
-        if transport is not None:
-            dense = _plain(tensor)
-            transport.broadcast(dense.data_ptr(), dense.numel() * dense.element_size(), src)
-            return tensor if dense is tensor else tensor.copy_(dense)
-    dense = _plain(tensor)
+    if tensor.is_cpu and (through := _through(world)) is not None:
+        _in_order(world, "broadcast", tensor, lambda: through.broadcast(tensor, src))
+        return tensor
+    dense = values(tensor) if tensor.is_cpu else tensor.detach().contiguous()
     with _told_as_comm_error("broadcast through torch.distributed"):
         dist.broadcast(dense, src=dist.get_global_rank(world, src), group=world)
-    return tensor if dense is tensor else tensor.copy_(dense)
+    return _stored(tensor, dense)
+
+
+def _all_reduce_add_rms_norm(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """What stands between two layers of a tensor-parallel decoder, in one call and in place.
+
+    residual += sum over the ranks of partial; partial = residual / sqrt(mean(residual ** 2) + eps) * weight, over the
+    last dimension. The sum is rounded to the dtype before it is added, everything else is fp32 (RMS norm: Zhang and
+    Sennrich, 2019). Autograd does not see it.
+
+    Args:
+        partial, residual: [..., width] of one shape and dtype; both are changed.
+        weight: [width], of the same dtype.
+        eps: added to the mean square.
+        group: the default group when None.
+
+    Returns:
+        `partial`.
+
+    Raises:
+        UsageError: shapes or dtypes do not fit together.
+        CommError: as `inference_all_reduce`.
+    """
+    if partial.shape != residual.shape or weight.shape != partial.shape[-1:] or partial.dim() == 0:
+        raise UsageError(
+            f"all_reduce_add_rms_norm of {list(partial.shape)} and {list(residual.shape)} with a weight of "
+            f"{list(weight.shape)}: needs equal shapes and a weight of the last dimension"
+        )
+    if not partial.dtype == residual.dtype == weight.dtype:
+        raise UsageError(
+            f"all_reduce_add_rms_norm of {partial.dtype}, {residual.dtype} and {weight.dtype}: needs one dtype"
+        )
+    world = _group(group)
+    through = (
+        _through(world) if partial.is_cpu and partial.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    )
+    if through is not None:
+        gain = values(weight)
+        summed, kept = Values(partial), Values(residual)
+        rows = math.prod(partial.shape[:-1])
+        addresses = summed.memory.data_ptr(), kept.memory.data_ptr(), gain.data_ptr()
+        code = code_of(partial.dtype)
+        _in_order(
+            world,
+            "all_reduce_add_rms_norm",
+            partial,
+            lambda: through.native.all_reduce_add_rms_norm(*addresses, eps, rows, gain.numel(), code),
+        )
+        summed.store()
+        kept.store()
+        return partial
+    inference_all_reduce(partial, group=world)
+    with torch.no_grad():
+        residual.add_(partial)
+        wide = residual.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return partial.copy_(wide * scale * weight.float())
+
+
+inference_all_reduce, all_reduce_add_rms_norm = _native.make_fast(
+    _inference_all_reduce,
+    _all_reduce_add_rms_norm,
+    # Where torch keeps the default group: on an object since 2.1, in the module before.
+    vars(distributed_c10d._world) if "_default_pg" in vars(distributed_c10d._world) else vars(distributed_c10d),
+    torch.Tensor,
+    torch.nn.Parameter,
+    [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX],
+)
+
+
+def symm_empty(
+    shape: Sequence[int] | int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """A tensor that lives in memory which all ranks of the group share; a collective call, with equal arguments.
+
+    All-reduces of it, or of dense parts at the same place on all ranks, copy nothing. The memory is beside what
+    ANYACCEL_SHM_BYTES allows, and is given back when the tensor and its views are gone.
+
+    Args:
+        shape: as of `torch.empty`.
+        dtype: default: torch's default dtype.
+        group: the default group when None; its ranks must be on one host.
+
+    Raises:
+        CommError: the ranks cannot share memory, or called it with different sizes.
+    """
+    through = _through(_group(group))
+    if through is None:
+        raise CommError("symmetric tensors need a group whose ranks are all on one host")
+    return symmetric.allocate(through, (shape,) if isinstance(shape, int) else tuple(shape), dtype)
+
+
+def symm_zeros(
+    shape: Sequence[int] | int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """As `symm_empty`, filled with zeros."""
+    return symm_empty(shape, dtype, group).zero_()
+
+
+def _stored(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(dense)
+    return tensor
+
+
+def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
+    """A barrier whose error names the ranks that did not come.
+
+    Args:
+        group: the default group when None.
+        timeout: default: the group's.
+
+    Raises:
+        CommTimeoutError, PeerLostError: with the missing ranks of the group and their process numbers.
+        UsageError: the group's backend has no such barrier.
+    """
+    world = _group(group)
+    if isinstance(world, ShmProcessGroup):
+        world.monitored_barrier(timeout)
+        return
+    through = _through(world)
+    if through is not None:
+        through.native.barrier(0.0 if timeout is None else timeout.total_seconds())
+        return
+    try:
+        dist.monitored_barrier(world, timeout)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def abort(group: dist.ProcessGroup | None = None) -> None:
+    """End what waits in the group, here and on the peers, with an error; callable from any thread.
+
+    The group is not usable afterwards; `destroy_process_group` still is.
+    """
+    world = _group(group)
+    transport = _transports.get(world)
+    if transport is not None:
+        transport.native.abort()
+    world.abort()

@@ -1,45 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared-memory transport of a process group whose ranks are all on one host."""
+"""Shared memory among the ranks of a group: who is on which host, and the segments of those that share one."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from anyaccel import _native, env
-from anyaccel.errors import AnyAccelError
+from anyaccel.comm.process_group import ShmProcessGroup
+from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError
 
 logger = logging.getLogger(__name__)
 
-# Codes of csrc/comm/reduce_kernels.h.
-DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
+NAME = "shm"
 _BUFFERS = 3
 _ALIGNMENT = 64
+_MAILBOX_BYTES = 256 << 10  # of one pair of ranks and direction, at most
 
-
-@dataclass(frozen=True)
-class _Card:
-    """What a rank tells its peers about itself when a transport is set up."""
-
-    host: str
-    pid: int
-    pid_namespace: str
-    segment: str
-    error: str
+# Tells each rank's text to all: given this rank's, everybody's in rank order.
+Exchange = Callable[[str], list[str]]
 
 
 def _host_identity() -> str:
-    """Equal for two processes if and only if they can map each other's POSIX shared memory."""
+    """Equal for two processes if and only if they can map each other's shared memory."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Containers of one host share the boot id, but each may have a /dev/shm of its own.
-    shm = Path("/dev/shm").stat()
-    return f"{boot_id}:{shm.st_dev}:{shm.st_ino}"
+    # Containers of one host share the boot id, but each may have a /dev/shm and a numbering of processes of its own.
+    try:
+        info = Path("/dev/shm").stat()
+        shm = f"{info.st_dev}:{info.st_ino}"
+    except OSError:
+        shm = "-"
+    return f"{boot_id}:{shm}"
 
 
 def _pid_namespace() -> str:
@@ -52,48 +53,170 @@ def _exchange(group: dist.ProcessGroup, value: object) -> list[object]:
     return received
 
 
-def buffer_bytes(world_size: int, total_bytes: int) -> int:
-    """Bytes of one of the three buffers of a rank when a group of `world_size` may use `total_bytes` in all."""
-    share = total_bytes // (_BUFFERS * world_size)
-    return max(share // _ALIGNMENT, world_size) * _ALIGNMENT
+def sizes(world_size: int, total_bytes: int) -> tuple[int, int]:
+    """How a group of `world_size` divides the `total_bytes` that all its ranks may use together.
+
+    Returns:
+        Bytes of one of the three buffers of a rank, and of a rank's mailboxes: three quarters and one quarter, both at
+        least what they need to work.
+    """
+    pair = min(total_bytes // 4 // world_size**2, _MAILBOX_BYTES)
+    mailboxes = _native.Messages.bytes_a_rank(world_size, pair)
+    share = (total_bytes - min(mailboxes * world_size, total_bytes // 2)) // (_BUFFERS * world_size)
+    return max(share // _ALIGNMENT, world_size) * _ALIGNMENT, mailboxes
+
+
+class _Meeting:
+    """Exchanges of texts over a store, numbered."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._turn = 0
+
+    def __call__(self, text: str) -> list[str]:
+        self._turn += 1
+        self._store.set(f"{self._turn}/{self._rank}", text)
+        keys = [f"{self._turn}/{r}" for r in range(self._size)]
+        try:
+            self._store.wait(keys, self._timeout)
+        except RuntimeError as error:
+            missing = [r for r, key in enumerate(keys) if not self._there(key)]
+            if not missing:
+                raise CommError(f"the ranks of a group could not meet: {error}") from error
+            raise CommTimeoutError(
+                f"rank {', '.join(map(str, missing))} of {self._size} did not join the group within "
+                f"{self._timeout.total_seconds():g} s"
+            ) from None
+        return [self._store.get(key).decode() for key in keys]
+
+    def _there(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            return False
+
+    def tidy(self) -> None:
+        """Take this rank's texts out of the store; call it when all have read them."""
+        for turn in range(1, self._turn + 1):
+            with suppress(RuntimeError):  # not every store can
+                self._store.delete_key(f"{turn}/{self._rank}")
+
+
+def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.ShmGroup | None, dict[str, Any]]:
+    """This rank's segment, and what the peers are told about it."""
+    card: dict[str, Any] = {"host": "", "pid": os.getpid(), "pids": "", "segment": "", "error": ""}
+    try:
+        card["host"], card["pids"] = _host_identity(), _pid_namespace()
+        buffer, mailboxes = sizes(size, env.ANYACCEL_SHM_BYTES.get())
+        native = _native.ShmGroup(rank, size, buffer, timeout_s, kind == "memfd", mailboxes)
+    except (OSError, ValueError, AnyAccelError) as problem:
+        # Told to the peers, so that all take the same way.
+        card["error"] = f"{type(problem).__name__}: {problem}"
+        return None, card
+    card["segment"] = native.name
+    return native, card
+
+
+def _join(rank: int, size: int, timeout_s: float, exchange: Exchange) -> tuple[_native.ShmGroup | None, list[str], str]:
+    """A connected group; or None, with the ranks' hosts and, where they are all one, what went wrong.
+
+    Memory without a name first: it neither depends on the size of /dev/shm nor can it be left behind. Ranks that
+    cannot open each other's that way (in containers with a numbering of processes of their own) use /dev/shm.
+    """
+    hosts: list[str] = []
+    problems: list[str] = []
+    for kind in ("memfd", "posix"):
+        native, own = _offer(rank, size, timeout_s, kind)
+        cards = [json.loads(text) for text in exchange(json.dumps(own))]
+        hosts = [card["host"] for card in cards]
+        problems = [f"rank {r}: {card['error']}" for r, card in enumerate(cards) if card["error"]]
+        if not problems and len(set(hosts)) > 1:
+            return None, hosts, ""
+        error = ""
+        if not problems and native is not None:
+            # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
+            pids = [card["pid"] if card["pids"] == own["pids"] else 0 for card in cards]
+            try:
+                native.connect([card["segment"] for card in cards], pids)
+            except (OSError, ValueError) as problem:
+                error = str(problem)
+        problems = problems or [f"rank {r}: {text}" for r, text in enumerate(exchange(error)) if text]
+        if not problems and native is not None:
+            native.unlink()  # every rank has mapped every segment
+            return native, hosts, ""
+    return None, hosts, "; ".join(problems)
 
 
 def connect(group: dist.ProcessGroup) -> _native.ShmGroup | None:
-    """Set up shared memory among the ranks of `group`; a collective call.
+    """Set up shared memory among the ranks of a group of another backend; a collective call.
 
     Returns:
         The transport, or None when the ranks are not all on this host or one of them cannot map shared memory: every
         rank gets None then, and the reason is logged.
     """
-    rank = group.rank()
-    native: _native.ShmGroup | None = None
-    host = segment = mine = error = ""
-    try:
-        host = _host_identity()
-        size = buffer_bytes(group.size(), env.ANYACCEL_SHM_BYTES.get())
-        native = _native.ShmGroup(rank, group.size(), size, env.ANYACCEL_COMM_TIMEOUT.get())
-        segment, mine = native.name, _pid_namespace()
-    except (OSError, ValueError, AnyAccelError) as problem:
-        # Told to the peers, so that all take the same way.
-        error = f"{type(problem).__name__}: {problem}"
-    cards = [
-        card for card in _exchange(group, _Card(host, os.getpid(), mine, segment, error)) if isinstance(card, _Card)
-    ]
-    problems = [f"rank {r}: {card.error}" for r, card in enumerate(cards) if card.error]
-    if not problems and len({card.host for card in cards}) > 1:
-        logger.info("group of %d ranks spans hosts: no shared memory", group.size())
-        return None
-    if not problems and native is not None:
-        # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
-        pids = [card.pid if card.pid_namespace == mine else 0 for card in cards]
-        try:
-            native.connect([card.segment for card in cards], pids)
-        except OSError as problem:
-            error = str(problem)
-    if not problems:
-        problems = [f"rank {r}: {text}" for r, text in enumerate(_exchange(group, error)) if text]
-    if problems or native is None:
-        logger.warning("shared memory is not used, torch.distributed is: %s", "; ".join(problems))
-        return None
-    native.unlink()  # every rank has mapped every segment
+
+    def exchange(text: str) -> list[str]:
+        return [str(value) for value in _exchange(group, text)]
+
+    native, hosts, problem = _join(group.rank(), group.size(), env.ANYACCEL_COMM_TIMEOUT.get(), exchange)
+    if native is None and not problem:
+        logger.info("group of %d ranks on %d hosts: no shared memory", group.size(), len(set(hosts)))
+    elif native is None:
+        logger.warning("shared memory is not used, torch.distributed is: %s", problem)
     return native
+
+
+def create_local(store: Store, rank: int, size: int, timeout: timedelta) -> ShmProcessGroup:
+    """A group of ranks that are all on this host; every rank calls it, with a store of their own (a PrefixStore).
+
+    Raises:
+        CommTimeoutError: a rank did not come; it is named.
+        CommError: the ranks are on several hosts, or cannot share memory.
+    """
+    group, hosts = _try_local(store, rank, size, timeout)
+    if group is None:
+        raise CommError(f"{size} ranks are on {len(set(hosts))} hosts: they cannot share memory")
+    return group
+
+
+def _try_local(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ShmProcessGroup | None, list[str]]:
+    env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
+    meeting = _Meeting(PrefixStore("anyaccel-shm", store), rank, size, timeout)
+    native, hosts, problem = _join(rank, size, timeout.total_seconds(), meeting)
+    if problem:
+        raise CommError(f"the ranks of this host cannot share memory: {problem}")
+    if native is None:
+        return None, hosts
+    native.barrier()  # all have read what the store has
+    meeting.tidy()
+    return ShmProcessGroup(store, native, rank, size), hosts
+
+
+def create_process_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """What `init_process_group("shm")` and `new_group(backend="shm")` give: shared memory inside a host.
+
+    Where the ranks are on several hosts, which they tell each other through the store, it is the hierarchical group
+    of comm/hierarchy.py.
+
+    Raises:
+        CommTimeoutError: a rank did not come; it is named.
+        CommError: the ranks cannot share memory.
+    """
+    group, hosts = _try_local(store, rank, size, timeout)
+    if group is not None:
+        return group
+    try:
+        hierarchy = importlib.import_module("anyaccel.comm.hierarchy")
+    except ImportError:
+        raise CommError(
+            f"{size} ranks are on {len(set(hosts))} hosts, and backend shm is for one: use backend gloo"
+        ) from None
+    made: dist.ProcessGroup = hierarchy.create(store, rank, size, timeout, hosts)
+    return made
+
+
+def register() -> None:
+    """Tell torch.distributed of the backend; does nothing the second time."""
+    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(NAME, create_process_group, devices=["cpu"])

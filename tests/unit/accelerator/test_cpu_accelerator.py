@@ -135,6 +135,7 @@ def test_streams_and_events(cpu: CpuAccelerator) -> None:
 
 @pytest.mark.usefixtures("one_cpu")
 def test_memory_is_the_resident_set_in_bytes(cpu: CpuAccelerator) -> None:
+    cpu.empty_cache()  # what other tests have left in the heap would be used first
     before = cpu.memory_allocated()
     status = Path("/proc/self/status").read_text()
     resident = int(status.split("VmRSS:")[1].split()[0]) << 10
@@ -145,24 +146,40 @@ def test_memory_is_the_resident_set_in_bytes(cpu: CpuAccelerator) -> None:
     assert abs(cpu.memory_cached(0) - cpu.memory_allocated()) < 8 * MIB
     assert abs(cpu.get_rss() - cpu.memory_allocated()) < 8 * MIB
     del block
+    cpu.empty_cache()
     assert cpu.memory_allocated() - before < 16 * MIB
 
 
 @pytest.mark.usefixtures("one_cpu")
 @pytest.mark.parametrize("reset", ["reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats"])
 def test_the_peak_is_seen_between_calls_and_reset(cpu: CpuAccelerator, reset: str) -> None:
+    cpu.empty_cache()
     getattr(cpu, reset)()
     before = cpu.memory_allocated()
     torch.ones(16 * MIB)  # gone again before the next call
+    cpu.empty_cache()
     peak = cpu.max_memory_allocated()
     assert 60 * MIB <= peak - before <= 90 * MIB
     assert cpu.max_memory_reserved() == cpu.max_memory_cached() == peak
     stats = cpu.memory_stats(0)
     assert stats["allocated_bytes.all.peak"] == stats["reserved_bytes.all.peak"] == peak
     assert abs(stats["allocated_bytes.all.current"] - before) < 16 * MIB
+    cpu.empty_cache()
     getattr(cpu, reset)(0)
     assert cpu.max_memory_allocated() - before < 16 * MIB
     cpu.empty_cache()
+
+
+@pytest.mark.usefixtures("one_cpu")
+def test_what_the_heap_keeps_is_given_back(cpu: CpuAccelerator) -> None:
+    before = cpu.memory_allocated()
+    blocks = [torch.ones(25 * 1024) for _ in range(1000)]  # 98 MiB in pieces that malloc takes from its heap
+    grown = cpu.memory_allocated()
+    last = blocks.pop()  # keeps the heap from shrinking by itself
+    del blocks
+    cpu.empty_cache()
+    assert float(last.sum()) == 25 * 1024
+    assert cpu.memory_allocated() < min(grown - 80 * MIB, before + 16 * MIB)
 
 
 def test_memory_size(cpu: CpuAccelerator) -> None:
@@ -223,6 +240,18 @@ def test_collective_backend_with_oneccl(
         assert CpuAccelerator().communication_backend_name() == "ccl"
     finally:
         sys.modules.pop("oneccl_bindings_for_pytorch", None)
+
+
+def test_collective_backend_with_oneccl_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CCL_ROOT", str(tmp_path))
+    assert CpuAccelerator().communication_backend_name() == "gloo"  # nothing is in it
+    for name in ("lib/libccl.so.1", "include/oneapi/ccl.hpp"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("oneCCL")
+    assert CpuAccelerator().communication_backend_name() == "ccl"
+    assert torch.distributed.is_backend_available("ccl")
+    (tmp_path / "lib/libccl.so.1").write_bytes(b"\0libccl.so.2\0")
+    assert CpuAccelerator().communication_backend_name() == "gloo"  # a wheel that lacks a part of itself
 
 
 def test_graphs_do_nothing(cpu: CpuAccelerator) -> None:

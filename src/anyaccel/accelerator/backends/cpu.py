@@ -49,7 +49,12 @@ class CpuAccelerator(Accelerator):
         torch_module="torch.cpu",
         order=1000,
         why="every machine has one, so it is what is left when nothing else is there",
-        collectives=(CollectiveBackend("ccl", "oneccl_bindings_for_pytorch"), CollectiveBackend("gloo")),
+        collectives=(
+            # oneCCL through our own op, then through Intel's bindings, which are at the end of their life.
+            CollectiveBackend("ccl", "anyaccel.comm.ccl", why_not="anyaccel.ops.builders.ccl:why_not"),
+            CollectiveBackend("ccl", "oneccl_bindings_for_pytorch"),
+            CollectiveBackend("gloo"),
+        ),
         visible_devices=(),  # a process is bound to cores by its CPU set, no variable narrows them
         export_prefixes=("CCL", "GLOO"),
         op_builders="anyaccel.ops.builders.cpu",
@@ -106,6 +111,10 @@ class CpuAccelerator(Accelerator):
         torch.manual_seed(seed)
 
     # Memory -------------------------------------------------------------------------------------------------
+
+    def empty_cache(self) -> None:
+        """Give the free pages of this process's heap back to the system; the resident set shrinks by them."""
+        host_memory.release_free_memory()
 
     def memory_allocated(self, device_index: DeviceIndex = None) -> int:
         """Resident set of this process in bytes."""

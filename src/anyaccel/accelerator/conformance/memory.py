@@ -44,6 +44,7 @@ def _calm(accelerator: Accelerator) -> Iterator[None]:
             os.sched_setaffinity(0, [min(allowed)])
         torch.set_num_threads(1)
         accelerator.synchronize()
+        accelerator.empty_cache()  # a tensor that fits into memory which is cached would not show
         yield
     finally:
         torch.set_num_threads(threads)
@@ -88,6 +89,7 @@ def check_memory_allocated_grows_and_shrinks_with_a_tensor(accelerator: Accelera
         _expect_growth("memory_allocated()", _figure(accelerator, "memory_allocated") - before)
         del block
         accelerator.synchronize()
+        accelerator.empty_cache()
         left = _figure(accelerator, "memory_allocated") - before
         expect(left <= _NOISE, "memory_allocated() to shrink as the tensor goes", f"{left} bytes more than before")
 
@@ -140,6 +142,7 @@ def _expect_peak(accelerator: Accelerator, reset: Callable[[], object], name: st
         _expect_growth(f"after {name}(), max_memory_allocated()", _figure(accelerator, "max_memory_allocated") - before)
         del block
         accelerator.synchronize()
+        accelerator.empty_cache()
         kept = _figure(accelerator, "max_memory_allocated") - before
         expect(kept >= _BLOCK - _NOISE, "max_memory_allocated() to stay when the tensor goes", f"{kept} bytes more")
         reset()
@@ -210,7 +213,6 @@ def check_available_memory_shrinks_with_a_tensor(accelerator: Accelerator) -> No
     shrunk: list[int] = []
     blocks: list[torch.Tensor] = []
     with _calm(accelerator):
-        accelerator.empty_cache()  # else the first may come from what the process holds already
         for _ in range(count):
             before = accelerator.available_memory()
             blocks.append(_block(accelerator))

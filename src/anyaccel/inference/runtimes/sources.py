@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from anyaccel import _native
 from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes.mapping import Unsupported
 
@@ -35,6 +36,7 @@ BLOCKS = {
 
 _MAX_HEADER = 100_000_000  # what safetensors accepts
 _MAX_DIMENSION = 1 << 62
+_RELEASED_AT_ONCE = 16 << 20  # bytes; giving memory back takes about a millisecond
 
 
 @dataclass(frozen=True)
@@ -368,6 +370,7 @@ class ModuleSource:
     def __init__(self, module: Any, release: bool = False) -> None:
         self._tensors: dict[str, Any] = dict(module.state_dict(keep_vars=True))
         self._release = release
+        self._released = 0  # bytes that the heap may hold still
         for name, tensor in self._tensors.items():
             if not tensor.is_cpu:
                 raise Unsupported(f"weights on device {tensor.device} (tensor {name!r})")
@@ -400,7 +403,11 @@ class ModuleSource:
     def release(self, name: str) -> None:
         if self._release:
             tensor = self._tensors[name]
+            self._released += tensor.nbytes
             tensor.data = tensor.data.new_empty(0)
+            if self._released >= _RELEASED_AT_ONCE:
+                _native.release_free_memory()
+                self._released = 0
 
 
 class RenamedSource:

@@ -1,0 +1,322 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/messages.h"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+
+namespace anyaccel::comm {
+namespace {
+
+constexpr uint64_t kSlots = 4;
+constexpr size_t kHeaderBytes = 64;
+constexpr size_t kLeastBytes = 768;  // a ring and four slots with room for a header and as much data
+constexpr int kSpins = 200;
+constexpr int64_t kYieldNs = 2'000'000;
+constexpr int64_t kSleepNs = 50'000;
+constexpr int64_t kLookNs = 1'000'000;
+constexpr int64_t kInterruptCheckNs = 50'000'000;
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
+}
+
+}  // namespace
+
+size_t Messages::bytes_a_rank(int size, size_t pair_bytes) {
+  const size_t pair = std::max(pair_bytes / 64 * 64, kLeastBytes);
+  return pair * static_cast<size_t>(size);
+}
+
+Messages::Messages(ShmGroup& group)
+    : group_(group),
+      pair_bytes_(group.mailbox_bytes() / static_cast<size_t>(group.size())),
+      slot_bytes_((pair_bytes_ - std::min(pair_bytes_, sizeof(Ring))) / kSlots / 64 * 64),
+      sends_(static_cast<size_t>(group.size())),
+      incoming_(static_cast<size_t>(group.size())) {
+  static_assert(sizeof(Header) <= kHeaderBytes);
+  if (slot_bytes_ <= kHeaderBytes) throw std::invalid_argument("the group has no mailboxes");
+}
+
+Messages::Ring& Messages::ring(int owner, int receiver) const {
+  return *reinterpret_cast<Ring*>(group_.mailboxes(owner) + static_cast<size_t>(receiver) * pair_bytes_);
+}
+
+char* Messages::slot(int owner, int receiver, uint64_t number) const {
+  return reinterpret_cast<char*>(&ring(owner, receiver)) + sizeof(Ring) + number % kSlots * slot_bytes_;
+}
+
+std::shared_ptr<Message> Messages::make(char* data, uint64_t count, DType dtype, int peer, int tag, bool sending) {
+  if (peer == rank() || peer < (sending ? 0 : -1) || peer >= group_.size())
+    throw std::invalid_argument(std::string(sending ? "send to" : "receive from") + " rank " + std::to_string(peer) +
+                                " by rank " + std::to_string(rank()) + " of " + std::to_string(group_.size()));
+  auto message = std::make_shared<Message>();
+  message->data = data;
+  message->count = count;
+  message->bytes = count * dtype_bytes(dtype);
+  message->dtype = dtype;
+  message->peer = peer;
+  message->tag = tag;
+  message->sending = sending;
+  message->posted_ns = now_ns();
+  return message;
+}
+
+std::shared_ptr<Message> Messages::send(const void* data, uint64_t count, DType dtype, int peer, int tag) {
+  auto message = make(static_cast<char*>(const_cast<void*>(data)), count, dtype, peer, tag, true);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check();
+  sends_[static_cast<size_t>(peer)].push_back(message);
+  push(peer);
+  return message;
+}
+
+std::shared_ptr<Message> Messages::receive(void* data, uint64_t count, DType dtype, int peer, int tag) {
+  auto message = make(static_cast<char*>(data), count, dtype, peer, tag, false);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  check();
+  for (auto it = aside_.begin(); it != aside_.end(); ++it) {
+    if ((peer != -1 && it->peer != peer) || it->header.tag != tag) continue;
+    if (accept(*message, it->peer, it->header)) {
+      std::copy(it->data.begin(), it->data.end(), message->data);
+      finish(*message);
+    }
+    aside_.erase(it);
+    return message;
+  }
+  receives_.push_back(message);
+  step();
+  return message;
+}
+
+void Messages::check() const {
+  if (broken_) throw CommError(CommError::Kind::broken, "the group is broken by an earlier error of a message");
+}
+
+void Messages::finish(Message& message) {
+  message.done.store(true, std::memory_order_release);
+  finished_.fetch_add(1, std::memory_order_release);
+}
+
+void Messages::fail(Message& message, CommError::Kind kind, const std::string& why) {
+  message.failed = true;
+  message.kind = kind;
+  message.error = why;
+  finish(message);
+}
+
+// --- moving
+// ------------------------------------------------------------------------------------------------------
+
+bool Messages::step() {
+  bool moved = false;
+  for (int peer = 0; peer < group_.size(); ++peer) {
+    if (peer == rank()) continue;
+    moved = push(peer) || moved;
+    moved = pull(peer) || moved;
+  }
+  return moved;
+}
+
+bool Messages::push(int peer) {
+  auto& line = sends_[static_cast<size_t>(peer)];
+  if (line.empty()) return false;
+  Ring& to = ring(rank(), peer);
+  uint64_t filled = to.filled.load(std::memory_order_relaxed);
+  bool moved = false;
+  while (!line.empty() && filled - to.emptied.load(std::memory_order_acquire) < kSlots) {
+    Message& message = *line.front();
+    char* at = slot(rank(), peer, filled);
+    size_t room = slot_bytes_;
+    if (!message.begun) {
+      const Header header{message.count, message.bytes, static_cast<int32_t>(message.dtype), message.tag};
+      std::memcpy(at, &header, sizeof header);
+      at += kHeaderBytes;
+      room -= kHeaderBytes;
+    }
+    const uint64_t n = std::min<uint64_t>(room, message.bytes - message.moved);
+    if (n != 0) std::memcpy(at, message.data + message.moved, n);
+    message.moved += n;
+    message.begun = true;
+    to.filled.store(++filled, std::memory_order_release);
+    moved = true;
+    if (message.moved == message.bytes) {
+      finish(message);
+      line.pop_front();
+    }
+  }
+  return moved;
+}
+
+std::shared_ptr<Message> Messages::take_waiting(int peer, int tag) {
+  for (auto it = receives_.begin(); it != receives_.end(); ++it) {
+    if (((*it)->peer != -1 && (*it)->peer != peer) || (*it)->tag != tag) continue;
+    auto message = *it;
+    receives_.erase(it);
+    return message;
+  }
+  return nullptr;
+}
+
+bool Messages::accept(Message& message, int peer, const Header& header) {
+  message.peer = peer;
+  if (header.count == message.count && header.dtype == static_cast<int32_t>(message.dtype)) return true;
+  fail(message, CommError::Kind::broken,
+       "ranks disagree: rank " + std::to_string(peer) + " sent " + std::to_string(header.count) + " " +
+           dtype_name(static_cast<DType>(header.dtype)) + ", rank " + std::to_string(rank()) + " expects " +
+           std::to_string(message.count) + " " + dtype_name(message.dtype));
+  return false;
+}
+
+bool Messages::pull(int peer) {
+  Ring& from = ring(peer, rank());
+  uint64_t emptied = from.emptied.load(std::memory_order_relaxed);
+  Incoming& in = incoming_[static_cast<size_t>(peer)];
+  bool moved = false;
+  while (from.filled.load(std::memory_order_acquire) > emptied) {
+    const char* at = slot(peer, rank(), emptied);
+    size_t room = slot_bytes_;
+    if (!in.active) {
+      const bool anybody = std::any_of(receives_.begin(), receives_.end(),
+                                       [peer](const auto& m) { return m->peer == -1 || m->peer == peer; });
+      if (!anybody) return moved;
+      std::memcpy(&in.header, at, sizeof in.header);
+      in.active = true;
+      in.moved = 0;
+      in.into = take_waiting(peer, in.header.tag);
+      in.kept = in.into == nullptr;
+      if (in.into && !accept(*in.into, peer, in.header)) in.into = nullptr;
+      if (in.kept) in.aside.resize(in.header.bytes);
+      at += kHeaderBytes;
+      room -= kHeaderBytes;
+    }
+    const uint64_t n = std::min<uint64_t>(room, in.header.bytes - in.moved);
+    char* target = in.into ? in.into->data : in.kept ? in.aside.data() : nullptr;
+    if (n != 0 && target != nullptr) std::memcpy(target + in.moved, at, n);
+    in.moved += n;
+    from.emptied.store(++emptied, std::memory_order_release);
+    moved = true;
+    if (in.moved == in.header.bytes) arrived(peer, in);
+  }
+  return moved;
+}
+
+void Messages::arrived(int peer, Incoming& in) {
+  in.active = false;
+  if (in.into) {
+    finish(*in.into);
+    in.into = nullptr;
+    return;
+  }
+  if (!in.kept) return;
+  // Somebody may have come for it meanwhile.
+  if (auto message = take_waiting(peer, in.header.tag)) {
+    if (accept(*message, peer, in.header)) {
+      std::copy(in.aside.begin(), in.aside.end(), message->data);
+      finish(*message);
+    }
+  } else {
+    aside_.push_back({peer, in.header, std::move(in.aside)});
+  }
+  in.aside = {};
+}
+
+// --- waiting
+// ------------------------------------------------------------------------------------------------------
+
+std::string Messages::describe(const Message& message) const {
+  const std::string what = std::to_string(message.count) + " " + dtype_name(message.dtype);
+  const std::string who = message.peer == -1 ? "any rank" : "rank " + std::to_string(message.peer);
+  return (message.sending ? "send of " + what + " to " : "receive of " + what + " from ") + who;
+}
+
+void Messages::look_around() {
+  std::vector<std::shared_ptr<Message>> all(receives_.begin(), receives_.end());
+  for (const auto& line : sends_) all.insert(all.end(), line.begin(), line.end());
+  for (const Incoming& in : incoming_)
+    if (in.active && in.into) all.push_back(in.into);
+  const int64_t now = now_ns();
+  bool failed = false;
+  for (const auto& message : all) {
+    try {
+      // Of any rank: any one that is still there may send.
+      for (int peer = 0; peer < group_.size(); ++peer)
+        if (peer != rank() && message->peer == peer) group_.check_peer(peer, describe(*message));
+      const double waited = static_cast<double>(now - message->posted_ns) * 1e-9;
+      if (waited > group_.timeout()) {
+        char text[32];
+        snprintf(text, sizeof text, "%.3g s", group_.timeout());
+        throw CommError(CommError::Kind::timeout, (message->peer == -1 ? "no rank" : group_.peer_name(message->peer)) +
+                                                      " did not come within " + text + " for " + describe(*message));
+      }
+    } catch (const CommError& error) {
+      if (step()) return;  // what a peer left behind is still received
+      if (message->done.load(std::memory_order_acquire)) continue;
+      fail(*message, error.kind, error.what());
+      failed = true;
+    }
+  }
+  if (!failed) return;
+  // A message that was cut off would be taken for the beginning of the next one.
+  broken_ = true;
+  group_.give_up();
+  const auto over = [](const auto& message) { return message->done.load(std::memory_order_acquire); };
+  receives_.remove_if(over);
+  for (auto& line : sends_) std::erase_if(line, over);
+  for (Incoming& in : incoming_)
+    if (in.into && over(in.into)) in.into = nullptr;
+}
+
+template <class Ready>
+void Messages::move_until(Ready ready) {
+  int64_t start = 0, looked = 0, interrupt_checked = 0;
+  for (int spins = 0; !ready(); ++spins) {
+    bool moved;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      moved = step();
+    }
+    if (moved) {
+      spins = 0;
+      start = 0;
+      continue;
+    }
+    if (spins < kSpins) continue;
+    const int64_t now = now_ns();
+    if (start == 0) start = looked = interrupt_checked = now;
+    if (now - start < kYieldNs) {
+      sched_yield();
+    } else {
+      const timespec nap{0, kSleepNs};
+      nanosleep(&nap, nullptr);
+    }
+    if (now - looked > kLookNs) {
+      looked = now;
+      const std::lock_guard<std::mutex> lock(mutex_);
+      look_around();
+    }
+    if (group_.interrupt_check() && now - interrupt_checked > kInterruptCheckNs) {
+      interrupt_checked = now;
+      group_.interrupt_check()();
+    }
+  }
+}
+
+void Messages::wait(Message& message) {
+  move_until([&] { return message.done.load(std::memory_order_acquire); });
+  if (message.failed) throw CommError(message.kind, message.error);
+}
+
+void Messages::pump(double seconds) {
+  const uint64_t before = finished_.load(std::memory_order_acquire);
+  const int64_t end = now_ns() + static_cast<int64_t>(seconds * 1e9);
+  move_until([&] { return finished_.load(std::memory_order_acquire) != before || now_ns() >= end; });
+}
+
+}  // namespace anyaccel::comm

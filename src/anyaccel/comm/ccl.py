@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""oneCCL of PyPI's wheels: where it is, what its environment must be, and its functions.
+
+The process group on top of it is `ccl_group`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import socket
+import struct
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from anyaccel.errors import CommError
+from anyaccel.ops.builders.ccl import PIP_LINE, CCLCommBuilder, Installation, find, why_not
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["PIP_LINE", "Installation", "find", "is_available", "native", "register", "why_not"]
+
+
+def is_available() -> bool:
+    """Whether `torch.distributed` can use backend `ccl` here; as `why_not`, without the reason."""
+    return not why_not()
+
+
+# The environment of oneCCL, which it reads once ---------------------------------------------------------------
+
+
+def interface_of(master: str) -> str:
+    """The network interface of this host by which `master` is reached; empty when that cannot be told."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return ""
+    if family == socket.AF_INET6:
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        wanted = socket.inet_pton(family, own.partition("%")[0]).hex()
+        return next((line[5] for line in lines if line[0] == wanted), "")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(asked, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(found[20:24]) == own:
+                return name
+    return ""
+
+
+def under_mpirun(rank: int, size: int) -> bool:
+    """Whether mpirun has started this very process as this rank, so that MPI can carry messages."""
+    return os.environ.get("PMI_RANK") == str(rank) and os.environ.get("PMI_SIZE") == str(size)
+
+
+def environment(found: Installation, rank: int, size: int, master: str, timeout: float) -> dict[str, str]:
+    """What oneCCL must find in the environment; what the user has set stays.
+
+    Raises:
+        CommError: there is nothing that could carry messages.
+    """
+    mpi = bool(found.mpi) and under_mpirun(rank, size)
+    if not mpi and not found.fabric and size > 1:
+        raise CommError(
+            f"backend ccl: no libfabric, and the ranks are not started by mpirun: {PIP_LINE}, or install your "
+            "distribution's libfabric1"
+        )
+    interface = interface_of(master)
+    wanted = {
+        "CCL_ATL_TRANSPORT": "mpi" if mpi else "ofi",
+        "CCL_WORKER_OFFLOAD": "0",  # no thread of its own, which would take the rank's cores
+        "CCL_LOG_LEVEL": "error",
+        "CCL_KVS_CONNECTION_TIMEOUT": str(max(int(timeout), 1)),
+        "CCL_ATL_SHM": "1",
+    }
+    if interface:
+        wanted["CCL_KVS_IFACE"] = interface  # without it oneCCL takes the first that it finds, or waits
+        wanted["FI_TCP_IFACE"] = interface
+    if found.mpi:
+        wanted["CCL_MPI_LIBRARY_PATH"] = found.mpi
+    if found.fabric:
+        wanted["CCL_OFI_LIBRARY_PATH"] = found.fabric
+    if not Path("/sys/class/infiniband").exists():
+        wanted["FI_PROVIDER"] = "tcp"  # looking for others fails or takes seconds
+    return {name: value for name, value in wanted.items() if not os.environ.get(name)}
+
+
+# Its functions ------------------------------------------------------------------------------------------------
+
+ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECV, BARRIER = range(9)
+
+# oneCCL works inside the calls, and only one may be inside at a time.
+_one_call = threading.Lock()
+_SLICE = 0.005  # seconds after which another thread gets its turn
+
+
+class Native:
+    """The op's functions, with their errors as exceptions."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+        sizes = ctypes.POINTER(size)
+        for name, result, arguments in (
+            ("ccl_last_error", ctypes.c_char_p, []),
+            ("ccl_version", ctypes.c_char_p, []),
+            ("ccl_address_bytes", size, []),
+            ("ccl_new_kvs", pointer, [ctypes.c_char_p]),
+            ("ccl_join_kvs", pointer, [ctypes.c_char_p]),
+            ("ccl_free_kvs", None, [pointer]),
+            ("ccl_new_communicator", pointer, [pointer, integer, integer]),
+            ("ccl_free_communicator", None, [pointer]),
+            (
+                "ccl_start",
+                pointer,
+                [pointer, integer, pointer, pointer, size, sizes, sizes, integer, integer, integer],
+            ),
+            ("ccl_wait", integer, [pointer, ctypes.c_double]),
+            ("ccl_free", None, [pointer]),
+        ):
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+
+    def _told(self, what: str) -> CommError:
+        text = (self._library.ccl_last_error() or b"").decode(errors="replace").strip()
+        return CommError(f"backend ccl: {what}: {text or 'oneCCL gave no reason'}")
+
+    def version(self) -> str:
+        """Of the library, such as "2021.16.2"."""
+        with _one_call:
+            found = self._library.ccl_version()
+        if found is None:
+            raise self._told("starting oneCCL")
+        return str(found.decode())
+
+    def new_kvs(self) -> tuple[int, bytes]:
+        """A key-value store by which ranks find each other, and its address."""
+        address = ctypes.create_string_buffer(self._library.ccl_address_bytes())
+        with _one_call:
+            kvs = self._library.ccl_new_kvs(address)
+        if not kvs:
+            raise self._told("making a key-value store")
+        return kvs, address.raw
+
+    def join_kvs(self, address: bytes) -> int:
+        """The store of another rank."""
+        with _one_call:
+            kvs = self._library.ccl_join_kvs(address)
+        if not kvs:
+            raise self._told("joining the key-value store")
+        return int(kvs)
+
+    def new_communicator(self, kvs: int, size: int, rank: int) -> int:
+        """Blocks until all ranks have called it."""
+        with _one_call:
+            communicator = self._library.ccl_new_communicator(kvs, size, rank)
+        if not communicator:
+            raise self._told(f"rank {rank} of {size} joining the others")
+        return int(communicator)
+
+    def free(self, communicator: int, kvs: int) -> None:
+        """End a group."""
+        with _one_call:
+            self._library.ccl_free_communicator(communicator)
+            self._library.ccl_free_kvs(kvs)
+
+    def start(
+        self,
+        communicator: int,
+        operation: int,
+        send: int,
+        recv: int,
+        count: int,
+        datatype: int,
+        *,
+        send_counts: list[int] | None = None,
+        recv_counts: list[int] | None = None,
+        reduction: int = 0,
+        peer: int = 0,
+    ) -> int:
+        """An operation under way; the memory must stay until it is complete."""
+        with _one_call:
+            begun = self._library.ccl_start(
+                communicator,
+                operation,
+                send,
+                recv,
+                count,
+                _sizes(send_counts),
+                _sizes(recv_counts),
+                datatype,
+                reduction,
+                peer,
+            )
+        if not begun:
+            raise self._told("starting an operation")
+        return int(begun)
+
+    def wait(self, operation: int) -> bool:
+        """Carry an operation on for some milliseconds; whether it is complete."""
+        with _one_call:
+            answer = self._library.ccl_wait(operation, _SLICE)
+        if answer < 0:
+            raise self._told("an operation failed")
+        return bool(answer)
+
+    def end(self, operation: int) -> None:
+        """Free an operation that is complete."""
+        with _one_call:
+            self._library.ccl_free(operation)
+
+
+def _sizes(counts: list[int] | None) -> Any:
+    return None if counts is None else (ctypes.c_size_t * len(counts))(*counts)
+
+
+@cache
+def native() -> Native:
+    """The op, built on first use.
+
+    Raises:
+        CommError: oneCCL is not there.
+        OpBuildError: it cannot be built.
+    """
+    find()
+    return Native(CCLCommBuilder().load())
+
+
+def register() -> None:
+    """Make `ccl` known to torch.distributed; the group itself is imported when one is made."""
+    import torch.distributed as dist
+
+    if "CCL" in dist.Backend._plugins:
+        return
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        from anyaccel.comm import ccl_group
+
+        return ccl_group.create(store, rank, size, timeout)
+
+    dist.Backend.register_backend("ccl", create, devices=["cpu"])

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""send and recv of the `shm` backend."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+
+from anyaccel import _native
+from anyaccel.comm.dtypes import code_of
+from anyaccel.comm.tensors import Target, values
+from anyaccel.comm.work import ShmWork
+
+ANY = -1  # as a peer: whoever sends
+_PUMP_SECONDS = 0.05
+_HEAD_START_SECONDS = 0.001  # of who posts a message and then waits for it
+
+
+class MessageWork(ShmWork):
+    """One message under way."""
+
+    def __init__(
+        self,
+        native: _native.Messages,
+        message: _native.Message,
+        tensor: torch.Tensor,
+        memory: torch.Tensor,
+        store: Callable[[], None],
+    ) -> None:
+        super().__init__([tensor])
+        self._native, self._message, self._store = native, message, store
+        self._memory = memory  # stays until the message is done
+        self._turn = threading.Lock()
+
+    def settle(self) -> bool:
+        """Finish the work when the message is done; whether it is."""
+        if not self._message.done:
+            return False
+        with self._turn:
+            if not self._finished:
+                error: BaseException | None = None
+                try:
+                    self._native.wait(self._message)
+                    self._store()
+                except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
+                    error = problem
+                self.source = self._message.peer
+                self.finish(error)
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end, and move all messages of the group on meanwhile."""
+        if timeout is not None and timeout.total_seconds() > 0:
+            end = time.monotonic() + timeout.total_seconds()
+            while not self.settle() and time.monotonic() < end:
+                self._native.pump(min(_PUMP_SECONDS, max(end - time.monotonic(), 0.0)))
+        elif not self._message.done:
+            self._native.wait(self._message)
+        self.settle()
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.settle()
+
+
+class Mail:
+    """The messages of a group. A thread moves on what nobody waits for; it starts with the first of that kind."""
+
+    def __init__(self, native: _native.ShmGroup) -> None:
+        self._native = _native.Messages(native)
+        self._works: list[MessageWork] = []
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
+        """Start to send."""
+        memory = values(tensor)
+        message = self._native.send(memory.data_ptr(), memory.numel(), code_of(memory.dtype), peer, tag)
+        return self._post(MessageWork(self._native, message, tensor, memory, _nothing))
+
+    def receive(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
+        """Start to receive; `peer` may be ANY."""
+        target = Target(tensor)
+        memory = target.memory
+        message = self._native.receive(memory.data_ptr(), memory.numel(), code_of(memory.dtype), peer, tag)
+        return self._post(MessageWork(self._native, message, tensor, memory, target.store))
+
+    def _post(self, work: MessageWork) -> MessageWork:
+        if work.settle():
+            return work
+        with self._changed:
+            self._works.append(work)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="anyaccel-shm-messages", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return work
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                while not self._works and not self._closed:
+                    self._changed.wait()
+                if self._closed:
+                    return
+            time.sleep(_HEAD_START_SECONDS)
+            with self._changed:
+                self._works = [work for work in self._works if not work.settle()]
+                if not self._works:
+                    continue
+            self._native.pump(_PUMP_SECONDS)
+
+    def close(self) -> None:
+        """End the thread; what is under way is given up."""
+        with self._changed:
+            self._closed = True
+            self._works.clear()
+            thread, self._thread = self._thread, None
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(5)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `shm` backend as torch.distributed sees it."""
+
+# torch's declarations have an overload for each form of a call; the methods here take them all.
+# mypy: disable-error-code="override, assignment, call-arg"
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup, Work
+
+from anyaccel import _native
+from anyaccel.comm import _log
+from anyaccel.comm.collectives import Collectives
+from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.messages import ANY, Mail
+from anyaccel.comm.work import JoinedWork, Line, ShmWork
+from anyaccel.errors import UsageError
+
+_CPU = torch.device("cpu")
+
+
+class _Synchronous:
+    asyncOp = False  # torch's name
+
+
+_SYNCHRONOUS = _Synchronous()
+
+
+def _list(tensors: Any) -> Any:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _op(opts: Any) -> int:
+    """The reduction that an options object, or what stands in its place, asks for."""
+    return 0 if opts is None else op_code(getattr(opts, "reduceOp", opts))
+
+
+def _root(opts: Any) -> int:
+    return int(getattr(opts, "rootRank", opts))
+
+
+def _stop(native: _native.ShmGroup, line: Line, mail: Mail) -> None:
+    native.leave()
+    line.close()
+    mail.close()
+
+
+class ShmProcessGroup(ProcessGroup):
+    """Ranks of one host.
+
+    Its methods are torch's: each takes tensors and an options object, and gives a Work. What is asked for
+    synchronously is done by the calling thread when nothing is under way; everything else, in order, by a thread of
+    the group. torch calls the methods from Python and, where its trampoline has them, from C++.
+    """
+
+    def __init__(self, store: Store, native: _native.ShmGroup, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # the only one that may be derived from
+        self._store = store
+        self._group_name = self._group_description = ""
+        self.native = native
+        self.collectives = Collectives(native, rank, size)
+        self._line = Line("anyaccel-shm", native.set_waiting)
+        self._mail = Mail(native)
+        self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
+        self._done = ShmWork(None, done=True)
+        self._finalizer = weakref.finalize(self, _stop, native, self._line, self._mail)
+        # A daemon thread that is inside native code when the interpreter ends is no harm.
+        self._finalizer.atexit = False
+
+    # --- how operations run
+
+    def _do(
+        self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any
+    ) -> Work:
+        """The one place that every operation passes: log, thread, work object."""
+        if _log.active():
+            run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
+        if getattr(options, "asyncOp", True) or self._batch is not None or self._line.waiting:
+            work = self._line.submit(run, outputs)
+            if self._batch is not None:
+                self._batch.append(work)
+            return work
+        run()
+        return self._done
+
+    def run(self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
+        """Have `run` done after everything that was asked for before, and wait for it."""
+        self._do(name, tensors, run, None, _SYNCHRONOUS).wait()
+
+    def _logged(self, name: str, size: int, run: Callable[[], None]) -> Callable[[], None]:
+        def timed() -> None:
+            start = time.perf_counter()
+            run()
+            _log.record(name, size, time.perf_counter() - start, self)
+
+        return timed
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._batch = self._batch or [], None
+        return JoinedWork(works)
+
+    # --- collectives
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """All-reduce in place; `opts` may be an operation."""
+        tensors, op = _list(tensors), _op(opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                self.collectives.all_reduce(tensor, op)
+
+        return self._do("all_reduce", tensors, run, tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        """All-reduce of several tensors in place."""
+        return self.allreduce(tensors, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> Work:
+        """Reduce to one rank in place."""
+        op = op_code(opts.reduceOp)
+
+        def run() -> None:
+            for tensor in tensors:
+                self.collectives.reduce(tensor, op, _root(opts))
+
+        return self._do("reduce", tensors, run, tensors, opts)
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Work:
+        """Reduce-scatter of a list of tensors for each output."""
+        op = _op(opts)
+
+        def run() -> None:
+            for output, inputs in zip(outputs, input_lists, strict=True):
+                self.collectives.reduce_scatter(output, inputs, op)
+
+        return self._do("reduce_scatter", [t for inputs in input_lists for t in inputs], run, outputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        """Reduce-scatter of one tensor that has the ranks' inputs in order."""
+        return self.reduce_scatter_single_coalesced([output], [source], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Several of the kind of reduce_scatter_single."""
+        op = _op(opts)
+
+        def run() -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                self.collectives.reduce_scatter_single(output, source, op)
+
+        return self._do("reduce_scatter", inputs, run, outputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def broadcast(self, tensors: Any, opts: Any, timeout: timedelta | None = None) -> Work:
+        """Broadcast in place; `opts` may be a rank."""
+        tensors, root = _list(tensors), _root(opts)
+
+        def run() -> None:
+            for tensor in tensors:
+                self.collectives.broadcast(tensor, root)
+
+        return self._do("broadcast", tensors, run, tensors, opts)
+
+    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
+        """All-gather into a list of tensors for each input."""
+
+        def run() -> None:
+            for outputs, source in zip(output_lists, inputs, strict=True):
+                self.collectives.all_gather(outputs, source)
+
+        return self._do("all_gather", inputs, run, output_lists, opts)
+
+    def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
+        """All-gather of several inputs; output_lists[rank][i] gets a rank's input i."""
+
+        def run() -> None:
+            for i, source in enumerate(inputs):
+                self.collectives.all_gather([outputs[i] for outputs in output_lists], source)
+
+        return self._do("all_gather", inputs, run, output_lists, opts)
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        """All-gather into one tensor."""
+        return self.all_gather_single_coalesced([output], [source], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """Several of the kind of all_gather_single."""
+
+        def run() -> None:
+            for output, source in zip(outputs, inputs, strict=True):
+                self.collectives.all_gather_single(output, source)
+
+        return self._do("all_gather", inputs, run, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Work:
+        """Gather to one rank."""
+
+        def run() -> None:
+            for i, source in enumerate(inputs):
+                self.collectives.gather(output_lists[i] if output_lists else [], source, _root(opts))
+
+        return self._do("gather", inputs, run, output_lists, opts)
+
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Work:
+        """Scatter from one rank."""
+
+        def run() -> None:
+            for i, output in enumerate(outputs):
+                self.collectives.scatter(output, input_lists[i] if input_lists else [], _root(opts))
+
+        return self._do("scatter", outputs, run, outputs, opts)
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        """All-to-all of lists of tensors."""
+        return self._do("all_to_all", inputs, lambda: self.collectives.all_to_all(outputs, inputs), outputs, opts)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Work:
+        """All-to-all of slices of one tensor."""
+
+        def run() -> None:
+            self.collectives.all_to_all_single(output, source, output_splits or [], input_splits or [])
+
+        return self._do("all_to_all", [source], run, [output], opts)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Wait for all ranks."""
+        seconds = opts.timeout.total_seconds() if opts is not None else 0.0
+        return self._do("barrier", [], lambda: self.native.barrier(max(seconds, 0.0)), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose error names the ranks that did not come; `wait_all_ranks` is always so."""
+        seconds = 0.0 if timeout is None else timeout.total_seconds()
+        if self._line.waiting:
+            self._line.submit(lambda: self.native.barrier(max(seconds, 0.0)), []).wait()
+        else:
+            self.native.barrier(max(seconds, 0.0))
+
+    # --- messages
+
+    def send(self, tensors: Any, peer: int, tag: int) -> Work:
+        """Send one tensor."""
+        return self._posted([self._mail.send(tensor, peer, tag) for tensor in tensors])
+
+    def recv(self, tensors: Any, peer: int, tag: int) -> Work:
+        """Receive one tensor."""
+        return self._posted([self._mail.receive(tensor, peer, tag) for tensor in tensors])
+
+    def recv_anysource(self, tensors: Any, tag: int) -> Work:
+        """Receive one tensor of whoever sends it."""
+        return self.recv(tensors, ANY, tag)
+
+    def _posted(self, works: list[Work]) -> Work:
+        if self._batch is not None:
+            self._batch.extend(works)
+        return works[0] if len(works) == 1 else JoinedWork(works)
+
+    # --- what torch asks a group
+
+    def getBackendName(self) -> str:
+        """The name that it was registered by."""
+        return "shm"
+
+    name = getBackendName
+    _get_backend_name = getBackendName
+
+    def get_group_store(self) -> Store:
+        """The store that the group met over."""
+        return self._store
+
+    # torch keeps names in a group's backends, of which this one has none.
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_description = description
+
+    def getGroupName(self) -> str:
+        """The name that torch gave it."""
+        return self._group_name
+
+    def getGroupDesc(self) -> str:
+        """What its creator calls it."""
+        return self._group_description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def _get_backend(self, device: torch.device) -> ShmProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise UsageError(f"backend shm has nothing for {device}: it works on the CPU")
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether torch could ask for tensors in this backend's memory; it is `comm.symm_empty` here."""
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long an operation may wait for a peer, from the next one on."""
+        self.native.timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        """End what is under way, here and on the peers, with an error."""
+        self.native.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group; peers that still wait for this rank get an error."""
+        self._finalizer()

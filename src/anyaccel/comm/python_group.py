@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="override, assignment, call-arg"
+# torch's stubs have overloads for calls that reach no subclass, and know one constructor.
+"""Base of process groups written in Python: torch's calls, brought down to a few operations on dense tensors.
+
+A subclass gives `start_...` for each of them: started when it is called, waited for by calling what it returns.
+`torch.distributed` calls the methods here by name, and its C++ side some of them through a trampoline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp, Work
+
+from anyaccel.comm import log
+from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.tensors import Target, is_plain, values
+from anyaccel.comm.work import JoinedWork, Line, ShmWork
+from anyaccel.errors import AnyAccelError, UsageError
+
+Wait = Callable[[], None]
+Start = Callable[[], Wait]
+
+
+class Message(Protocol):
+    """A message under way."""
+
+    def wait(self, timeout: timedelta | None) -> None:
+        """Wait for its end; None: the group's timeout."""
+
+    def is_done(self) -> bool:
+        """Whether it has ended, without waiting."""
+
+    def source(self) -> int:
+        """Who sent it; -1 for one that goes out."""
+
+
+class MessageWork(ShmWork):
+    """What `isend` and `irecv` give: carried on by whoever waits for it."""
+
+    def __init__(self, message: Message, target: Target | None, outputs: list[torch.Tensor]) -> None:
+        super().__init__(outputs)
+        self._message, self._target = message, target
+        self._waiting = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the end; raise what went wrong."""
+        with self._waiting:
+            if not self._finished:
+                error: BaseException | None = None
+                try:
+                    self._message.wait(timeout if timeout is not None and timeout > timedelta(0) else None)
+                    if self._target is not None:
+                        self._target.store()
+                        self.source = self._message.source()
+                except (RuntimeError, AnyAccelError) as problem:
+                    error = problem
+                self.finish(error)
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        if not self._finished and self._message.is_done():
+            self.wait()
+        return self._finished
+
+    def get_future(self) -> Any:
+        """A future with the tensors; waits for the message."""
+        self.wait()
+        return super().get_future()
+
+
+class PythonGroup(dist.ProcessGroup):
+    """A process group of CPU tensors.
+
+    Attributes:
+        NAME: of the backend.
+        STARTS_AT_ONCE: operations may be started while earlier ones are under way; otherwise each is started when the
+            one before it is complete.
+    """
+
+    NAME = ""
+    STARTS_AT_ONCE = False
+
+    def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._rank, self._size = rank, size
+        self.timeout = timeout
+        self._group_name = self._group_description = ""
+        self._line = Line(f"anyaccel-{self.NAME}-{rank}")
+        self._coalescing: list[Work] | None = None
+
+    # What a subclass gives: dense tensors; lists have one entry a rank ---------------------------------------
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
+        raise self._lacks("all_reduce")
+
+    def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
+        """In place on `root`; elsewhere `tensor` may be used as space."""
+        raise self._lacks("reduce")
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
+        raise self._lacks("broadcast")
+
+    def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
+        """Sizes may differ from rank to rank."""
+        raise self._lacks("all_gather")
+
+    def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
+        raise self._lacks("reduce_scatter")
+
+    def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
+        """Sizes may differ from pair to pair."""
+        raise self._lacks("all_to_all")
+
+    def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Wait:
+        raise self._lacks("gather")
+
+    def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
+        raise self._lacks("scatter")
+
+    def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        raise self._lacks("send")
+
+    def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        """From any rank when `peer` is None."""
+        raise self._lacks("recv")
+
+    def start_barrier(self) -> Wait:
+        raise self._lacks("barrier")
+
+    def failed(self) -> None:
+        """Told when an operation has failed."""
+
+    def _lacks(self, what: str) -> UsageError:
+        return UsageError(f"backend {self.NAME} has no {what}; use a group of backend shm or gloo for it")
+
+    # How it is carried out -----------------------------------------------------------------------------------
+
+    def _do(
+        self,
+        name: str,
+        given: Sequence[torch.Tensor],
+        start: Start,
+        targets: Sequence[Target],
+        outputs: Any,
+        options: Any = None,
+    ) -> ShmWork:
+        """Carry an operation out, now or, when it is asynchronous, after those before it on a thread.
+
+        `given`: what this rank gives; `targets`: what is written; `outputs`: what the future gives.
+        """
+        asynchronous = getattr(options, "asyncOp", True) or self._coalescing is not None
+        since = time.perf_counter()
+        wait = start() if self.STARTS_AT_ONCE else None
+
+        def run() -> None:
+            begin = since if wait else time.perf_counter()
+            try:
+                (wait or start())()
+            except (RuntimeError, AnyAccelError):
+                self.failed()
+                raise
+            for target in targets:
+                target.store()
+            if log.active():
+                size = sum(tensor.numel() * tensor.element_size() for tensor in given)
+                log.record(name, size, time.perf_counter() - begin, self)
+
+        if asynchronous or self._line.waiting:
+            work = self._line.submit(run, outputs)
+            if self._coalescing is not None:
+                self._coalescing.append(work)
+            if not asynchronous:
+                work.wait()
+            return work
+        run()
+        return ShmWork(outputs, done=True)
+
+    # torch.distributed's names -------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> ShmWork:
+        opts = opts or dist.AllreduceOptions()
+        tensor = _one(tensors)
+        target = _loaded(tensor)
+        op = _kind(opts.reduceOp)
+        return self._do(
+            "all_reduce", [tensor], lambda: self.start_all_reduce(target.memory, op), [target], [tensor], opts
+        )
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
+        each = dist.AllreduceOptions()
+        each.reduceOp = (opts or dist.AllreduceCoalescedOptions()).reduceOp
+        return JoinedWork([self.allreduce([tensor], each) for tensor in tensors])
+
+    def reduce(self, tensors: Any, opts: Any) -> ShmWork:
+        tensor = _one(tensors)
+        op, root = _kind(opts.reduceOp), opts.rootRank
+        target = _loaded(tensor)
+        # On other ranks than the root the tensor keeps its values.
+        space = target.memory if self._rank == root else values(tensor).clone()
+        targets = [target] if self._rank == root else []
+        return self._do("reduce", [tensor], lambda: self.start_reduce(space, op, root), targets, [tensor], opts)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> ShmWork:
+        opts = opts or dist.BroadcastOptions()
+        tensor = _one(tensors)
+        target = _loaded(tensor)
+        return self._do(
+            "broadcast", [tensor], lambda: self.start_broadcast(target.memory, opts.rootRank), [target], [tensor], opts
+        )
+
+    def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> ShmWork:
+        outputs = list(output_lists[0])
+        targets = [Target(output) for output in outputs]
+        dense = values(_one(tensors))
+        memory = [target.memory for target in targets]
+        return self._do("all_gather", [dense], lambda: self.start_all_gather(memory, dense), targets, [outputs], opts)
+
+    def allgather_coalesced(self, output_lists: Any, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
+        return JoinedWork(
+            [
+                self.allgather([[outputs[index] for outputs in output_lists]], [tensor])
+                for index, tensor in enumerate(tensors)
+            ]
+        )
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
+        if output.numel() != self._size * tensor.numel():
+            raise UsageError(
+                f"all_gather_into_tensor: {self._size} ranks give {tensor.numel()} elements each, the output has "
+                f"{output.numel()}"
+            )
+        target, dense = Target(output), values(tensor)
+        parts = list(target.memory.reshape(self._size, -1).unbind()) if output.numel() else []
+        start = (lambda: self.start_all_gather(parts, dense.reshape(-1))) if parts else _nothing
+        return self._do("all_gather", [tensor], start, [target], output, opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> JoinedWork:
+        return JoinedWork([self.all_gather_single(o, t) for o, t in zip(outputs, tensors, strict=True)])
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> ShmWork:
+        opts = opts or dist.ReduceScatterOptions()
+        output = _one(outputs)
+        target, inputs, op = Target(output), [values(tensor) for tensor in input_lists[0]], _kind(opts.reduceOp)
+        return self._do(
+            "reduce_scatter",
+            inputs,
+            lambda: self.start_reduce_scatter(target.memory, inputs, op),
+            [target],
+            [output],
+            opts,
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
+        opts = opts or dist.ReduceScatterOptions()
+        if tensor.numel() != self._size * output.numel():
+            raise UsageError(
+                f"reduce_scatter_tensor: {self._size} ranks get {output.numel()} elements each, the input has "
+                f"{tensor.numel()}"
+            )
+        target, op = Target(output), _kind(opts.reduceOp)
+        parts = list(values(tensor).reshape(self._size, -1).unbind()) if output.numel() else []
+        start = (lambda: self.start_reduce_scatter(target.memory.reshape(-1), parts, op)) if parts else _nothing
+        return self._do("reduce_scatter", [tensor], start, [target], output, opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> JoinedWork:
+        opts = opts or dist.ReduceScatterOptions()
+        return JoinedWork([self.reduce_scatter_single(o, t, opts) for o, t in zip(outputs, tensors, strict=True)])
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> ShmWork:
+        target, dense = Target(output), values(tensor)
+        outputs, inputs = self._split(target.memory, output_splits), self._split(dense, input_splits)
+        return self._do("all_to_all", [tensor], lambda: self.start_all_to_all(outputs, inputs), [target], output, opts)
+
+    alltoall_base = all_to_all_single
+
+    def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
+        """By rows; evenly when there are no numbers."""
+        if rows:
+            if len(rows) != self._size or sum(rows) != tensor.size(0):
+                raise UsageError(
+                    f"all_to_all_single: splits {list(rows)} for {self._size} ranks, {tensor.size(0)} rows"
+                )
+            return list(torch.split(tensor, list(rows)))
+        if tensor.size(0) % self._size:
+            raise UsageError(f"all_to_all_single: {tensor.size(0)} rows cannot be split among {self._size} ranks")
+        return list(torch.split(tensor, tensor.size(0) // self._size)) if tensor.size(0) else [tensor] * self._size
+
+    def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
+        targets, inputs = [Target(output) for output in outputs], [values(tensor) for tensor in tensors]
+        memory = [target.memory for target in targets]
+        return self._do(
+            "all_to_all", inputs, lambda: self.start_all_to_all(memory, inputs), targets, list(outputs), opts
+        )
+
+    def gather(self, output_lists: Any, tensors: Any, opts: Any) -> ShmWork:
+        outputs = list(output_lists[0]) if output_lists and self._rank == opts.rootRank else None
+        targets = [Target(output) for output in outputs or []]
+        dense, memory = values(_one(tensors)), [target.memory for target in targets] if outputs else None
+        return self._do(
+            "gather", [dense], lambda: self.start_gather(memory, dense, opts.rootRank), targets, [outputs or []], opts
+        )
+
+    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> ShmWork:
+        output = _one(outputs)
+        target = Target(output)
+        mine = self._rank == opts.rootRank
+        inputs = [values(tensor) for tensor in input_lists[0]] if mine else None
+        return self._do(
+            "scatter",
+            [output],
+            lambda: self.start_scatter(target.memory, inputs, opts.rootRank),
+            [target],
+            [output],
+            opts,
+        )
+
+    # Messages are started at once and have no place in the order of collectives: either side may come first.
+
+    def send(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
+        tensor = _one(tensors)
+        return MessageWork(self.start_send(values(tensor), peer, tag), None, [tensor])
+
+    def recv(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
+        return self._recv(tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> MessageWork:
+        return self._recv(tensors, None, tag)
+
+    def _recv(self, tensors: Any, peer: int | None, tag: int) -> MessageWork:
+        tensor = _one(tensors)
+        target = Target(tensor)
+        return MessageWork(self.start_recv(target.memory, peer, tag), target, [tensor])
+
+    def barrier(self, opts: Any = None) -> ShmWork:
+        return self._do("barrier", [], self.start_barrier, [], [], opts)
+
+    # The group itself ----------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: Any) -> JoinedWork:
+        works, self._coalescing = self._coalescing or [], None
+        return JoinedWork(works)
+
+    def getBackendName(self) -> str:
+        return self.NAME
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    getRank, getSize = rank, size
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_description = text
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def getGroupDesc(self) -> str:
+        return self._group_description
+
+    @property
+    def group_name(self) -> str:
+        return self._group_name
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Not kept: what ranks do differently is found by the operations themselves."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        self._line.close()
+
+
+def _loaded(tensor: torch.Tensor) -> Target:
+    """A target that has the tensor's values already."""
+    target = Target(tensor)
+    if not is_plain(tensor):
+        target.memory.copy_(tensor)
+    return target
+
+
+def _nothing() -> Wait:
+    return lambda: None
+
+
+def _one(tensors: Any) -> torch.Tensor:
+    """The tensor of a list of one, or the tensor."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise UsageError(f"one tensor a rank is taken, not {len(tensors)}")
+    tensor: torch.Tensor = tensors[0]
+    return tensor
+
+
+# By torch's own numbers.
+_KINDS = tuple(ReduceOp.RedOpType(number) for number in range(8))
+
+
+def _kind(op: Any) -> ReduceOp.RedOpType:
+    return _KINDS[op_code(op)]

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a job's ranks come together, and over which backend."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import (  # torch.distributed hides them from mypy
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+from torch.distributed.rendezvous import rendezvous
+
+from anyaccel import env
+from anyaccel.accelerator import get_accelerator
+from anyaccel.comm import shm
+from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed for this job; does nothing when it runs already.
+
+    Args:
+        dist_backend: name of the backend; default: the fastest that works for these ranks, which the log tells
+            (level INFO) and `torch.distributed.get_backend()`: `shm` for CPU tensors, else the accelerator's own
+            (`communication_backend_name()`).
+        timeout: how long a collective may wait; default: ANYACCEL_COMM_TIMEOUT seconds.
+        init_method, rank, world_size: as in `torch.distributed.init_process_group`; default: the environment that
+            `anyaccel run` and `torchrun` set. Without that environment the job is this one process.
+
+    Raises:
+        UsageError: the environment is incomplete or not a number; the message names the variable.
+        CommError: the ranks did not come together.
+    """
+    if dist.is_initialized():
+        return
+    env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
+    limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
+    try:
+        if init_method is not None or rank >= 0 or world_size > 0:
+            store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, timeout=limit))
+        elif not any(name in os.environ for name in _LAUNCH_VARIABLES):
+            store, rank, world_size = HashStore(), 0, 1
+        else:
+            store, rank, world_size = _store_from_environment(limit)
+    except AnyAccelError:
+        raise
+    except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
+        raise CommError(f"the ranks did not come together: {error}") from error
+    if dist_backend is not None:
+        _start(dist_backend, store, rank, world_size, limit)
+        return
+    backends = _by_speed()
+    for backend in backends:
+        try:
+            _start(backend, store, rank, world_size, limit)
+        except CommTimeoutError:
+            raise
+        except CommError as error:  # of every rank alike
+            if backend == backends[-1]:
+                raise
+            logger.warning("backend %s is passed over: %s", backend, error)
+            continue
+        logger.info("backend %s for %d ranks", backend, world_size)
+        return
+
+
+def _by_speed() -> list[str]:
+    """Backends for the accelerator's tensors, the fastest first."""
+    accelerator = get_accelerator()
+    own = accelerator.communication_backend_name()
+    shared = accelerator.spec.device_type in dist.Backend.backend_capability.get(shm.NAME, ())
+    return [shm.NAME, own] if shared else [own]
+
+
+def _start(backend: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(f"anyaccel-{backend}", store),
+            timeout=timeout,
+            rank=rank,
+            world_size=world_size,
+        )
+    except AnyAccelError:
+        raise
+    except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
+        raise CommError(f"the ranks did not come together with backend {backend!r}: {error}") from error
+
+
+def _store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
+    missing = [name for name in _LAUNCH_VARIABLES if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not set: start the script with `anyaccel run` (or torchrun), or set all of "
+            + ", ".join(_LAUNCH_VARIABLES)
+        )
+    try:
+        rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError as error:
+        raise UsageError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers: {error}") from None
+    if not (0 <= rank < world_size and 0 < port < 65536):
+        raise UsageError(
+            f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} cannot be: start it with `anyaccel run`"
+        )
+    address = os.environ["MASTER_ADDR"]
+    if not _is_loopback(address):
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        return store, rank, world_size
+    # A job of one machine: nothing of it listens on other interfaces. torch's store would listen on all of them, and
+    # gloo would take the interface that the host's name resolves to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # torchrun's agent listens already and says so; its workers are all clients.
+    serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family) if serve else None
+    store = TCPStore(
+        address,
+        port,
+        world_size,
+        is_master=serve,
+        timeout=timeout,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+    return store, rank, world_size
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def get_local_rank() -> int:
+    """This worker's number on its host: LOCAL_RANK, 0 when it is not set."""
+    text = os.environ.get("LOCAL_RANK", "0")
+    if not text.isdecimal():
+        raise UsageError(f"LOCAL_RANK={text!r} must be a whole number")
+    return int(text)
+
+
+def new_group(ranks: list[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:
+    """As `torch.distributed.new_group`, with ANYACCEL_COMM_TIMEOUT as the default deadline."""
+    limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
+    return dist.new_group(ranks, timeout=limit, backend=backend)

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors in memory that all ranks of a group have mapped."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import math
+import weakref
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from anyaccel import _native
+from anyaccel.comm.collectives import Collectives
+from anyaccel.errors import CommError
+
+_PAGE = 4096
+_TEXT_BYTES = 1024
+_LAST_NUMBER = 65535  # csrc/comm/shm_group.h
+
+# How many each group has had: ranks allocate in the same order, so equal numbers name the same memory.
+_numbers: WeakKeyDictionary[_native.ShmGroup, itertools.count[int]] = WeakKeyDictionary()
+
+
+def _tell(through: Collectives, text: str) -> list[str]:
+    """Every rank's text, in rank order."""
+    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    data = text.encode()[: _TEXT_BYTES - 1]
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+    parts = [torch.empty_like(own) for _ in range(through.size)]
+    through.all_gather(parts, own)
+    return [bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in parts]
+
+
+def _release(native: _native.ShmGroup, number: int, segments: list[_native.ShmSegment]) -> None:
+    native.remove_symmetric(number)
+    segments.clear()
+
+
+def allocate(through: Collectives, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor of this rank in shared memory; every rank of the group calls it with the same arguments.
+
+    Raises:
+        CommError: the ranks asked for different sizes, or one of them has no memory.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    numel = math.prod(shape)
+    size = -(-max(numel * dtype.itemsize, 1) // _PAGE) * _PAGE
+    number = next(_numbers.setdefault(through.native, itertools.count(1)))
+    if number > _LAST_NUMBER:
+        raise CommError(f"a group can have {_LAST_NUMBER} symmetric tensors in its life; keep them and use them again")
+    own: _native.ShmSegment | None = None
+    name, error = "", ""
+    try:
+        own = _native.ShmSegment.create(size, True)
+        name = own.name
+    except OSError as problem:
+        error = str(problem)
+    told = [json.loads(text) for text in _tell(through, json.dumps([name, size, error[:300]]))]
+    wanted = sorted({peer_size for _, peer_size, _ in told})
+    segments: list[_native.ShmSegment] = []
+    if own is not None and not any(problem for _, _, problem in told) and len(wanted) == 1:
+        try:
+            for rank, (peer_name, _, _) in enumerate(told):
+                segments.append(own if rank == through.rank else _native.ShmSegment.open(peer_name, size))
+        except OSError as problem:
+            error = str(problem)
+    errors = [f"rank {r}: {text}" for r, text in enumerate(_tell(through, error[:500])) if text]
+    if len(wanted) > 1:
+        raise CommError(f"the ranks asked for symmetric tensors of different sizes: {wanted} bytes")
+    if errors or own is None:
+        raise CommError("no memory for a symmetric tensor: " + "; ".join(errors))
+    own.unlink()
+    # A ctypes array is a buffer without a copy, and takes the owner of its memory along.
+    kind: Any = type("Memory", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": size})
+    memory = kind.from_address(own.address)
+    through.native.add_symmetric(number, [segment.address for segment in segments], size)
+    weakref.finalize(memory, _release, through.native, number, segments).atexit = False
+    if numel == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype, count=numel).view(shape)

@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""deepspeed.comm.comm: collectives under DeepSpeed's names, on those of anyaccel.comm and torch.distributed.
+
+`prof`, `log_name` and `debug` are accepted: here `anyaccel.comm` measures all calls or none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import is_available, is_initialized
+from torch.distributed.device_mesh import init_device_mesh
+
+from anyaccel import comm
+from anyaccel.errors import UsageError
+from anyaccel.launch.local_rank import rank_from_environment
+
+from .._cover import cover, refuse
+from ..constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from .reduce_op import ReduceOp
+
+__all__ = [
+    "P2POp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv",
+    "broadcast", "broadcast_object_list", "configure", "destroy_process_group", "gather", "get_all_ranks_from_group",
+    "get_global_rank", "get_local_rank", "get_rank", "get_world_group", "get_world_size", "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced", "has_coalescing_manager", "has_reduce_scatter_tensor", "inference_all_reduce",
+    "init_distributed", "initialize_mesh_device", "irecv", "is_available", "is_initialized", "isend", "log_summary",
+    "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
+    "reduce_scatter_tensor", "reset_log", "scatter", "send",
+]  # fmt: skip
+
+Group = dist.ProcessGroup | None
+_SUM = ReduceOp.SUM
+
+
+def _function(name: str) -> Any:
+    """anyaccel's function of this name, which may be measured, else torch's."""
+    return getattr(comm, name, None) or getattr(dist, name)
+
+
+# Start and groups -----------------------------------------------------------------------------------------
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Mapping[str, Any] | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start torch.distributed for this job, as `anyaccel.init_distributed`.
+
+    Args:
+        auto_mpi_discovery: below mpirun or srun, take the place of this process from their variables.
+        distributed_port: port of rank 0 in that case.
+        verbose: accepted.
+        dist_init_required: False leaves the start to the caller.
+        config: `comms_logger` of it configures what `log_summary` shows.
+    """
+    if config is not None:
+        configure(deepspeed_config=config)
+    if dist_init_required is False or dist.is_initialized():
+        return
+    if auto_mpi_discovery and rank < 0 and init_method is None and "RANK" not in os.environ:
+        mpi_discovery(distributed_port, verbose)
+    comm.init_distributed(dist_backend, timeout, init_method, rank, world_size)
+
+
+def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of mpirun or srun, if any.
+
+    Raises:
+        UsageError: ranks are on several hosts and MASTER_ADDR is not set.
+    """
+    try:
+        found = rank_from_environment(os.environ, launcher_only=True)
+    except UsageError:
+        return  # no launcher: a job of this one process
+    if found.rank is None or found.world_size is None:
+        return
+    if found.world_size > found.local_size and not os.environ.get("MASTER_ADDR"):
+        raise UsageError(
+            f"{found.source} started {found.world_size} ranks on several hosts, and MASTER_ADDR is not set: start the "
+            "job with `deepspeed` or `anyaccel run`, or export the address of rank 0"
+        )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    os.environ.update(RANK=str(found.rank), WORLD_SIZE=str(found.world_size), LOCAL_RANK=str(found.local_rank))
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """As torch.distributed's."""
+    dist.destroy_process_group(group)
+
+
+def new_group(ranks: list[int]) -> Any:
+    """As `anyaccel.comm.new_group`."""
+    return comm.new_group(ranks)
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def get_rank(group: Group = None) -> int:
+    """This process in the group."""
+    return dist.get_rank(group)
+
+
+def get_world_size(group: Group = None) -> int:
+    """Ranks of the group."""
+    return dist.get_world_size(group)
+
+
+def get_local_rank() -> int:
+    """This worker on its host."""
+    return comm.get_local_rank()
+
+
+def get_global_rank(group: Group = None, group_rank: int = 0) -> int:
+    """The rank in the job of a rank of the group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Group = None) -> list[int]:
+    """The ranks in the job of all ranks of the group."""
+    return list(dist.get_process_group_ranks(group))
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """torch.distributed.init_device_mesh on the accelerator."""
+    from anyaccel.accelerator import get_accelerator
+
+    return init_device_mesh(get_accelerator().device_name(), tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
+
+
+# Measuring ------------------------------------------------------------------------------------------------
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: list[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Switch the measuring of collectives on or off; `log_summary` prints what was measured.
+
+    Args:
+        deepspeed_config: a configuration, whose `comms_logger` has the others.
+    """
+    section = deepspeed_config.get("comms_logger", {}) if isinstance(deepspeed_config, Mapping) else {}
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    settings = {**section, **{name: value for name, value in given.items() if value is not None}}
+    if not settings:
+        return
+    function = getattr(comm, "configure", None)
+    if function is None:
+        if settings.get("enabled"):
+            raise refuse("comm.configure(enabled=True)", "this version of anyaccel does not measure collectives")
+        return
+    function(**settings)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
+    """As `anyaccel.comm.log_summary`."""
+    return _measuring("log_summary")(show_straggler=show_straggler, return_dict=return_dict)
+
+
+def reset_log() -> None:
+    """Forget what was measured."""
+    _measuring("reset_log")()
+
+
+def _measuring(name: str) -> Any:
+    function = getattr(comm, name, None)
+    if function is None:
+        raise refuse(f"comm.{name}", "this version of anyaccel does not measure collectives; use torch.profiler")
+    return function
+
+
+# Collectives ----------------------------------------------------------------------------------------------
+
+
+def broadcast(
+    tensor: Tensor, src: int, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "broadcast", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("broadcast")(tensor, src=src, group=group, async_op=async_op)
+
+
+def broadcast_object_list(
+    object_list: list[Any], src: int, group: Group = None, device: torch.device | None = None,
+    prof: bool = False, log_name: str = "broadcast_object_list", debug: Any = None,
+) -> None:  # fmt: skip
+    """As torch.distributed's."""
+    _function("broadcast_object_list")(object_list, src=src, group=group, device=device)
+
+
+def all_reduce(
+    tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "all_reduce", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("all_reduce")(tensor, op=op, group=group, async_op=async_op)
+
+
+def inference_all_reduce(
+    tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "inference_all_reduce", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As `anyaccel.comm.inference_all_reduce`; it is done when it returns, so `async_op` changes nothing."""
+    return comm.inference_all_reduce(tensor, op=op, group=group)
+
+
+def all_reduce_coalesced(
+    tensors: list[Tensor], op: Any = _SUM, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "all_reduce", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return dist.all_reduce_coalesced(tensors, op=op, group=group, async_op=async_op)
+
+
+def reduce(
+    tensor: Tensor, dst: int, op: Any = _SUM, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "reduce", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("reduce")(tensor, dst=dst, op=op, group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    output: Tensor, input_list: list[Tensor], op: Any = _SUM, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "reduce_scatter", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("reduce_scatter")(output, input_list, op=op, group=group, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output_tensor: Tensor, tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "reduce_scatter_tensor", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("reduce_scatter_tensor")(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor, tensor: Tensor, op: Any = _SUM, group: Group = None, async_op: bool = False,
+    prof: bool = False, debug: Any = None,
+) -> Any:  # fmt: skip
+    """reduce_scatter_tensor."""
+    return reduce_scatter_tensor(output_tensor, tensor, op=op, group=group, async_op=async_op)
+
+
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "all_gather", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("all_gather")(tensor_list, tensor, group=group, async_op=async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, tensor: Tensor, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "all_gather_into_tensor", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("all_gather_into_tensor")(output_tensor, tensor, group=group, async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False, debug: Any = None
+) -> Any:
+    """all_gather_into_tensor."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: list[Tensor], input_tensors: list[Tensor], group: Group = None, async_op: bool = False
+) -> Any:
+    """all_gather_into_tensor for each pair; with `async_op`, what it returns waits for all."""
+    works = [
+        all_gather_into_tensor(output, tensor, group=group, async_op=True)
+        for output, tensor in zip(output_tensors, input_tensors, strict=True)
+    ]
+    handle = _Works(works)
+    return handle if async_op else handle.wait()
+
+
+class _Works:
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def all_gather_object(
+    object_list: list[Any], obj: Any, group: Group = None,
+    prof: bool = False, log_name: str = "all_gather_object", debug: Any = None,
+) -> None:  # fmt: skip
+    """As torch.distributed's."""
+    _function("all_gather_object")(object_list, obj, group=group)
+
+
+def all_to_all_single(
+    output: Tensor, tensor: Tensor,
+    output_split_sizes: list[int] | None = None, input_split_sizes: list[int] | None = None,
+    group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "all_to_all_single", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    function = _function("all_to_all_single")
+    return function(output, tensor, output_split_sizes, input_split_sizes, group=group, async_op=async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor], input_tensor_list: list[Tensor], group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "all_to_all", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return dist.all_to_all(output_tensor_list, input_tensor_list, group=group, async_op=async_op)
+
+
+def gather(
+    tensor: Tensor, gather_list: list[Tensor] | None = None, dst: int = 0, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "gather", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("gather")(tensor, gather_list, dst=dst, group=group, async_op=async_op)
+
+
+def scatter(
+    tensor: Tensor, scatter_list: list[Tensor] | None = None, src: int = 0, group: Group = None, async_op: bool = False,
+    prof: bool = False, log_name: str = "scatter", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("scatter")(tensor, scatter_list, src=src, group=group, async_op=async_op)
+
+
+def barrier(
+    group: Group = None, async_op: bool = False, device_ids: list[int] | None = None,
+    prof: bool = False, log_name: str = "barrier", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("barrier")(group=group, async_op=async_op, device_ids=device_ids)
+
+
+def monitored_barrier(
+    group: Group = None, timeout: timedelta | None = None, wait_all_ranks: bool = False,
+    prof: bool = False, log_name: str = "monitored_barrier", debug: Any = None,
+) -> None:  # fmt: skip
+    """As torch.distributed's."""
+    _function("monitored_barrier")(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+
+
+def send(
+    tensor: Tensor, dst: int, group: Group = None, tag: int = 0,
+    prof: bool = False, log_name: str = "send", debug: Any = None,
+) -> None:  # fmt: skip
+    """As torch.distributed's."""
+    _function("send")(tensor, dst, group=group, tag=tag)
+
+
+def recv(
+    tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0,
+    prof: bool = False, log_name: str = "recv", debug: Any = None,
+) -> int:  # fmt: skip
+    """As torch.distributed's."""
+    sender: int = _function("recv")(tensor, src, group=group, tag=tag)
+    return sender
+
+
+def isend(
+    tensor: Tensor, dst: int, group: Group = None, tag: int = 0,
+    prof: bool = False, log_name: str = "isend", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("isend")(tensor, dst, group=group, tag=tag)
+
+
+def irecv(
+    tensor: Tensor, src: int | None = None, group: Group = None, tag: int = 0,
+    prof: bool = False, log_name: str = "irecv", debug: Any = None,
+) -> Any:  # fmt: skip
+    """As torch.distributed's."""
+    return _function("irecv")(tensor, src, group=group, tag=tag)
+
+
+class P2POp(dist.P2POp):
+    """One `isend` or `irecv`, torch's or this module's, for `batch_isend_irecv`."""
+
+    def __new__(cls, op: Any, tensor: Tensor, peer: int, group: Group = None, tag: int = 0) -> P2POp:
+        made: P2POp = super().__new__(cls, _TORCHS.get(op, op), tensor, peer, group, tag)
+        return made
+
+    def __init__(self, op: Any, tensor: Tensor, peer: int, group: Group = None, tag: int = 0) -> None:
+        super().__init__(_TORCHS.get(op, op), tensor, peer, group, tag)
+
+
+# torch looks at the function itself.
+_TORCHS: dict[Any, Any] = {isend: dist.isend, irecv: dist.irecv}
+
+
+def batch_isend_irecv(
+    p2p_op_list: list[P2POp], prof: bool = False, log_name: str = "batch_isend_irecv", debug: Any = None
+) -> Any:
+    """As torch.distributed's."""
+    return dist.batch_isend_irecv(list(p2p_op_list))
+
+
+def has_all_gather_into_tensor() -> bool:
+    """True: every torch that anyaccel runs with has it."""
+    return True
+
+
+def has_reduce_scatter_tensor() -> bool:
+    """True: every torch that anyaccel runs with has it."""
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    """True: every torch that anyaccel runs with has it."""
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    """False: `all_gather_coalesced` does without."""
+    return False
+
+
+cover(globals())

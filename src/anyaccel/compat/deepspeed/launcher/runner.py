@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""deepspeed.launcher.runner: the command `deepspeed`, hostfiles and filters.
+
+The command is `anyaccel run` with DeepSpeed's options. Without --launcher, several hosts are reached by ssh (DeepSpeed
+takes pdsh), and without --master_port rank 0 gets a free port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import anyaccel.cli
+from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.launch.address import is_this_host
+from anyaccel.launch.hostfile import read_hostfile, select_hosts
+from anyaccel.launch.options import DEFAULT_HOSTFILE as DLTS_HOSTFILE
+
+from .._cover import cover, refuse
+
+__all__ = [
+    "DLTS_HOSTFILE", "apply_num_nodes_and_gpus", "encode_world_info", "fetch_hostfile", "main", "parse_args",
+    "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list", "parse_resource_filter",
+]  # fmt: skip
+
+# Option of DeepSpeed -> that of `anyaccel run`, by what follows it.
+_WITH_VALUE = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "node_rank",
+               "launcher", "launcher_args", "bind_core_list", "ssh_port", "venv_script")  # fmt: skip
+_SWITCHES = ("module", "no_python", "no_local_rank", "no_ssh", "force_multi", "save_pid", "bind_cores_to_rank", "quiet")
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command `deepspeed`, under DeepSpeed's names and with its defaults where it has a value."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed",
+        description="anyaccel run, with DeepSpeed's options; see also anyaccel run --help",
+        allow_abbrev=False,
+    )
+    _add(parser, "-H", "--hostfile", default=DLTS_HOSTFILE, help="hosts, one `name slots=N` a line")
+    _add(parser, "-i", "--include", default="", help="only these hosts and slots, as in worker-0@worker-1:0,2")
+    _add(parser, "-e", "--exclude", default="", help="all but these hosts and slots")
+    _add(parser, "--num_nodes", type=int, default=-1, help="only the first N hosts")
+    _add(parser, "--num_gpus", "--num_accelerators", type=int, default=-1, help="workers a host")
+    _add(parser, "--master_port", type=int, default=None, help="TCP port of rank 0; default: a free one")
+    _add(parser, "--master_addr", default="", help="address of rank 0")
+    _add(parser, "--node_rank", type=int, default=-1, help="with --no_ssh: number of this host")
+    _add(parser, "--launcher", default="ssh", help="ssh, pdsh, openmpi, mpich, impi, mvapich or slurm")
+    _add(parser, "--launcher_args", default="", help="more arguments for it, in one word")
+    _add(parser, "--module", action="store_true", help="the script is a module")
+    _add(parser, "--no_python", action="store_true", help="the script is a program")
+    _add(parser, "--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
+    _add(parser, "--no_ssh", action="store_true", help="start only this host's workers")
+    _add(parser, "--no_ssh_check", action="store_true", help="accepted: hosts that cannot be reached are named anyway")
+    _add(parser, "--force_multi", action="store_true", help="use the launcher for one host too")
+    _add(parser, "--save_pid", action="store_true", help="write this command's process id to a file")
+    _add(parser, "--enable_each_rank_log", default="None", help="folder for the output of each rank")
+    _add(parser, "--autotuning", default="", choices=("", "tune", "run"), help="not covered")
+    _add(parser, "--bind_cores_to_rank", action="store_true", help="bind each worker to its own cores and memory")
+    _add(parser, "--bind_core_list", default=None, help="CPUs to divide among workers, such as 0-27,32-59")
+    _add(parser, "--ssh_port", type=int, default=None, help="TCP port of sshd on all hosts")
+    _add(parser, "--venv_script", default=None, help="source this before each worker")
+    _add(parser, "--log_level", default="info", choices=("debug", "info", "warning", "error", "critical"))
+    _add(parser, "-q", "--quiet", action="store_true", help="say nothing but errors")
+    # One argument that takes everything: argparse would drop a `--` that is meant for the script.
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="user_script [args ...]", help="what to run")
+    options = parser.parse_args(args)
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        parser.error("no script was given; put it after the options, as in: deepspeed [options] train.py")
+    del options.command
+    options.user_script, options.user_args = command[0], command[1:]
+    return options
+
+
+def _add(parser: argparse.ArgumentParser, *names: str, **kwargs: object) -> None:
+    """An option, with dashes too, as in --bind-core-list."""
+    action = parser.add_argument(*names, **kwargs)  # type: ignore[arg-type]
+    for name in names:
+        if "_" in name:
+            parser._option_string_actions[f"--{name[2:].replace('_', '-')}"] = action
+
+
+def anyaccel_arguments(options: argparse.Namespace) -> list[str]:
+    """The same as arguments of `anyaccel`.
+
+    Raises:
+        NotCoveredError: --autotuning.
+    """
+    if options.autotuning:
+        raise refuse("launcher --autotuning", "it tunes the training engine, which is out of scope; leave it out")
+    defaults = vars(parse_args(["script"]))
+    found = ["run"]
+    for name in _WITH_VALUE:
+        value = getattr(options, name)
+        if value != defaults[name] or (name == "launcher" and options.launcher != "ssh"):
+            found.append(f"--{name}={value}")
+    found += [f"--{name}" for name in _SWITCHES if getattr(options, name)]
+    if options.enable_each_rank_log != "None":
+        found.append(f"--enable_each_rank_log={options.enable_each_rank_log}")
+    if options.log_level != "info":
+        found.append(f"--log_level={'error' if options.log_level == 'critical' else options.log_level}")
+    return [*found, "--", options.user_script, *options.user_args]
+
+
+def _needs_no_launcher(options: argparse.Namespace) -> bool:
+    """Whether DeepSpeed would leave --launcher aside: without a hostfile, and where only this host is left of it."""
+    if options.force_multi or options.no_ssh or options.launcher.lower() in ("ssh", "slurm"):
+        return False
+    hosts = fetch_hostfile(options.hostfile)
+    if hosts is None:
+        return True
+    left = list(parse_inclusion_exclusion(hosts, options.include, options.exclude))
+    return is_this_host(left[0]) and (len(left) == 1 or options.num_nodes == 1)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The command; ends the process with the job's exit code where that is not 0."""
+    try:
+        options = parse_args(args)
+        if _needs_no_launcher(options):
+            options.launcher = "ssh"  # the default, which a job of this host alone does not use
+        arguments = anyaccel_arguments(options)
+    except AnyAccelError as error:
+        sys.stderr.write(f"deepspeed: error: {error}\n")
+        sys.exit(error.exit_code)
+    code = anyaccel.cli.main(arguments)
+    if code:
+        sys.exit(code)
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Slots of each host; None where there is no such file.
+
+    Raises:
+        UsageError: it is no hostfile. Names the line.
+    """
+    return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None  # noqa: PTH113 - 8 ms
+
+
+def parse_node_config(node_config: str) -> tuple[str, list[int]]:
+    """Host and slots of ``worker-1:0,2``; no slots stand for all.
+
+    Raises:
+        UsageError: a slot is not a number.
+    """
+    host, _, slots = node_config.partition(":")
+    numbers = slots.split(",") if slots else []
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise UsageError(f"{node_config!r} names slots that are not numbers; write it as worker-1:0,2")
+    return host, [int(number) for number in numbers]
+
+
+def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
+    """Slots of each host of ``worker-0@worker-1:0,2``, sorted.
+
+    Raises:
+        UsageError: a slot is not a number.
+    """
+    found: dict[str, set[int]] = {}
+    for part in node_config_list.split("@"):
+        host, slots = parse_node_config(part)
+        found.setdefault(host, set()).update(slots)
+    return {host: sorted(slots) for host, slots in found.items()}
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """The slots that take part, by host, in the order of `host_info`.
+
+    Raises:
+        UsageError: both strings are given, a host or slot is not in `host_info`, or nothing is left.
+    """
+    if not include_str and not exclude_str:
+        return {host: list(slots) for host, slots in host_info.items()}
+    counts = {host: max(slots, default=-1) + 1 for host, slots in host_info.items()}
+    for host, slots in parse_node_config_list(include_str or exclude_str).items():
+        missing = sorted(set(slots).difference(host_info.get(host, slots)))
+        if missing:
+            raise UsageError(f"{include_str or exclude_str!r}: host {host} has no slot {missing[0]}")
+    chosen = select_hosts(counts, include_str, exclude_str)
+    found = {host.name: [slot for slot in host_info[host.name] if slot in host.slots] for host in chosen}
+    return {host: slots for host, slots in found.items() if slots}
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """parse_resource_filter for numbers of slots.
+
+    Raises:
+        UsageError: as parse_resource_filter.
+    """
+    return parse_resource_filter({host: range(count) for host, count in resource_pool.items()}, inclusion, exclusion)
+
+
+def apply_num_nodes_and_gpus(
+    active_resources: Mapping[str, Sequence[int]], num_nodes: int, num_gpus: int
+) -> dict[str, list[int]]:
+    """The first `num_nodes` hosts, each with slots 0 to `num_gpus` - 1; without a positive number, all."""
+    hosts = list(active_resources)[: num_nodes if num_nodes > 0 else None]
+    return {host: list(range(num_gpus)) if num_gpus > 0 else list(active_resources[host]) for host in hosts}
+
+
+def encode_world_info(world_info: Mapping[str, Sequence[int]]) -> str:
+    """Hosts and slots as one word: base64 of JSON."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
+
+
+if __name__ == "__main__":
+    main()
+
+cover(globals())

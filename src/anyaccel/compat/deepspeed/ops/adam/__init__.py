@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""deepspeed.ops.adam."""
+
+from __future__ import annotations
+
+from ..._cover import cover
+from .cpu_adam import DeepSpeedCPUAdam
+from .fused_adam import FusedAdam
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+
+cover(globals(), {}, ("cpu_adam", "fused_adam"))

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors in shared memory, and all-reduces that copy nothing."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ranks
+from anyaccel import comm, errors
+from anyaccel.comm.api import _through
+
+
+def mappings() -> int:
+    return sum("anyaccel-" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def reduced_in_place(backend: str) -> None:
+    group = comm.new_group(backend=backend)
+    rank, world = group.rank(), group.size()
+    total = sum(range(world))
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for count in (1, 17, 2048, 100_003):
+            tensor = comm.symm_empty((count,), dtype, group)
+            assert tensor.shape == (count,)
+            assert tensor.dtype == dtype
+            tensor.copy_(torch.arange(count) % 5 + rank)
+            address = tensor.data_ptr()
+            assert comm.inference_all_reduce(tensor, group=group) is tensor
+            want = (torch.arange(count) % 5 * world + total).to(dtype)
+            assert torch.equal(tensor, want)
+            assert tensor.data_ptr() == address
+            # A dense part, and an operation.
+            tensor.fill_(rank)
+            part = tensor[count // 3 :]
+            comm.inference_all_reduce(part, comm.ReduceOp.MAX, group)
+            assert bool((part == world - 1).all())
+            assert bool((tensor[: count // 3] == rank).all())
+    zeros = comm.symm_zeros((3, 5), group=group)
+    assert zeros.dtype == torch.float32
+    assert not zeros.any()
+    with torch.no_grad():
+        zeros += 1
+    dist.all_reduce(zeros, group=group)
+    assert bool((zeros == world).all())
+    assert comm.symm_empty((0, 3), group=group).shape == (0, 3)
+    assert comm.symm_empty(7, group=group).shape == (7,)
+
+
+@pytest.mark.parametrize(("world_size", "backend"), [(1, "shm"), (2, "shm"), (3, "shm"), (2, "gloo")])
+def test_sums_of_symmetric_tensors(world_size: int, backend: str) -> None:
+    ranks.run(reduced_in_place, world_size, backend)
+
+
+def mixed() -> None:
+    """Symmetric on some ranks, ordinary on others, or at different places: the copying way, with the same result."""
+    group = comm.new_group(backend="shm")
+    rank, world = group.rank(), group.size()
+    memory = comm.symm_zeros(200_000, group=group)
+    for count in (10, 90_000):
+        for tensor in (
+            memory[:count] if rank == 0 else torch.empty(count),
+            memory[rank * 100 : rank * 100 + count],
+            memory[:count],
+            torch.empty(count),
+        ):
+            for _ in range(3):
+                tensor.fill_(rank + 1)
+                comm.inference_all_reduce(tensor, group=group)
+                assert bool((tensor == world * (world + 1) / 2).all())
+
+
+def test_mixed_with_ordinary_tensors() -> None:
+    ranks.run(mixed, 3)
+
+
+def released() -> None:
+    group = comm.new_group(backend="shm")
+    comm.inference_all_reduce(torch.ones(4), group=group)
+    before = mappings()
+    tensor = comm.symm_zeros(10_000, group=group)
+    assert mappings() == before + group.size()
+    view = tensor[5:]
+    del tensor
+    gc.collect()
+    comm.inference_all_reduce(view, group=group)
+    assert mappings() == before + group.size()
+    del view
+    gc.collect()
+    assert mappings() == before
+    # Memory that the kernel gives at the same place is not taken for it.
+    comm.inference_all_reduce(torch.ones(100_000), group=group)
+    for _ in range(50):
+        one = comm.symm_zeros(1000, group=group)
+        one += 1
+        comm.inference_all_reduce(one, group=group)
+        assert bool((one == group.size()).all())
+    del one
+    gc.collect()
+    assert mappings() == before
+
+
+def test_memory_is_given_back() -> None:
+    ranks.run(released, 2)
+
+
+def different() -> None:
+    group = comm.new_group(backend="shm")
+    with pytest.raises(errors.CommError, match="different sizes"):
+        comm.symm_empty(1000 if group.rank() else 100_000, group=group)
+    assert comm.symm_zeros(1000, group=group).numel() == 1000
+
+
+def test_different_sizes_are_named() -> None:
+    ranks.run(different, 2)
+
+
+def norm(backend: str, dtype: torch.dtype, rows: int) -> None:
+    group = comm.new_group(backend=backend)
+    rank, world = group.rank(), group.size()
+    torch.manual_seed(0)
+    partials = [torch.randn(rows, 100).to(dtype) for _ in range(world)]
+    residual, weight = torch.randn(rows, 100).to(dtype), torch.randn(100).to(dtype)
+    total = torch.stack([p.float() for p in partials]).sum(0).to(dtype)
+    kept = (residual.float() + total.float()).to(dtype)
+    wide = kept.float()
+    want = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()).to(dtype)
+    tolerance = {"rtol": 2**-7 if dtype == torch.bfloat16 else 1e-5, "atol": 1e-5}
+    for strided in (False, True, False):
+        own, beside = partials[rank].clone(), residual.clone()
+        if strided:
+            own, beside = own.t().contiguous().t(), beside.repeat(1, 2)[:, :100]
+        assert comm.all_reduce_add_rms_norm(own, beside, weight, 1e-5, group) is own
+        torch.testing.assert_close(beside, kept, **tolerance)
+        torch.testing.assert_close(own, want, **tolerance)
+    with pytest.raises(errors.UsageError, match="weight of the last dimension"):
+        comm.all_reduce_add_rms_norm(own, beside, weight[:50], 1e-5, group)
+    with pytest.raises(errors.UsageError, match="one dtype"):
+        comm.all_reduce_add_rms_norm(own, beside, weight.double(), 1e-5, group)
+    assert (_through(group) is None) == (backend == "none")
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fused_norm(dtype: torch.dtype, rows: int) -> None:
+    ranks.run(norm, 2, "shm", dtype, rows)

@@ -1,0 +1,520 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alias of DeepSpeed: its names, arguments and errors. Real jobs are in tests/e2e/test_compat.py."""
+
+import argparse
+import importlib
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import anyaccel
+from anyaccel.accelerator import Accelerator, get_accelerator, set_accelerator
+from anyaccel.accelerator.backends.cpu import CpuAccelerator
+from anyaccel.compat import deepspeed
+from anyaccel.errors import (
+    AnyAccelError,
+    NotCoveredAttributeError,
+    NotCoveredError,
+    NotCoveredImportError,
+    UsageError,
+)
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "tools"))
+
+import deepspeed_names  # noqa: E402
+
+# The scripts call it `deepspeed`; here it is imported beside tests of other things, under its own name.
+ALIAS = "anyaccel.compat.deepspeed"
+MODULES = deepspeed_names.RECORDED["modules"]
+
+
+def module(name):
+    return importlib.import_module(f"{ALIAS}{name.removeprefix('deepspeed')}")
+
+
+def test_the_page_is_current():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "deepspeed_names.py"), "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_module_of_the_alias_is_one_of_deepspeeds():
+    folder = Path(deepspeed.__file__).parent
+    files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")]
+    names = {".".join(["deepspeed", *path.parts]).removesuffix(".__init__") for path in files if path.name[0] != "_"}
+    names |= {".".join(["deepspeed", *path.parts[:-1]]) for path in files if path.name == "__init__"}
+    # Packages whose names are those of their modules are not recorded.
+    assert names - set(MODULES) == {"deepspeed.inference"}
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name not in ("deepspeed", "deepspeed.inference.engine")])
+def test_what_is_covered_takes_deepspeeds_arguments(name):
+    try:
+        found = module(name)
+    except NotCoveredImportError:
+        return
+    for member, entry in MODULES[name].items():
+        try:
+            ours = getattr(found, member)
+        except NotCoveredAttributeError:
+            continue
+        assert deepspeed_names.missing_arguments(entry.get("parameters"), ours) == [], member
+        for method, parameters in entry.get("methods", {}).items():
+            if parameters is not None and hasattr(ours, method):
+                missing = deepspeed_names.missing_arguments(parameters, getattr(ours, method))
+                assert missing == [], f"{member}.{method}"
+
+
+def test_the_comparison_of_arguments_sees_what_is_missing():
+    def ours(a, c, b=0):
+        pass
+
+    both = [["a", "POSITIONAL_OR_KEYWORD", False], ["b", "POSITIONAL_OR_KEYWORD", True]]
+    assert deepspeed_names.missing_arguments(both, ours) == ["b", "c (is not optional here)"]
+    assert deepspeed_names.missing_arguments([["z", "KEYWORD_ONLY", True]], lambda: None) == ["z"]
+
+
+def test_names_that_the_issue_lists_are_covered():
+    wanted = """
+    accelerator: get_accelerator set_accelerator is_current_accelerator_supported DeepSpeedAccelerator
+    accelerator.cpu_accelerator: CPU_Accelerator
+    accelerator.cuda_accelerator: CUDA_Accelerator
+    accelerator.xpu_accelerator: XPU_Accelerator
+    accelerator.npu_accelerator: NPU_Accelerator
+    accelerator.mps_accelerator: MPS_Accelerator
+    accelerator.hpu_accelerator: HPU_Accelerator
+    accelerator.mlu_accelerator: MLU_Accelerator
+    accelerator.sdaa_accelerator: SDAA_Accelerator
+    comm: inference_all_reduce ReduceOp log_summary all_reduce init_distributed get_rank get_world_size barrier
+    ops.op_builder: CPUAdamBuilder AsyncIOBuilder FusedAdamBuilder OpBuilder
+    ops.op_builder.builder: OpBuilder
+    ops.op_builder.all_ops: ALL_OPS
+    ops.adam: DeepSpeedCPUAdam FusedAdam
+    ops.adagrad: DeepSpeedCPUAdagrad
+    ops.lion: DeepSpeedCPULion
+    ops.aio: AsyncIOBuilder
+    utils: logger OnDevice get_numactl_cmd
+    utils.numa: parse_range_list get_numactl_cmd get_numa_cores
+    launcher.runner: main parse_args fetch_hostfile parse_resource_filter parse_inclusion_exclusion
+    launcher.multinode_runner: OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner MVAPICHRunner
+    module_inject.auto_tp: AutoTP
+    """
+    for line in filter(None, map(str.strip, wanted.splitlines())):
+        name, _, members = line.partition(":")
+        found = module(f"deepspeed.{name}")
+        for member in members.split():
+            assert getattr(found, member) is not None
+    for member in ("init_inference", "init_distributed", "get_accelerator", "OnDevice", "logger", "comm", "ops"):
+        assert getattr(deepspeed, member) is not None
+
+
+# Errors about the rest ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["initialize", "zero", "DeepSpeedEngine", "PipelineModule", "no_such_thing"])
+def test_what_is_not_covered_is_named_with_where_to_read_on(name):
+    with pytest.raises(NotCoveredAttributeError, match=rf"deepspeed\.{name} is not part.*docs/deepspeed-names.md") as e:
+        getattr(deepspeed, name)
+    assert isinstance(e.value, AnyAccelError)
+    assert not hasattr(deepspeed, name)
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("from {} import initialize", "deepspeed.initialize"),
+        ("import {}.zero", "deepspeed.zero"),
+        ("from {}.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "deepspeed.runtime"),
+        ("from {}.utils.numa import no_such_thing", "deepspeed.utils.numa.no_such_thing"),
+        ("from {}.ops.op_builder import TransformerBuilder", "deepspeed.ops.op_builder.TransformerBuilder"),
+        ("from {}.comm import CCLBackend", "deepspeed.comm.CCLBackend"),
+    ],
+)
+def test_importing_what_is_not_covered_says_the_same(statement, named):
+    with pytest.raises(NotCoveredImportError) as error:
+        exec(statement.format(ALIAS))
+    assert str(error.value).startswith(f"{named} is not part of anyaccel's alias")
+
+
+def test_out_of_scope_says_what_there_is_instead():
+    with pytest.raises(NotCoveredAttributeError, match="FSDP2"):
+        _ = deepspeed.initialize
+    with pytest.raises(NotCoveredImportError, match="out of scope"):
+        importlib.import_module(f"{ALIAS}.runtime.zero")
+
+
+def test_missing_dunders_are_pythons_own_error():
+    with pytest.raises(AttributeError, match="has no attribute '__wrapped__'"):
+        _ = deepspeed.__wrapped__
+
+
+def test_the_version_is_deepspeeds_with_ours_behind():
+    assert deepspeed.__version__ == f"{deepspeed_names.RECORDED['version']}+anyaccel.{anyaccel.__version__}"
+    assert (deepspeed.__version_major__, deepspeed.__version_minor__) == (0, 19)
+
+
+# accelerator ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def restore():
+    before = get_accelerator()
+    yield
+    set_accelerator(before)
+
+
+def test_our_accelerators_are_deepspeeds():
+    from anyaccel.compat.deepspeed.accelerator import DeepSpeedAccelerator
+    from anyaccel.compat.deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    assert CPU_Accelerator is CpuAccelerator
+    assert isinstance(get_accelerator(), DeepSpeedAccelerator)
+    assert issubclass(CPU_Accelerator, DeepSpeedAccelerator)
+    assert not issubclass(int, DeepSpeedAccelerator)
+
+
+def test_an_accelerator_in_deepspeeds_way_is_used(restore):
+    """As extensions for DeepSpeed write it: no spec, and the base's constructor is not called."""
+    from anyaccel.compat.deepspeed.accelerator import DeepSpeedAccelerator
+    from anyaccel.compat.deepspeed.accelerator import set_accelerator as choose
+
+    class XYZ_Accelerator(DeepSpeedAccelerator):
+        def __init__(self):
+            self._name = "xyz"
+            self._communication_backend_name = "gloo"
+
+        def device_name(self, device_index=None):
+            return "cpu"
+
+        def set_device(self, device_index):
+            pass
+
+        def current_device(self):
+            return 0
+
+        def device_count(self):
+            return 1
+
+        def synchronize(self, device_index=None):
+            pass
+
+        def communication_backend_name(self):
+            return self._communication_backend_name
+
+    class Other(DeepSpeedAccelerator):
+        pass
+
+    own = XYZ_Accelerator()
+    choose(own)
+    assert get_accelerator() is own
+    assert own._name == "xyz"
+    assert own.communication_backend_name() == "gloo"
+    assert own.has("collectives")
+    assert not own.has("streams")
+    assert torch.zeros(2, device=own.current_device_name()).is_cpu
+    assert isinstance(own, Accelerator)
+    assert not isinstance(own, Other)
+    with pytest.raises(AnyAccelError, match="'xyz' does not have 'memory_stats'"):
+        own.memory_allocated()
+    with pytest.raises(TypeError, match="abstract"):
+        Other()
+    with pytest.raises(TypeError, match="takes an"):
+        choose("cpu")
+
+
+# inference ------------------------------------------------------------------------------------------------
+
+
+def small_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (None, {"dtype": torch.float32, "replace_with_kernel_inject": True}),
+        ({"dtype": "fp32", "tensor_parallel": {"tp_size": 1, "tp_grain_size": 64}, "max_out_tokens": 2048}, {}),
+        ({"dtype": torch.float32}, {"dtype": torch.float32, "mp_size": 1, "injection_policy": {}, "moe": False}),
+    ],
+)
+def test_init_inference_takes_deepspeeds_options(config, options):
+    model = small_model()
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+    engine = deepspeed.init_inference(model, config, **options)
+    assert isinstance(engine, deepspeed.InferenceEngine)
+    assert engine.module is not None
+    torch.testing.assert_close(engine(ids).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_init_inference_reads_a_file_and_has_deepspeeds_default_dtype(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"tensor_parallel": {"tp_size": 1}, "replace_with_kernel_inject": false}')
+    assert deepspeed.init_inference(small_model(), str(file)).dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"moe": True}, NotCoveredError, r"init_inference\(moe=...\)"),
+        ({"quant": {"enabled": True}}, NotCoveredError, "torch.int8"),
+        ({"checkpoint": "c.json"}, NotCoveredError, "path of the model's folder"),
+        ({"tensor_parallel": {"tp_size": 1, "mpu": object()}}, NotCoveredError, "consecutive ranks"),
+        ({"triangular_masking": False}, NotCoveredError, "causal"),
+        ({"no_such_option": 1}, UsageError, "no option 'no_such_option'"),
+        ({"config": {"dtype": "fp32"}, "dtype": "bf16"}, UsageError, "dtype is 'fp32' in config, and 'bf16'"),
+        ({"config": "/no/such/file"}, UsageError, "cannot be read"),
+        ({"config": 3}, UsageError, "must be a dict"),
+    ],
+)
+def test_init_inference_refuses_what_would_change_results(options, kind, message):
+    with pytest.raises(kind, match=message):
+        deepspeed.init_inference(nn.Linear(2, 2), **options)
+
+
+def test_auto_tp_tells_which_linears_are_summed():
+    from anyaccel.compat.deepspeed.module_inject.auto_tp import AutoTP
+
+    model = small_model()
+    ((layer, names),) = AutoTP.tp_parser(model)
+    assert layer.__name__ == "LlamaDecoderLayer"
+    assert names == ["mlp.down_proj", "self_attn.o_proj"]
+    assert AutoTP.supported(model)
+    assert not AutoTP.supported(nn.Linear(2, 2))
+    with pytest.raises(NotCoveredError, match="init_inference"):
+        AutoTP(model)
+
+
+def test_layers_of_one_rank_compute_the_whole():
+    from anyaccel.compat.deepspeed.module_inject import LinearAllreduce, LinearLayer, set_autotp_mode
+
+    linear, x = nn.Linear(6, 4), torch.randn(3, 6)
+    torch.testing.assert_close(LinearAllreduce(linear, None, name="o_proj")(x), linear(x).detach())
+    torch.testing.assert_close(LinearLayer(linear, None)(x), linear(x).detach())
+    set_autotp_mode(training=False)
+    with pytest.raises(NotCoveredError, match=r"torch\.distributed\.tensor\.parallel"):
+        set_autotp_mode(training=True)
+    with pytest.raises(NotCoveredError, match="gather_output"):
+        LinearLayer(linear, None, gather_output=True)
+
+
+# ops ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("adam.DeepSpeedCPUAdam", torch.optim.AdamW),
+        ("adagrad.DeepSpeedCPUAdagrad", torch.optim.Adagrad),
+        ("lion.DeepSpeedCPULion", None),
+    ],
+)
+def test_optimizers_take_model_params(name, reference):
+    package, _, kind = name.partition(".")
+    optimizer = getattr(module(f"deepspeed.ops.{package}"), kind)
+    ours, theirs = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+    ours.grad = theirs.grad = torch.linspace(-1, 1, 8)
+    optimizer(model_params=[ours], lr=0.1, weight_decay=0.0).step()
+    assert not torch.equal(ours, torch.ones(8))
+    if reference is not None:
+        reference([theirs], lr=0.1, weight_decay=0.0).step()
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_builders_are_those_of_the_accelerator():
+    from anyaccel.compat.deepspeed.ops.op_builder import CPUAdamBuilder
+    from anyaccel.compat.deepspeed.ops.op_builder.all_ops import ALL_OPS, accelerator_name
+
+    assert CPUAdamBuilder is get_accelerator().get_op_builder("CPUAdamBuilder")
+    assert accelerator_name == get_accelerator()._name
+    assert {"cpu_adam", "async_io"} <= set(ALL_OPS)
+    assert module("deepspeed.ops.aio").AsyncIOBuilder().load().aio_handle
+
+
+# utils ----------------------------------------------------------------------------------------------------
+
+
+def test_on_device_makes_models_on_meta_and_in_a_dtype():
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        layer = nn.Linear(4, 4)
+    assert layer.weight.is_meta
+    assert layer.weight.dtype == torch.bfloat16
+    with deepspeed.OnDevice(dtype=torch.float64, device="cpu"), deepspeed.OnDevice(torch.float16, enabled=False):
+        assert torch.ones(2).dtype == torch.float64
+        assert torch.arange(2).dtype == torch.int64
+    assert torch.ones(2).dtype == torch.float32
+    with pytest.raises(ZeroDivisionError), deepspeed.OnDevice(dtype=torch.float64):
+        _ = 1 / 0
+    assert torch.ones(2).dtype == torch.float32
+
+
+def test_the_logger_writes_to_standard_output(capsys):
+    from anyaccel.compat.deepspeed.utils import log_dist, logger, set_log_level_from_string
+    from anyaccel.compat.deepspeed.utils.logging import should_log_le
+
+    logger.warning("first")
+    log_dist("too low", ranks=[0])
+    logger.warning_once("only %s", "once")
+    logger.warning_once("only %s", "once")
+    assert logger.name == "DeepSpeed"
+    assert not should_log_le("info")
+    set_log_level_from_string("info")
+    try:
+        log_dist("now", ranks=[0])
+        assert should_log_le("info")
+    finally:
+        set_log_level_from_string("warning")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("] ")[2] for line in lines] == ["first", "only once", "now"]
+    assert "[WARNING] [test_deepspeed_alias.py:" in lines[0]
+    with pytest.raises(ValueError, match="'loud' is no level"):
+        set_log_level_from_string("loud")
+    assert logging.getLogger("DeepSpeed").handlers[0].stream is sys.stdout
+
+
+def test_core_lists_as_the_documents_write_them():
+    from anyaccel.compat.deepspeed.utils.numa import get_numa_cores, get_numactl_cmd, parse_range_list
+
+    assert parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
+    # The setup guide: 4 workers on 0-27,32-59 are 0-13, 14-27, 32-45 and 46-59.
+    commands = [get_numactl_cmd("0-27,32-59", 4, rank) for rank in range(4)]
+    assert [cores for cores, _ in commands] == [14] * 4
+    assert [command[-2:] for _, command in commands] == [
+        ["-C", "0-13"],
+        ["-C", "14-27"],
+        ["-C", "32-45"],
+        ["-C", "46-59"],
+    ]
+    cores = get_numa_cores()
+    assert cores
+    assert get_numactl_cmd(None, 1, 0)[1][0] == "numactl"
+    for text in ("2-1", "a", "0,0", "3,1-2", "1-2-3", ""):
+        with pytest.raises(ValueError, match="Bad range"):
+            parse_range_list(text)
+    with pytest.raises(ValueError, match="too few for 4 ranks"):
+        get_numactl_cmd("0-2", 4, 0)
+
+
+def test_numactl_and_kmp_affinity_contradict_each_other(monkeypatch):
+    from anyaccel.compat.deepspeed.utils.numa import get_numactl_cmd
+
+    monkeypatch.setenv("KMP_AFFINITY", "compact")
+    with pytest.raises(ValueError, match="unset KMP_AFFINITY"):
+        get_numactl_cmd(None, 1, 0)
+
+
+def test_ranges_of_the_profile():
+    from anyaccel.compat.deepspeed.utils.nvtx import instrument_w_nvtx
+
+    @instrument_w_nvtx
+    def double(x):
+        return 2 * x
+
+    with torch.profiler.profile() as profile:
+        assert double(2) == 4
+    assert any("double" in event.key for event in profile.key_averages())
+
+
+# launcher -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--bind_cores_to_rank x.py", "run --bind_cores_to_rank -- x.py"),
+        ("--bind-core-list 0-1 x.py --bind 3", "run --bind_core_list=0-1 -- x.py --bind 3"),
+        ("--num_gpus 2 --no_ssh_check x.py", "run --num_gpus=2 -- x.py"),
+        ("-H h -i a@b:0 --launcher IMPI --master_addr 10.0.0.1 x.py",
+         "run --hostfile=h --include=a@b:0 --master_addr=10.0.0.1 --launcher=IMPI -- x.py"),
+        ("--enable_each_rank_log None --log_level critical -q x.py", "run --quiet --log_level=error -- x.py"),
+        ("--enable_each_rank_log d --save_pid --module m -- a",
+         "run --module --save_pid --enable_each_rank_log=d -- m -- a"),
+    ],
+)  # fmt: skip
+def test_the_commands_options_become_those_of_anyaccel_run(given, expected):
+    from anyaccel.cli.run import build_parser
+    from anyaccel.compat.deepspeed.launcher import runner
+
+    arguments = runner.anyaccel_arguments(runner.parse_args(given.split()))
+    assert arguments == expected.split()
+    build_parser().parse_args(arguments[1:])  # which knows them all
+
+
+def test_every_option_of_the_command_is_known_to_anyaccel_run():
+    """All of DeepSpeed's options, each with a value that is not its default."""
+    from anyaccel.cli.run import build_parser
+    from anyaccel.compat.deepspeed.launcher import runner
+
+    options = {**dict.fromkeys(runner._WITH_VALUE, "7"), "bind_core_list": "0-1", "launcher": "slurm"}
+    given = [f"--{name}={value}" for name, value in options.items()] + [f"--{name}" for name in runner._SWITCHES]
+    arguments = build_parser().parse_args(runner.anyaccel_arguments(runner.parse_args([*given, "x.py"]))[1:])
+    assert arguments.launcher == "slurm"
+    assert arguments.num_accelerators == 7
+    assert arguments.command == ["--", "x.py"]
+
+
+def test_autotuning_is_refused(capsys):
+    from anyaccel.compat.deepspeed.launcher import runner
+
+    with pytest.raises(SystemExit) as end:
+        runner.main(["--autotuning", "run", "x.py"])
+    assert end.value.code == 1
+    assert "--autotuning is not covered" in capsys.readouterr().err
+
+
+def test_hostfiles_and_filters(tmp_path):
+    from anyaccel.compat.deepspeed.launcher import runner
+
+    file = tmp_path / "hostfile"
+    file.write_text("# a comment\nworker-0 slots=2\nworker-1 slots=4\n")
+    pool = runner.fetch_hostfile(str(file))
+    assert pool == {"worker-0": 2, "worker-1": 4}
+    assert runner.fetch_hostfile(str(tmp_path / "none")) is None
+    chosen = runner.parse_inclusion_exclusion(pool, "worker-1:0,2@worker-0", "")
+    assert chosen == {"worker-0": [0, 1], "worker-1": [0, 2]}
+    assert list(chosen) == ["worker-0", "worker-1"]
+    assert runner.parse_resource_filter({"a": [0, 1], "b": [0]}, exclude_str="a:0") == {"a": [1], "b": [0]}
+    assert runner.parse_resource_filter({"a": [0, 1]}) == {"a": [0, 1]}
+    assert runner.parse_node_config_list("w-0@w-1:2,0@w-1:1") == {"w-0": [], "w-1": [0, 1, 2]}
+    assert runner.apply_num_nodes_and_gpus({"a": [0, 1], "b": [0, 1]}, 1, 1) == {"a": [0]}
+    for include, exclude in (("c", ""), ("a:5", ""), ("a", "a"), ("a:x", "")):
+        with pytest.raises(ValueError):
+            runner.parse_resource_filter({"a": [0, 1]}, include, exclude)
+
+
+@pytest.mark.parametrize(
+    ("kind", "program"),
+    [("OpenMPIRunner", "mpirun"), ("MPICHRunner", "mpiexec.hydra"), ("IMPIRunner", "mpiexec.hydra"),
+     ("MVAPICHRunner", "mpiexec.hydra"), ("SlurmRunner", "srun")],
+)  # fmt: skip
+def test_runners_give_the_launchers_command(kind, program):
+    from anyaccel.compat.deepspeed.launcher import multinode_runner, runner
+
+    args = runner.parse_args(["--launcher_args=--verbose", "train.py", "--epochs", "3"])
+    assert isinstance(args, argparse.Namespace)
+    own = getattr(multinode_runner, kind)(args, runner.encode_world_info({"a": [0, 1]}), {"a": 2, "b": 2})
+    own.add_export("MINE", "1")
+    command = own.get_cmd({"PWD": "/tmp"}, {"a": [0, 1], "b": [0, 1]})
+    assert command[0] == program
+    assert command[-5:] == [sys.executable, "-u", "train.py", "--epochs", "3"]
+    assert "--verbose" in command
+    assert own.backend_exists() in (True, False)
+
+
+def test_scripts_parse_deepspeeds_arguments():
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    assert parser.parse_args(["--deepspeed", "--deepspeed_config", "c.json"]).deepspeed_config == "c.json"

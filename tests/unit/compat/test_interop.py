@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our accelerator in a real DeepSpeed, where one is installed, and the errors where none is."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from anyaccel import compat, interop
+from anyaccel.errors import CompatError
+
+# A folder with DeepSpeed and what it needs, for those who do not want it among their packages.
+FOLDER = os.environ.get("DEEPSPEED_FOLDER", "")
+
+TRAINING = """
+import os, socket
+import anyaccel.interop
+ours = anyaccel.interop.use_in_deepspeed()
+import deepspeed, torch
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator, is_current_accelerator_supported
+assert get_accelerator() is ours and isinstance(ours, DeepSpeedAccelerator), get_accelerator()
+assert is_current_accelerator_supported()
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+    "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+})
+x = torch.randn(4, 8, dtype=torch.bfloat16)
+losses = []
+for _ in range(8):
+    loss = engine(x).pow(2).mean()
+    engine.backward(loss)
+    engine.step()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] / 2, losses
+assert type(get_accelerator().create_op_builder("CPUAdamBuilder")).__module__.startswith("anyaccel.")
+deepspeed.comm.destroy_process_group()
+print("trained with", type(get_accelerator()).__name__)
+"""
+
+
+def test_the_real_deepspeed_trains_with_zero_on_our_cpu_backend(tmp_path):
+    spec = importlib.util.find_spec("deepspeed")
+    if not FOLDER and (spec is None or compat._is_alias(spec.origin or "")):
+        pytest.skip("DeepSpeed is not installed, and DEEPSPEED_FOLDER names no folder that has it")
+    variables = {"PYTHONPATH": FOLDER, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINING], env={**os.environ, **variables}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "trained with CpuAccelerator"
+
+
+def run(tmp_path, **variables):
+    code = "import anyaccel.interop as i\ntry: i.use_in_deepspeed()\nexcept Exception as e: print(type(e).__name__, e)"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", **variables}
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_the_alias_is_not_the_real_one(tmp_path):
+    said = run(tmp_path, **compat.job_environment({}))
+    assert said.startswith("CompatError deepspeed is anyaccel's alias here (")
+
+
+def test_a_deepspeed_that_cannot_be_imported_is_named(tmp_path):
+    (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')")
+    assert run(tmp_path, PYTHONPATH=str(tmp_path)) == (
+        "CompatError DeepSpeed cannot be imported: RuntimeError: no compiler\n"
+    )
+    (tmp_path / "deepspeed.py").write_text("import hjson_that_is_missing")
+    assert "No module named 'hjson_that_is_missing'" in run(tmp_path, PYTHONPATH=str(tmp_path))
+
+
+def test_without_deepspeed_it_says_what_to_install(monkeypatch):
+    real = importlib.import_module
+
+    def missing(name, *rest):
+        if name == "deepspeed":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(interop.importlib, "import_module", missing)
+    with pytest.raises(CompatError, match=r"pip install deepspeed; or use `anyaccel compat install`"):
+        interop.use_in_deepspeed()
+
+
+def test_the_repository_has_no_deepspeed_of_its_own():
+    """The alias's folder is on sys.path only for those who ask."""
+    assert str(compat.ALIAS_ROOT) not in sys.path
+    assert sorted(path.name for path in Path(compat.ALIAS_ROOT).iterdir() if path.name != "__pycache__") == [
+        "__init__.py",
+        "deepspeed",
+    ]
