@@ -177,9 +177,15 @@ class Tree:
         return any(name in scope._assignments for scope in self.scopes)
 
     def locate(self, nodes: Iterable[cst.CSTNode]) -> dict[cst.CSTNode, tuple[int, int]]:
-        """Where these nodes begin and end in the text, without their parentheses."""
+        """Where these nodes begin and end in the text, without their parentheses.
+
+        Raises:
+            ValueError: the tree does not give the text again.
+        """
         state = _Spans(self.module.default_indent, self.module.default_newline, wanted=set(nodes))
         self.module._codegen(state)
+        if "".join(state.tokens) != self.text:
+            raise ValueError("the tree does not give the text again")
         offsets = [0]
         for token in state.tokens:
             offsets.append(offsets[-1] + len(token))
