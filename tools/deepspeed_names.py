@@ -32,11 +32,12 @@ page lists which names of DeepSpeed {version} it covers: with the same arguments
 a test compares. Every other name raises an error (`AnyAccelError`, and `AttributeError` or `ImportError`) that says what
 there is instead. Names load on first use; `import deepspeed` imports no torch.
 
-```
-anyaccel compat install      # a .pth file and the scripts deepspeed and ds_report, in this environment
-anyaccel compat status
-anyaccel compat remove
-anyaccel run --as-deepspeed script.py    # for one job; nothing is installed
+<!-- not run: tests/e2e/test_compat.py -->
+```console
+$ anyaccel compat install      # a .pth file and the scripts deepspeed and ds_report, in this environment
+$ anyaccel compat status
+$ anyaccel compat remove
+$ anyaccel run --as-deepspeed script.py    # for one job; nothing is installed
 ```
 
 `install` refuses where DeepSpeed itself is installed, and never overwrites a file of others; `remove` leaves what was changed

@@ -163,8 +163,14 @@ FAMILIES = (
         "[porting.md](porting.md): a file in another encoding or with a syntax error is left as it is.",
     ),
     Family(
+        "The DeepSpeed alias",
+        ("compat/*.py", "compat/*/*.py", "compat/*/*/*.py", "interop.py", "interop/*.py", "cli/compat.py"),
+        "A name of DeepSpeed is not covered, or the alias cannot be installed beside what is there.",
+        "[deepspeed-names.md](deepspeed-names.md) lists what is covered, and what to use instead of the rest.",
+    ),
+    Family(
         "Other commands",
-        ("cli/*.py", "bench/*.py", "report/*.py", "compat/*.py", "interop.py", "interop/*.py", "_registry.py"),
+        ("cli/*.py", "bench/*.py", "report/*.py", "_registry.py"),
         "An option is wrong, or what the command needs is not installed.",
         "`anyaccel COMMAND --help` has examples; the message names the package to install.",
     ),

@@ -75,11 +75,14 @@ def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, remo
         raise NotPythonError(_place_of(text) or f"{error.raw_line}:1: {_first_line(error.message)}") from None
     except RecursionError:
         raise NotPythonError("1:1: nested too deeply to be read") from None
-    if tree.module.code != text:
-        raise NotPythonError("1:1: would not be written back as it is (mixed or unusual line ends)")
     ctx = Context(tree)
     candidates = list(_unique(_candidates(ctx)))
-    spans = tree.locate({candidate.node for candidate in candidates} | {each.replaced for each in candidates})
+    if not candidates:
+        return Ported((), text)
+    try:
+        spans = tree.locate({candidate.node for candidate in candidates} | {each.replaced for each in candidates})
+    except ValueError:
+        raise NotPythonError("1:1: would not be written back as it is (mixed or unusual line ends)") from None
     kept, suppressed = [], 0
     for candidate in candidates:
         first, last = (tree.position(offset)[0] for offset in spans[candidate.node])

@@ -80,10 +80,10 @@ def _walk(module: cst.Module) -> tuple[dict[cst.CSTNode, cst.CSTNode], list[cst.
         below: list[cst.CSTNode] = []
         for name in _fields(kind):
             value = getattr(node, name)
-            if _is_node(type(value)):
+            if _is_node(type(value)):  # type: ignore[arg-type]  # mypy takes classes for unhashable
                 below.append(value)
             elif type(value) is list or type(value) is tuple:
-                below += [each for each in value if _is_node(type(each))]
+                below += [each for each in value if _is_node(type(each))]  # type: ignore[arg-type]
         for each in below:
             parents[each] = node
         waiting += reversed(below)
@@ -177,9 +177,15 @@ class Tree:
         return any(name in scope._assignments for scope in self.scopes)
 
     def locate(self, nodes: Iterable[cst.CSTNode]) -> dict[cst.CSTNode, tuple[int, int]]:
-        """Where these nodes begin and end in the text, without their parentheses."""
+        """Where these nodes begin and end in the text, without their parentheses.
+
+        Raises:
+            ValueError: the tree does not give the text again.
+        """
         state = _Spans(self.module.default_indent, self.module.default_newline, wanted=set(nodes))
         self.module._codegen(state)
+        if "".join(state.tokens) != self.text:
+            raise ValueError("the tree does not give the text again")
         offsets = [0]
         for token in state.tokens:
             offsets.append(offsets[-1] + len(token))
