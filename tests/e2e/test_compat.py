@@ -349,6 +349,9 @@ from torch import nn
 from deepspeed.module_inject import LinearAllreduce, LinearLayer
 torch.manual_seed(0); up, down, x = nn.Linear(4, 8), nn.Linear(8, 4), torch.randn(3, 4)
 torch.testing.assert_close(LinearAllreduce(down, group)(LinearLayer(up, group)(x)), down(up(x)).detach())
+dist.configure(enabled=True); dist.all_reduce(torch.ones(4)); dist.log_summary(show_straggler=True)
+assert dist.has_comm_data() and dist.get_logged_comm_ops() == ["all_reduce"] and dist.get_comm_operation_count() == 1
+dist.reset_log(); assert not dist.has_comm_data()
 dist.monitored_barrier(); dist.barrier(); dist.destroy_process_group()
 print("rank done")
 """
@@ -363,6 +366,7 @@ def test_collectives_in_a_job_of_two_without_an_installation(tmp_path):
         cwd=tmp_path, DS_ACCELERATOR="cpu", PYTHONDONTWRITEBYTECODE="1",
     )  # fmt: skip
     assert said.count("rank done") == 2
+    assert "16 B" in said  # the log of that one all_reduce
     assert environment.files() == environment.before
     assert "No module named 'deepspeed'" in environment.run("python", "-c", "import deepspeed", code=1)
 

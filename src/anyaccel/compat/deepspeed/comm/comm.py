@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -26,14 +27,55 @@ from ..constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from .reduce_op import ReduceOp
 
 __all__ = [
-    "P2POp", "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
-    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier", "batch_isend_irecv",
-    "broadcast", "broadcast_object_list", "configure", "destroy_process_group", "gather", "get_all_ranks_from_group",
-    "get_global_rank", "get_local_rank", "get_rank", "get_world_group", "get_world_size", "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced", "has_coalescing_manager", "has_reduce_scatter_tensor", "inference_all_reduce",
-    "init_distributed", "initialize_mesh_device", "irecv", "is_available", "is_initialized", "isend", "log_summary",
-    "monitored_barrier", "mpi_discovery", "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_fn",
-    "reduce_scatter_tensor", "reset_log", "scatter", "send",
+    "P2POp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "configure",
+    "destroy_process_group",
+    "gather",
+    "get_all_ranks_from_group",
+    "get_comm_operation_count",
+    "get_global_rank",
+    "get_local_rank",
+    "get_logged_comm_ops",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "has_all_gather_into_tensor",
+    "has_all_reduce_coalesced",
+    "has_coalescing_manager",
+    "has_comm_data",
+    "has_reduce_scatter_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "initialize_mesh_device",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "log_summary",
+    "monitored_barrier",
+    "mpi_discovery",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "reset_log",
+    "scatter",
+    "send",
 ]  # fmt: skip
 
 Group = dist.ProcessGroup | None
@@ -158,39 +200,48 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Switch the measuring of collectives on or off; `log_summary` prints what was measured.
+    """Switch the log of collectives on or off; `log_summary` prints it.
 
     Args:
-        deepspeed_config: a configuration, whose `comms_logger` has the others.
+        deepspeed_config: a configuration, whose `comms_logger` has `enabled`.
+        prof_all, prof_ops, verbose, debug: accepted; all operations are logged, or none.
     """
     section = deepspeed_config.get("comms_logger", {}) if isinstance(deepspeed_config, Mapping) else {}
-    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
-    settings = {**section, **{name: value for name, value in given.items() if value is not None}}
-    if not settings:
-        return
-    function = getattr(comm, "configure", None)
-    if function is None:
-        if settings.get("enabled"):
-            raise refuse("comm.configure(enabled=True)", "this version of anyaccel does not measure collectives")
-        return
-    function(**settings)
+    wanted = section.get("enabled") if enabled is None else enabled
+    if wanted is not None:
+        _log().configure(enabled=bool(wanted))
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
-    """As `anyaccel.comm.log_summary`."""
-    return _measuring("log_summary")(show_straggler=show_straggler, return_dict=return_dict)
+    """As `anyaccel.comm.log_summary`: what was logged on all ranks, which all must call it."""
+    return _log().log_summary(show_straggler=show_straggler, return_dict=return_dict)
 
 
 def reset_log() -> None:
-    """Forget what was measured."""
-    _measuring("reset_log")()
+    """Forget what was logged."""
+    _log().reset()
 
 
-def _measuring(name: str) -> Any:
-    function = getattr(comm, name, None)
-    if function is None:
-        raise refuse(f"comm.{name}", "this version of anyaccel does not measure collectives; use torch.profiler")
-    return function
+def has_comm_data() -> bool:
+    """Whether anything was logged."""
+    return bool(_log().entries())
+
+
+def get_comm_operation_count() -> int:
+    """Operations that were logged."""
+    return sum(entry.count for entry in _log().entries())
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Names of the operations that were logged."""
+    return sorted({entry.op for entry in _log().entries()})
+
+
+def _log() -> Any:
+    try:
+        return importlib.import_module("anyaccel.comm.log")
+    except ModuleNotFoundError:
+        raise refuse("comm.log_summary", "this version of anyaccel logs no collectives; use torch.profiler") from None
 
 
 # Collectives ----------------------------------------------------------------------------------------------
@@ -368,7 +419,10 @@ def monitored_barrier(
     prof: bool = False, log_name: str = "monitored_barrier", debug: Any = None,
 ) -> None:  # fmt: skip
     """As torch.distributed's."""
-    _function("monitored_barrier")(group=group, timeout=timeout, wait_all_ranks=wait_all_ranks)
+    if wait_all_ranks:
+        dist.monitored_barrier(group=group, timeout=timeout, wait_all_ranks=True)
+    else:
+        _function("monitored_barrier")(group=group, timeout=timeout)
 
 
 def send(
