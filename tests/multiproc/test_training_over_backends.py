@@ -29,9 +29,7 @@ def model() -> nn.Module:
 
 def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(100 + rank)
-    return [
-        (torch.randn(12, 16, generator=generator), torch.randn(12, 8, generator=generator)) for _ in range(STEPS)
-    ]
+    return [(torch.randn(12, 16, generator=generator), torch.randn(12, 8, generator=generator)) for _ in range(STEPS)]
 
 
 def train(net: nn.Module, rank: int, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
