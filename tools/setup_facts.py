@@ -34,7 +34,9 @@ def facts(spec: BackendSpec) -> Iterator[str]:
     yield f"| what has to import | {code(spec.package or spec.torch_module)} |"
     yield f"| place in detection | {spec.order}: {spec.why} |"
     collectives = (
-        each.name + (f" (where {each.package} imports)" if each.package else "") for each in spec.collectives
+        each.name
+        + (" (where it can be used)" if each.why_not else f" (where {each.package} imports)" if each.package else "")
+        for each in spec.collectives
     )
     yield f"| collectives | {', '.join(collectives) or 'none'} |"
     yield f"| variables that choose devices | {', '.join(map(code, spec.visible_devices)) or 'none'} |"

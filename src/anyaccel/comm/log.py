@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from anyaccel import env
+from anyaccel import _native, env
 
 _SAMPLES = 1000  # latencies that an entry keeps; when full, every second goes and only every second is added
 
@@ -65,10 +65,9 @@ _on: bool | None = None  # None: as the environment says
 
 def active() -> bool:
     """Whether operations are recorded."""
-    global _on
     if _on is None:
-        _on = env.ANYACCEL_COMMS_LOG.get()
-    return _on
+        configure(env.ANYACCEL_COMMS_LOG.get())
+    return bool(_on)
 
 
 def configure(enabled: bool = True) -> None:
@@ -79,6 +78,7 @@ def configure(enabled: bool = True) -> None:
     """
     global _on
     _on = enabled
+    _native.enable_fast(not enabled)  # the calls that are native throughout record nothing
 
 
 def reset() -> None:
