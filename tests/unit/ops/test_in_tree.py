@@ -17,7 +17,11 @@ from anyaccel.ops import builders_in, in_tree, jit
 from anyaccel.ops.builder import _variant_of
 from anyaccel.ops.builders import in_tree as in_tree_builder
 
-BUILDERS = {name: kind for name, kind in builders_in("anyaccel.ops.builders.cpu").items() if kind.sources(kind())}
+BUILDERS = {
+    name: kind
+    for name, kind in builders_in("anyaccel.ops.builders.cpu").items()
+    if issubclass(kind, in_tree_builder.InTreeBuilder)
+}
 LIBRARIES = {kind().library_name(): name for name, kind in BUILDERS.items()}
 
 
