@@ -87,7 +87,7 @@ def test_variables_travel(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
         assert (tmp_path / f"env{rank}").read_text() == f"{values['MY_WORD']}|given here|from a prefix"
 
 
-@pytest.mark.parametrize("how", [["--exit", "7"], ["--signal", "9"]])
+@pytest.mark.parametrize("how", [["--exit", "7"], pytest.param(["--signal", "9"], marks=pytest.mark.slow)])
 def test_a_rank_that_fails_ends_the_job(hosts: Hosts, launcher: str, tmp_path: Path, how: list[str]) -> None:
     file = hosts.hostfile(tmp_path, 2)
     child = hosts.start(launcher, file, WAIT, tmp_path, "--fail-rank", 3, "--ignore", "--child", *how)
@@ -105,7 +105,9 @@ def test_a_rank_that_fails_ends_the_job(hosts: Hosts, launcher: str, tmp_path: P
     assert ("code 7" if "7" in how else "SIGKILL") in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_an_ended_launcher_leaves_nothing(hosts: Hosts, launcher: str, tmp_path: Path, number: signal.Signals) -> None:
     with hosts.start(launcher, hosts.hostfile(tmp_path, 2), WAIT, tmp_path, "--ignore", "--child") as child:
         hosts.wait_started(tmp_path, 4)
@@ -121,7 +123,7 @@ def test_an_ended_launcher_leaves_nothing(hosts: Hosts, launcher: str, tmp_path:
     assert child.returncode == (-number if number == signal.SIGKILL else 128 + number), errors
 
 
-@pytest.mark.parametrize("name", ["nobody", "nothere"])
+@pytest.mark.parametrize("name", ["nobody", pytest.param("nothere", marks=pytest.mark.slow)])
 def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, launcher: str, tmp_path: Path, name: str) -> None:
     (tmp_path / "hosts").write_text(f"node1 slots=1\nnode2 slots=1\n{name} slots=1\n")
     started = time.monotonic()

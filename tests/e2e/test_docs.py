@@ -56,6 +56,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES, ids=_NAMES)
 def test_commands_do_what_the_page_says(page: Path) -> None:

@@ -53,7 +53,7 @@ def test_the_page_has_every_example_and_each_says_the_same_command():
 
 
 @two_cores
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_training_in_a_job_of_two(how):
     found = losses(run(the_command("train_gpt", how)))
     assert len(found) == 3
@@ -101,6 +101,7 @@ def small_model(folder):
 
 
 @two_cores
+@pytest.mark.slow
 def test_tensor_parallel_generation_gives_what_one_process_gives(tmp_path):
     pytest.importorskip("transformers")
     small_model(tmp_path)

@@ -317,7 +317,7 @@ class ShmProcessGroup(ProcessGroup):
     supports_time_estimate = False
 
     def _get_backend(self, device: torch.device) -> ShmProcessGroup:
-        if torch.device(device).type != "cpu":
+        if torch.device(device).type != _CPU.type:
             raise UsageError(f"backend shm has nothing for {device}: it works on the CPU")
         return self
 
