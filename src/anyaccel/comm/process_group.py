@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, Work
 
 from anyaccel import _native
-from anyaccel.comm import _log
+from anyaccel.comm import log
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import op_code
 from anyaccel.comm.messages import ANY, Mail
@@ -81,7 +81,7 @@ class ShmProcessGroup(ProcessGroup):
         self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any
     ) -> Work:
         """The one place that every operation passes: log, thread, work object."""
-        if _log.active():
+        if log.active():
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
         queued = self._batch is not None or (self._line.waiting and not self._line.here())
         if getattr(options, "asyncOp", True) or queued:
@@ -100,7 +100,7 @@ class ShmProcessGroup(ProcessGroup):
         def timed() -> None:
             start = time.perf_counter()
             run()
-            _log.record(name, size, time.perf_counter() - start, self)
+            log.record(name, size, time.perf_counter() - start, self)
 
         return timed
 
@@ -317,7 +317,7 @@ class ShmProcessGroup(ProcessGroup):
     supports_time_estimate = False
 
     def _get_backend(self, device: torch.device) -> ShmProcessGroup:
-        if torch.device(device).type != _CPU.type:
+        if torch.device(device).type not in {each.type for each in self._device_types}:
             raise UsageError(f"backend shm has nothing for {device}: it works on the CPU")
         return self
 
