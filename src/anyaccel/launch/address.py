@@ -7,25 +7,35 @@ import fcntl
 import os
 import socket
 import struct
+import threading
 from collections.abc import Sequence
 
 _SIOCGIFADDR = 0x8915
+_RESOLVING = 32  # names asked for at a time
 
 
 def is_this_host(name: str) -> bool:
     """Whether a name of a hostfile means the host that this process runs on."""
-    if "@" in name:
-        return False  # another user
-    if name.lower() in ("localhost", socket.gethostname().lower()):
-        return True
-    return any(_is_ours(family, address) for family, address in _addresses(name))
+    return are_this_host([name])[0]
+
+
+def are_this_host(names: Sequence[str]) -> list[bool]:
+    """`is_this_host` of many names, which are resolved at the same time."""
+    own = ("localhost", socket.gethostname().lower())
+    # With another user it is another agent, wherever it runs.
+    asked = [name for name in names if "@" not in name and name.lower() not in own]
+    known = dict(zip(asked, _addresses_of(asked), strict=True))
+    return [
+        name.lower() in own or any(_is_ours(family, address) for family, address in known.get(name, []))
+        for name in names
+    ]
 
 
 def own_addresses(hosts: Sequence[str]) -> list[str]:
     """Addresses of this host, those that face `hosts` first."""
     found = []
-    for host in hosts:
-        for family, address in _addresses(host.rpartition("@")[2]):
+    for addresses in _addresses_of([host.rpartition("@")[2] for host in hosts]):
+        for family, address in addresses:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 try:
                     probe.connect((address, 9))  # sends nothing
@@ -63,6 +73,29 @@ def hostname_is_loopback() -> bool:
     """Whether this host's own name leads nowhere, or only to itself: gloo takes its address from it."""
     found = _addresses(socket.gethostname())
     return all(address.startswith("127.") or address == "::1" for _, address in found)
+
+
+def _addresses_of(names: Sequence[str]) -> list[list[tuple[int, str]]]:
+    """A name server that does not answer costs its time-out once, not once a name."""
+    if len(names) < 2:
+        return [_addresses(name) for name in names]
+    found: dict[str, list[tuple[int, str]]] = {}
+    left = list(dict.fromkeys(names))
+
+    def work() -> None:
+        while True:
+            try:
+                name = left.pop()
+            except IndexError:
+                return
+            found[name] = _addresses(name)
+
+    threads = [threading.Thread(target=work, name="resolve") for _ in range(min(_RESOLVING, len(left)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[name] for name in names]
 
 
 def _addresses(name: str) -> list[tuple[int, str]]:

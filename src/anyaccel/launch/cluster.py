@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.address import is_this_host
+from anyaccel.launch.address import are_this_host, is_this_host
 from anyaccel.launch.agents import SocketAgent
 from anyaccel.launch.callback import VARIABLE, Reception
 from anyaccel.launch.channel import FrameReader
@@ -245,7 +245,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
     commands = [
         # An SSH_CONNECTION here is of the user's own login.
         ["env", "-u", "SSH_CONNECTION", *ssh.agent_command(sys.executable)]
-        if is_this_host(host.name)
+        if here
         else ssh.build_command(
             host.name,
             python=sys.executable,
@@ -254,7 +254,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
             ssh_port=cluster.ssh_port,
             launcher_args=shlex.split(cluster.launcher_args),
         )
-        for host in hosts
+        for host, here in zip(hosts, are_this_host([host.name for host in hosts]), strict=True)
     ]
     return ClusterLaunch(task, cluster, runner, program, commands=tuple(map(tuple, commands)))
 
