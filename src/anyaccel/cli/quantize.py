@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._signals import ended_by_signals
 
 _EXAMPLES = """\
   anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4
@@ -35,7 +36,7 @@ def build_parser() -> Parser:
         help="weights that share a scale in int4 (default: 32)",
     )
     add("--asymmetric", action="store_true", help="int4 with a zero point for each group: closer, a little larger")
-    add("--force", action="store_true", help="replace OUT when it exists")
+    add("--force", action="store_true", help="replace OUT when it is a model folder")
     add("--json", action="store_true", help="print one JSON object: sizes, and the error of each matrix")
     add("-q", "--quiet", action="store_true", help="print no progress")
     return parser
@@ -50,16 +51,17 @@ def main(argv: list[str]) -> int:
 
     screen = _Screen(not options.quiet)
     try:
-        summary = quantize(
-            options.model,
-            options.out,
-            dtype=options.dtype,
-            group=options.group,
-            asymmetric=options.asymmetric,
-            force=options.force,
-            progress=screen.progress,
-            announce=screen.line,
-        )
+        with ended_by_signals():
+            summary = quantize(
+                options.model,
+                options.out,
+                dtype=options.dtype,
+                group=options.group,
+                asymmetric=options.asymmetric,
+                force=options.force,
+                progress=screen.progress,
+                announce=screen.line,
+            )
     finally:
         screen.close()
     if options.json:

@@ -86,6 +86,26 @@ class InferenceEngine(nn.Module):
         """Where inputs go and results come from."""
         return get_accelerator().device() if self.native else next(self.module.parameters()).device
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own: packed weights stay as they are, or it is an error."""
+        self.module.to(*args, **kwargs)
+        return self
+
+    def half(self) -> Any:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self.to(torch.bfloat16)
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def double(self) -> Any:
+        return self.to(torch.float64)
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own forward; every rank of the group must call it with the same input."""
         return self.module(*args, **kwargs)

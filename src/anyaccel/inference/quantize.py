@@ -9,8 +9,10 @@ brings embedding and head to 8 bits a row when it loads the model with dtype int
 
 from __future__ import annotations
 
+import glob
 import json
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -43,6 +45,11 @@ Progress = Callable[[int, int], object]
 _FORMAT = "pack-quantized"
 _VERSION = "0.9.0"  # of compressed-tensors whose format this is
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".index.json")
+# What a model folder is made of; one with anything else in it is not removed.
+_MODEL_FILES = (
+    *(".json", ".safetensors", ".bin", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".py"),
+    *(".gitattributes", "LICENSE", "NOTICE"),
+)
 _MAX_COPIED = 512 << 20
 _CHUNK_BYTES = 16 << 20  # of rows that are quantised at a time
 
@@ -95,12 +102,12 @@ def quantize(
         dtype: int4 or int8.
         group: columns that share a scale in int4: 32, 64 or 128; less where a matrix needs it.
         asymmetric: int4 with a zero point for each group.
-        force: replace `out` when it exists.
+        force: replace `out` when it exists and is a model folder, with nothing else in it.
         progress: called with (bytes read, bytes in all).
         announce: called with a line before something that takes a while.
 
     Raises:
-        UsageError: an argument is wrong, or `out` exists.
+        UsageError: an argument is wrong, or `out` exists; with `force`, or is no model folder.
         Unsupported: the native runtime has no such model. ModelError: the model is damaged or quantised already.
     """
     start = time.perf_counter()
@@ -118,7 +125,8 @@ def quantize(
         raise ModelError(f"{source}: its weights are quantised already")
     summary = Summary(str(source), str(target), dtype, group if dtype == "int4" else 0, asymmetric)
     work = _Work(checkpoint, summary, progress)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    _remove_left_overs(target)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-", dir=target.parent))
     try:
         work.write(beside)
         _write_configs(source, beside, checkpoint, work.quantization_config(), announce)
@@ -137,6 +145,21 @@ def _check_target(source: Path, target: Path, force: bool) -> None:
         raise UsageError(f"{target}: is the model itself, or no folder; give another one")
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent}: no such folder")
+    if target.exists():
+        entries = sorted(target.iterdir())
+        strange = [each.name for each in entries if not each.is_file() or not each.name.endswith(_MODEL_FILES)]
+        if strange:
+            raise UsageError(f"{target}: holds {strange[0]!r}, which is no part of a model; give another folder")
+        if entries and not (target / "config.json").is_file():
+            raise UsageError(f"{target}: is no model folder (it has no config.json); give another one")
+
+
+def _remove_left_overs(target: Path) -> None:
+    """What runs that were killed left beside `target`: their names have their process."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}-*-*"):
+        process = left.name.removeprefix(f".{target.name}-").partition("-")[0]
+        if process.isdecimal() and not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _move(beside: Path, target: Path, force: bool) -> None:

@@ -148,6 +148,22 @@ def test_missing_tensor_and_wrong_shape_are_named(folder: Path) -> None:
         packed(folder)
 
 
+def test_what_a_checkpoint_has_too_much_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**CONFIG, "num_hidden_layers": CONFIG["num_hidden_layers"] - 1}
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    from anyaccel.inference.runtimes.cpu import load_native
+
+    load_native(folder, use_cache=False)
+    last = CONFIG["num_hidden_layers"] - 1
+    assert any(f"for example model.layers.{last}." in message for message in caplog.messages)
+    assert any("LlamaForSequenceClassification; it runs as a causal LM" in message for message in caplog.messages)
+    caplog.clear()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    load_native(folder, use_cache=False)
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
 def test_weights_of_other_dtypes_are_unsupported(folder: Path, dtype: str) -> None:
     file = folder / "model.safetensors"

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +165,43 @@ def test_an_existing_folder_is_replaced_only_when_forced(folder: Path) -> None:
     (out / "mine").write_text("")
     with pytest.raises(UsageError, match="exists already"):
         quantize(folder, out)
-    assert (out / "mine").exists()
+    with pytest.raises(UsageError, match="holds 'mine', which is no part of a model"):
+        quantize(folder, out, force=True)
+    (out / "mine").rename(out / "mine.txt")
+    with pytest.raises(UsageError, match=r"no model folder \(it has no config\.json\)"):
+        quantize(folder, out, force=True)
+    assert (out / "mine.txt").exists()
+    (out / "config.json").write_text("{}")
     quantize(folder, out, force=True)
-    assert not (out / "mine").exists()
+    assert not (out / "mine.txt").exists()
     with pytest.raises(UsageError, match="is the model itself"):
         quantize(folder, folder, force=True)
     with pytest.raises(ModelError, match="quantised already"):
         quantize(out, folder.parent / "again")
     with pytest.raises(UsageError, match="no such folder"):
         quantize(folder, folder / "absent" / "out")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_nothing_for_good(folder: Path, number: signal.Signals) -> None:
+    out = folder.parent / "out"
+    script = (
+        "import os, sys, anyaccel.inference.safetensors_writer as w\n"
+        "def wait(*_): print('writing', flush=True); sys.stdin.read()\n"
+        "w.SafetensorsWriter.__init__ = wait\n"
+        "from anyaccel.cli import main\n"
+        "sys.exit(main(['quantize', *sys.argv[1:]]))"
+    )
+    command = [sys.executable, "-c", script, str(folder), str(out), "--quiet"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        assert len(list(folder.parent.glob(".out-*"))) == 1
+        process.send_signal(number)
+        code = process.wait(20)
+    assert code == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    quantize(folder, out)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out"]
 
 
 def test_transformers_config_names_what_is_not_quantised(folder: Path) -> None:
