@@ -16,7 +16,6 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.tp.apply import take
 from anyaccel.inference.tp.plan import Slice
 
-
 # What readers raise for files that are not what their name says; unpickling damaged bytes may raise almost anything.
 _DAMAGE = (
     SafetensorError,

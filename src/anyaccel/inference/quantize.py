@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.new_folder import new_folder
 from anyaccel.inference.runtimes.families import family_of
 from anyaccel.inference.runtimes.formats import GROUPS, Precision
 from anyaccel.inference.runtimes.packing import Checkpoint, checkpoint_of
@@ -118,14 +118,9 @@ def quantize(
         raise ModelError(f"{source}: its weights are quantised already")
     summary = Summary(str(source), str(target), dtype, group if dtype == "int4" else 0, asymmetric)
     work = _Work(checkpoint, summary, progress)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with new_folder(target) as beside:
         work.write(beside)
         _write_configs(source, beside, checkpoint, work.quantization_config(), announce)
-        beside.chmod(0o755)
-        _move(beside, target, force)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     summary.seconds = time.perf_counter() - start
     return summary
 
@@ -137,16 +132,6 @@ def _check_target(source: Path, target: Path, force: bool) -> None:
         raise UsageError(f"{target}: is the model itself, or no folder; give another one")
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent}: no such folder")
-
-
-def _move(beside: Path, target: Path, force: bool) -> None:
-    if not (force and target.exists()):
-        beside.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-    target.rename(old / "old")
-    beside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class _Work:
