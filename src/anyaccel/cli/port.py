@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._signals import ended_by_signals
 from anyaccel.errors import AnyAccelError, UsageError
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     if not options.paths:
         raise UsageError("no PATH is given: name files or folders, such as `anyaccel port .`")
     _require_libcst()
-    with ended_by_signals():
+    with _ended_by_signals():
         return _port(options)
 
 
@@ -85,6 +85,20 @@ def _list_rules(as_json: bool) -> int:
         for rule in RULES:
             print(f"{rule.code}  {rule.title}{'  [fixable]' if rule.fixes else ''}")
     return 0
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: workers are ended, and the file being written is whole."""
+
+    def end(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _port(options: argparse.Namespace) -> int:

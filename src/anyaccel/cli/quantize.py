@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._signals import ended_by_signals
 
 _EXAMPLES = """\
   anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4
@@ -51,17 +50,16 @@ def main(argv: list[str]) -> int:
 
     screen = _Screen(not options.quiet)
     try:
-        with ended_by_signals():
-            summary = quantize(
-                options.model,
-                options.out,
-                dtype=options.dtype,
-                group=options.group,
-                asymmetric=options.asymmetric,
-                force=options.force,
-                progress=screen.progress,
-                announce=screen.line,
-            )
+        summary = quantize(
+            options.model,
+            options.out,
+            dtype=options.dtype,
+            group=options.group,
+            asymmetric=options.asymmetric,
+            force=options.force,
+            progress=screen.progress,
+            announce=screen.line,
+        )
     finally:
         screen.close()
     if options.json:

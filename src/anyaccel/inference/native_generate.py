@@ -247,6 +247,7 @@ def _prepare(
     as_dict = bool(config.return_dict_in_generate)
     job = Job(
         input_ids=input_ids,
+        mask=shown,
         prompts=prompts,
         copies=config.num_return_sequences or 1,
         max_new=max_new,
@@ -260,6 +261,7 @@ def _prepare(
         output_logits=as_dict and bool(config.output_logits),
         output_scores=as_dict and bool(config.output_scores),
         as_dict=as_dict,
+        use_cache=config.use_cache is not False,
     )
     check_memory(native, [len(prompt) for prompt in prompts], job.copies, max_new)
     return job

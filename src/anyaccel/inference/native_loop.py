@@ -22,12 +22,14 @@ class Job:
     """One call of `generate`, understood.
 
     Attributes:
+        mask: which of input_ids count, on the CPU.
         prompts: what each row of the input means, without padding.
         copies: answers to each prompt.
         options: of every Request.
     """
 
     input_ids: torch.Tensor
+    mask: torch.Tensor
     prompts: list[list[int]]
     copies: int
     max_new: int
@@ -41,6 +43,7 @@ class Job:
     output_logits: bool
     output_scores: bool
     as_dict: bool
+    use_cache: bool
     seed: int = 0
     started: float = field(default_factory=time.monotonic)
 
@@ -190,7 +193,15 @@ def run(native: NativeModel, job: Job) -> Any:
         return sequences
     from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+    cache = None
+    if job.use_cache:
+        from anyaccel.inference.hf_cache import NativeCache
+
+        kept = torch.cat([job.mask.repeat_interleave(job.copies, dim=0), torch.ones_like(answer).cpu() != 0], dim=1)
+        # As in theirs, the last token is not in it.
+        cache = NativeCache.of_tokens(native.model, native.spec.max_tokens, sequences.cpu()[:, :-1], kept[:, :-1])
     parts: dict[str, Any] = {
+        "past_key_values": cache,
         "sequences": sequences,
         "logits": tuple(loop.logits) if job.output_logits else None,
         "scores": tuple(loop.logits) if job.output_scores else None,

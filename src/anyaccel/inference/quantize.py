@@ -9,12 +9,9 @@ brings embedding and head to 8 bits a row when it loads the model with dtype int
 
 from __future__ import annotations
 
-import glob
 import json
 import math
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.new_folder import new_folder
 from anyaccel.inference.runtimes.families import family_of
 from anyaccel.inference.runtimes.formats import GROUPS, Precision
 from anyaccel.inference.runtimes.packing import Checkpoint, checkpoint_of
@@ -125,15 +123,9 @@ def quantize(
         raise ModelError(f"{source}: its weights are quantised already")
     summary = Summary(str(source), str(target), dtype, group if dtype == "int4" else 0, asymmetric)
     work = _Work(checkpoint, summary, progress)
-    _remove_left_overs(target)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-", dir=target.parent))
-    try:
+    with new_folder(target) as beside:
         work.write(beside)
         _write_configs(source, beside, checkpoint, work.quantization_config(), announce)
-        beside.chmod(0o755)
-        _move(beside, target, force)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     summary.seconds = time.perf_counter() - start
     return summary
 
@@ -152,24 +144,6 @@ def _check_target(source: Path, target: Path, force: bool) -> None:
             raise UsageError(f"{target}: holds {strange[0]!r}, which is no part of a model; give another folder")
         if entries and not (target / "config.json").is_file():
             raise UsageError(f"{target}: is no model folder (it has no config.json); give another one")
-
-
-def _remove_left_overs(target: Path) -> None:
-    """What runs that were killed left beside `target`: their names have their process."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}-*-*"):
-        process = left.name.removeprefix(f".{target.name}-").partition("-")[0]
-        if process.isdecimal() and not Path("/proc", process).exists():
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _move(beside: Path, target: Path, force: bool) -> None:
-    if not (force and target.exists()):
-        beside.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-    target.rename(old / "old")
-    beside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 class _Work:

@@ -159,6 +159,24 @@ def test_nothing_is_left_when_it_fails(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_when_it_is_ended(folder: Path, end: signal.Signals) -> None:
+    """What SIGKILL leaves goes with the next call."""
+    out = folder.parent / "out"
+    script = (
+        "import os, sys; from anyaccel.inference.quantize import quantize\n"
+        "quantize(sys.argv[1], sys.argv[2], progress=lambda *_: os.kill(os.getpid(), int(sys.argv[3])))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, folder, out, str(int(end))], check=False, timeout=60)
+    assert ended.returncode == -end
+    left = {path.name for path in folder.parent.iterdir()} - {"model"}
+    assert len(left) == (1 if end is signal.SIGKILL else 0)
+    before = signal.getsignal(signal.SIGTERM)
+    quantize(folder, out)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out"]
+
+
 def test_an_existing_folder_is_replaced_only_when_forced(folder: Path) -> None:
     out = folder.parent / "out"
     out.mkdir()
@@ -180,28 +198,6 @@ def test_an_existing_folder_is_replaced_only_when_forced(folder: Path) -> None:
         quantize(out, folder.parent / "again")
     with pytest.raises(UsageError, match="no such folder"):
         quantize(folder, folder / "absent" / "out")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_ended_leaves_nothing_for_good(folder: Path, number: signal.Signals) -> None:
-    out = folder.parent / "out"
-    script = (
-        "import os, sys, anyaccel.inference.safetensors_writer as w\n"
-        "def wait(*_): print('writing', flush=True); sys.stdin.read()\n"
-        "w.SafetensorsWriter.__init__ = wait\n"
-        "from anyaccel.cli import main\n"
-        "sys.exit(main(['quantize', *sys.argv[1:]]))"
-    )
-    command = [sys.executable, "-c", script, str(folder), str(out), "--quiet"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "writing\n"
-        assert len(list(folder.parent.glob(".out-*"))) == 1
-        process.send_signal(number)
-        code = process.wait(20)
-    assert code == (143 if number == signal.SIGTERM else -signal.SIGKILL)
-    quantize(folder, out)
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out"]
 
 
 def test_transformers_config_names_what_is_not_quantised(folder: Path) -> None:

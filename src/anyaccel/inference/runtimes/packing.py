@@ -20,11 +20,11 @@ from anyaccel.inference.runtimes.shard import WeightSlice, shard, slices
 from anyaccel.inference.runtimes.sources import (
     BLOCKS,
     ModuleSource,
-    SafetensorsSource,
     TensorSource,
     TensorView,
     dense_strides,
     entry_of,
+    folder_source,
 )
 from anyaccel.inference.runtimes.spec import MatrixShape, VectorShape, weights
 
@@ -68,7 +68,7 @@ def checkpoint_of(path: Path) -> Checkpoint:
     generation = path / "generation_config.json"
     from anyaccel.inference.runtimes.quantised import quantised_source
 
-    source = quantised_source(SafetensorsSource(path), config)
+    source = quantised_source(folder_source(path), config)
     return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.runtimes.mapping import Unsupported
 
 # safetensors' names -> those of `_llm` and bytes a value. The others below are no weights by themselves.
 FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f64", 8)}
@@ -102,21 +101,28 @@ def _entry(path: Path | str, name: str, value: object, begin: int) -> Entry:
     return Entry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder's weights are in safetensors files."""
+    return any((folder / f"model.safetensors{end}").is_file() for end in (".index.json", ""))
+
+
+def has_bin(folder: Path) -> bool:
+    """Whether a folder has weights in torch's files."""
+    return any((folder / f"pytorch_model.bin{end}").is_file() for end in (".index.json", ""))
+
+
 def checkpoint_files(folder: Path) -> list[Path]:
     """The safetensors files of a model folder.
 
     Raises:
         ModelError: there are none, the index is damaged or names a file that is not there.
-        Unsupported: the weights are in .bin files, which torch has to read.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in sorted(set(read_index(index).values()))]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
-    if (folder / "pytorch_model.bin").is_file() or (folder / "pytorch_model.bin.index.json").is_file():
-        raise Unsupported("reader for pytorch_model.bin (torch reads it)")
-    raise ModelError(f"{folder}: no weights found; expected model.safetensors or model.safetensors.index.json")
+    raise ModelError(f"{folder}: no weights found; expected model.safetensors, pytorch_model.bin or their .index.json")
 
 
 def read_index(index: Path) -> dict[str, str]:

@@ -20,6 +20,8 @@ from anyaccel.inference.runtimes.safetensors_file import (
     FLOATS,
     Entry,
     checkpoint_files,
+    has_bin,
+    has_safetensors,
     read_index,
     safetensors_entries,
 )
@@ -35,9 +37,11 @@ __all__ = [
     "Tensor",
     "TensorSource",
     "TensorView",
+    "TorchSource",
     "checkpoint_files",
     "dense_strides",
     "entry_of",
+    "folder_source",
     "safetensors_entries",
 ]
 
@@ -189,18 +193,20 @@ class SafetensorsSource:
         file.drop(entry.begin, entry.end)
 
 
-class ModuleSource:
-    """The weights of a Hugging Face model in memory (`state_dict` names).
+class TorchSource:
+    """Torch's tensors by name.
 
     Args:
-        release: each parameter's memory is given up once it is packed; the module is of no use by itself afterwards.
+        where: what comes before a tensor's name in messages.
+        release: each tensor's memory is given up once it is packed.
 
     Raises:
         Unsupported: a tensor is on another device than the CPU.
     """
 
-    def __init__(self, module: Any, release: bool = False) -> None:
-        self._tensors: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+    def __init__(self, tensors: Mapping[str, Any], where: str = "", release: bool = False) -> None:
+        self._tensors = dict(tensors)
+        self._where = where
         self._release = release
         self._released = 0  # bytes that the heap may hold still
         for name, tensor in self._tensors.items():
@@ -216,7 +222,7 @@ class ModuleSource:
     def tensor(self, name: str) -> TensorView:
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise ModelError(f"the model has no tensor {name!r}")
+            raise ModelError(f"{self._where or 'the model'}: has no tensor {name!r}")
         kind = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16", "torch.float64": "f64"}.get(
             str(tensor.dtype)
         )
@@ -224,7 +230,8 @@ class ModuleSource:
             raise Unsupported(f"weights of dtype {tensor.dtype} (tensor {name!r})")
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
-        return TensorView(f"tensor {name!r}", kind, tuple(tensor.shape), strides, tensor.data_ptr())
+        where = f"{self._where}: tensor {name!r}" if self._where else f"tensor {name!r}"
+        return TensorView(where, kind, tuple(tensor.shape), strides, tensor.data_ptr())
 
     def will_need(self, name: str) -> None:
         pass
@@ -240,6 +247,33 @@ class ModuleSource:
             if self._released >= _RELEASED_AT_ONCE:
                 _native.release_free_memory()
                 self._released = 0
+
+
+class ModuleSource(TorchSource):
+    """The weights of a Hugging Face model in memory (`state_dict` names).
+
+    Args:
+        release: each parameter's memory is given up once it is packed; the module is of no use by itself afterwards.
+
+    Raises:
+        Unsupported: a tensor is on another device than the CPU.
+    """
+
+    def __init__(self, module: Any, release: bool = False) -> None:
+        super().__init__(module.state_dict(keep_vars=True), release=release)
+
+
+def folder_source(folder: Path) -> SafetensorsSource | TorchSource:
+    """The weights of a model folder: its safetensors files, or else `pytorch_model*.bin`, which torch reads.
+
+    Raises:
+        ModelError: there are none, or a file is damaged.
+    """
+    if has_safetensors(folder) or not has_bin(folder):
+        return SafetensorsSource(folder)
+    from anyaccel.inference.checkpoint import Checkpoint
+
+    return TorchSource(Checkpoint(folder).tensors(), str(folder))
 
 
 class RenamedSource:

@@ -6,12 +6,14 @@ Attention, caches and whatever else the module does stay its own, so every archi
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import inspect
 import logging
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,10 +32,12 @@ logger = logging.getLogger(__name__)
 _FORMATS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 # nn.Linear's own forward under another name.
 _PLAIN_SUBCLASSES = frozenset({"FalconLinear"})
+_NOT_RUN = frozenset({"__init__", "_init_weights", "reset_parameters", "tie_weights"})
+_ROUTERS = frozenset({"gate", "gating", "shared_expert_gate"})
 _MOST_EXPERTS = 1024  # an MLP's gate has more features
 _NOT_MODELS = ("torch.", "transformers.modeling_", "transformers.generation", "transformers.integrations")
 # Asking a weight for its dtype and the like is no reason to keep it.
-_WEIGHT_READ = re.compile(r"self\.((?:\w+\.)+)(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b)")
+_WEIGHT_READ = re.compile(r"\b(\w+)\.((?:\w+\.)+)(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b)")
 
 
 @dataclass
@@ -166,7 +170,7 @@ def _embedding_scale(embedding: Any) -> float | None:
 def _routes(name: str, parent: nn.Module, linear: Any) -> bool:
     """Whether a linear chooses experts."""
     words = name.split(".")[-2:]
-    named = any(word.endswith(("gate", "router", "gating")) for word in words) or "Router" in type(parent).__name__
+    named = any(word in _ROUTERS or word.endswith("router") for word in words) or "Router" in type(parent).__name__
     return named and linear.weight.shape[0] <= _MOST_EXPERTS and not isinstance(linear, RowParallelLinear)
 
 
@@ -215,9 +219,9 @@ def _weights_read_elsewhere(module: nn.Module) -> dict[type, set[str]]:
         names = {"out_proj"} if issubclass(kind, nn.MultiheadAttention) else set()
         for base in kind.__mro__:
             if not base.__module__.startswith(_NOT_MODELS) and base is not object:
-                for path in (each for text in _method_sources(base) for each in _WEIGHT_READ.findall(text)):
+                for root, path in (each for text in _method_sources(base) for each in _WEIGHT_READ.findall(text)):
                     *above, short = path.rstrip(".").split(".")
-                    (found[nn.Module] if above else names).add(short)
+                    (names if root == "self" and not above else found[nn.Module]).add(short)
         found[kind] = found.get(kind, set()) | names
     return found
 
@@ -228,13 +232,28 @@ def _is_read(read: Mapping[type, set[str]], parent: nn.Module, short: str) -> bo
 
 @functools.cache
 def _method_sources(kind: type) -> tuple[str, ...]:
-    """Source of a class's methods but those that initialise it."""
+    """Source of a class's methods as far as it runs: not what initialises, what trains, or `cuda_kernels_forward`."""
     texts = []
     for name, method in vars(kind).items():
-        if inspect.isfunction(method) and name not in ("__init__", "_init_weights", "reset_parameters", "tie_weights"):
-            with contextlib.suppress(OSError, TypeError):
-                texts.append(inspect.getsource(method))
+        if inspect.isfunction(method) and name not in _NOT_RUN and not name.startswith(("init_", "cuda_")):
+            with contextlib.suppress(OSError, TypeError, SyntaxError):
+                tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+                texts.append(ast.unparse(_WithoutTraining().visit(tree)))
     return tuple(texts)
+
+
+class _WithoutTraining(ast.NodeTransformer):
+    """Removes what only `if self.training` leads to."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        """The branch that runs when the model does not train."""
+        self.generic_visit(node)
+        parts = (
+            node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else [node.test]
+        )
+        if any(isinstance(part, ast.Attribute) and part.attr == "training" for part in parts):
+            return node.orelse or ast.Pass()
+        return node
 
 
 def format_for(precision: str, group_size: int, columns: int) -> tuple[str, int, bool]:
