@@ -98,7 +98,7 @@ def _open(channel: Channel, rank: int, options: argparse.Namespace) -> Model:
 
         try:
             return _open_native(channel, rank, options, host[0], screen)
-        except Unsupported as lack:  # on every rank: they have the same model
+        except Unsupported as lack:  # on every rank
             screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
     return open_engine(options, Path(options.model), screen, options.tp)
 

@@ -54,8 +54,11 @@ class RankError(AnyAccelError):
         self.exit_code = exit_code
 
 
-def start(options: argparse.Namespace, screen: Watcher) -> RanksBackend:
+def start(options: argparse.Namespace, screen: Watcher, *, lasting: bool = True) -> RanksBackend:
     """Start `options.tp` ranks and load the model on them.
+
+    Args:
+        lasting: Ctrl-C ends an answer only, once the ranks are at the same token.
 
     Raises:
         UsageError: there are not so many CPUs.
@@ -78,7 +81,7 @@ def start(options: argparse.Namespace, screen: Watcher) -> RanksBackend:
     plan = launch.make_plan(wanted, machine)
     told = {name: getattr(options, name) for name in _TOLD}
     told["launch_summary"] = f"topology: {machine.summary()}\n{plan.render()}"
-    backend = RanksBackend(_Processes(plan))
+    backend = RanksBackend(_Processes(plan), lasting)
     try:
         backend.load(told, screen)
     except BaseException:
@@ -169,7 +172,9 @@ class RanksBackend:
 
     first = True
 
-    def __init__(self, processes: _Processes) -> None:
+    def __init__(self, processes: _Processes, lasting: bool) -> None:
+        self._lasting = lasting
+        self._closed = False
         self._processes = processes
         self._channels = processes.channels
         self._patience = env.ANYACCEL_COMM_TIMEOUT.get()
@@ -384,8 +389,11 @@ class RanksBackend:
         except RankError:
             under_way = False
             raise
+        except KeyboardInterrupt:
+            under_way = under_way and self._lasting
+            raise
         finally:
-            if under_way:
+            if under_way and not self._closed:
                 with self._whole():
                     self._send("stop", limit=limit)
                     while self._next()[1]["kind"] != "stopped":
@@ -407,6 +415,7 @@ class RanksBackend:
 
     def close(self) -> None:
         """End the ranks and wait until nothing is left of them."""
+        self._closed = True
         self._held += 1  # once is enough: the clean-up goes on
         try:
             self._processes.end(_FAREWELL)

@@ -83,7 +83,7 @@ def _open(options: argparse.Namespace, screen: Screen) -> Backend:
         return open_backend(options, screen, options.tp)  # alone, or one of the ranks that another launcher started
     from anyaccel.cli._ranks import start
 
-    return start(options, screen)
+    return start(options, screen, lasting=False)
 
 
 def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> int:
@@ -92,11 +92,12 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
     result = Generation()
     stream = Stream(backend.tokenizer.decode, options.stop, show if backend.first and not options.json else None)
     ids = _encode(backend, options)
-    with contextlib.closing(backend.tokens(ids, options.max_new_tokens, sampling_of(options), result)) as tokens:
-        for token in tokens:
-            stream.add(token)
-            if stream.ended:  # on every rank: they have the same tokens
-                break
+    tokens = backend.tokens(ids, options.max_new_tokens, sampling_of(options), result)
+    for token in tokens:
+        stream.add(token)
+        if stream.ended:  # on every rank: they have the same tokens
+            break
+    tokens.close()
     stream.finish()
     if backend.first and not options.json:
         show("\n")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommError, ModelError
+from anyaccel.inference.runtimes.mapping import Unsupported
 
 if TYPE_CHECKING:
     from anyaccel.inference.runtimes.cpu import NativeModel
@@ -31,6 +32,7 @@ def together(exchange: Exchange, work: Callable[[], NativeModel], *, anonymous: 
             a rank that is killed just then would leave it.
 
     Raises:
+        Unsupported: the native runtime lacks something that a rank's part needs, and nothing else is wrong anywhere.
         AnyAccelError: this rank's own error.
         OtherRankError: that of another rank.
     """
@@ -39,23 +41,30 @@ def together(exchange: Exchange, work: Callable[[], NativeModel], *, anonymous: 
     card: list[Any] = ["", 0, ""]
     try:
         native = work()
-        segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get())
+        segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get(), anonymous)
         card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid")]  # noqa: PTH115
     except (AnyAccelError, OSError, MemoryError) as problem:
         error = problem
-    told = exchange([card, "" if error is None else str(error) or type(error).__name__])
-    _raise_any(error, [text for _, text in told])
+    told = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
+    lacks = [feature for _, _, feature in told if feature]
+    if lacks and len(lacks) == sum(bool(text) for _, text, _ in told):
+        raise Unsupported(lacks[0])  # on every rank: none goes on alone
+    _raise_any(error, [text for _, text, _ in told])
     assert native is not None
     model = native.model
-    cards = [other for other, _ in told]
+    cards = [other for other, _, _ in told]
     try:
         # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
         model.connect([name for name, _, _ in cards], [pid if space == card[2] else 0 for _, pid, space in cards])
     except (AnyAccelError, OSError) as problem:
         error = CommError(f"shared memory of the ranks cannot be mapped: {problem}")
-    _raise_any(error, exchange("" if error is None else str(error)))
+    _raise_any(error, exchange(_text(error)))
     model.unlink()  # every rank has mapped every segment
     return native
+
+
+def _text(error: BaseException | None) -> str:
+    return "" if error is None else str(error) or type(error).__name__
 
 
 def _raise_any(own: BaseException | None, told: list[Any]) -> None:
