@@ -47,10 +47,11 @@ def main(argv: list[str]) -> int:
             _serve(channel, rank, _open(channel, rank, options))
         except (AnyAccelError, OSError, MemoryError) as error:
             _tell(channel, error)
-            while True:  # the command ends all ranks
-                channel.receive()
+            while channel.receive():  # until the command ends all ranks
+                pass
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return 0
+        pass
+    return 0
 
 
 def _tell(channel: Channel, error: Exception) -> None:

@@ -12,9 +12,7 @@ more with each token that comes, and whoever ends an answer tells all ranks the 
 
 from __future__ import annotations
 
-import _socket  # socket.py brings selectors and enums, which take longer to import than all that is needed here
 import argparse
-import os
 import select
 import signal
 import sys
@@ -24,22 +22,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from anyaccel import _native, env
+from anyaccel import env
 from anyaccel.cli._backends import peak_memory
-from anyaccel.cli._wire import Channel
+from anyaccel.cli._rank_processes import RankProcesses
 from anyaccel.errors import AnyAccelError, CommTimeoutError, UsageError
 
 if TYPE_CHECKING:
     from anyaccel.cli._llm import Watcher
     from anyaccel.inference.generate import Generation, Sampling
-    from anyaccel.launch import LaunchPlan
 
 _TOLD = ("model", "dtype", "group_size", "kv_cache", "threads", "tp")  # options that a rank needs
 _AHEAD = 2  # steps that the ranks are allowed beyond what has come: they go on while the command shows a token
-# Seconds: of ranks for ending by themselves; of the launcher for noticing a rank's end; of it for ending all.
+# Seconds: of ranks for saying what is wrong, or ending by themselves; of the launcher for noticing a rank's end.
 _FAREWELL = 0.5
 _NOTICE = 5.0
-_END = 30.0
 
 
 class RankError(AnyAccelError):
@@ -81,7 +77,7 @@ def start(options: argparse.Namespace, screen: Watcher, *, lasting: bool = True)
     plan = launch.make_plan(wanted, machine)
     told = {name: getattr(options, name) for name in _TOLD}
     told["launch_summary"] = f"topology: {machine.summary()}\n{plan.render()}"
-    backend = RanksBackend(_Processes(plan), lasting)
+    backend = RanksBackend(RankProcesses(plan), lasting)
     try:
         backend.load(told, screen)
     except BaseException:
@@ -90,89 +86,12 @@ def start(options: argparse.Namespace, screen: Watcher, *, lasting: bool = True)
     return backend
 
 
-class _Processes:
-    """The launcher below this process, and the sockets of its ranks."""
-
-    def __init__(self, plan: LaunchPlan) -> None:
-        patience = env.ANYACCEL_COMM_TIMEOUT.get()
-        pairs = [_socket.socketpair() for _ in plan.ranks]
-        near, far = ([end.detach() for end in ends] for ends in zip(*pairs, strict=True))
-        sys.stdout.flush()
-        sys.stderr.flush()
-        own = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            _be_launcher(plan, own, near, far)
-        for descriptor in far:
-            os.close(descriptor)
-        self.channels = [Channel(descriptor, patience) for descriptor in near]
-        self._code: int | None = None
-
-    def code(self) -> int | None:
-        """Exit code of the launcher; None as long as it runs."""
-        if self._code is None:
-            try:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
-            except ChildProcessError:  # in a signal handler, just before the line below is reached
-                return None
-            if pid:
-                self._code = os.waitstatus_to_exitcode(status)
-        return self._code
-
-    def wait(self, seconds: float) -> int | None:
-        """The same after at most so many seconds of waiting for it."""
-        deadline = time.monotonic() + seconds
-        while self.code() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-        return self._code
-
-    def end(self, patience: float) -> None:
-        """End what is left; the ranks end by themselves when they can read that the command is gone."""
-        for channel in self.channels:
-            channel.close()
-        if self.wait(patience) is None:
-            os.kill(self._pid, signal.SIGTERM)
-            if self.wait(_END) is None:
-                os.kill(self._pid, signal.SIGKILL)  # its guardian ends everything then
-                self.wait(_END)
-
-
-def _be_launcher(plan: LaunchPlan, command: int, near: list[int], far: list[int]) -> NoReturn:
-    """In the forked process: start the ranks and wait for their end."""
-    code = 70  # EX_SOFTWARE, with a traceback
-    try:
-        _native.set_parent_death_signal(signal.SIGTERM)
-        if os.getppid() != command:
-            os._exit(128 + signal.SIGTERM)
-        os.setsid()  # what the terminal sends is for the command
-        for descriptor in near:
-            os.close(descriptor)  # the ranks read the end of them when the command is gone
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        for descriptor in far:
-            os.set_inheritable(descriptor, True)
-        from anyaccel import launch
-        from anyaccel.launch.output import OutputOptions
-
-        def argv(binding: Any) -> list[str]:
-            return [sys.executable, "-m", "anyaccel.cli._rank", *map(str, (far[binding.rank], *far))]
-
-        code = launch.launch_local(plan, argv, output=OutputOptions(log_level="error"))
-    except AnyAccelError as error:
-        print(f"anyaccel: error: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
-    finally:
-        if code == 70:
-            sys.excepthook(*sys.exc_info())
-        os._exit(code)  # the stack below belongs to the command
-
-
 class RanksBackend:
     """A model on ranks; see `Backend`."""
 
     first = True
 
-    def __init__(self, processes: _Processes, lasting: bool) -> None:
+    def __init__(self, processes: RankProcesses, lasting: bool) -> None:
         self._lasting = lasting
         self._closed = False
         self._processes = processes
@@ -264,7 +183,7 @@ class RanksBackend:
             poller.register(channel.descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poller.poll(None if patience is None else patience * 1000)}
         if not ready:
-            raise CommTimeoutError(f"no rank has said anything for {patience:g} s")
+            raise CommTimeoutError(f"no rank has said anything for {patience:g} s (ANYACCEL_COMM_TIMEOUT)")
         try:
             with self._whole():
                 for channel in self._channels:
@@ -276,7 +195,8 @@ class RanksBackend:
 
     def _lost(self) -> RankError:
         code = self._processes.wait(_NOTICE)  # the launcher says which rank, and how
-        return RankError(f"the ranks have ended{'' if code is None else f' with code {code}'}", code or 1)
+        how = "" if code is None else f" with code {code}"
+        return RankError(f"the ranks have ended{how}; what is said above tells why", code or 1)
 
     def _fail(self, rank: int, message: dict[str, Any]) -> NoReturn:
         """Raise what went wrong: of all that the ranks say, what is their own, and not that another one is gone."""
@@ -297,7 +217,7 @@ class RanksBackend:
         if not own and self._processes.wait(_NOTICE) is not None:
             raise self._lost()
         if not said:
-            raise RankError("a rank does not answer any more")
+            raise RankError("a rank does not answer any more; run the command again")
         chosen = own or said
         first = min(chosen)
         text = chosen[first]["text"]

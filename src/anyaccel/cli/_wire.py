@@ -96,4 +96,4 @@ def _wait(descriptor: int, events: int, deadline: float | None, problem: str) ->
     poller.register(descriptor, events)
     left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
     if not poller.poll(left):
-        raise CommTimeoutError(f"the other end of a rank's socket {problem}")
+        raise CommTimeoutError(f"the other end of a rank's socket {problem}; is a process stopped?")

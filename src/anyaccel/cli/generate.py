@@ -116,12 +116,15 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
 
 def _encode(backend: Backend, options: argparse.Namespace) -> list[int]:
     tokenizer = backend.tokenizer
+    ids: list[int]
     if options.no_chat_template or not tokenizer.has_chat_template:
         if options.system is not None:
             raise UsageError("--system: this model has no chat template")
-        return tokenizer.encode(options.prompt)
+        ids = tokenizer.encode(options.prompt)
+        return ids
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return tokenizer.chat([*system, {"role": "user", "content": options.prompt}])
+    ids = tokenizer.chat([*system, {"role": "user", "content": options.prompt}])
+    return ids
 
 
 def _summary(options: argparse.Namespace, backend: Backend, result: Generation, text: str) -> dict[str, Any]:
