@@ -34,20 +34,22 @@ inline size_t token_bytes(const BlockLayout& layout) {
 
 // --- all blocks of a part, and all tokens
 
-inline void write(const Output& out, int64_t row, int64_t rows, int token, Floats value) {
-  float* to = out.data + token * out.stride + row;
-  if (row + kLanes <= rows) {
-    if (out.bias != nullptr) value = add(value, load(out.bias + row));
-    value = mul(value, splat(out.scale));
-    store(to, out.add ? add(load(to), value) : value);
-    return;
-  }
+// The last rows of a matrix. Not inlined: there would be one copy for each token of each kernel.
+[[gnu::noinline, gnu::noclone]] void write_rest(const Output& out, int64_t row, int64_t rows, float* to, Floats value) {
   float values[kLanes];
   store(values, value);
   for (int r = 0; r < rows - row; ++r) {
     const float scaled = (values[r] + (out.bias != nullptr ? out.bias[row + r] : 0.0f)) * out.scale;
     to[r] = out.add ? to[r] + scaled : scaled;
   }
+}
+
+inline void write(const Output& out, int64_t row, int64_t rows, int token, Floats value) {
+  float* to = out.data + token * out.stride + row;
+  if (row + kLanes > rows) return write_rest(out, row, rows, to, value);
+  if (out.bias != nullptr) value = add(value, load(out.bias + row));
+  value = mul(value, splat(out.scale));
+  store(to, out.add ? add(load(to), value) : value);
 }
 
 template <class Kernel, int M>
