@@ -44,6 +44,20 @@ def test_answers_from_a_pipe_and_what_was_said_before(smollm2: Path) -> None:
     assert "<|im" not in done.stdout
 
 
+def test_a_line_that_is_not_utf8_is_refused_and_the_chat_goes_on(smollm2: Path) -> None:
+    command = [*COMMAND, "--model", str(smollm2), "--max-new-tokens", "4", "--quiet"]
+    done = subprocess.run(
+        command,
+        input=b"caf\xff\nSay hello.\n",
+        capture_output=True,
+        timeout=110,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert done.returncode == 0
+    assert done.stderr.decode() == "(the text is not valid UTF-8: byte 0xff after 'caf')\n"
+    assert len(done.stdout.splitlines()) == 1
+
+
 def test_second_turn_has_the_tokens_of_a_whole_conversation(smollm2: Path) -> None:
     """What the cache keeps between turns changes nothing: the same answer as from the conversation at once."""
     script = (

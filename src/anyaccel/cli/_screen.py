@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 _PROGRESS_SECONDS = 0.3  # loading that takes less is not worth a bar
+
+
+def keep_bytes(stream: TextIO) -> TextIO:
+    """Standard input that gives bytes that are not text a stand-in instead of failing: the tokenizer names them."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="surrogateescape")
+    return stream
 
 
 class Screen:

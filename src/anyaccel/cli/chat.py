@@ -19,7 +19,7 @@ from anyaccel.cli._model_options import (
     sampling_of,
 )
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._screen import Screen, Stream, show
+from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class _Lines:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self.interactive = sys.stdin.isatty()
+        self.interactive = keep_bytes(sys.stdin).isatty()
         if self.interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  input() edits lines with it

@@ -22,7 +22,7 @@ from anyaccel.cli._model_options import (
     sampling_of,
 )
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._screen import Screen, Stream, show
+from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 
 def _prompt(text: str) -> str:
     if text == "-":
-        text = sys.stdin.read()
+        text = keep_bytes(sys.stdin).read()
     if not text.strip():
         raise UsageError("the prompt is empty")
     return text

@@ -59,6 +59,19 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 64,
         },
     ),
+    "jetmoe": (
+        "JetMoeConfig",
+        {
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "kv_channels": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 64,
+        },
+    ),
     "rwkv": ("RwkvConfig", {"hidden_size": 48, "num_hidden_layers": 2, "context_length": 64}),
     "mamba2": (
         "Mamba2Config",

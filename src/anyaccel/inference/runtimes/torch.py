@@ -24,7 +24,14 @@ from torch import nn
 
 from anyaccel import _llm, comm
 from anyaccel.inference.config import QUANTISED
-from anyaccel.inference.runtimes.torch_layers import TYPES, PackedEmbedding, PackedExperts, PackedLinear, PackedRMSNorm
+from anyaccel.inference.runtimes.torch_layers import (
+    TYPES,
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    PackedParallelExperts,
+    PackedRMSNorm,
+)
 from anyaccel.inference.tp.layers import RowParallelLinear
 
 logger = logging.getLogger(__name__)
@@ -95,6 +102,11 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
             done.experts += 1
             done.bytes += sum(each.packed.bytes for each in (*experts.up, *experts.down))
             setattr(parent, short, experts)
+        elif (parallel := _pack_parallel_experts(child, precision, group_size)) is not None:
+            packed[id(child)] = parallel
+            done.experts += 1
+            done.bytes += sum(each.packed.bytes for each in parallel.linears)
+            setattr(parent, short, parallel)
         elif (norm := _rms_norm(child)) is not None:
             packed[id(child)] = norm
             setattr(parent, short, norm)
@@ -311,17 +323,40 @@ def _pack_experts(module: Any, precision: str, group_size: int) -> PackedExperts
         return None
     made = []
     for name in (up, "down_proj"):
-        matrices, biases = stacked[name].detach(), stacked.get(f"{name}_bias")
-        linears = []
-        for index, matrix in enumerate(matrices):
-            matrix_OI = matrix.t() if module.is_transposed else matrix
-            bias = None if biases is None else biases[index].detach()
-            rows, columns = matrix_OI.shape
-            native = _packed_matrix(matrix_OI, precision, group_size)
-            linears.append(PackedLinear(native, (rows, columns), bias, matrix.dtype))
-        made.append(linears)
+        made.append(
+            _pack_stack(stacked[name], stacked.get(f"{name}_bias"), module.is_transposed, precision, group_size)
+        )
         del stacked[name], module._parameters[name]
     return PackedExperts(module, *made)
+
+
+def _pack_parallel_experts(module: Any, precision: str, group_size: int) -> PackedParallelExperts | None:
+    """The stacked linears of a `...ParallelExperts`, which gets its rows sorted by expert; None of any other module."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("ParallelExperts") or not isinstance(weight, torch.Tensor):
+        return None
+    if weight.dim() != 3 or weight.is_meta or weight.dtype not in TYPES or module._forward_hooks:
+        return None
+    takes = list(inspect.signature(type(module).forward).parameters)
+    shape = tuple(getattr(module, name, 0) for name in ("num_experts", "output_size", "input_size"))
+    if takes != ["self", "inputs", "expert_size"] or shape != tuple(weight.shape):
+        return None
+    linears = _pack_stack(weight, None, False, precision, group_size)
+    module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+    return PackedParallelExperts(linears)
+
+
+def _pack_stack(
+    stack: torch.Tensor, biases: torch.Tensor | None, transposed: bool, precision: str, group_size: int
+) -> list[PackedLinear]:
+    linears = []
+    for index, matrix in enumerate(stack.detach()):
+        matrix_OI = matrix.t() if transposed else matrix
+        bias = None if biases is None else biases[index].detach()
+        rows, columns = matrix_OI.shape
+        native = _packed_matrix(matrix_OI, precision, group_size)
+        linears.append(PackedLinear(native, (rows, columns), bias, matrix.dtype))
+    return linears
 
 
 def _summed(group: dist.ProcessGroup | None) -> Callable[[torch.Tensor], object]:

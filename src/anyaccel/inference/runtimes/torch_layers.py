@@ -146,6 +146,20 @@ class PackedExperts(nn.Module):
         return y_SH.view(tokens, each, -1).sum(1).to(x_TH.dtype)
 
 
+class PackedParallelExperts(nn.Module):
+    """Stacked linears, each for its part of the rows (JetMoE's and Granite's ParallelExperts)."""
+
+    def __init__(self, linears: list[PackedLinear]) -> None:
+        super().__init__()
+        self.linears = linears  # no submodules
+        self.num_experts = len(linears)
+
+    def forward(self, x_SH: torch.Tensor, expert_size: Any) -> torch.Tensor:
+        """Rows sorted by expert, of which each has `expert_size` -> [rows, out]."""
+        counts = [int(count) for count in expert_size]
+        return _by_expert(self.linears, x_SH.contiguous(), counts)
+
+
 def _by_expert(linears: list[PackedLinear], x_SH: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Rows that are sorted by expert, each through its own; those beyond the counts give 0."""
     known = sum(counts)
