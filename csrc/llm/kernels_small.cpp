@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // ISA: scalar avx2 avx512 avx512_vnni
+#include "llm/small_integer.h"
 #include "llm/small_run.h"
 
 #define ANYACCEL_CONCAT_(a, b) a##b
 #define ANYACCEL_CONCAT(a, b) ANYACCEL_CONCAT_(a, b)
 
 namespace anyaccel::llm {
-
-// kernels_small_integer.cpp
-void ANYACCEL_CONCAT(multiply_integers_, ANYACCEL_ISA_VARIANT)(const SmallProduct& product);
-
 namespace {
 
 // Bits of 1e-30: smaller activations count as zero, since one over them may be infinite.
@@ -154,7 +151,8 @@ struct FloatKernel {
   }
 };
 void multiply_small(const SmallProduct& product) {
-  switch (product.layout.format) {
+  const BlockLayout& layout = product.layout;
+  switch (layout.format) {
     case Format::f32:
       return run<FloatKernel<F32>>(product);
     case Format::f16:
@@ -162,8 +160,9 @@ void multiply_small(const SmallProduct& product) {
     case Format::bf16:
       return run<FloatKernel<BF16>>(product);
     case Format::i8:
+      return layout.group == 0 ? run<I8Kernel<false>>(product) : run<I8Kernel<true>>(product);
     case Format::i4:
-      return ANYACCEL_CONCAT(multiply_integers_, ANYACCEL_ISA_VARIANT)(product);
+      return layout.minimum ? run<I4Kernel<true>>(product) : run<I4Kernel<false>>(product);
   }
 }
 

@@ -15,18 +15,18 @@ constexpr size_t kLine = 64;
 // How far ahead of the product weights are asked for: hardware prefetchers stop at the ends of 4 KiB pages.
 constexpr size_t kAhead = 2048;
 
-inline void ask_for(const uint8_t* p) { __builtin_prefetch(p + kAhead, 0, 3); }
+void ask_for(const uint8_t* p) { __builtin_prefetch(p + kAhead, 0, 3); }
 
 using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;
 
-inline int tiles_of(int tokens) { return (tokens + kTile - 1) / kTile; }
-inline int tile_begin(int tokens, int tile) { return tokens * tile / tiles_of(tokens); }
-inline bool is_float(Format format) { return format == Format::f32 || format == Format::f16 || format == Format::bf16; }
-inline size_t value_bytes(Format format) {
+int tiles_of(int tokens) { return (tokens + kTile - 1) / kTile; }
+int tile_begin(int tokens, int tile) { return tokens * tile / tiles_of(tokens); }
+bool is_float(Format format) { return format == Format::f32 || format == Format::f16 || format == Format::bf16; }
+size_t value_bytes(Format format) {
   return is_float(format) ? sizeof(float) : format == Format::i8 ? sizeof(Q8) : sizeof(int8_t);
 }
 // Bytes of one token's activations.
-inline size_t token_bytes(const BlockLayout& layout) {
+size_t token_bytes(const BlockLayout& layout) {
   const size_t cols = static_cast<size_t>(layout.padded_cols);
   const size_t params = is_float(layout.format) ? 0 : cols / kActivationGroup * sizeof(GroupParams);
   return cols * value_bytes(layout.format) + params;
@@ -34,22 +34,22 @@ inline size_t token_bytes(const BlockLayout& layout) {
 
 // --- all blocks of a part, and all tokens
 
-// The last rows of a matrix. Not inlined: there would be one copy for each token of each kernel.
-[[gnu::noinline, gnu::noclone]] void write_rest(const Output& out, int64_t row, int64_t rows, float* to, Floats value) {
+// Not inlined, there would be a copy for each token of each kernel: GCC 12 leaves it alone as long as it is not
+// declared inline, which is what the time to compile this hangs on.
+void write(const Output& out, int64_t row, int64_t rows, int token, Floats value) {
+  float* to = out.data + token * out.stride + row;
+  if (row + kLanes <= rows) {
+    if (out.bias != nullptr) value = add(value, load(out.bias + row));
+    value = mul(value, splat(out.scale));
+    store(to, out.add ? add(load(to), value) : value);
+    return;
+  }
   float values[kLanes];
   store(values, value);
   for (int r = 0; r < rows - row; ++r) {
     const float scaled = (values[r] + (out.bias != nullptr ? out.bias[row + r] : 0.0f)) * out.scale;
     to[r] = out.add ? to[r] + scaled : scaled;
   }
-}
-
-inline void write(const Output& out, int64_t row, int64_t rows, int token, Floats value) {
-  float* to = out.data + token * out.stride + row;
-  if (row + kLanes > rows) return write_rest(out, row, rows, to, value);
-  if (out.bias != nullptr) value = add(value, load(out.bias + row));
-  value = mul(value, splat(out.scale));
-  store(to, out.add ? add(load(to), value) : value);
 }
 
 template <class Kernel, int M>

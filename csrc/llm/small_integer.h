@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: scalar avx2 avx512 avx512_vnni
-// Small products of quantised weights.
-#include "llm/small_run.h"
+// Small products of quantised weights, for kernels_small.cpp.
+#pragma once
 
-#define ANYACCEL_CONCAT_(a, b) a##b
-#define ANYACCEL_CONCAT(a, b) ANYACCEL_CONCAT_(a, b)
+#include "llm/small_run.h"
 
 namespace anyaccel::llm {
 namespace {
@@ -106,13 +104,4 @@ struct I4Kernel {
 };
 
 }  // namespace
-
-void ANYACCEL_CONCAT(multiply_integers_, ANYACCEL_ISA_VARIANT)(const SmallProduct& product) {
-  const BlockLayout& layout = product.layout;
-  if (layout.format == Format::i8)
-    layout.group == 0 ? run<I8Kernel<false>>(product) : run<I8Kernel<true>>(product);
-  else
-    layout.minimum ? run<I4Kernel<true>>(product) : run<I4Kernel<false>>(product);
-}
-
 }  // namespace anyaccel::llm
