@@ -419,11 +419,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(case: str, seed: int = 0) -> Any:
-    """The case's causal LM in eval mode, float32, every parameter random, the same for the same seed."""
+def build(case: str, seed: int = 0, positions: int = 0) -> Any:
+    """The case's causal LM in eval mode, float32, every parameter random, the same for the same seed.
+
+    Args:
+        positions: of models that have 64; 0 leaves them so.
+    """
     import transformers
 
     name, arguments = CASES[case]
+    if positions:
+        longer = ("max_position_embeddings", "n_positions", "max_seq_len")
+        arguments = {key: positions if key in longer and value == 64 else value for key, value in arguments.items()}
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**arguments)
     # Falcon's plain attention adds ALiBi's bias twice; its fused one is right.

@@ -9,6 +9,7 @@ the machine may lack are emulated there.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import shlex
@@ -81,14 +82,27 @@ def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "c++")
 
 
+def is_fresh(target: Path) -> bool:
+    """Whether an object of an earlier run is younger than all that it was made of."""
+    try:
+        made, rule = target.stat().st_mtime, target.with_suffix(".d").read_text()
+        files = rule.partition(":")[2].replace("\\\n", " ").split()
+        return all(Path(file).stat().st_mtime < made for file in files)
+    except FileNotFoundError:
+        return False
+
+
 def compile_all(steps: list[Step], sanitizer: str, folder: Path, name: str) -> list[Path]:
-    """Objects of the sources."""
-    more = ["-O1", "-g", "-fno-omit-frame-pointer", f"-I{CSRC}", *SANITIZERS[sanitizer]]
-    objects = [folder / f"{name}-{sanitizer}-{number}.o" for number in range(len(steps))]
-    commands = [
-        [*compiler(), *flags, *more, "-c", str(source), "-o", str(target)]
-        for (source, flags), target in zip(steps, objects, strict=True)
-    ]
+    """Objects of the sources; those that `folder` has from an earlier run are used again."""
+    more = ["-O1", "-g", "-fno-omit-frame-pointer", f"-I{CSRC}", "-MMD", *SANITIZERS[sanitizer]]
+    objects, commands = [], []
+    for source, flags in steps:
+        command = [*compiler(), *flags, *more, "-c", str(source)]
+        digest = hashlib.sha256("\0".join(command).encode()).hexdigest()[:12]
+        target = folder / f"{name}-{source.stem}-{digest}.o"
+        objects.append(target)
+        if not is_fresh(target):
+            commands.append([*command, "-o", str(target)])
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: subprocess.run(command, check=True), commands))
     return objects
@@ -124,9 +138,12 @@ def main() -> int:
         help=f"of {', '.join([*OPS, COMM, *LLM])}; default: all",
     )
     parser.add_argument("--sanitizer", choices=SANITIZERS, action="append", help="default: all")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep objects there: the next run compiles what has changed")
     options = parser.parse_args()
     decoder: dict[str, list[Path]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = str(Path(options.keep or temporary).resolve())
+        Path(folder).mkdir(parents=True, exist_ok=True)
         for test in options.tests:
             for sanitizer in options.sanitizer or SANITIZERS:
                 if sanitizer == "thread" and test not in THREADED:
@@ -134,7 +151,7 @@ def main() -> int:
                 start = time.monotonic()
                 try:
                     program = build(test, sanitizer, Path(folder), decoder)
-                    subprocess.run([program], check=True, cwd=folder, env={**os.environ, **ENVIRONMENT}, timeout=600)
+                    subprocess.run([program], check=True, cwd=temporary, env={**os.environ, **ENVIRONMENT}, timeout=600)
                 except subprocess.CalledProcessError as error:
                     print(f"{test}, {sanitizer}: failed (exit code {error.returncode})")
                     return 1

@@ -169,7 +169,7 @@ void bind_model(nb::module_& m) {
           },
           nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
       .def("finish", &Model::finish, no_gil)
-      .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), no_gil)
+      .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), nb::arg("anonymous") = false, no_gil)
       .def("connect", &Model::connect, nb::arg("names"), nb::arg("pids"), no_gil)
       .def("unlink", &Model::unlink, no_gil)
       .def("step", &Model::step, nb::arg("requests"), no_gil)
@@ -240,6 +240,12 @@ void bind_linear(nb::module_& m) {
                           pointer<const float>(bias));
           },
           nb::arg("x"), nb::arg("y"), nb::arg("tokens"), nb::arg("type"), nb::arg("bias") = 0, no_gil)
+      .def(
+          "copy_rows",
+          [](const Linear& self, uintptr_t rows, int64_t count, uintptr_t y, const std::string& type) {
+            self.copy_rows(pointer<const int64_t>(rows), count, pointer<void>(y), read_values(type));
+          },
+          nb::arg("rows"), nb::arg("count"), nb::arg("y"), nb::arg("type"), no_gil)
       .def_prop_ro("bytes", &Linear::bytes);
   m.def(
       "rms_norm",

@@ -121,6 +121,31 @@ void pieces(const Query& query, const Division& d, const AttentionShape& shape, 
   }
 }
 
+// One token, all heads of a KV head in one task: the task that has the end of the context writes the token's key and
+// value itself, since no other reads them.
+bool appends_itself(const Query& query, const AttentionShape& shape) {
+  return query.tokens == 1 && shape.heads / shape.kv_heads <= kPrefillRows;
+}
+
+AppendKernel appender() noexcept {
+  static const AppendKernel chosen = append_kernel(selected_isa());
+  return chosen;
+}
+
+// `count` tokens of one KV head from the query's token `first` on.
+void append_tokens(const AttentionStep& step, const Query& query, int kv_head, int64_t first, int64_t count) noexcept {
+  const KvCache::Impl& cache = step.cache->impl();
+  const auto layer = static_cast<size_t>(step.layer);
+  const AttentionShape& shape = cache.shapes[layer];
+  const HeadLayout& layout = cache.layouts[layer];
+  const int64_t row = query.row + first;
+  appender()({&layout, cache.at(query.sequence).data.data(),
+              cache.offsets[layer] + layout.bytes * static_cast<size_t>(kv_head),
+              step.k + row * step.k_stride + kv_head * shape.head_dim,
+              step.v + row * step.v_stride + kv_head * shape.value_dim, step.k_stride, step.v_stride,
+              query.position + first, static_cast<int>(count)});
+}
+
 size_t thread_scratch_floats(const HeadLayout& layout) { return (task_scratch_floats(layout) + 31) / 16 * 16; }
 
 const AttentionShape& shape_of(const AttentionStep& step) {
@@ -143,14 +168,19 @@ void AttentionScratch::reserve(const AttentionShape& shape, const std::vector<Qu
   bytes = rounded;
 }
 
-void append(const AttentionStep& step, int thread, int threads) noexcept {
-  static const AppendKernel kernel = append_kernel(selected_isa());
-  const KvCache::Impl& cache = step.cache->impl();
+bool needs_append(const AttentionStep& step) noexcept {
   const AttentionShape& shape = shape_of(step);
-  const HeadLayout& layout = cache.layouts[static_cast<size_t>(step.layer)];
+  return std::any_of(step.queries->begin(), step.queries->end(),
+                     [&](const Query& query) { return !appends_itself(query, shape); });
+}
+
+void append(const AttentionStep& step, int thread, int threads) noexcept {
+  const AttentionShape& shape = shape_of(step);
   // Units: 16 tokens of one block and one KV head.
-  const auto blocks = [](const Query& query) {
-    return query.tokens > 0 ? divide_up(query.position + query.tokens, 16) - query.position / 16 : 0;
+  const auto blocks = [&](const Query& query) {
+    return query.tokens > 0 && !appends_itself(query, shape)
+               ? divide_up(query.position + query.tokens, 16) - query.position / 16
+               : 0;
   };
   int64_t units = 0;
   for (const Query& query : *step.queries) units += blocks(query) * shape.kv_heads;
@@ -162,19 +192,13 @@ void append(const AttentionStep& step, int thread, int threads) noexcept {
       unit += count * shape.kv_heads;
       continue;
     }
-    uint8_t* const* pages = cache.at(query.sequence).data.data();
     for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head, unit += count) {
       const int64_t from = std::max<int64_t>(0, begin - unit), to = std::min(count, end - unit);
       if (from >= to) continue;
       const int64_t block = query.position / 16;
       const int64_t first = std::max<int64_t>(0, (block + from) * 16 - query.position);
       const int64_t last = std::min<int64_t>(query.tokens, (block + to) * 16 - query.position);
-      const int64_t row = query.row + first;
-      kernel({&layout, pages,
-              cache.offsets[static_cast<size_t>(step.layer)] + layout.bytes * static_cast<size_t>(kv_head),
-              step.k + row * step.k_stride + kv_head * shape.head_dim,
-              step.v + row * step.v_stride + kv_head * shape.value_dim, step.k_stride, step.v_stride,
-              query.position + first, static_cast<int>(last - first)});
+      append_tokens(step, query, kv_head, first, last - first);
     }
   }
 }
@@ -203,6 +227,7 @@ void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, in
       const int64_t middle = done + cost / 2;
       done += cost;
       if (threads > 1 && (middle * threads < total * thread || middle * threads >= total * (thread + 1))) return;
+      if (piece.end > query.position && appends_itself(query, shape)) append_tokens(step, query, piece.kv_head, 0, 1);
       AttentionOptions options = step.options;
       if (options.alibi_slopes != nullptr) options.alibi_slopes += piece.kv_head * group;
       if (options.sinks != nullptr) options.sinks += piece.kv_head * group;

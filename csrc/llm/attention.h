@@ -111,7 +111,9 @@ struct AttentionScratch {
 };
 
 // Call these on every thread of the team. Between each two a barrier is needed, and one after the last.
-// Writes the new keys and values into the cache.
+// Writes the new keys and values into the cache, but for queries of one token: attend() does that for those, so that
+// decoding needs no barrier. Nothing to do when needs_append() is false.
+bool needs_append(const AttentionStep& step) noexcept;
 void append(const AttentionStep& step, int thread, int threads) noexcept;
 // Attention of every query; long contexts are divided among threads (Flash-Decoding, Dao et al., 2023), so that one
 // sequence with few KV heads uses them all. Results do not depend on which other sequences are in the step.

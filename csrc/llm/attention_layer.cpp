@@ -243,8 +243,10 @@ void Worker::attention(size_t index) noexcept {
     assemble_latent(index, step);
   else
     rotate_standard(index, step);
-  append(step, thread_, threads_);
-  barrier(Work::append);
+  if (needs_append(step)) {
+    append(step, thread_, threads_);
+    barrier(Work::append);
+  }
   attend(step, forward_.scratch_, thread_, threads_);
   barrier(Work::attend);
   if (needs_combine(step, threads_)) {

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ISA: scalar avx2 avx512 avx512_vnni
-#include <type_traits>
-
-#include "llm/small.h"
-#include "llm/small_lanes.h"
+#include "llm/small_integer.h"
+#include "llm/small_run.h"
 
 #define ANYACCEL_CONCAT_(a, b) a##b
 #define ANYACCEL_CONCAT(a, b) ANYACCEL_CONCAT_(a, b)
@@ -11,30 +9,8 @@
 namespace anyaccel::llm {
 namespace {
 
-constexpr int kLanes = 16;
-constexpr size_t kLine = 64;
-// How far ahead of the product weights are asked for: hardware prefetchers stop at the ends of 4 KiB pages.
-constexpr size_t kAhead = 2048;
-
-inline void ask_for(const uint8_t* p) { __builtin_prefetch(p + kAhead, 0, 3); }
-
 // Bits of 1e-30: smaller activations count as zero, since one over them may be infinite.
 constexpr uint32_t kLeast = 0x0da24260u;
-
-using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;
-
-int tiles_of(int tokens) { return (tokens + kTile - 1) / kTile; }
-int tile_begin(int tokens, int tile) { return tokens * tile / tiles_of(tokens); }
-bool is_float(Format format) { return format == Format::f32 || format == Format::f16 || format == Format::bf16; }
-size_t value_bytes(Format format) {
-  return is_float(format) ? sizeof(float) : format == Format::i8 ? sizeof(Q8) : sizeof(int8_t);
-}
-// Bytes of one token's activations.
-size_t token_bytes(const BlockLayout& layout) {
-  const size_t cols = static_cast<size_t>(layout.padded_cols);
-  const size_t params = is_float(layout.format) ? 0 : cols / kActivationGroup * sizeof(GroupParams);
-  return cols * value_bytes(layout.format) + params;
-}
 
 // --- activations
 
@@ -167,130 +143,6 @@ inline void float_block(const BlockLayout& layout, const uint8_t* w, const uint8
   for (int t = 0; t < M; ++t) out[t] = kChains == 1 ? sums[t][0] : add(sums[t][0], sums[t][kChains - 1]);
 }
 
-template <bool kGrouped, int M>
-inline void i8_block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x_bytes, Floats (&out)[M]) {
-  const auto* x = reinterpret_cast<const Q8*>(x_bytes);
-  const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
-  const uint8_t* scales = w + layout.scales_offset;
-  for (int t = 0; t < M; ++t) out[t] = zero_floats();
-  for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
-    Ints sums[M];
-#pragma GCC unroll kUnroll
-    for (int t = 0; t < M; ++t) sums[t] = splat(kShift8 ? params[t].sum_128 : int32_t{0});
-#pragma GCC unroll kUnroll
-    for (int j = 0; j < kActivationGroup; j += 4) {
-      ask_for(w);
-      const Line8 line = load8(w);
-      w += kLine;
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) sums[t] = dot8(sums[t], line, x + t * kActivationGroup + j);
-    }
-    if constexpr (kGrouped) {
-      const Floats scale = load_f16(scales);
-      __builtin_prefetch(scales + layout.block_bytes, 0, 3);
-      scales += layout.scale_stride;
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) out[t] = mul_add(to_floats(sums[t]), mul(scale, splat(params[t].scale)), out[t]);
-    } else {
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) out[t] = mul_add(to_floats(sums[t]), splat(params[t].scale), out[t]);
-    }
-    x += M * kActivationGroup;
-    params += M;
-  }
-  if constexpr (!kGrouped) {
-    const Floats scale = load(reinterpret_cast<const float*>(scales));
-    for (int t = 0; t < M; ++t) out[t] = mul(out[t], scale);
-  }
-}
-
-template <bool kMinimum, int M>
-inline void i4_block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x_bytes, Floats (&out)[M]) {
-  const auto* x = reinterpret_cast<const int8_t*>(x_bytes);
-  const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
-  const uint8_t* scales = w + layout.scales_offset;
-  const int64_t last = layout.group - kActivationGroup;  // where in its group the last part of it starts
-  for (int t = 0; t < M; ++t) out[t] = zero_floats();
-  for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
-    Sum4 sums[M];
-#pragma GCC unroll kUnroll
-    for (int t = 0; t < M; ++t) sums[t] = Sum4::zero();
-#pragma GCC unroll kUnroll
-    for (int j = 0; j < kActivationGroup; j += 8) {
-      ask_for(w);
-      const Line4 line = load4(w);
-      w += kLine;
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) sums[t] = sums[t].plus(line, x + t * kActivationGroup + j);
-    }
-    const Floats scale = load_f16(scales);
-    // The next block's: they come after its values, which ask_for() is far from.
-    __builtin_prefetch(scales + layout.block_bytes, 0, 3);
-    if constexpr (kMinimum) {
-      const Floats minimum = load_f16(scales + kLine / 2);
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) {
-        const Floats sum = mul_add(to_floats(sums[t].total()), mul(scale, splat(params[t].scale)), out[t]);
-        out[t] = mul_add(minimum, splat(params[t].scaled_sum), sum);
-      }
-    } else {
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) {
-        const Floats sum = to_floats(add(sums[t].total(), splat(params[t].sum_8)));
-        out[t] = mul_add(sum, mul(scale, splat(params[t].scale)), out[t]);
-      }
-    }
-    scales += (k & last) == last ? layout.scale_stride : 0;
-    x += M * kActivationGroup;
-    params += M;
-  }
-}
-
-// --- all blocks of a part, and all tokens
-
-void write(const Output& out, int64_t row, int64_t rows, int token, Floats value) {
-  float* to = out.data + token * out.stride + row;
-  if (row + kLanes <= rows) {
-    if (out.bias != nullptr) value = add(value, load(out.bias + row));
-    value = mul(value, splat(out.scale));
-    store(to, out.add ? add(load(to), value) : value);
-    return;
-  }
-  float values[kLanes];
-  store(values, value);
-  for (int r = 0; r < rows - row; ++r) {
-    const float scaled = (values[r] + (out.bias != nullptr ? out.bias[row + r] : 0.0f)) * out.scale;
-    to[r] = out.add ? to[r] + scaled : scaled;
-  }
-}
-
-template <class Kernel, int M>
-void run_tile(const SmallProduct& product, int64_t block, int first, const uint8_t* x) {
-  Floats sums[M];
-  Kernel::template block<M>(product.layout, product.weights + static_cast<size_t>(block) * product.layout.block_bytes,
-                            x, sums);
-  for (int t = 0; t < M; ++t) write(product.out, block * kLanes, product.rows, first + t, sums[t]);
-}
-
-using Tile = void (*)(const SmallProduct&, int64_t block, int first, const uint8_t* x);
-template <class Kernel, int M = kTile>
-Tile tile_for(int count) {
-  if constexpr (M > 1)
-    if (count < M) return tile_for<Kernel, M - 1>(count);
-  return run_tile<Kernel, M>;
-}
-
-template <class Kernel>
-void run(const SmallProduct& product) {
-  const int tiles = tiles_of(product.tokens);
-  const size_t bytes = token_bytes(product.layout);
-  for (int64_t block = product.begin; block < product.end; ++block)
-    for (int tile = 0; tile < tiles; ++tile) {
-      const int first = tile_begin(product.tokens, tile), count = tile_begin(product.tokens, tile + 1) - first;
-      tile_for<Kernel>(count)(product, block, first, product.x + static_cast<size_t>(first) * bytes);
-    }
-}
-
 template <class Weights>
 struct FloatKernel {
   template <int M>
@@ -298,21 +150,6 @@ struct FloatKernel {
     float_block<Weights, M>(layout, w, x, out);
   }
 };
-template <bool kGrouped>
-struct I8Kernel {
-  template <int M>
-  static void block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x, Floats (&out)[M]) {
-    i8_block<kGrouped, M>(layout, w, x, out);
-  }
-};
-template <bool kMinimum>
-struct I4Kernel {
-  template <int M>
-  static void block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x, Floats (&out)[M]) {
-    i4_block<kMinimum, M>(layout, w, x, out);
-  }
-};
-
 void multiply_small(const SmallProduct& product) {
   const BlockLayout& layout = product.layout;
   switch (layout.format) {

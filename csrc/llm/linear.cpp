@@ -177,6 +177,24 @@ void Linear::multiply(const void* x, void* y, int64_t tokens, Values type, const
   }
 }
 
+void Linear::copy_rows(const int64_t* rows, int64_t count, void* y, Values type) const {
+  const Shape& shape = matrix_.shape();
+  for (int64_t i = 0; i < count; ++i)
+    if (rows[i] < 0 || rows[i] >= shape.rows)
+      throw UsageError("token " + std::to_string(rows[i]) + " is outside the vocabulary of " +
+                       std::to_string(shape.rows));
+  std::vector<float> values(type == Values::f32 ? 0 : static_cast<size_t>(shape.cols));
+  auto* to = static_cast<uint8_t*>(y);
+  for (int64_t i = 0; i < count; ++i, to += static_cast<size_t>(shape.cols) * bytes_of(type)) {
+    if (type == Values::f32) {
+      matrix_.row(rows[i], reinterpret_cast<float*>(to));
+      continue;
+    }
+    matrix_.row(rows[i], values.data());
+    from_floats(values.data(), type, shape.cols, to);
+  }
+}
+
 void rms_norm(const void* x, void* y, int64_t rows, int64_t cols, Values type, const float* weight, float eps) {
   if (rows < 0 || cols < 1) throw UsageError("a norm of " + std::to_string(rows) + " x " + std::to_string(cols));
   const Norm kind{NormKind::rms, eps, weight, nullptr};

@@ -20,6 +20,8 @@ class Linear {
   void set_rows(int64_t first, int64_t count, const Source& source);
   // y[tokens, rows] = x[tokens, cols] Wᵀ + bias, dense; bias: [rows] or null. Calls may come from several threads.
   void multiply(const void* x, void* y, int64_t tokens, Values type, const float* bias) const;
+  // y[count, cols] = rows of W by number: an embedding, which may be the head's matrix. Throws UsageError: no such row.
+  void copy_rows(const int64_t* rows, int64_t count, void* y, Values type) const;
 
  private:
   Matrix matrix_;

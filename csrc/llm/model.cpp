@@ -109,7 +109,7 @@ void Model::finish() {
 
 // --- tensor parallelism
 
-std::string Model::create_segment(double timeout_s) {
+std::string Model::create_segment(double timeout_s, bool anonymous) {
   const auto held = lock();
   if (spec_.size == 1) throw UsageError("create_segment: the model has one rank");
   if (ranks_ != nullptr) throw UsageError("create_segment: called before");
@@ -119,7 +119,8 @@ std::string Model::create_segment(double timeout_s) {
                      std::to_string(spec_.vocab) + " rows of the vocabulary, more than its share");
   const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
                                      spec_.own_vocab()};
-  ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header);
+  const auto kind = anonymous ? comm::ShmSegment::Kind::memfd : comm::ShmSegment::Kind::posix;
+  ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind);
   ranks_->set_interrupt_check(interrupt_check_);
   return ranks_->name();
 }

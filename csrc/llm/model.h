@@ -53,7 +53,7 @@ class Model {
   void finish();
 
   // --- tensor parallelism, see ParallelRanks
-  std::string create_segment(double timeout_s);
+  std::string create_segment(double timeout_s, bool anonymous = false);
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
   void unlink();
 

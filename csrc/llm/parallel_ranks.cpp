@@ -15,12 +15,13 @@ size_t slot_bytes(size_t floats) { return (floats * sizeof(float) + kHeaderBytes
 
 }  // namespace
 
-ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header)
+ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header,
+                             comm::ShmSegment::Kind kind)
     : rank_(rank),
       size_(size),
       slot_floats_(slot_floats),
-      group_(rank, size, size_t{64} * static_cast<size_t>(size), timeout_s),
-      own_(comm::ShmSegment::create(kHeaderBytes + 2 * slot_bytes(slot_floats))),
+      group_(rank, size, size_t{64} * static_cast<size_t>(size), timeout_s, kind),
+      own_(comm::ShmSegment::create(kHeaderBytes + 2 * slot_bytes(slot_floats), kind)),
       name_(group_.name() + kSeparator + own_.name()) {
   new (own_.data()) Header(header);
 }

@@ -24,7 +24,8 @@ class ParallelRanks {
   };
 
   // `slot_floats`: room for one exchange of a rank.
-  ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header);
+  ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header,
+                comm::ShmSegment::Kind kind = comm::ShmSegment::Kind::posix);
 
   const std::string& name() const { return name_; }
   // Throws UsageError when the ranks do not fit together; std::system_error.

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from rank_processes import ranks_below
+
 COMMAND = (sys.executable, "-m", "anyaccel", "chat")
 
 
@@ -42,17 +44,31 @@ def test_answers_from_a_pipe_and_what_was_said_before(smollm2: Path) -> None:
     assert "<|im" not in done.stdout
 
 
+def test_a_line_that_is_not_utf8_is_refused_and_the_chat_goes_on(smollm2: Path) -> None:
+    command = [*COMMAND, "--model", str(smollm2), "--max-new-tokens", "4", "--quiet"]
+    done = subprocess.run(
+        command,
+        input=b"caf\xff\nSay hello.\n",
+        capture_output=True,
+        timeout=110,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert done.returncode == 0
+    assert done.stderr.decode() == "(the text is not valid UTF-8: byte 0xff after 'caf')\n"
+    assert len(done.stdout.splitlines()) == 1
+
+
 def test_second_turn_has_the_tokens_of_a_whole_conversation(smollm2: Path) -> None:
     """What the cache keeps between turns changes nothing: the same answer as from the conversation at once."""
     script = (
         "import argparse, sys\n"
-        "from anyaccel.cli import _llm, chat\n"
+        "from anyaccel.cli import _llm, _model_options, _screen, chat\n"
         "from anyaccel.inference.generate import Generation\n"
         "options = chat.build_parser().parse_args(['--model', sys.argv[1], '--dtype', 'fp32', '--kv-cache', 'fp32'])\n"
-        "backend = _llm.open_backend(options, _llm.Screen(False))\n"
+        "backend = _llm.open_backend(options, _screen.Screen(False))\n"
         "assert backend.runtime == 'native' and 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "assert 'numpy' not in sys.modules\n"
-        "how, talk = _llm.sampling_of(options), []\n"
+        "how, talk = _model_options.sampling_of(options), []\n"
         "for text in ('Name a colour.', 'Another one?'):\n"
         "    talk.append({'role': 'user', 'content': text})\n"
         "    ids = backend.tokenizer.chat(talk)\n"
@@ -203,6 +219,55 @@ def test_ctrl_c_on_a_terminal_stops_the_answer_and_twice_leaves(terminal: Termin
     terminal.type("\x03")
     assert terminal.end() == 0
     assert "Traceback" not in terminal.text
+
+
+@pytest.fixture
+def two_ranks(smollm2: Path) -> Iterator[Terminal]:
+    terminal = Terminal("--model", str(smollm2), "--max-new-tokens", "3000", "--tp", "2")
+    yield terminal
+    terminal.close()
+
+
+def test_two_ranks_on_a_terminal_stop_an_answer_and_go_on(two_ranks: Terminal) -> None:
+    """Ctrl-C at any token: were the ranks not at the same one, the next answer would fail or be another text."""
+    terminal = two_ranks
+    terminal.until(r"> $")
+    for _ in range(3):
+        terminal.type("Write a very long story about a dragon.\n")
+        terminal.until(r"dragon\.\r\n\w+ \w+ \w+ ")
+        terminal.type("\x03")
+        terminal.until(r"> $")
+    terminal.type("/clear\n")
+    terminal.until(r"> $")
+    terminal.type("What is the capital of France?\n")
+    terminal.until(r"The capital of France is Paris\.\r\n> $")
+    terminal.type("\x03")
+    terminal.until(r"Ctrl-C again[^>]*> $")
+    assert len(ranks_below(terminal.pid)) == 2
+    terminal.type("\x04")
+    assert terminal.end() == 0
+    assert "Traceback" not in terminal.text
+
+
+def test_a_rank_that_dies_ends_the_chat_that_waits_for_a_message(two_ranks: Terminal) -> None:
+    terminal = two_ranks
+    terminal.until(r"> $")
+    os.kill(ranks_below(terminal.pid)[1], signal.SIGKILL)
+    started = time.monotonic()
+    assert terminal.end() == 137
+    assert time.monotonic() - started < 8
+    assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", terminal.text)
+    assert "the ranks have ended" in terminal.text
+    assert "Traceback" not in terminal.text
+
+
+def test_two_ranks_say_what_one_process_says(smollm2: Path) -> None:
+    lines = "What is the capital of France?\nAnd of Spain?\n/clear\n/system Answer in one word.\nName a colour.\n"
+    options = ("--model", str(smollm2), "--dtype", "fp32", "--max-new-tokens", "16", "--stop", "Madrid", "--quiet")
+    one, two = piped(lines, *options), piped(lines, *options, "--tp", "2")
+    assert (two.returncode, two.stdout, two.stderr) == (0, one.stdout, "")
+    assert "Paris" in two.stdout
+    assert "Madrid" not in two.stdout
 
 
 def test_ctrl_d_leaves(terminal: Terminal) -> None:

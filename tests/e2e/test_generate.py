@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ import ranks
 from anyaccel import comm
 from anyaccel.inference import generate_tokens
 from anyaccel.inference.loading import load_tokenizer
+from rank_processes import ranks_below
 
 COMMAND = (sys.executable, "-m", "anyaccel", "generate")
 # The likeliest tokens of this answer are far ahead of the next: rounding changes none. (The model means Neptune.)
@@ -181,6 +183,36 @@ def test_native_path_imports_neither_torch_nor_transformers(smollm2: Path) -> No
         assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
+def test_native_ranks_import_neither_torch_nor_transformers(smollm2: Path, tmp_path: Path) -> None:
+    """Where importing these fails, two ranks give the tokens of one process, in little more memory."""
+    for package in ("torch", "transformers", "numpy"):
+        (tmp_path / f"{package}.py").write_text(f"raise RuntimeError('{package} is imported')\n")
+    arguments = (PROMPTS[0], "--model", str(smollm2), "--max-new-tokens", "8")
+    path = {"PYTHONPATH": os.pathsep.join((str(tmp_path), *filter(None, (os.environ.get("PYTHONPATH"),))))}
+    one, two = answer(*arguments, **path), answer(*arguments, "--tp", "2", **path)
+    assert two["runtime"] == "native"
+    assert two["text"] == one["text"] == "The capital of France is Paris."
+    # Weights, cache and at most 200 MB in all processes together.
+    assert float(str(two["peak_memory_bytes"])) < 1.05 * 135e6 * 2 + 200e6
+    assert float(str(two["peak_memory_bytes"])) > sum(two["peak_memory_bytes_by_rank"])  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_take_torch_for_what_the_native_runtime_lacks(smollm2: Path, tmp_path: Path) -> None:
+    for file in smollm2.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((smollm2 / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"per_layer_config": {"0": {"hidden_size": 576}}}))
+    arguments = (PROMPTS[0], "--max-new-tokens", "6", "--stop", " France", "--dtype", "fp32")
+    two = answer(*arguments, "--model", str(tmp_path), "--tp", "2")
+    one = answer(*arguments, "--model", str(tmp_path))
+    assert (one["runtime"], two["runtime"]) == ("torch", "torch")
+    assert two["text"] == one["text"]
+    assert two["tokens"] == one["tokens"]
+
+
 @pytest.mark.timeout(300)  # the file's tokenizer is converted once
 def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
     """The default model's blocks of 4 bits, without a conversion, say what the converted model says."""
@@ -261,6 +293,37 @@ def test_prompt_from_standard_input_and_a_reader_that_stops(smollm2: Path) -> No
         errors = process.stderr.read().decode()
     assert "Traceback" not in errors
     assert "BrokenPipe" not in errors
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "code"), [("rank", 9, 137), ("command", 15, 143), ("command", 9, -9)], ids=str
+)
+def test_a_death_ends_all_at_once_and_leaves_nothing(
+    victim: str, number: int, code: int, smollm2: Path, tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [*COMMAND, PROMPTS[3], "--tp", "2", "--model", str(smollm2), "--max-new-tokens", "2000", "--no-chat-template"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as process:
+        assert process.stdout and process.stderr
+        assert process.stdout.read(1)  # it generates
+        ranks_of_it = ranks_below(process.pid)
+        assert len(ranks_of_it) == 2
+        os.kill(ranks_of_it[1] if victim == "rank" else process.pid, number)
+        started = time.monotonic()
+        assert process.wait(20) == code
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks_of_it):
+            assert time.monotonic() - started < 8
+            time.sleep(0.02)
+        errors = process.stderr.read()
+    assert "Traceback" not in errors
+    if victim == "rank":
+        assert re.search(r"rank 1 \(process \d+\) was killed by SIGKILL", errors), errors
+        assert "error: the ranks have ended with code 137" in errors
+    assert not list(tmp_path.iterdir())
 
 
 def test_ctrl_c_ends_every_worker(smollm2: Path) -> None:

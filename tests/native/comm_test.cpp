@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
 #include "comm/errors.h"
 #include "comm/messages.h"
 #include "comm/shm_group.h"
@@ -24,14 +25,6 @@ namespace {
 
 using namespace anyaccel;
 using namespace anyaccel::comm;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
 
 constexpr double kTimeout = 60;
 

@@ -14,6 +14,7 @@
 #include <random>
 #include <vector>
 
+#include "check.h"
 #include "common/isa.h"
 #include "common/team.h"
 #include "llm/attention.h"
@@ -22,14 +23,6 @@ namespace {
 
 using namespace anyaccel;
 using namespace anyaccel::llm;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
 
 std::mt19937 generator(11);
 float normal(float scale) { return std::normal_distribution<float>(0, scale)(generator); }

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "common/isa.h"
 #include "llm/convert.h"
 #include "llm/large.h"
@@ -22,14 +23,6 @@ namespace {
 
 using namespace anyaccel;
 using namespace anyaccel::llm;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
 
 constexpr Isa kIsas[] = {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
 

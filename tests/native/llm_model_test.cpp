@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "llm/errors.h"
 #include "llm/model.h"
 #include "llm/request.h"
@@ -28,14 +29,6 @@ using llm_reference::Reference;
 using llm_reference::Row;
 using llm_reference::Rows;
 using llm_reference::Values;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
 
 template <class Error>
 std::string message_of(const std::function<void()>& call) {

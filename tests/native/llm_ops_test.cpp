@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "check.h"
 #include "llm/kernels_ops.h"
 #include "llm/ops.h"
 
@@ -17,14 +18,6 @@ namespace {
 
 using namespace anyaccel;
 using namespace anyaccel::llm;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
 
 constexpr int64_t kSizes[] = {1, 2, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 80, 100, 128, 576, 1000, 2049};
 constexpr float kInfinity = std::numeric_limits<float>::infinity();

@@ -11,19 +11,12 @@
 #include <set>
 #include <vector>
 
+#include "check.h"
 #include "llm/sampling.h"
 
 namespace {
 
 using namespace anyaccel::llm;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 using Tokens = std::vector<int64_t>;

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
 #include "common/isa.h"
 #include "optim/work.h"
 
@@ -29,14 +30,6 @@ namespace {
 
 using anyaccel::optim::bytes_of;
 using anyaccel::optim::DType;
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::abort();                                                        \
-    }                                                                      \
-  } while (false)
 
 // Numbers near 1 in each dtype, made of random bits; on the heap and of exactly this size, so that a read or write
 // beyond is seen.

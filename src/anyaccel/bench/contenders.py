@@ -97,6 +97,11 @@ def parse_peer(text: str, model: str, dtype: str, tp: int, pythons: dict[str, st
     return Contender(name, path, dtype, ranks, pythons.get(name, sys.executable), folder, Path(own_model).stem)
 
 
+def runs_in(peer: str, dtype: str) -> bool:
+    """Whether a peer can give a Hugging Face model's weights this precision itself."""
+    return peer not in ("hf", "deepspeed", "vllm") or dtype not in ("int8", "int4")
+
+
 def run(contender: Contender, sizes: Sizes, vocabulary: int) -> dict[str, list[float]]:
     """One round of one contender in a process of its own.
 

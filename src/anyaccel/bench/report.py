@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,16 +56,27 @@ def table(figures: Figures, ours: str) -> str:
     return "\n".join(lines)
 
 
+def check_plot(path: str) -> None:
+    """Before anything is measured: whether `plot` will be able to write its picture.
+
+    Raises:
+        AnyAccelError: matplotlib is not installed, or the folder cannot be written to.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise AnyAccelError("--plot needs matplotlib: pip install matplotlib")
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise AnyAccelError(f"--plot {path}: {folder} is no folder that can be written to")
+
+
 def plot(figures: Figures, ours: str, title: str, path: str) -> None:
     """Bars of the rates, one group a figure, one bar a contender.
 
     Raises:
-        AnyAccelError: matplotlib is not installed, or the file cannot be written.
+        AnyAccelError: the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise AnyAccelError("--plot needs matplotlib: pip install matplotlib") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

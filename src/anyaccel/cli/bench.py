@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
         _at_least(options, name, least)
     _at_least(options, "repeats", 1)
     _at_least(options, "rounds", 1)
-    from anyaccel.bench.contenders import Contender, Sizes, parse_peer
+    from anyaccel.bench.contenders import Contender, Sizes, parse_peer, runs_in
+    from anyaccel.bench.report import check_plot, plot
     from anyaccel.cli.generate import default_model_file
 
     model = str(Path(options.model).expanduser().absolute() if options.model else default_model_file())
@@ -72,16 +73,18 @@ def main(argv: list[str]) -> int:
     contenders = [Contender("anyaccel", model, dtype, options.tp, options=own) for dtype in dtypes]
     for text in filter(None, options.against.split(",")):
         # A model of the peer's own has one precision, whatever ours are.
-        wanted = dtypes[:1] if "=" in text else dtypes
+        wanted = dtypes[:1] if "=" in text else [dtype for dtype in dtypes if runs_in(text, dtype)]
+        if not wanted:
+            raise UsageError(f"--against {text}: it does not run in {' or '.join(dtypes)}; add --dtype bf16")
         contenders += [parse_peer(text, model, dtype, options.tp, pythons) for dtype in wanted]
     sizes = Sizes(options.prompt, options.new, options.long, options.batch, options.repeats)
+    if options.plot:
+        check_plot(options.plot)
     figures, failures = measure(contenders, sizes, options.rounds, _vocabulary(model))
     ours = contenders[0].name
-    if options.plot and figures:
-        from anyaccel.bench.report import plot
-
-        plot(figures, ours, f"{Path(model).name}: {_machine()}", options.plot)
     _print(options, model, figures, failures, ours)
+    if options.plot and figures:
+        plot(figures, ours, f"{Path(model).name}: {_machine()}", options.plot)
     return 1 if failures else 0
 
 

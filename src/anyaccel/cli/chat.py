@@ -5,30 +5,31 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING
 
-from anyaccel.cli._llm import (
-    Screen,
-    Stream,
+from anyaccel.cli._llm import open_backend
+from anyaccel.cli._model_options import (
     add_model_options,
     add_sampling_options,
+    add_tp_option,
     check_numbers,
     model_path,
-    open_backend,
     sampling_of,
-    show,
 )
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
-    from anyaccel.cli._llm import Backend
+    from anyaccel.cli._backends import Backend
 
 _EXAMPLES = """\
   anyaccel chat
   anyaccel chat --model ~/models/Qwen3-0.6B --dtype int8 --temperature 0.7 --top-p 0.9
   anyaccel chat --system "You are a pirate." --kv-cache int8
+  anyaccel chat --tp 2 --model ~/models/SmolLM2-1.7B-Instruct
   printf 'Hello!\\nWhat did I just say?\\n' | anyaccel chat --quiet"""
 _HELP = """\
   /clear         forget the conversation
@@ -48,6 +49,7 @@ def build_parser() -> Parser:
         _EXAMPLES,
     )
     add_model_options(parser)
+    add_tp_option(parser)
     add_sampling_options(parser, max_new_tokens=1024)
     parser.add_argument("-q", "--quiet", action="store_true", help="print no accelerator, plan, progress and hints")
     return parser
@@ -59,12 +61,22 @@ def main(argv: list[str]) -> int:
     check_numbers(options)
     options.model = str(model_path(options.model))
     screen = Screen(shown=not options.quiet)
-    backend = open_backend(options, screen)
-    if not backend.tokenizer.has_chat_template:
-        raise ModelError(f"{options.model}: the model has no chat template; use `anyaccel generate`")
-    if sys.stdin.isatty():
-        screen.line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-    return _talk(Conversation(backend, options, screen), _Lines())
+    with contextlib.closing(_open(options, screen)) as backend:
+        if not backend.tokenizer.has_chat_template:
+            raise ModelError(f"{options.model}: the model has no chat template; use `anyaccel generate`")
+        if sys.stdin.isatty():
+            screen.line("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
+        return _talk(Conversation(backend, options, screen), _Lines(backend))
+
+
+def _open(options: argparse.Namespace, screen: Screen) -> Backend:
+    if options.tp == 1:
+        return open_backend(options, screen)
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UsageError(f"--tp {options.tp}: a chat starts its workers itself; run it without a launcher")
+    from anyaccel.cli._ranks import start
+
+    return start(options, screen)
 
 
 class Conversation:
@@ -100,14 +112,14 @@ class Conversation:
             self._messages.pop()
             raise
         stream = Stream(self._backend.tokenizer.decode, self._options.stop, show)
-        tokens = self._backend.tokens(ids, room, self._sampling, Generation())
         count = 0
         try:
-            for token in tokens:
-                count += 1
-                stream.add(token)
-                if stream.ended:
-                    break
+            with contextlib.closing(self._backend.tokens(ids, room, self._sampling, Generation())) as tokens:
+                for token in tokens:
+                    count += 1
+                    stream.add(token)
+                    if stream.ended:
+                        break
             stream.finish()
             cut = count == room and not stream.ended
         except KeyboardInterrupt:
@@ -146,8 +158,9 @@ class Conversation:
 class _Lines:
     """Messages from the terminal, with editing, or from a pipe."""
 
-    def __init__(self) -> None:
-        self.interactive = sys.stdin.isatty()
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.interactive = keep_bytes(sys.stdin).isatty()
         if self.interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  input() edits lines with it
@@ -169,14 +182,15 @@ class _Lines:
             parts.append(line[:-1])
 
     def _line(self, prompt: str) -> str | None:
-        if not self.interactive:
-            line = sys.stdin.readline()
-            return line.rstrip("\n") if line else None
-        try:
-            return input(prompt)
-        except EOFError:
-            print()
-            return None
+        with self._backend.idle():
+            if not self.interactive:
+                line = sys.stdin.readline()
+                return line.rstrip("\n") if line else None
+            try:
+                return input(prompt)
+            except EOFError:
+                print()
+                return None
 
 
 def _talk(conversation: Conversation, lines: _Lines) -> int:

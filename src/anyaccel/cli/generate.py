@@ -4,35 +4,33 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.cli._llm import (
+from anyaccel.cli._llm import open_backend
+from anyaccel.cli._model_options import (
     DTYPES,
-    Screen,
-    Stream,
     add_model_options,
     add_sampling_options,
+    add_tp_option,
     check_numbers,
     default_model_file,
     model_path,
-    open_backend,
     sampling_of,
-    show,
 )
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import UsageError
 
 if TYPE_CHECKING:
-    from anyaccel.cli._llm import Backend
+    from anyaccel.cli._backends import Backend
     from anyaccel.inference.generate import Generation
 
 __all__ = ["DTYPES", "build_parser", "default_model_file", "main"]
 
-_WORKER = "--worker-options"  # followed by the file in which `_launch` hands its options to the workers
 _EXAMPLES = """\
   anyaccel generate "Why is the sky blue?"
   anyaccel generate "Why is the sky blue?" --tp 2 --dtype bf16 --model ~/models/SmolLM2-1.7B-Instruct
@@ -51,13 +49,7 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("prompt", metavar="PROMPT", help='the prompt; "-" reads it from standard input')
     add_model_options(parser)
-    add(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="workers that share the model, each bound to its own cores",
-    )
+    add_tp_option(parser)
     add_sampling_options(parser, max_new_tokens=128)
     add("--no-chat-template", action="store_true", help="give the prompt to the model as it is")
     add("--json", action="store_true", help="print one JSON object instead of the text")
@@ -67,70 +59,45 @@ def build_parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
-    if argv[:1] == [_WORKER]:
-        return _generate(argparse.Namespace(**json.loads(Path(argv[1]).read_text())))
     options = build_parser().parse_args(argv)
-    options.launch_summary = ""
-    if options.tp < 1:
-        raise UsageError(f"--tp {options.tp}: must be at least 1")
     check_numbers(options)
     if options.system is not None and options.no_chat_template:
         raise UsageError("--system is part of the chat template: leave out --no-chat-template")
     options.prompt = _prompt(options.prompt)
     options.model = str(model_path(options.model))
-    if options.tp > 1 and os.environ.get("WORLD_SIZE") != str(options.tp):
-        return _launch(options)
-    return _generate(options)
+    screen = Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
+    with contextlib.closing(_open(options, screen)) as backend:
+        return _generate(options, screen, backend)
 
 
 def _prompt(text: str) -> str:
     if text == "-":
-        text = sys.stdin.read()
+        text = keep_bytes(sys.stdin).read()
     if not text.strip():
         raise UsageError("the prompt is empty")
     return text
 
 
-def _launch(options: argparse.Namespace) -> int:
-    """Start the workers that share the model; this process itself never imports torch."""
-    import tempfile
+def _open(options: argparse.Namespace, screen: Screen) -> Backend:
+    if options.tp == 1 or os.environ.get("WORLD_SIZE") == str(options.tp):
+        return open_backend(options, screen, options.tp)  # alone, or one of the ranks that another launcher started
+    from anyaccel.cli._ranks import start
 
-    from anyaccel import launch
-    from anyaccel.topology import read_machine
-
-    machine = read_machine()
-    if options.tp > len(machine.allowed_cpus):
-        raise UsageError(f"--tp {options.tp}: this process may use {len(machine.allowed_cpus)} CPUs only")
-    wanted = launch.LaunchOptions(
-        script="anyaccel",
-        module=True,
-        num_accelerators=options.tp,
-        # Two hardware threads of one core cannot be two workers' own cores; they share it unbound.
-        bind_cores=options.tp <= len(machine.cores()),
-        local_rank_argument=False,
-    )
-    plan = launch.make_plan(wanted, machine)
-    options.launch_summary = f"topology: {machine.summary()}\n{plan.render()}"
-    # In a file: a prompt may be longer than the kernel allows an argument to be.
-    with tempfile.NamedTemporaryFile("w", prefix="anyaccel-", suffix=".json") as file:
-        json.dump(vars(options), file)
-        file.flush()
-        return launch.launch_local(plan, [sys.executable, "-m", "anyaccel", "generate", _WORKER, file.name])
+    return start(options, screen, lasting=False)
 
 
-def _generate(options: argparse.Namespace) -> int:
-    """Load and generate in this process, as one of `--tp` ranks or alone."""
+def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> int:
     from anyaccel.inference.generate import Generation
 
-    screen = Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
-    backend = open_backend(options, screen, options.tp, options.launch_summary)
     result = Generation()
     stream = Stream(backend.tokenizer.decode, options.stop, show if backend.first and not options.json else None)
     ids = _encode(backend, options)
-    for token in backend.tokens(ids, options.max_new_tokens, sampling_of(options), result):
+    tokens = backend.tokens(ids, options.max_new_tokens, sampling_of(options), result)
+    for token in tokens:
         stream.add(token)
         if stream.ended:  # on every rank: they have the same tokens
             break
+    tokens.close()
     stream.finish()
     if backend.first and not options.json:
         show("\n")
@@ -138,22 +105,26 @@ def _generate(options: argparse.Namespace) -> int:
     if backend.first:
         if options.json:
             print(json.dumps(summary))
+        where = " in all processes" if options.tp > 1 else ""
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
-            f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB" + (" in all ranks" if options.tp > 1 else "")
+            f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB{where}"
         )
     return 0
 
 
 def _encode(backend: Backend, options: argparse.Namespace) -> list[int]:
     tokenizer = backend.tokenizer
+    ids: list[int]
     if options.no_chat_template or not tokenizer.has_chat_template:
         if options.system is not None:
             raise UsageError("--system: this model has no chat template")
-        return tokenizer.encode(options.prompt)
+        ids = tokenizer.encode(options.prompt)
+        return ids
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return tokenizer.chat([*system, {"role": "user", "content": options.prompt}])
+    ids = tokenizer.chat([*system, {"role": "user", "content": options.prompt}])
+    return ids
 
 
 def _summary(options: argparse.Namespace, backend: Backend, result: Generation, text: str) -> dict[str, Any]:
@@ -166,7 +137,7 @@ def _summary(options: argparse.Namespace, backend: Backend, result: Generation, 
         "generated_tokens": len(result.tokens),
         "prompt_tokens_per_second": result.prompt_tokens_per_second,
         "generated_tokens_per_second": result.tokens_per_second,
-        "peak_memory_bytes": sum(peaks),
+        "peak_memory_bytes": sum(peaks) + backend.beside(),
         "peak_memory_bytes_by_rank": peaks,
         "accelerator": backend.accelerator,
         "runtime": backend.runtime,

@@ -35,7 +35,7 @@ def build_parser() -> Parser:
         help="weights that share a scale in int4 (default: 32)",
     )
     add("--asymmetric", action="store_true", help="int4 with a zero point for each group: closer, a little larger")
-    add("--force", action="store_true", help="replace OUT when it exists")
+    add("--force", action="store_true", help="replace OUT when it is a model folder")
     add("--json", action="store_true", help="print one JSON object: sizes, and the error of each matrix")
     add("-q", "--quiet", action="store_true", help="print no progress")
     return parser

@@ -16,6 +16,23 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.tp.apply import take
 from anyaccel.inference.tp.plan import Slice
 
+# What readers raise for files that are not what their name says; unpickling damaged bytes may raise almost anything.
+_DAMAGE = (
+    SafetensorError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    RuntimeError,
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+)
+
 
 def _index_of(folder: Path, stem: str, suffix: str) -> dict[str, Path]:
     """Tensor name -> file, of a sharded checkpoint; empty when there is no index file."""
@@ -62,10 +79,15 @@ class Checkpoint:
                 if file.suffix == ".bin":
                     # Files from before torch 1.6 are no zip archives and cannot be mapped.
                     mapped = zipfile.is_zipfile(file)
-                    self._open_files[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+                    data = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+                    if not isinstance(data, dict):
+                        raise ModelError(f"{file}: has a {type(data).__name__}, not tensors by name")
+                    self._open_files[file] = data
                 else:
                     self._open_files[file] = safe_open(file, framework="pt")
-            except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, ValueError) as error:
+            except ModelError:
+                raise
+            except _DAMAGE as error:
                 raise ModelError(f"{file}: cannot be read, truncated or damaged ({error})") from error
         return self._open_files[file]
 
@@ -74,6 +96,21 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of `.bin` files, mapped where the files can be.
+
+        Raises:
+            ModelError: a file is damaged, or has something else under a tensor's name, or not what the index says.
+        """
+        found = {}
+        for name, file in self._files.items():
+            data = self._open(file)
+            tensor = data.get(name) if isinstance(data, dict) else None
+            if not isinstance(tensor, torch.Tensor):
+                raise ModelError(f"{file}: has no tensor {name!r}")
+            found[name] = tensor
+        return found
 
     def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
         """The tensor `name` of `shape`, or only `part` of it: a view of the mapped file where it is in one piece.

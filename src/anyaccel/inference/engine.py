@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,26 @@ class InferenceEngine(nn.Module):
         """Where inputs go and results come from."""
         return get_accelerator().device() if self.native else next(self.module.parameters()).device
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own: packed weights stay as they are, or it is an error."""
+        self.module.to(*args, **kwargs)
+        return self
+
+    def half(self) -> Any:
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        return self.to(torch.bfloat16)
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def double(self) -> Any:
+        return self.to(torch.float64)
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own forward; every rank of the group must call it with the same input."""
         return self.module(*args, **kwargs)
@@ -119,7 +139,8 @@ def init_inference(
 
     Args:
         model: a Hugging Face causal LM, or the path of a model folder or `.gguf` file. From a path each rank reads only
-            its own shards; the weights of a model in memory are taken over: afterwards they exist once, packed.
+            its own shards; the weights of a model in memory are taken over: afterwards they exist once, packed,
+            and after an error on the way the model has to be loaded again.
         config: options as a dict; keyword arguments go before it.
         progress: called with (bytes loaded, bytes in all) of this rank while weights load.
         dtype: torch.bfloat16 (default), torch.float16, torch.float32, or a name: bf16, fp16, fp32, int8, int4.
@@ -193,27 +214,45 @@ def _native_engine(
     tp_size = settings.tensor_parallel.tp_size
     if not ranks.one_host(group):
         raise Unsupported("tensor parallelism over several hosts")
-    native = ranks.together(
-        group,
-        lambda: load_native(
-            model,
-            dtype=None if settings.dtype == "auto" else settings.dtype,
-            group=settings.group_size,
-            rank=rank,
-            size=tp_size,
-            threads=settings.threads,
-            cache_dtype=settings.cache_dtype,
-            cache_limit=settings.cache_bytes,
-            progress=progress,
-            release=True,
-        ),
-    )
+    try:
+        native = ranks.together(
+            group,
+            lambda: load_native(
+                model,
+                dtype=None if settings.dtype == "auto" else settings.dtype,
+                group=settings.group_size,
+                rank=rank,
+                size=tp_size,
+                threads=settings.threads,
+                cache_dtype=settings.cache_dtype,
+                cache_limit=settings.cache_bytes,
+                progress=progress,
+                release=True,
+            ),
+        )
+    except BaseException:
+        if isinstance(model, nn.Module):
+            _forbid_use(model)
+        raise
     if isinstance(model, nn.Module):
         module = model
     else:
         module = native_skeleton(Path(model).expanduser(), native, settings.torch_dtype)
     make_native(module, native, settings.torch_dtype, group)
     return InferenceEngine(module, TensorParallelPlan(rank, tp_size), settings, group, "native", "", native)
+
+
+def _forbid_use(model: nn.Module) -> None:
+    """After an error: a model some of whose weights have been taken over says so when it is called."""
+    if any(p.numel() == 0 for p in model.parameters()):
+        model.register_forward_pre_hook(_refuse)
+        model.to_empty(device="meta")  # which init_inference refuses
+
+
+def _refuse(model: nn.Module, _args: object) -> NoReturn:
+    raise UsageError(
+        f"{type(model).__name__}: init_inference was interrupted while it took the weights over; load the model again"
+    )
 
 
 def _torch_engine(

@@ -51,9 +51,16 @@ def converted(source: Path, announce: Callable[[str], object] | None = None) -> 
         announce: called with one line before a conversion, which takes a while.
 
     Raises:
-        ModelError: the file is no GGUF file, is damaged, or has an architecture that transformers cannot read.
+        ModelError: the file is no GGUF file, is damaged, or has an architecture that transformers cannot read; or the
+            cache cannot be written.
     """
-    return _made_once(source, "models", "converting {name} once, to {folder}", announce, _save_model)
+    try:
+        return _made_once(source, "models", "converting {name} once, to {folder}", announce, _save_model)
+    except OSError as error:
+        raise ModelError(
+            f"{source}: this model needs a converted copy, which cannot be written ({error}); "
+            "set ANYACCEL_CACHE_DIR to a folder with room"
+        ) from error
 
 
 def converted_tokenizer(source: Path, announce: Callable[[str], object] | None = None) -> Path:
@@ -64,9 +71,10 @@ def converted_tokenizer(source: Path, announce: Callable[[str], object] | None =
 
     Raises:
         ModelError: the file is no GGUF file, or its tokenizer is none that transformers can read.
+        OSError: the cache cannot be written.
     """
     return _made_once(
-        source, "tokenizers", "reading the tokenizer of {name} once, to {folder}", announce, _save_tokenizer
+        source, "tokenizers", "reading the tokenizer of {name} once, to {folder}", announce, convert_tokenizer
     )
 
 
@@ -124,7 +132,12 @@ def _location(source: Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name, "trust_remote_code": False}
 
 
-def _save_tokenizer(source: Path, folder: Path) -> None:
+def convert_tokenizer(source: Path, folder: Path) -> None:
+    """The tokenizer of the GGUF file `source` into the empty `folder`.
+
+    Raises:
+        ModelError: it is none that transformers can read.
+    """
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -53,6 +53,35 @@ class NativeCache(Cache):
         self.native = _Sequences(model)
         self.limit = limit
         self.kept_BT = torch.ones(0, 0, dtype=torch.bool)
+        self._unread_BT: torch.Tensor | None = None
+
+    @classmethod
+    def of_tokens(cls, model: _llm.Model, limit: int, ids_BT: torch.Tensor, kept_BT: torch.Tensor) -> NativeCache:
+        """A cache that has these tokens; they are run when it is first used: most results never are.
+
+        Args:
+            kept_BT: which of them count.
+        """
+        made = cls(model, limit)
+        made.kept_BT, made._unread_BT = kept_BT.bool(), ids_BT.to(torch.int64)
+        return made
+
+    def _read(self) -> None:
+        """Run the tokens that `of_tokens` was given."""
+        ids_BT, self._unread_BT = self._unread_BT, None
+        assert ids_BT is not None
+        model, counts = self.native.model, self.kept_BT.sum(1).tolist()
+        self.native.replace([model.create() for _ in counts])
+        active = [row for row, count in enumerate(counts) if count]
+        tokens = ids_BT[self.kept_BT].contiguous()
+        try:
+            model.forward(
+                [self.native.numbers[row] for row in active], [counts[row] for row in active], tokens.data_ptr(), 0, []
+            )
+        except BaseException:
+            self.native.replace([])
+            self._unread_BT = ids_BT
+            raise
 
     @classmethod
     def adopt(cls, cache: Any, model: _llm.Model, limit: int) -> NativeCache:
@@ -84,6 +113,8 @@ class NativeCache(Cache):
     @property
     def sequences(self) -> list[int]:
         """The native sequence of each row."""
+        if self._unread_BT is not None:
+            self._read()
         return self.native.numbers
 
     def begin(self, rows: int) -> None:
@@ -105,7 +136,7 @@ class NativeCache(Cache):
     # What Hugging Face's code asks for ----------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"NativeCache(rows={len(self.sequences)}, columns={self.get_seq_length()})"
+        return f"NativeCache(rows={len(self.kept_BT)}, columns={self.get_seq_length()})"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.kept_BT.shape[1]
@@ -120,7 +151,7 @@ class NativeCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        return len(self.sequences) or -1
+        return len(self.kept_BT) or -1
 
     @property
     def is_compileable(self) -> bool:
@@ -128,7 +159,7 @@ class NativeCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return bool(self.sequences)
+        return len(self.kept_BT) > 0
 
     @property
     def is_croppable(self) -> bool:
@@ -142,6 +173,7 @@ class NativeCache(Cache):
         raise UsageError("the native runtime writes its cache itself: NativeCache.update cannot be called")
 
     def reset(self) -> None:
+        self._unread_BT = None
         self.native.replace([])
         self.kept_BT = torch.ones(0, 0, dtype=torch.bool)
 
@@ -151,8 +183,9 @@ class NativeCache(Cache):
         left = columns + tokens_to_remove if tokens_to_remove <= 0 else min(columns, tokens_to_remove)
         if not 0 <= left <= columns:
             raise UsageError(f"crop({tokens_to_remove}): the cache has {columns} columns")
+        sequences = self.sequences
         self.kept_BT = self.kept_BT[:, :left]
-        for number, length in zip(self.sequences, self.kept_BT.sum(1).tolist(), strict=True):
+        for number, length in zip(sequences, self.kept_BT.sum(1).tolist(), strict=True):
             self.native.model.truncate(number, length)
 
     def _select(self, rows: list[int]) -> None:

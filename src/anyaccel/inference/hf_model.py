@@ -63,6 +63,12 @@ class NativeCausalLM:
         Raises:
             UsageError: an argument cannot be answered, tokens are out of the vocabulary, or the context overflows.
         """
+        if torch.compiler.is_compiling():  # nothing here is torch's to compile: run it as it is
+            return torch.compiler.disable(self.forward)(  # type: ignore[no-untyped-call]
+                *(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels),
+                *(use_cache, output_attentions, output_hidden_states, logits_to_keep, return_dict),
+                **kwargs,
+            )
         for name, value in {
             "inputs_embeds": inputs_embeds,
             "output_attentions": output_attentions,
@@ -209,6 +215,12 @@ class NativeCausalLM:
     def bfloat16(self) -> Any:
         return self.to(torch.bfloat16)
 
+    def double(self) -> Any:
+        return self.to(torch.float64)
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
     def train(self, mode: bool = True) -> Any:
         if mode:
             self._fixed("train()")
@@ -247,7 +259,7 @@ def make_native(
     module.requires_grad_(False)
     module.__class__ = _native_class(type(module))  # type: ignore[arg-type]
     module._native, module._native_dtype, module._native_group = native, dtype, group  # type: ignore[assignment]
-    for child in module.children():
+    for child in (*module.children(), module.get_input_embeddings()):  # type: ignore[operator]
         child.register_forward_pre_hook(_refuse)
     return module
 

@@ -7,21 +7,32 @@ What the loop does not know goes to their own `generate`, which then calls the n
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from anyaccel.errors import ModelError, UsageError
+from anyaccel.errors import UsageError
 from anyaccel.inference import ranks
+from anyaccel.inference.generate_checks import check_context, check_memory, check_tokens, sampling_options
+from anyaccel.inference.native_loop import Job, not_finite, run
 from anyaccel.inference.stopping import StopStrings
 
 if TYPE_CHECKING:
-    from anyaccel import _llm
     from anyaccel.inference.runtimes.cpu import NativeModel
+
+__all__ = [
+    "Call",
+    "check_context",
+    "check_memory",
+    "check_tokens",
+    "generate",
+    "not_finite",
+    "sampling_options",
+    "seeded",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +78,6 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def check_tokens(ids: torch.Tensor, vocabulary: int) -> None:
-    """Raise UsageError for a token that the model does not have."""
-    if ids.numel() == 0:
-        return
-    lowest, highest = (int(value) for value in torch.aminmax(ids))
-    if lowest < 0 or highest >= vocabulary:
-        token = lowest if lowest < 0 else highest
-        raise UsageError(f"token {token} is outside the model's vocabulary of {vocabulary}")
-
-
 def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
     """Run `call` natively, or through `own`, Hugging Face's generate."""
     kwargs = call.kwargs
@@ -96,7 +97,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
         raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
     job = _prepare(module, call, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
     job.seed = ranks.shared_seed(_seed(config, seed, generator), module._native_group)
-    return _run(module._native, job)
+    return run(module._native, job)
 
 
 def _tell(argument: str) -> None:
@@ -195,34 +196,6 @@ def _seed(config: Any, seed: Any, generator: torch.Generator | None) -> int:
     return int(torch.randint(2**63 - 1, (), generator=generator))
 
 
-@dataclass
-class _Job:
-    """One call of `generate`, understood.
-
-    Attributes:
-        prompts: what each row of the input means, without padding.
-        copies: answers to each prompt.
-        options: of every Request.
-    """
-
-    input_ids: torch.Tensor
-    prompts: list[list[int]]
-    copies: int
-    max_new: int
-    options: dict[str, Any]
-    pad: int
-    stop: StopStrings | None
-    criteria: Any
-    streamer: Any
-    max_time: float | None
-    keep_logits: bool
-    output_logits: bool
-    output_scores: bool
-    as_dict: bool
-    seed: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-
 def _token_list(value: Any) -> list[int]:
     if value is None:
         return []
@@ -233,7 +206,7 @@ def _token_list(value: Any) -> list[int]:
 
 def _prepare(
     module: Any, call: Call, config: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, tokenizer: Any
-) -> _Job:
+) -> Job:
     native: NativeModel = module._native
     columns = input_ids.shape[1]
     if not input_ids.numel():
@@ -272,8 +245,9 @@ def _prepare(
         strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
         stop = StopStrings(strings, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
     as_dict = bool(config.return_dict_in_generate)
-    job = _Job(
+    job = Job(
         input_ids=input_ids,
+        mask=shown,
         prompts=prompts,
         copies=config.num_return_sequences or 1,
         max_new=max_new,
@@ -287,6 +261,7 @@ def _prepare(
         output_logits=as_dict and bool(config.output_logits),
         output_scores=as_dict and bool(config.output_scores),
         as_dict=as_dict,
+        use_cache=config.use_cache is not False,
     )
     check_memory(native, [len(prompt) for prompt in prompts], job.copies, max_new)
     return job
@@ -318,207 +293,3 @@ def _max_new_tokens(module: Any, call: Call, config: Any, columns: int, longest:
             )
     check_context(longest, max(wanted, 1), limit)
     return wanted
-
-
-def check_context(prompt: int, new: int, limit: int) -> None:
-    """Raise UsageError when prompt and answer together exceed the model's context."""
-    if limit and prompt + new > limit:
-        raise UsageError(f"{prompt} prompt tokens and {new} new ones exceed the model's context of {limit}")
-
-
-def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: int) -> None:
-    """Raise UsageError, with the bytes, when the cache of a batch cannot fit."""
-    page = 64
-    model = native.model
-    tokens = sum(-(-(length + new) // page) * page + (copies - 1) * (-(-new // page) + 1) * page for length in prompts)
-    needed = tokens * model.cache_bytes_per_token()
-    if needed > model.cache_limit_bytes:
-        raise UsageError(
-            f"{len(prompts) * copies} sequences of up to {max(prompts) + new} tokens need {needed / 2**20:.0f} MiB of "
-            f"key/value cache ({needed} bytes), its limit is {model.cache_limit_bytes / 2**20:.0f} MiB: use a smaller "
-            "batch, fewer new tokens, kv_cache='int8' or a larger cache_bytes"
-        )
-
-
-def sampling_options(**given: Any) -> dict[str, Any]:
-    """Fields of the native SamplingOptions from Hugging Face's names; None is what switches an option off.
-
-    Raises:
-        UsageError: a value is out of its range.
-    """
-    values = {name: value for name, value in given.items() if value is not None}
-    sample = values.get("do_sample", False)
-    ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "temperature": (lambda v: 0 < v < float("inf"), "must be above 0; for greedy decoding use do_sample=False"),
-        "top_k": (lambda v: v >= 0, "must be 0 (off) or above"),
-        "top_p": (lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
-        "min_p": (lambda v: 0 <= v <= 1, "must be from 0 to 1"),
-        "typical_p": (lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
-        "repetition_penalty": (lambda v: 0 < v < float("inf"), "must be above 0"),
-        "no_repeat_ngram_size": (lambda v: v >= 0, "must be 0 (off) or above"),
-    }
-    warpers = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-    for name, (fits, text) in ranges.items():
-        value = values.get(name)
-        if value is None or (name in warpers and not sample):
-            values.pop(name, None)
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
-            raise UsageError(f"{name}={value!r}: {text}")
-    if "no_repeat_ngram_size" in values:
-        values["no_repeat_ngram"] = int(values.pop("no_repeat_ngram_size"))
-    if "top_k" in values:
-        values["top_k"] = int(values["top_k"])
-    return values
-
-
-def not_finite(what: object) -> ModelError:
-    """The error for logits that no token can be taken from."""
-    return ModelError(f"the model's logits are NaN or infinite in {what}; try another dtype, such as fp32")
-
-
-class _Row:
-    """One answer."""
-
-    def __init__(self, request: _llm.Request, prompt: list[int], stop: StopStrings | None) -> None:
-        self.request = request
-        self.tokens: list[int] = []
-        self.stop = None if stop is None else stop.begin(prompt)
-        self.done = self.freed = False
-
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        if self.request.finished or (self.stop is not None and self.stop.add(token)):
-            self.end()
-
-    def end(self) -> None:
-        self.done = True
-
-    def free(self) -> None:
-        """Give back its part of the cache."""
-        if not self.freed:
-            self.freed = True
-            self.request.finish()
-
-
-class _Loop:
-    """The steps of one job; rows that have finished leave the batch."""
-
-    def __init__(self, native: NativeModel, job: _Job) -> None:
-        self.native = native
-        self.job = job
-        self.rows: list[_Row] = []
-        self.logits: list[torch.Tensor] = []
-        # With padding, for criteria of the caller's own.
-        self.ids = job.input_ids.repeat_interleave(job.copies, dim=0)
-
-    def request(self, index: int, prompt: list[int], prefix: _llm.Request | None) -> _Row:
-        from anyaccel import _llm
-
-        options = self.job.options | {"seed": (self.job.seed + index * 0x9E3779B97F4A7C15) % 2**64}
-        request = _llm.Request(self.native.model, prompt, options, prefix, self.job.keep_logits)
-        return _Row(request, prompt, self.job.stop)
-
-    def first_step(self) -> list[int]:
-        """Process each prompt once; further answers to it share its cache."""
-        job = self.job
-        leaders = {row: self.request(row * job.copies, prompt, None) for row, prompt in enumerate(job.prompts)}
-        tokens = dict(zip(leaders, self.native.model.step([row.request for row in leaders.values()]), strict=True))
-        self.rows = []
-        followers = []
-        first: list[int] = []
-        for number, prompt in enumerate(job.prompts):
-            leader = leaders[number]
-            self.rows.append(leader)
-            first.append(tokens[number])
-            for copy in range(1, job.copies):
-                follower = self.request(number * job.copies + copy, prompt, leader.request)
-                followers.append(len(self.rows))
-                self.rows.append(follower)
-                first.append(-1)
-        if followers:
-            more = self.native.model.step([self.rows[index].request for index in followers])
-            for index, token in zip(followers, more, strict=True):
-                first[index] = token
-        return first
-
-    def step(self) -> bool:
-        """Add a token to every row that goes on; False when none does."""
-        if not self.rows:
-            active = list(range(len(self.job.prompts) * self.job.copies))
-            tokens = self.first_step()
-        else:
-            active = [index for index, row in enumerate(self.rows) if not row.done]
-            tokens = self.native.model.step([self.rows[index].request for index in active])
-        if min(tokens) < 0:
-            raise not_finite(self.native.dtype)
-        if self.job.keep_logits:
-            self._keep_logits(active)
-        column = torch.full((len(self.rows),), self.job.pad, dtype=self.ids.dtype)
-        for index, token in zip(active, tokens, strict=True):
-            self.rows[index].add(token)
-            column[index] = token
-        if self.job.criteria:
-            self.ids = torch.cat([self.ids, column[:, None].to(self.ids.device)], dim=1)
-            scores = tuple(self.logits) if self.job.output_scores else None
-            for row, ended in zip(self.rows, _ended(self.job.criteria, self.ids, scores), strict=True):
-                if ended:
-                    row.end()
-        if self.job.max_time is not None and time.monotonic() - self.job.started > self.job.max_time:
-            for row in self.rows:
-                row.end()
-        for row in self.rows:
-            if row.done:
-                row.free()
-        if self.job.streamer is not None:
-            self.job.streamer.put(column)
-        return not all(row.done for row in self.rows)
-
-    def _keep_logits(self, active: list[int]) -> None:
-        logits_RV = torch.zeros(len(self.rows), self.native.whole_spec.vocab)
-        for index in active:
-            self.rows[index].request.copy_logits(logits_RV[index].data_ptr())
-        self.logits.append(logits_RV)
-
-    def close(self) -> None:
-        for row in self.rows:
-            row.free()
-
-
-def _ended(criteria: Any, ids: torch.Tensor, scores: Any) -> list[bool]:
-    ended = torch.zeros(ids.shape[0], dtype=torch.bool)
-    for one in criteria:
-        answer = one(ids, scores)
-        ended |= answer.cpu().bool() if isinstance(answer, torch.Tensor) else bool(answer)
-    result: list[bool] = ended.tolist()
-    return result
-
-
-def _run(native: NativeModel, job: _Job) -> Any:
-    loop = _Loop(native, job)
-    if job.streamer is not None:
-        job.streamer.put(job.input_ids.cpu())
-    try:
-        while loop.step():
-            pass
-    finally:
-        loop.close()
-    if job.streamer is not None:
-        job.streamer.end()
-    start = job.input_ids.repeat_interleave(job.copies, dim=0)
-    longest = max(len(row.tokens) for row in loop.rows)
-    answer = torch.tensor(
-        [row.tokens + [job.pad] * (longest - len(row.tokens)) for row in loop.rows],
-        dtype=start.dtype,
-        device=start.device,
-    )
-    sequences = torch.cat([start, answer], dim=1)
-    if not job.as_dict:
-        return sequences
-    from transformers.generation.utils import GenerateDecoderOnlyOutput
-
-    parts: dict[str, Any] = {
-        "sequences": sequences,
-        "logits": tuple(loop.logits) if job.output_logits else None,
-        "scores": tuple(loop.logits) if job.output_scores else None,
-    }
-    return GenerateDecoderOnlyOutput(**parts)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,18 +19,35 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.new_folder import new_folder
 from anyaccel.inference.runtimes.families import family_of
 from anyaccel.inference.runtimes.formats import GROUPS, Precision
 from anyaccel.inference.runtimes.packing import Checkpoint, checkpoint_of
-from anyaccel.inference.runtimes.sources import BLOCKS, TensorView, entry_of
+from anyaccel.inference.runtimes.sources import TensorView, entry_of
 from anyaccel.inference.runtimes.spec import weights
 from anyaccel.inference.safetensors_writer import Planned, SafetensorsWriter
+from anyaccel.inference.stored_values import (
+    as_bf16,
+    floats_of,
+    kept_dtype,
+    packed_words,
+    relative_error,
+    rows_of,
+    shape_of,
+    stored_bytes,
+    with_zero_points,
+)
 
 Progress = Callable[[int, int], object]
 
 _FORMAT = "pack-quantized"
 _VERSION = "0.9.0"  # of compressed-tensors whose format this is
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".index.json")
+# What a model folder is made of; one with anything else in it is not removed.
+_MODEL_FILES = (
+    *(".json", ".safetensors", ".bin", ".jinja", ".txt", ".model", ".tiktoken", ".md", ".py"),
+    *(".gitattributes", "LICENSE", "NOTICE"),
+)
 _MAX_COPIED = 512 << 20
 _CHUNK_BYTES = 16 << 20  # of rows that are quantised at a time
 
@@ -84,12 +100,12 @@ def quantize(
         dtype: int4 or int8.
         group: columns that share a scale in int4: 32, 64 or 128; less where a matrix needs it.
         asymmetric: int4 with a zero point for each group.
-        force: replace `out` when it exists.
+        force: replace `out` when it exists and is a model folder, with nothing else in it.
         progress: called with (bytes read, bytes in all).
         announce: called with a line before something that takes a while.
 
     Raises:
-        UsageError: an argument is wrong, or `out` exists.
+        UsageError: an argument is wrong, or `out` exists; with `force`, or is no model folder.
         Unsupported: the native runtime has no such model. ModelError: the model is damaged or quantised already.
     """
     start = time.perf_counter()
@@ -107,14 +123,9 @@ def quantize(
         raise ModelError(f"{source}: its weights are quantised already")
     summary = Summary(str(source), str(target), dtype, group if dtype == "int4" else 0, asymmetric)
     work = _Work(checkpoint, summary, progress)
-    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with new_folder(target) as beside:
         work.write(beside)
         _write_configs(source, beside, checkpoint, work.quantization_config(), announce)
-        beside.chmod(0o755)
-        _move(beside, target, force)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     summary.seconds = time.perf_counter() - start
     return summary
 
@@ -126,16 +137,13 @@ def _check_target(source: Path, target: Path, force: bool) -> None:
         raise UsageError(f"{target}: is the model itself, or no folder; give another one")
     if not target.parent.is_dir():
         raise UsageError(f"{target.parent}: no such folder")
-
-
-def _move(beside: Path, target: Path, force: bool) -> None:
-    if not (force and target.exists()):
-        beside.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-    target.rename(old / "old")
-    beside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        entries = sorted(target.iterdir())
+        strange = [each.name for each in entries if not each.is_file() or not each.name.endswith(_MODEL_FILES)]
+        if strange:
+            raise UsageError(f"{target}: holds {strange[0]!r}, which is no part of a model; give another folder")
+        if entries and not (target / "config.json").is_file():
+            raise UsageError(f"{target}: is no model folder (it has no config.json); give another one")
 
 
 class _Work:
@@ -154,7 +162,7 @@ class _Work:
                 self._groups[name] = group
         if not self._groups:
             raise ModelError(f"{summary.model}: no matrix of it can be quantised")
-        self._total = sum(_stored_bytes(self.source.tensor(name)) for name in self.source.names())
+        self._total = sum(stored_bytes(self.source.tensor(name)) for name in self.source.names())
         self._done = 0
         self._squares = [0.0, 0.0]
 
@@ -193,14 +201,14 @@ class _Work:
             writer.finish()
         finally:
             writer.close()
-        self.summary.relative_error = _relative(*self._squares)
+        self.summary.relative_error = relative_error(*self._squares)
 
     def _planned(self, name: str) -> Iterator[Planned]:
         tensor = self.source.tensor(name)
-        shape = _shape(tensor)
+        shape = shape_of(tensor)
         group = self._groups.get(name)
         if group is None:
-            yield Planned(name, _kept_dtype(tensor), shape)
+            yield Planned(name, kept_dtype(tensor), shape)
             return
         rows, cols = shape
         groups = cols // group if group else 1
@@ -226,11 +234,11 @@ class _Work:
         for first in range(0, rows, step):
             part = range(first, min(first + step, rows))
             q, scale, zero, squares = self._quantised(tensor, part, self._groups[name])
-            packed.append(_packed(q, self._bits))
+            packed.append(packed_words(q, self._bits))
             scales.append(scale)
             zeros.append(zero)
             error = [a + b for a, b in zip(error, squares, strict=True)]
-            self._advance(_stored_bytes(tensor) * len(part) // rows, tensor, part)
+            self._advance(stored_bytes(tensor) * len(part) // rows, tensor, part)
         if not math.isfinite(sum(error)):
             raise ModelError(f"{tensor.where}: has values that are infinite or not numbers")
         stem = name.removesuffix(".weight")
@@ -241,23 +249,25 @@ class _Work:
         if self.summary.asymmetric:
             zero = numpy.concatenate(zeros)
             padded = numpy.pad(zero, ((0, -len(zero) % 8), (0, 0))).astype("u1")
-            words = numpy.ascontiguousarray(_packed(numpy.ascontiguousarray(padded.T), 4).T)
+            words = numpy.ascontiguousarray(packed_words(numpy.ascontiguousarray(padded.T), 4).T)
             size += writer.write(f"{stem}.weight_zero_point", [words])
         self._squares = [a + b for a, b in zip(self._squares, error, strict=True)]
-        self.summary.matrices.append(QuantisedMatrix(name, rows, cols, self._groups[name], size, _relative(*error)))
+        self.summary.matrices.append(
+            QuantisedMatrix(name, rows, cols, self._groups[name], size, relative_error(*error))
+        )
 
     def _kept(self, tensor: Any) -> Iterator[Any]:
         """The values of a tensor that is not quantised, in 16 bits or as they are."""
-        dtype = _kept_dtype(tensor)
+        dtype = kept_dtype(tensor)
         entries = [tensor] if len(tensor.shape) < 3 else [entry_of(tensor, i) for i in range(tensor.shape[0])]
         for entry in entries:
             rows = entry.shape[0]
             step = rows if entry.transposed else max(_CHUNK_BYTES // max(4 * math.prod(entry.shape[1:]), 1), 1)
             for first in range(0, rows, step):
                 part = range(first, min(first + step, rows))
-                values = _floats(entry, part)
-                yield _as_bf16(values) if dtype == "BF16" else values.astype("f2" if dtype == "F16" else "f4")
-                self._advance(_stored_bytes(entry) * len(part) // rows, entry, part)
+                values = floats_of(entry, part)
+                yield as_bf16(values) if dtype == "BF16" else values.astype("f2" if dtype == "F16" else "f4")
+                self._advance(stored_bytes(entry) * len(part) // rows, entry, part)
 
     def _advance(self, size: int, tensor: Any, rows: range) -> None:
         if isinstance(tensor, TensorView):
@@ -274,7 +284,7 @@ class _Work:
         from anyaccel import _llm
 
         cols = tensor.shape[1]
-        address, kind, stride, floats = _rows_of(tensor, rows)
+        address, kind, stride, floats = rows_of(tensor, rows)
         shape = (len(rows), cols // group if group else 1)
         q = numpy.empty((len(rows), cols), numpy.uint8)
         scales = numpy.empty(shape, numpy.float32)
@@ -286,8 +296,8 @@ class _Work:
         )  # fmt: skip
         if minima is not None:
             if floats is None:
-                floats = _floats(tensor, rows)
-            return _with_zero_points(floats, scales, minima, group)
+                floats = floats_of(tensor, rows)
+            return with_zero_points(floats, scales, minima, group)
         return (q if self._bits == 4 else q ^ 0x80), scales, None, squares
 
     def quantization_config(self) -> dict[str, Any]:
@@ -328,119 +338,6 @@ class _Work:
             "kv_cache_scheme": None,
             "version": _VERSION,
         }
-
-
-def _relative(error: float, total: float) -> float:
-    return math.sqrt(error / total) if total > 0 else 0.0
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """The shape that Hugging Face's tensor has."""
-    return tuple(tensor.shape[::-1]) if tensor.transposed else tuple(tensor.shape)
-
-
-def _stored_bytes(tensor: Any) -> int:
-    count = math.prod(tensor.shape)
-    if isinstance(tensor, TensorView):
-        values, size = BLOCKS[tensor.type]
-        return int(count // values * size)
-    return int(math.prod(tensor.shape[:-1]) * getattr(tensor, "row_bytes", 4 * tensor.shape[-1]))
-
-
-def _kept_dtype(tensor: Any) -> str:
-    """Vectors keep their precision, matrices are 16 bits."""
-    if isinstance(tensor, TensorView) and tensor.type == "f16":
-        return "F16"
-    if len(tensor.shape) < 2 and not (isinstance(tensor, TensorView) and tensor.type == "bf16"):
-        return "F32"
-    return "BF16"
-
-
-def _rows_of(tensor: Any, rows: range) -> tuple[int, str, int, Any]:
-    """Address, type and stride of some rows, and the array that has them if one had to be made."""
-    if isinstance(tensor, TensorView) and tensor.order is None and not tensor.plus:
-        return tensor.address + rows.start * tensor.strides[0], tensor.type, tensor.strides[0], None
-    floats = _floats(tensor, rows)
-    return floats.ctypes.data, "f32", floats.strides[0], floats
-
-
-def _floats(tensor: Any, rows: range | None = None) -> Any:
-    """float32 values, as Hugging Face has them; a copy."""
-    import numpy
-
-    stored: Any = rows if rows is not None else range(tensor.shape[0])
-    if tensor.order is not None:
-        stored = [tensor.order[row] for row in stored]
-    if not isinstance(tensor, TensorView):
-        values = tensor.floats(stored, range(tensor.shape[1]))
-    else:
-        values = _array(tensor)[stored.start : stored.stop] if isinstance(stored, range) else _array(tensor)[stored]
-        values = _as_floats(values, tensor.type)
-    values = values + numpy.float32(tensor.plus) if tensor.plus else values
-    return numpy.ascontiguousarray(values.T if tensor.transposed else values)
-
-
-def _array(tensor: TensorView) -> Any:
-    """The stored bytes or values, dense, without a copy."""
-    import ctypes
-
-    import numpy
-
-    values, size = BLOCKS[tensor.type]
-    data = memoryview((ctypes.c_ubyte * _stored_bytes(tensor)).from_address(tensor.address))
-    kind = {"f32": "<f4", "f64": "<f8", "f16": "<f2", "bf16": "<u2"}.get(tensor.type, "u1")
-    shape = tensor.shape if values == 1 else (*tensor.shape[:-1], tensor.shape[-1] // values * size)
-    return numpy.frombuffer(data, kind).reshape(shape)
-
-
-def _as_floats(values: Any, kind: str) -> Any:
-    import numpy
-
-    if kind == "bf16":
-        return (values.astype(numpy.uint32) << 16).view(numpy.float32)
-    if BLOCKS[kind][0] == 1:
-        return values.astype(numpy.float32)
-    from gguf import GGMLQuantizationType, dequantize
-
-    return dequantize(values, GGMLQuantizationType[kind.upper()])
-
-
-def _as_bf16(values: Any) -> Any:
-    """The bits of bfloat16, rounded to nearest even."""
-    import numpy
-
-    bits = numpy.ascontiguousarray(values, numpy.float32).view(numpy.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return numpy.where(numpy.isnan(values), 0x7FC0, rounded).astype(numpy.uint16)
-
-
-def _packed(q: Any, bits: int) -> Any:
-    """int32 words along the last axis, the first value in the lowest bits."""
-    import numpy
-
-    q = numpy.ascontiguousarray(q, numpy.uint8)
-    if bits == 4:
-        q = q[:, 0::2] | (q[:, 1::2] << 4)
-    return numpy.ascontiguousarray(q).view("<i4")
-
-
-def _with_zero_points(floats: Any, scales: Any, minima: Any, group: int) -> tuple[Any, Any, Any, tuple[float, float]]:
-    """Whole zero points for scales and minima that a search found: value = scale * (q - zero)."""
-    import numpy
-
-    rows, cols = floats.shape
-    values = floats.reshape(rows, -1, group)
-    inverse = numpy.divide(1.0, scales, out=numpy.zeros_like(scales), where=scales != 0)
-    zeros = numpy.clip(numpy.rint(-minima * inverse), 0, 15)
-    q = numpy.clip(numpy.rint(values * inverse[..., None]) + zeros[..., None], 0, 15)
-    steps = q - zeros[..., None]
-    squares = (steps * steps).sum(-1)
-    # The scale with the least squared error for these values, as the half that is stored.
-    fitted = numpy.divide((steps * values).sum(-1), squares, out=scales.copy(), where=squares > 0)
-    fitted = fitted.astype(numpy.float16).astype(numpy.float32)
-    difference = (values - fitted[..., None] * steps).astype(numpy.float64)
-    error = float((difference * difference).sum()), float((values.astype(numpy.float64) ** 2).sum())
-    return q.reshape(rows, cols).astype(numpy.uint8), fitted, zeros.astype(numpy.uint8), error
 
 
 def _write_configs(

@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from anyaccel import comm, env
+from anyaccel import comm
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
-from anyaccel.errors import AnyAccelError, CommError, ModelError, UsageError
+from anyaccel.errors import UsageError
+from anyaccel.inference import joining
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,39 +63,11 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], NativeModel]) -
 
     Raises:
         AnyAccelError: this rank's own error.
-        ModelError: that of another rank.
+        OtherRankError: that of another rank.
     """
     if group is None:
         return work()
-    error: BaseException | None = None
-    native = None
-    card = ("", 0, "")
-    try:
-        native = work()
-        card = (native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get()), os.getpid(), shm._pid_namespace())
-    except (AnyAccelError, OSError, MemoryError) as problem:
-        error = problem
-    told: list[Any] = shm._exchange(group, (card, "" if error is None else str(error) or type(error).__name__))
-    _raise_any(error, [text for _, text in told])
-    assert native is not None
-    model = native.model
-    cards = [other for other, _ in told]
-    try:
-        # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
-        model.connect([name for name, _, _ in cards], [pid if space == card[2] else 0 for _, pid, space in cards])
-    except (AnyAccelError, OSError) as problem:
-        error = CommError(f"shared memory of the ranks cannot be mapped: {problem}")
-    _raise_any(error, shm._exchange(group, "" if error is None else str(error)))
-    model.unlink()  # every rank has mapped every segment
-    return native
-
-
-def _raise_any(own: BaseException | None, told: list[Any]) -> None:
-    if own is not None:
-        raise own
-    for rank, text in enumerate(told):
-        if text:
-            raise ModelError(f"rank {rank}: {text}")
+    return joining.together(lambda value: shm._exchange(group, value), work)
 
 
 def shared_seed(seed: int, group: dist.ProcessGroup | None) -> int:

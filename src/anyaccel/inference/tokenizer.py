@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from anyaccel.errors import AnyAccelError, ModelError
+from anyaccel.errors import AnyAccelError, ModelError, UsageError
 from anyaccel.inference.chat_template import ChatTemplate, Message
+
+logger = logging.getLogger(__name__)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -29,6 +33,16 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{file}: not a JSON object")
     return value
+
+
+def _check_text(text: str) -> None:
+    """Refuse the surrogates that stand for bytes that are not UTF-8 in arguments and standard input."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X},"
+        raise UsageError(f"the text is not valid UTF-8: {what} after {text[: error.start][-20:]!r}") from None
 
 
 def _text_of(token: Any) -> str | None:
@@ -77,7 +91,12 @@ class TextTokenizer:
         return [] if token is None else [token]
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the model expects around it."""
+        """Tokens of a text, with those that the model expects around it.
+
+        Raises:
+            UsageError: the text has bytes that are not UTF-8.
+        """
+        _check_text(text)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
         bos, wanted = self._add.get("bos", (None, None))
         if bos is not None and wanted is True and ids[:1] != [bos]:
@@ -96,7 +115,10 @@ class TextTokenizer:
 
         Raises:
             ModelError: the model has no chat template, or its template refuses the conversation.
+            UsageError: a message has bytes that are not UTF-8.
         """
+        for message in messages:
+            _check_text(message["content"])
         if self._template is None:
             if self._template_source is None:
                 raise ModelError("the model has no chat template")
@@ -138,16 +160,17 @@ class TransformersTokenizer:
         return [] if token is None else [int(token)]
 
     def encode(self, text: str) -> list[int]:
+        _check_text(text)
         return list(self._tokenizer(text)["input_ids"])
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
-        from jinja2.exceptions import TemplateError
-
+        for message in messages:
+            _check_text(message["content"])
         try:
             encoded = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
             )
-        except (TemplateError, ValueError) as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             raise ModelError(f"the model's chat template does not take this conversation: {error}") from error
         return list(encoded["input_ids"])
 
@@ -167,15 +190,25 @@ def load_text_tokenizer(
     Raises:
         ModelError: there is none that can be read.
     """
-    if path.is_file():
-        from anyaccel.inference.gguf import converted_tokenizer
+    if not path.is_file():
+        return _of_folder(path)
+    from anyaccel.inference.gguf import convert_tokenizer, converted_tokenizer
 
-        path = converted_tokenizer(path, announce)
-    if (path / "tokenizer.json").is_file():
-        return TextTokenizer(path)
+    try:
+        return _of_folder(converted_tokenizer(path, announce))
+    except OSError as error:
+        logger.warning("the converted tokenizer of %s is not kept (%s)", path.name, error)
+    with tempfile.TemporaryDirectory(prefix="anyaccel-") as folder:
+        convert_tokenizer(path, Path(folder))
+        return _of_folder(Path(folder))
+
+
+def _of_folder(folder: Path) -> TextTokenizer | TransformersTokenizer:
+    if (folder / "tokenizer.json").is_file():
+        return TextTokenizer(folder)
     from anyaccel.inference.loading import load_tokenizer
 
-    return TransformersTokenizer(load_tokenizer(path))
+    return TransformersTokenizer(load_tokenizer(folder))
 
 
 def end_tokens(generation_config: dict[str, Any], config: dict[str, Any]) -> list[int]:

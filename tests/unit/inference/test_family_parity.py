@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import anyaccel
 import decoder_reference
 import family_cases
 from anyaccel.errors import ModelError
@@ -117,6 +119,37 @@ def test_the_native_runtime_computes_what_transformers_computes(name: str) -> No
     logits = _run_native(_native(case.model, threads=2), case.spec.vocab, case.tokens)
     for actual, expected in zip(logits, case.logits, strict=True):
         _assert_close(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", family_cases.CASES)
+def test_long_prompts_of_a_padded_batch(name: str) -> None:
+    """Several pages of the cache, products of many tokens, and rows that begin later."""
+    model, steps = family_cases.build(name, positions=512), 3
+    native = family_of(model.config.to_dict()).spec(model.config.to_dict())
+    lengths = (200, 131, 64) if native.max_tokens >= 256 or not native.max_tokens else (28, 17, 9)
+    engine = anyaccel.init_inference(copy.deepcopy(model), dtype="fp32", threads=2, runtime="native")
+    width = max(lengths)
+    ids_BT = torch.randint(3, 131, (len(lengths), width + steps), generator=torch.Generator().manual_seed(3))
+    mask_BT = torch.ones_like(ids_BT)
+    for row, length in enumerate(lengths):
+        mask_BT[row, : width - length] = 0
+    with torch.inference_mode():
+        output = engine(ids_BT[:, :width], attention_mask=mask_BT[:, :width], use_cache=True)
+        parts = [output.logits]
+        for end in range(width + 1, width + steps + 1):
+            past = output.past_key_values
+            output = engine(ids_BT[:, end - 1 : end], attention_mask=mask_BT[:, :end], past_key_values=past)
+            parts.append(output.logits)
+        logits_BTV = torch.cat(parts, 1)
+        for row, length in reversed(list(enumerate(lengths))):  # shortest first, as above
+            tokens = ids_BT[row : row + 1, width - length :]
+            plain = model(tokens[:, :length], use_cache=True)
+            rows = [plain.logits[0]]
+            for step in range(length, length + steps):
+                plain = model(tokens[:, step : step + 1], past_key_values=plain.past_key_values)
+                rows.append(plain.logits[0])
+            _assert_close(logits_BTV[row, width - length :], torch.cat(rows))
 
 
 def _run_ranks(case: Case, size: int) -> list[list[torch.Tensor]]:

@@ -108,6 +108,29 @@ def test_right_padding_is_no_part_of_the_text(engine: InferenceEngine, reference
     assert got.tolist() == want.tolist()
 
 
+def test_a_dict_has_the_cache_to_go_on_with(engine: InferenceEngine, reference: Any) -> None:
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+    def twice(model: Any) -> torch.Tensor:
+        first = model.generate(IDS, attention_mask=MASK, return_dict_in_generate=True, **options)
+        assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+        more = torch.cat([first.sequences, IDS[:, :2]], dim=1)
+        mask = torch.cat([MASK, torch.ones(2, more.shape[1] - MASK.shape[1], dtype=MASK.dtype)], dim=1)
+        cache = first.past_key_values
+        return model.generate(more, attention_mask=mask, past_key_values=cache, **options)  # type: ignore[no-any-return]
+
+    model = engine.native.model
+    before = model.cache_used_bytes
+    assert torch.equal(twice(engine), twice(reference))
+    assert model.cache_used_bytes == before
+    without = engine.generate(IDS, attention_mask=MASK, return_dict_in_generate=True, use_cache=False, **options)
+    assert without.past_key_values is None
+    unused = engine.generate(IDS, attention_mask=MASK, return_dict_in_generate=True, **options).past_key_values
+    assert model.cache_used_bytes == before  # nothing is run until it is used
+    unused.crop(-2)
+    assert unused.get_seq_length() == IDS.shape[1] + 1
+
+
 def test_logits_are_those_of_transformers(engine: InferenceEngine, reference: Any) -> None:
     options = {**PADDED, "max_new_tokens": 5, "min_new_tokens": 5, "return_dict_in_generate": True}
     want = reference.generate(IDS, **options, output_logits=True)

@@ -202,6 +202,21 @@ def test_parts_of_the_model_and_changes_of_it_are_refused(engine: InferenceEngin
         model.model(IDS)  # type: ignore[operator]
 
 
+def test_an_engine_is_moved_as_its_model_is(engine: InferenceEngine) -> None:
+    assert engine.cpu() is engine.to(torch.float32) is engine.float() is engine
+    for change in (engine.half, engine.bfloat16, engine.double, engine.module.double, lambda: engine.to("meta")):
+        with pytest.raises(UsageError, match="packed for the native runtime"):
+            change()
+    with pytest.raises(UsageError, match="Embedding: the layers run in the native runtime"):
+        engine.module.get_input_embeddings()(IDS)  # type: ignore[operator]
+
+
+def test_torch_compile_leaves_it_as_it_is(engine: InferenceEngine) -> None:
+    want = engine(IDS).logits
+    assert torch.equal(torch.compile(engine, backend="eager")(IDS).logits, want)
+    assert torch.equal(torch.compile(engine.module, backend="eager")(IDS).logits, want)
+
+
 def test_weights_in_memory_are_taken_over() -> None:
     """About 90 MiB in fp32, packed to half of it: at no time is there much more than the model itself."""
     from transformers import AutoModelForCausalLM, LlamaConfig

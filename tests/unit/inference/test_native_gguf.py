@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 import anyaccel.inference.runtimes.gguf_file as gguf_file
-from anyaccel.cli._llm import default_model_file
+from anyaccel.cli.generate import default_model_file
 from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes.families import FAMILIES, family_of
 from anyaccel.inference.runtimes.formats import Precision

@@ -148,6 +148,22 @@ def test_missing_tensor_and_wrong_shape_are_named(folder: Path) -> None:
         packed(folder)
 
 
+def test_what_a_checkpoint_has_too_much_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**CONFIG, "num_hidden_layers": CONFIG["num_hidden_layers"] - 1}
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    (folder / "config.json").write_text(json.dumps(config))
+    from anyaccel.inference.runtimes.cpu import load_native
+
+    load_native(folder, use_cache=False)
+    last = CONFIG["num_hidden_layers"] - 1
+    assert any(f"for example model.layers.{last}." in message for message in caplog.messages)
+    assert any("LlamaForSequenceClassification; it runs as a causal LM" in message for message in caplog.messages)
+    caplog.clear()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    load_native(folder, use_cache=False)
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
 def test_weights_of_other_dtypes_are_unsupported(folder: Path, dtype: str) -> None:
     file = folder / "model.safetensors"
@@ -162,6 +178,36 @@ def test_weights_of_other_dtypes_are_unsupported(folder: Path, dtype: str) -> No
         packed(folder)
 
 
+@pytest.mark.parametrize("kind", ["zip", "legacy", "sharded"])
+def test_bin_files_are_read(folder: Path, kind: str) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    whole, want = packed(folder).matrices, load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(want)
+    if kind == "sharded":
+        files = {f"pytorch_model-{number}-of-2.bin": names[number::2] for number in range(2)}
+        index = {name: file for file, inside in files.items() for name in inside}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        files = {"pytorch_model.bin": names}
+    for file, inside in files.items():
+        torch.save(
+            {name: want[name] for name in inside}, folder / file, _use_new_zipfile_serialization=kind != "legacy"
+        )
+    got = packed(folder).matrices
+    assert got.keys() == whole.keys()
+    for name, matrix in whole.items():
+        np.testing.assert_array_equal(got[name], matrix)
+    file = folder / next(iter(files))
+    good = file.read_bytes()
+    for bad in (good[:100], good[: len(good) // 2]):
+        file.write_bytes(bad)
+        with pytest.raises(ModelError, match=file.name):
+            checkpoint_of(folder)
+
+
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         checkpoint_of(tmp_path)
@@ -172,7 +218,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no weights found"):
         checkpoint_of(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(Unsupported, match=r"pytorch_model\.bin"):
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin: cannot be read"):
         checkpoint_of(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="empty"):

@@ -240,12 +240,24 @@ def test_what_does_not_map_is_named(change: dict[str, Any], text: str, tmp_path:
         Plan(checkpoint_of(tmp_path), Precision(None), 0, 1)
 
 
-def test_activation_order_is_refused_unless_it_is_none(tmp_path: Path) -> None:
-    parts = gptq(*random_values(np.random.default_rng(0), HIDDEN, HIDDEN, 32, 4, 8))
-    parts["g_idx"] = np.roll(parts["g_idx"], 1)
-    write(tmp_path, {**GPTQ, "desc_act": True}, {"self_attn.q_proj": parts})
-    with pytest.raises(Unsupported, match=r"desc_act.*model\.safetensors: tensor 'model\.layers\.0\.self_attn\.q_proj"):
-        checkpoint_of(tmp_path).source.tensor("model.layers.0.self_attn.q_proj.weight")
+@pytest.mark.parametrize("zero", [8, None])
+def test_activation_order_is_converted(zero: int | None, tmp_path: Path) -> None:
+    """With desc_act, g_idx says each column's group (auto_gptq/nn_modules/qlinear/qlinear_cuda.py, `forward`)."""
+    rng = np.random.default_rng(0)
+    linears, weights = {}, {}
+    for module, (rows, cols) in LINEARS.items():
+        q, scales, zeros = random_values(rng, rows, cols, 32, 4, zero)
+        linears[module] = gptq(q, scales, zeros)
+        order = rng.permutation(linears[module]["g_idx"])
+        linears[module]["g_idx"] = order
+        weights[module] = scales.astype(np.float32)[:, order] * (q - zeros[:, order])
+    write(tmp_path, {**GPTQ, "desc_act": True}, linears)
+    plan, model = packed(tmp_path)
+    for matrix, values in expected(weights).items():
+        np.testing.assert_allclose(model.matrices[matrix], values, rtol=0, atol=0)
+        assert {(m.format, m.group) for m in plan.matrices if m.name == matrix} == {("i8", 32)}
+    halves = [packed(tmp_path, rank=rank, size=2)[1].matrices["layers.0.o"] for rank in range(2)]
+    np.testing.assert_array_equal(np.concatenate(halves, axis=1), expected(weights)["layers.0.o"])
 
 
 @pytest.mark.parametrize(
@@ -255,6 +267,7 @@ def test_activation_order_is_refused_unless_it_is_none(tmp_path: Path) -> None:
         ("scales", np.ones((3, HIDDEN), np.float16), "3 groups do not divide 128"),
         ("qzeros", np.zeros((2, HIDDEN // 8), np.int32), "zero points"),
         ("g_idx", np.zeros(5, np.int32), "5 entries for 128 columns"),
+        ("g_idx", np.full(HIDDEN, 4, np.int32), "groups up to 4 of 4"),
         ("qweight", np.zeros((16, HIDDEN), np.float32), "layout with F32"),
     ],
 )

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -156,15 +159,39 @@ def test_nothing_is_left_when_it_fails(folder: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_when_it_is_ended(folder: Path, end: signal.Signals) -> None:
+    """What SIGKILL leaves goes with the next call."""
+    out = folder.parent / "out"
+    script = (
+        "import os, sys; from anyaccel.inference.quantize import quantize\n"
+        "quantize(sys.argv[1], sys.argv[2], progress=lambda *_: os.kill(os.getpid(), int(sys.argv[3])))"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, folder, out, str(int(end))], check=False, timeout=60)
+    assert ended.returncode == -end
+    left = {path.name for path in folder.parent.iterdir()} - {"model"}
+    assert len(left) == (1 if end is signal.SIGKILL else 0)
+    before = signal.getsignal(signal.SIGTERM)
+    quantize(folder, out)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out"]
+
+
 def test_an_existing_folder_is_replaced_only_when_forced(folder: Path) -> None:
     out = folder.parent / "out"
     out.mkdir()
     (out / "mine").write_text("")
     with pytest.raises(UsageError, match="exists already"):
         quantize(folder, out)
-    assert (out / "mine").exists()
+    with pytest.raises(UsageError, match="holds 'mine', which is no part of a model"):
+        quantize(folder, out, force=True)
+    (out / "mine").rename(out / "mine.txt")
+    with pytest.raises(UsageError, match=r"no model folder \(it has no config\.json\)"):
+        quantize(folder, out, force=True)
+    assert (out / "mine.txt").exists()
+    (out / "config.json").write_text("{}")
     quantize(folder, out, force=True)
-    assert not (out / "mine").exists()
+    assert not (out / "mine.txt").exists()
     with pytest.raises(UsageError, match="is the model itself"):
         quantize(folder, folder, force=True)
     with pytest.raises(ModelError, match="quantised already"):

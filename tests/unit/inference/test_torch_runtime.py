@@ -17,7 +17,7 @@ import families
 from anyaccel.errors import UsageError
 from anyaccel.inference import generate_tokens, optimize
 from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.torch import PackedLinear, PackedRMSNorm, pack
+from anyaccel.inference.runtimes.torch import PackedEmbedding, PackedExperts, PackedLinear, PackedRMSNorm, pack
 
 IDS = torch.tensor([[5, 17, 99, 3, 64, 28, 101]])
 _SMALL: dict[str, Any] = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -44,6 +44,35 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 64,
         },
     ),
+    # Buffers that must follow the dtype (minimax), embeddings that multiply (XGLM, too), weights changed in forward.
+    "minimax": (
+        "MiniMaxConfig",
+        {
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "jetmoe": (
+        "JetMoeConfig",
+        {
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "kv_channels": 12,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 64,
+        },
+    ),
+    "rwkv": ("RwkvConfig", {"hidden_size": 48, "num_hidden_layers": 2, "context_length": 64}),
     "mamba2": (
         "Mamba2Config",
         {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "num_heads": 8, "state_size": 8, "n_groups": 1},
@@ -78,6 +107,47 @@ def test_other_architectures_run_with_packed_linears(name: str, caplog: pytest.L
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(Unsupported):
         anyaccel.init_inference(build(name), dtype="fp32", runtime="native")
+
+
+@pytest.mark.parametrize("name", ["xglm", "minimax"])
+def test_other_architectures_in_less_precision(name: str) -> None:
+    with torch.inference_mode():
+        want = build(name)(IDS).logits
+        for dtype, error in (("bf16", 0.05), ("int8", 0.1), ("int4", 0.3)):
+            got = anyaccel.init_inference(build(name), dtype=dtype)(IDS).logits.float()
+            assert float((got - want).abs().max() / want.abs().max()) < error
+
+
+@pytest.mark.parametrize(("family", "same"), [("gpt2", True), ("gemma2", True), ("llama", False)])
+def test_a_tied_embedding_and_head_are_one_matrix(family: str, same: bool) -> None:
+    with torch.inference_mode():
+        want = families.build(family)(IDS).logits
+    model = optimize(families.build(family), dtype="fp32", runtime="torch")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (getattr(embedding, "packed", None) is head.packed) == same
+    assert isinstance(embedding, PackedEmbedding) == same
+    with torch.inference_mode():
+        torch.testing.assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-4)
+    if same:
+        with pytest.raises(UsageError, match="outside the vocabulary of 128"):
+            model(torch.tensor([[128]]))
+    quantised = optimize(families.build(family), dtype="int4", runtime="torch")
+    assert isinstance(quantised.get_input_embeddings(), PackedEmbedding)
+    shape = quantised.get_output_embeddings().weight.shape
+    assert quantised.get_output_embeddings().packed.bytes >= shape.numel()  # 8 bits in int4, too
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_stacked_experts_are_packed(family: str) -> None:
+    ids = torch.cat([IDS, IDS.flip(1)])
+    with torch.inference_mode():
+        want = families.build(family)(ids).logits
+        model = optimize(families.build(family), dtype="fp32", runtime="torch")
+        torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(ids[:, :1]).logits, want[:, :1], rtol=1e-4, atol=1e-4)
+    packed = [module for module in model.modules() if isinstance(module, PackedExperts)]
+    assert len(packed) == 2
+    assert not any(parameter.dim() == 3 for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["xglm", "bamba"])
@@ -165,6 +235,38 @@ def test_linears_whose_weight_is_used_elsewhere_stay() -> None:
     assert done.linears == 2
     assert list(done.kept) == ["0.up"]
     assert type(model[1].linear) is nn.Linear
+
+
+def test_reading_a_weight_from_afar_counts_and_training_does_not() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.far, self.trained, self.twin = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training and x.numel() > 1:
+                return x @ self.trained.weight
+            return self.twin(self.trained(self.far(x)))  # type: ignore[no-any-return]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+            self.again = self.block.twin  # one module in two places
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            block = self.block
+            return self.again(block(x)) / (self.block.far.weight.norm() + 1)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    model = Model().eval()
+    x = torch.randn(3, 4)
+    with torch.inference_mode():
+        want = model(x)
+        done = pack(model, "fp32", 32)
+        torch.testing.assert_close(model(x), want)
+    assert list(done.kept) == ["block.far"]
+    assert done.linears == 2
 
 
 def test_packed_linear_takes_any_layout_and_refuses_other_dtypes() -> None:

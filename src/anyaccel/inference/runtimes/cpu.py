@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +30,13 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], object]
 
 _CACHE_FORMATS = {"fp32": "f32", "f32": "f32", "bf16": "bf16", "int8": "i8", "i8": "i8"}
+_THREADS_A_CPU = 4  # more than one is for tests
+_CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _SHARE_OF_MEMORY = 0.75  # of what is available, that the key/value cache may grow to
+
+
+# Those of this process by id(), whose caches may grow yet.
+_models: weakref.WeakValueDictionary[int, NativeModel] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -53,6 +61,9 @@ class NativeModel:
     rank: int = 0
     size: int = 1
     cached: bool = False
+
+    def __post_init__(self) -> None:
+        _models[id(self)] = self
 
 
 def load_native(
@@ -80,7 +91,8 @@ def load_native(
         group, asymmetric: of int4: columns that share a scale; a minimum beside it.
         threads: 0 for the CPUs of this process.
         cache_dtype: of keys and values: bf16, int8, fp32.
-        cache_limit: most bytes of keys and values; 0: three quarters of what memory is available then.
+        cache_limit: most bytes of keys and values; 0: three quarters of what memory is available then and not promised
+            to other models of this process.
         progress: called with (bytes done, bytes in all) while weights are read or packed.
         use_cache: keep the packed weights of files in the user's cache folder, and read them from there.
         release: give up each of the module's weights once it is packed.
@@ -90,6 +102,9 @@ def load_native(
         ModelError: a file is damaged, a weight missing or of the wrong shape.
         UsageError: an argument is wrong, or the model is too small for so many ranks.
     """
+    most = _THREADS_A_CPU * (os.cpu_count() or 1)
+    if threads > most:
+        raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning")
     precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
     if cache_dtype not in _CACHE_FORMATS:
         raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8 or fp32")
@@ -148,7 +163,9 @@ def _make(spec: dict[str, Any], shapes: Mapping[str, Any], settings: _Settings) 
 
     limit = settings.cache_limit
     if limit == 0:
-        limit = max(1 << 20, int(_available_memory() * _SHARE_OF_MEMORY) // settings.size)
+        promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
+        free = max(_available_memory() - promised, 0)
+        limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.size)
     try:
         return _llm.Model(spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit)
     except (MemoryError, ValueError, RuntimeError) as error:
@@ -213,7 +230,11 @@ def _from_cache(entry: Entry, settings: _Settings) -> NativeModel | None:
 def _from_files(path: Path, settings: _Settings) -> tuple[NativeModel, dict[str, Any]]:
     from anyaccel.inference.runtimes.packing import checkpoint_of
 
-    return _packed(settings, checkpoint_of(path))
+    checkpoint = checkpoint_of(path)
+    kinds = checkpoint.config.get("architectures") or []
+    if kinds and not any(str(kind).endswith(_CAUSAL_LMS) for kind in kinds):
+        logger.warning("%s: its config.json says %s; it runs as a causal LM here", path, ", ".join(map(str, kinds)))
+    return _packed(settings, checkpoint)
 
 
 def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, dict[str, Any]]:
@@ -221,6 +242,12 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
     from anyaccel.inference.runtimes.packing import Plan
 
     plan = Plan(checkpoint, settings.precision, settings.rank, settings.size)
+    if unread := plan.unread():
+        logger.warning(
+            "%d weights of the checkpoint are not part of the model that its configuration describes, for example %s",
+            len(unread),
+            unread[0],
+        )
     shapes = plan.shapes()
     made = _make(asdict(plan.spec), shapes, settings)
     plan.fill(made, settings.report)

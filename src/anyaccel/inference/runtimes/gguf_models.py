@@ -6,64 +6,17 @@ After llama.cpp's convert_hf_to_gguf.py, the other way round. An architecture is
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.runtimes import gguf_configs as extras
+from anyaccel.inference.runtimes.gguf_configs import Extra, Values
 from anyaccel.inference.runtimes.gguf_file import GgufSource, StringArray
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.sources import RenamedSource, TensorSource
-
-
-class _Values:
-    """The metadata of one architecture."""
-
-    def __init__(self, source: GgufSource) -> None:
-        self.source = source
-        self.path = source.files[0].path
-        self.architecture = str(source.metadata.get("general.architecture"))
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.source.metadata.get(f"{self.architecture}.{name}", default)
-
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise ModelError(f"{self.path}: its metadata lack {self.architecture}.{name}")
-        return value
-
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self[name] if default is None else self.get(name, default)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
-            value = value[0]
-        if isinstance(value, list):
-            raise Unsupported(f"layers of different sizes ({self.path}: {self.architecture}.{name})")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 40:
-            raise ModelError(f"{self.path}: {self.architecture}.{name} is {value!r}, not a count")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self[name] if default is None else self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ModelError(f"{self.path}: {self.architecture}.{name} is {value!r}, not a number")
-        return float(value)
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self.source
-
-    @property
-    def heads(self) -> int:
-        return self.count("attention.head_count")
-
-    @property
-    def head_dim(self) -> int:
-        return self.count("attention.key_length", self.count("embedding_length") // max(self.heads, 1))
-
-
-Extra = Callable[[_Values, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -117,108 +70,6 @@ _FOUR_NORMS = {
 }
 
 
-def _biases(values: _Values, config: dict[str, Any]) -> None:
-    config["attention_bias"] = values.has("blk.0.attn_q.bias")
-    config["mlp_bias"] = values.has("blk.0.ffn_up.bias")
-
-
-def _qwen_moe(values: _Values, config: dict[str, Any]) -> None:
-    config["num_experts"] = values.count("expert_count")
-    config["num_experts_per_tok"] = values.count("expert_used_count")
-    config["moe_intermediate_size"] = values.count("expert_feed_forward_length")
-    config["decoder_sparse_step"] = 1
-    config["norm_topk_prob"] = config["model_type"] == "qwen3_moe"  # llama.cpp normalises there too
-    if config["model_type"] == "qwen2_moe":
-        config["shared_expert_intermediate_size"] = values.count("expert_shared_feed_forward_length")
-
-
-def _gemma(values: _Values, config: dict[str, Any]) -> None:
-    config["head_dim"] = values.head_dim
-    config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
-
-
-def _gemma2(values: _Values, config: dict[str, Any]) -> None:
-    # Not in the file: llama.cpp knows the 27 B model by its number of layers, too.
-    large = config["num_hidden_layers"] == 46
-    config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
-    config["sliding_window"] = values.count("attention.sliding_window", 4096)
-    config["attn_logit_softcapping"] = values.number("attn_logit_softcapping", 50.0)
-    config["final_logit_softcapping"] = values.number("final_logit_softcapping", 30.0)
-    config["layer_types"] = _pattern(config["num_hidden_layers"], 2)
-
-
-def _gemma3(values: _Values, config: dict[str, Any]) -> None:
-    large = config["num_hidden_layers"] == 62
-    config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
-    config["sliding_window"] = values.count("attention.sliding_window", 4096)
-    config["attn_logit_softcapping"] = config["final_logit_softcapping"] = None
-    pattern = values.get("attention.sliding_window_pattern", 6)
-    if isinstance(pattern, list):
-        config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
-    else:
-        config["layer_types"] = _pattern(config["num_hidden_layers"], int(pattern))
-    full = {"rope_type": "default", **config.pop("rope_scaling", {}), "rope_theta": config.pop("rope_theta")}
-    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10000.0)}
-    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
-
-
-def _pattern(layers: int, every: int) -> list[str]:
-    """Every `every`-th layer sees all tokens."""
-    return ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
-
-
-def _partial(values: _Values, config: dict[str, Any]) -> None:
-    config["partial_rotary_factor"] = values.count("rope.dimension_count", values.head_dim) / values.head_dim
-
-
-def _phi3(values: _Values, config: dict[str, Any]) -> None:
-    config["sliding_window"] = values.count("attention.sliding_window", 0) or None
-    config["original_max_position_embeddings"] = values.count(
-        "rope.scaling.original_context_length", config["max_position_embeddings"]
-    )
-    if values.has("rope_factors_long.weight"):
-        config["rope_scaling"] = {
-            "rope_type": "longrope",
-            "short_factor": values.source.file_of("rope_factors_short.weight").floats("rope_factors_short.weight"),
-            "long_factor": values.source.file_of("rope_factors_long.weight").floats("rope_factors_long.weight"),
-        }
-        factor = values.get("rope.scaling.attn_factor")
-        if factor is not None:
-            config["rope_scaling"]["attention_factor"] = float(factor)
-
-
-def _granite(values: _Values, config: dict[str, Any]) -> None:
-    config["embedding_multiplier"] = values.number("embedding_scale", 1.0)
-    config["residual_multiplier"] = values.number("residual_scale", 1.0)
-    config["attention_multiplier"] = values.number("attention.scale", values.head_dim**-0.5)
-    config["logits_scaling"] = values.number("logit_scale", 1.0)
-
-
-def _starcoder2(values: _Values, config: dict[str, Any]) -> None:
-    config["use_bias"] = values.has("blk.0.attn_q.bias")
-    config["hidden_act"] = "gelu_pytorch_tanh"
-    config["sliding_window"] = None  # the file does not have it
-
-
-def _stablelm(values: _Values, config: dict[str, Any]) -> None:
-    if values.has("blk.0.attn_q_norm.weight"):
-        raise Unsupported(f"norm of queries and keys in a StableLM GGUF file ({values.path})")
-    config["use_qkv_bias"] = values.has("blk.0.attn_q.bias")
-    config["use_parallel_residual"] = not values.has("blk.0.ffn_norm.weight")
-    config["qk_layernorm"] = False
-
-
-def _cohere(values: _Values, config: dict[str, Any]) -> None:
-    config["logit_scale"] = values.number("logit_scale", 1.0)
-    config["use_qk_norm"] = values.has("blk.0.attn_q_norm.weight")
-
-
-def _gpt2(values: _Values, config: dict[str, Any]) -> None:
-    config["activation_function"] = "gelu_new"
-    for name in ("rope_theta", "hidden_act", "head_dim", "num_key_value_heads"):
-        config.pop(name, None)
-
-
 _QWEN2_MOE = {
     **_ATTENTION,
     **_EXPERTS,
@@ -237,19 +88,23 @@ _GPT2_LAYER = {
 }
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", _MODULES, _LLAMA, permuted=True, extra=(_biases,)),
+    "llama": Architecture("llama", _MODULES, _LLAMA, permuted=True, extra=(extras.biases,)),
     "qwen2": Architecture("qwen2", _MODULES, _LLAMA),
-    "qwen3": Architecture("qwen3", _MODULES, {**_LLAMA, **_QK_NORM}, extra=(_biases,)),
-    "qwen2moe": Architecture("qwen2_moe", _MODULES, _QWEN2_MOE, extra=(_qwen_moe,)),
-    "qwen3moe": Architecture("qwen3_moe", _MODULES, {**_ATTENTION, **_QK_NORM, **_EXPERTS}, extra=(_biases, _qwen_moe)),
-    "gemma": Architecture("gemma", _MODULES, _LLAMA, norms_less_one=True, extra=(_gemma,)),
-    "gemma2": Architecture("gemma2", _MODULES, {**_LLAMA, **_FOUR_NORMS}, norms_less_one=True, extra=(_gemma, _gemma2)),
+    "qwen3": Architecture("qwen3", _MODULES, {**_LLAMA, **_QK_NORM}, extra=(extras.biases,)),
+    "qwen2moe": Architecture("qwen2_moe", _MODULES, _QWEN2_MOE, extra=(extras.qwen_moe,)),
+    "qwen3moe": Architecture(
+        "qwen3_moe", _MODULES, {**_ATTENTION, **_QK_NORM, **_EXPERTS}, extra=(extras.biases, extras.qwen_moe)
+    ),
+    "gemma": Architecture("gemma", _MODULES, _LLAMA, norms_less_one=True, extra=(extras.gemma,)),
+    "gemma2": Architecture(
+        "gemma2", _MODULES, {**_LLAMA, **_FOUR_NORMS}, norms_less_one=True, extra=(extras.gemma, extras.gemma2)
+    ),
     "gemma3": Architecture(
         "gemma3_text",
         _MODULES,
         {**_LLAMA, **_FOUR_NORMS, **_QK_NORM},
         norms_less_one=True,
-        extra=(_gemma, _gemma3),
+        extra=(extras.gemma, extras.gemma3),
     ),
     "phi3": Architecture(
         "phi3",
@@ -262,9 +117,9 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mlp.gate_up_proj": "ffn_up",
             "mlp.down_proj": "ffn_down",
         },
-        extra=(_partial, _phi3),
+        extra=(extras.partial, extras.phi3),
     ),
-    "granite": Architecture("granite", _MODULES, _LLAMA, permuted=True, extra=(_biases, _granite)),
+    "granite": Architecture("granite", _MODULES, _LLAMA, permuted=True, extra=(extras.biases, extras.granite)),
     "olmo2": Architecture(
         "olmo2",
         _MODULES,
@@ -274,18 +129,20 @@ ARCHITECTURES: dict[str, Architecture] = {
             "post_attention_layernorm": "post_attention_norm",
             "post_feedforward_layernorm": "post_ffw_norm",
         },
-        extra=(_biases,),
+        extra=(extras.biases,),
     ),
     "starcoder2": Architecture(
         "starcoder2",
         _MODULES,
         {**_ATTENTION, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
         norm_eps="norm_epsilon",
-        extra=(_starcoder2,),
+        extra=(extras.starcoder2,),
     ),
-    "stablelm": Architecture("stablelm", _MODULES, _LLAMA, norm_eps="layer_norm_eps", extra=(_partial, _stablelm)),
+    "stablelm": Architecture(
+        "stablelm", _MODULES, _LLAMA, norm_eps="layer_norm_eps", extra=(extras.partial, extras.stablelm)
+    ),
     "command-r": Architecture(
-        "cohere", _MODULES, {**_LLAMA, **_QK_NORM}, norm_eps="layer_norm_eps", extra=(_biases, _cohere)
+        "cohere", _MODULES, {**_LLAMA, **_QK_NORM}, norm_eps="layer_norm_eps", extra=(extras.biases, extras.cohere)
     ),
     "gpt2": Architecture(
         "gpt2",
@@ -299,7 +156,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         prefix="transformer.h.{layer}.",
         conv1d=frozenset({"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}),
         norm_eps="layer_norm_epsilon",
-        extra=(_gpt2,),
+        extra=(extras.gpt2,),
         renamed={
             "hidden_size": "n_embd",
             "num_hidden_layers": "n_layer",
@@ -341,7 +198,7 @@ def open_gguf(path: Path) -> GgufModel:
         Unsupported: an architecture or a feature that is not in the tables here.
     """
     source = GgufSource(path)
-    values = _Values(source)
+    values = Values(source)
     architecture = ARCHITECTURES.get(values.architecture)
     if architecture is None:
         raise Unsupported(f"mapping for the GGUF architecture {values.architecture!r} ({path})")
@@ -351,7 +208,7 @@ def open_gguf(path: Path) -> GgufModel:
     return GgufModel(config, _generation(source), RenamedSource(source, _names(values, architecture)))
 
 
-def _config(values: _Values, architecture: Architecture) -> dict[str, Any]:
+def _config(values: Values, architecture: Architecture) -> dict[str, Any]:
     embedding = values.source.file_of("token_embd.weight").infos["token_embd.weight"]
     if len(embedding.shape) != 2:
         raise ModelError(f"{values.path}: tensor 'token_embd.weight' has shape {embedding.shape}, not two dimensions")
@@ -377,7 +234,7 @@ def _config(values: _Values, architecture: Architecture) -> dict[str, Any]:
     if architecture is _MIXTRAL:
         config["num_local_experts"] = values.count("expert_count")
         config["num_experts_per_tok"] = values.count("expert_used_count")
-    scaling = _rope_scaling(values, config)
+    scaling = extras.rope_scaling(values, config)
     if scaling:
         config["rope_scaling"] = scaling
     for extra in architecture.extra:
@@ -386,45 +243,6 @@ def _config(values: _Values, architecture: Architecture) -> dict[str, Any]:
         if name in config:
             config[other] = config.pop(name)
     return config
-
-
-def _rope_scaling(values: _Values, config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = values.get("rope.scaling.type", "none")
-    if values.has("rope_freqs.weight"):
-        return _llama3_scaling(values, config)
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": values.number("rope.scaling.factor")}
-    if kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": values.number("rope.scaling.factor")}
-        if values.get("rope.scaling.original_context_length") is not None:
-            scaling["original_max_position_embeddings"] = values.count("rope.scaling.original_context_length")
-        for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            if values.get(f"rope.scaling.{key}") is not None:
-                scaling[name] = values.number(f"rope.scaling.{key}")
-        return scaling
-    if kind in ("none", "longrope"):  # longrope's factors are tensors: see _phi3
-        return {}
-    raise Unsupported(f"rope.scaling.type {kind!r} ({values.path})")
-
-
-def _llama3_scaling(values: _Values, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama 3.1 and later: the file has the divisor of each frequency, not the parameters that they come from."""
-    factors = values.source.file_of("rope_freqs.weight").floats("rope_freqs.weight")
-    scaling = {
-        "rope_type": "llama3",
-        "factor": max(factors),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    dim = 2 * len(factors)
-    for index, found in enumerate(factors):
-        wavelength = 2 * math.pi * config["rope_theta"] ** (2 * index / dim)
-        smooth = (8192 / wavelength - 1.0) / 3.0
-        expected = 1 / ((1 - min(max(smooth, 0.0), 1.0)) / max(factors) + min(max(smooth, 0.0), 1.0))
-        if not math.isclose(found, expected, rel_tol=1e-3):
-            raise Unsupported(f"factors of rotary frequencies like those in {values.path} ('rope_freqs.weight')")
-    return scaling
 
 
 def _generation(source: GgufSource) -> dict[str, Any]:
@@ -442,7 +260,7 @@ def _generation(source: GgufSource) -> dict[str, Any]:
 Name = tuple[str, dict[str, Any], int | None]
 
 
-def _names(values: _Values, architecture: Architecture) -> dict[str, Name]:
+def _names(values: Values, architecture: Architecture) -> dict[str, Name]:
     """Hugging Face's name -> the file's name, what has to be changed, entry of a stacked tensor."""
     found: dict[str, Name] = {}
 

@@ -57,9 +57,16 @@ def _version() -> str:
 def files_of(source: Path) -> list[Path]:
     """What decides about the result: weights and configs of a folder, or a file and the others it was split into."""
     if source.is_dir():
-        wanted = {"config.json", "generation_config.json", "model.safetensors.index.json"}
+        wanted = {
+            "config.json",
+            "generation_config.json",
+            "model.safetensors.index.json",
+            "pytorch_model.bin.index.json",
+        }
         with os.scandir(source) as entries:
-            return sorted(Path(e.path) for e in entries if e.name in wanted or e.name.endswith(".safetensors"))
+            return sorted(
+                Path(e.path) for e in entries if e.name in wanted or e.name.endswith((".safetensors", ".bin"))
+            )
     if "-of-" in source.name:
         stem = source.name.rsplit("-of-", 1)[0].rsplit("-", 1)[0]
         return sorted(source.parent.glob(f"{stem}-*-of-*.gguf"))

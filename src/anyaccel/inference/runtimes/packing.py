@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,11 +20,11 @@ from anyaccel.inference.runtimes.shard import WeightSlice, shard, slices
 from anyaccel.inference.runtimes.sources import (
     BLOCKS,
     ModuleSource,
-    SafetensorsSource,
     TensorSource,
     TensorView,
     dense_strides,
     entry_of,
+    folder_source,
 )
 from anyaccel.inference.runtimes.spec import MatrixShape, VectorShape, weights
 
@@ -34,6 +35,9 @@ _BLOCK_ROWS = 16
 # Read, packed and given back at a time: what is in memory beside the packed weights.
 _CHUNK_BYTES = 4 << 20
 _MAX_JSON = 64 << 20
+
+_WEIGHT = re.compile(r"\.(weight|bias)$")
+_BUFFER = re.compile(r"\.(attn|attention)\.bias$")  # a mask that old checkpoints of GPT-2 and GPT-NeoX have
 
 Rows = range | Sequence[int]
 
@@ -64,7 +68,7 @@ def checkpoint_of(path: Path) -> Checkpoint:
     generation = path / "generation_config.json"
     from anyaccel.inference.runtimes.quantised import quantised_source
 
-    source = quantised_source(SafetensorsSource(path), config)
+    source = quantised_source(folder_source(path), config)
     return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})
 
 
@@ -92,6 +96,10 @@ def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: 
     own = config or getattr(model, "config", None)
     if own is None:
         raise Unsupported("model without a config")
+    if config is None and not isinstance(own, Mapping):
+        from anyaccel.inference.runtimes.module_check import check_unmodified
+
+        check_unmodified(model)
     values = dict(own) if isinstance(own, Mapping) else own.to_dict()
     generation = getattr(model, "generation_config", None)
     return Checkpoint(ModuleSource(model, release), values, generation.to_dict() if generation is not None else {})
@@ -137,6 +145,22 @@ class Plan:
             "matrices": [(m.name, m.rows, m.cols, m.format, m.group, m.minimum) for m in self.matrices],
             "vectors": [(v.name, v.count) for v in self.vectors],
         }
+
+    def unread(self) -> list[str]:
+        """Weights of the decoder's layers that the configuration does not know: unexpected ones."""
+        found = [part.name for name, parts in self._parts.items() if name.startswith("layers.") for part in parts]
+        layers = re.split(r"\d", found[0], maxsplit=1)[0]
+        known = {
+            part.tensor
+            for weight in (*self._whole_matrices, *self._whole_vectors)
+            for alternative in self.family.parts(self.whole, self.config, weight)
+            for part in alternative
+        }
+        return [
+            name
+            for name in self.source.names()
+            if name.startswith(layers) and name not in known and _WEIGHT.search(name) and not _BUFFER.search(name)
+        ]
 
     def _slice(self, name: str) -> WeightSlice:
         return self._slices.get(name, WeightSlice(()))

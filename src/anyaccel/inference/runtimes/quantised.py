@@ -4,6 +4,7 @@
 Layouts, W being [out, in]; eight values of four bits (four of eight) share an int32 word, the first in its lowest bits:
 - GPTQ: qweight [in/8, out], words along `in`; scales [groups, out]; qzeros [groups, out/8] hold the zero point less one
   (checkpoint_format "gptq"; "gptq_v2" holds it as it is). W = scale * (q - zero).
+  With activation order (desc_act) g_idx has the group of each column: such a matrix is converted.
 - AWQ (gemm): qweight [in, out/8], qzeros [groups, out/8], words along `out` in the order 0 2 4 6 1 3 5 7.
 - compressed-tensors pack-quantized: weight_packed [out, in/8], weight_scale [out, groups], weight_zero_point
   [out/8, groups]; values and zero points are signed and stored plus 8 (plus 128).
@@ -18,13 +19,13 @@ from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.sources import SafetensorsSource, Tensor
+from anyaccel.inference.runtimes.sources import SafetensorsSource, Tensor, TensorSource
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where value i of a word is: its inverse is 0 2 4 6 1 3 5 7
 _GROUPS = (128, 64, 32)
 
 
-def quantised_source(source: SafetensorsSource, config: Mapping[str, Any]) -> Any:
+def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
     """`source` with its quantised tensors, as the config's `quantization_config` describes them; else itself.
 
     Raises:
@@ -37,6 +38,8 @@ def quantised_source(source: SafetensorsSource, config: Mapping[str, Any]) -> An
     if not isinstance(settings, Mapping):
         raise ModelError(f"config: quantization_config={settings!r} is not an object")
     method = settings.get("quant_method")
+    if not isinstance(source, SafetensorsSource):
+        raise Unsupported(f"reader for {method} weights in files other than safetensors")
     if method == "gptq":
         return _Gptq(source, settings)
     if method == "awq":
@@ -54,6 +57,7 @@ class QuantisedTensor:
         bits: 4 or 8.
         group: columns that share a scale; 0: all.
         zero: the zero point of every group, when it is the same one for all; None: each has its own.
+        group_of: the group of each column, when those of a group are not neighbours (activation order).
     """
 
     where: str
@@ -67,6 +71,7 @@ class QuantisedTensor:
     transposed: bool = False
     order: Sequence[int] | None = None
     plus: float = 0.0
+    group_of: Any = None
 
     @property
     def fallback(self) -> tuple[str, int, bool]:
@@ -74,6 +79,8 @@ class QuantisedTensor:
 
     def format(self, cols: range) -> tuple[str, int, bool] | None:
         """The native format that holds these columns as they are."""
+        if self.group_of is not None:
+            return None
         if self.bits == 8:
             if self.zero != 128:
                 return None
@@ -92,7 +99,10 @@ class QuantisedTensor:
 
         q, scales, zeros = self.layout.unpack(self, rows)
         q = q[:, cols.start : cols.stop].astype(numpy.float32)
-        of = numpy.arange(cols.start, cols.stop) // (self.group or self.shape[1])
+        if self.group_of is not None:
+            of = self.group_of[cols.start : cols.stop]
+        else:
+            of = numpy.arange(cols.start, cols.stop) // (self.group or self.shape[1])
         return numpy.ascontiguousarray(scales[:, of] * (q - zeros[:, of]), numpy.float32)
 
     def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
@@ -253,19 +263,23 @@ class _Gptq(_Layout):
         scales = self.scales(f"{stem}.scales")
         self.check(scales.shape[1] == shape[0], name, f"{scales.shape[1]} columns of scales for {shape[0]} rows")
         group = _groups(stem, shape[1], scales.shape[0])
-        if f"{stem}.g_idx" in self.source:
-            self._check_order(stem, shape[1], group or shape[1])
+        order = self._order(stem, shape[1], group or shape[1], scales.shape[0])
         zeros = self.zeros(stem)
         self.check(zeros.shape[0] == scales.shape[0] and zeros.shape[1] >= shape[0], name, f"zero points {zeros.shape}")
-        return QuantisedTensor(self.where(name), shape, self.bits, group, _uniform(zeros[:, : shape[0]]), self, stem)
+        zero = _uniform(zeros[:, : shape[0]])
+        return QuantisedTensor(self.where(name), shape, self.bits, group, zero, self, stem, group_of=order)
 
-    def _check_order(self, stem: str, cols: int, group: int) -> None:
+    def _order(self, stem: str, cols: int, group: int, groups: int) -> Any:
+        """The group of each column; None when they are in order, which they are not with desc_act."""
         import numpy
 
-        index = self.array(f"{stem}.g_idx", ("I32", "I64"), 1)
-        self.check(len(index) == cols, f"{stem}.g_idx", f"{len(index)} entries for {cols} columns")
-        if not (index == numpy.arange(cols) // group).all():
-            raise Unsupported(f"activation order (desc_act) of GPTQ ({self.where(f'{stem}.g_idx')})")
+        name = f"{stem}.g_idx"
+        if name not in self.source:
+            return None
+        index = self.array(name, ("I32", "I64"), 1)
+        self.check(len(index) == cols, name, f"{len(index)} entries for {cols} columns")
+        self.check(int(index.min()) >= 0 and int(index.max()) < groups, name, f"groups up to {index.max()} of {groups}")
+        return None if (index == numpy.arange(cols) // group).all() else index
 
     def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
         chosen = _chosen(rows)

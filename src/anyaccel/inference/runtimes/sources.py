@@ -7,11 +7,6 @@ of a mapped file says so (`done`), and its pages leave this process's memory aga
 
 from __future__ import annotations
 
-import ctypes
-import json
-import mmap
-import os
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,23 +14,45 @@ from typing import Any, Protocol
 
 from anyaccel import _native
 from anyaccel.errors import ModelError
+from anyaccel.inference.runtimes.mapped_file import MappedFile
 from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.inference.runtimes.safetensors_file import (
+    FLOATS,
+    Entry,
+    checkpoint_files,
+    has_bin,
+    has_safetensors,
+    read_index,
+    safetensors_entries,
+)
 
-# safetensors' names -> those of `_llm` and bytes a value. The others below are no weights by themselves.
-_FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f64", 8)}
-_OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8, "C64": 8} | {
-    f"F8_{kind}": 1 for kind in ("E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ", "E8M0")
-}
+__all__ = [
+    "BLOCKS",
+    "ConvertedTensor",
+    "Entry",
+    "MappedFile",
+    "ModuleSource",
+    "RenamedSource",
+    "SafetensorsSource",
+    "Tensor",
+    "TensorSource",
+    "TensorView",
+    "TorchSource",
+    "checkpoint_files",
+    "dense_strides",
+    "entry_of",
+    "folder_source",
+    "safetensors_entries",
+]
+
 # Types of `_llm` -> values in a block, bytes of a block.
 BLOCKS = {
-    **{name: (1, size) for name, size in _FLOATS.values()},
+    **{name: (1, size) for name, size in FLOATS.values()},
     "q8_0": (32, 34),
     "q4_0": (32, 18),
     "q4_1": (32, 20),
 }
 
-_MAX_HEADER = 100_000_000  # what safetensors accepts
-_MAX_DIMENSION = 1 << 62
 _RELEASED_AT_ONCE = 16 << 20  # bytes; giving memory back takes about a millisecond
 
 
@@ -111,193 +128,12 @@ class TensorSource(Protocol):
         """The tensor is not needed any more."""
 
 
-class MappedFile:
-    """A file of which pages are in memory only while they are needed.
-
-    A file that somebody shortens while it is read ends the process (SIGBUS), as with every mapping.
-    """
-
-    _libc: Any = None
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        libc = self._load_libc()
-        try:
-            with path.open("rb") as file:
-                self.size = os.fstat(file.fileno()).st_size
-                if self.size == 0:
-                    raise ModelError(f"{path}: the file is empty")
-                flags = mmap.MAP_PRIVATE
-                address = libc.mmap(None, self.size, mmap.PROT_READ, flags, file.fileno(), 0)
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-        if address in (None, ctypes.c_void_p(-1).value):
-            raise ModelError(f"{path}: cannot be mapped ({os.strerror(ctypes.get_errno())})")
-        self.address: int = address
-        self._close = weakref.finalize(self, libc.munmap, address, self.size)
-
-    @classmethod
-    def _load_libc(cls) -> Any:
-        if cls._libc is None:
-            libc: Any = ctypes.CDLL(None, use_errno=True)
-            size, offset = ctypes.c_size_t, ctypes.c_int64
-            libc.mmap.restype = ctypes.c_void_p
-            libc.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, offset]
-            libc.munmap.argtypes = [ctypes.c_void_p, size]
-            libc.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
-            cls._libc = libc
-        return cls._libc
-
-    def close(self) -> None:
-        """Unmaps the file: addresses in it must not be used any more."""
-        self._close()
-
-    def bytes(self, begin: int, length: int) -> memoryview:
-        """A part of the file; the caller has checked that it is inside."""
-        return memoryview((ctypes.c_ubyte * length).from_address(self.address + begin)).cast("B").toreadonly()
-
-    def will_need(self, begin: int, end: int) -> None:
-        self._advise(begin, end, mmap.MADV_WILLNEED)
-
-    def drop(self, begin: int, end: int) -> None:
-        """The pages that lie between leave this process's memory; they stay in the system's cache of the file."""
-        page = mmap.PAGESIZE
-        if end >= self.size:
-            end += -end % page
-        self._advise(-(-begin // page) * page, end // page * page, mmap.MADV_DONTNEED)
-
-    def drop_address(self, begin: int, end: int) -> None:
-        """`drop` for addresses; those of other files are passed over."""
-        if self.address <= begin < self.address + self.size:
-            self.drop(begin - self.address, min(end - self.address, self.size))
-
-    def _advise(self, begin: int, end: int, advice: int) -> None:
-        begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin and self._close.alive:
-            self._libc.madvise(self.address + begin, end - begin, advice)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of a safetensors file: bytes [begin, end) of it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice")
-    return found
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_DIMENSION
-
-
-def safetensors_entries(read: Any, size: int, path: Path | str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors and the metadata of a safetensors file of `size` bytes, all of it checked against the file.
-
-    Args:
-        read: read(begin, length) gives bytes of the file.
-
-    Raises:
-        ModelError: it is no safetensors file, damaged or cut off.
-    """
-    if size < 8:
-        raise ModelError(f"{path}: {size} bytes are too few for a safetensors file; is the download complete?")
-    length = int.from_bytes(read(0, 8), "little")
-    if length > _MAX_HEADER:
-        raise ModelError(f"{path}: the header would have {length} bytes: this is no safetensors file")
-    begin = 8 + length
-    if begin > size:
-        raise ModelError(f"{path}: truncated within its header ({size} of {begin} bytes)")
-    try:
-        parsed = json.loads(bytes(read(8, length)).decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: damaged: the header is not JSON ({error})") from None
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{path}: damaged: the header is not a JSON object")
-    metadata = parsed.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict):
-        raise ModelError(f"{path}: damaged: __metadata__ is not an object")
-    entries = {name: _entry(path, name, value, begin) for name, value in parsed.items()}
-    at = begin
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != at:
-            raise ModelError(f"{path}: damaged: tensor {name!r} begins at byte {entry.begin}, not at {at}")
-        at = entry.end
-    if at > size:
-        raise ModelError(f"{path}: truncated: {size} bytes of {at}")
-    if at < size:
-        raise ModelError(f"{path}: damaged: {size} bytes, but its tensors end at {at}")
-    return entries, {str(key): str(value) for key, value in metadata.items()}
-
-
-def _entry(path: Path | str, name: str, value: object, begin: int) -> Entry:
-    def wrong(why: str) -> ModelError:
-        return ModelError(f"{path}: tensor {name!r}: {why}")
-
-    if not isinstance(value, dict):
-        raise wrong("damaged: its entry in the header is not an object")
-    dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not isinstance(dtype, str) or (dtype not in _FLOATS and dtype not in _OTHERS):
-        raise wrong(f"its dtype {dtype!r} is unknown")
-    size = _FLOATS[dtype][1] if dtype in _FLOATS else _OTHERS[dtype]
-    if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise wrong(f"damaged: its shape {shape!r} is not a list of sizes")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise wrong(f"damaged: data_offsets {offsets!r} are not two offsets")
-    wanted = size
-    for extent in shape:
-        wanted *= extent
-    if offsets[1] - offsets[0] != wanted:
-        raise wrong(f"damaged: {offsets[1] - offsets[0]} bytes do not fit {dtype} of shape {shape}")
-    return Entry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
-
-
 def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     """Of a contiguous array, in bytes."""
     strides = [itemsize] * len(shape)
     for dimension in range(len(shape) - 2, -1, -1):
         strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
     return tuple(strides)
-
-
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder.
-
-    Raises:
-        ModelError: there are none, the index is damaged or names a file that is not there.
-        Unsupported: the weights are in .bin files, which torch has to read.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return [folder / name for name in sorted(set(_weight_map(index).values()))]
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if (folder / "pytorch_model.bin").is_file() or (folder / "pytorch_model.bin.index.json").is_file():
-        raise Unsupported("reader for pytorch_model.bin (torch reads it)")
-    raise ModelError(f"{folder}: no weights found; expected model.safetensors or model.safetensors.index.json")
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index}: not a checkpoint index ({error})") from error
-    if not files:
-        raise ModelError(f"{index}: the index names no tensors")
-    for file in sorted(set(files.values())):
-        if Path(file).name != file:
-            raise ModelError(f"{index}: names a file outside the folder: {file!r}")
-        if not (index.parent / file).is_file():
-            raise ModelError(f"{index.parent / file}: missing, but named by {index.name}")
-    return files
 
 
 class SafetensorsSource:
@@ -310,7 +146,7 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         index = folder / "model.safetensors.index.json"
-        named = _weight_map(index) if index.is_file() else None
+        named = read_index(index) if index.is_file() else None
         self._tensors: dict[str, tuple[MappedFile, Entry]] = {}
         self._files = [MappedFile(path) for path in checkpoint_files(folder)]
         for file in self._files:
@@ -339,9 +175,9 @@ class SafetensorsSource:
     def tensor(self, name: str) -> TensorView:
         file, entry = self.entry(name)
         where = f"{file.path}: tensor {name!r}"
-        if entry.dtype not in _FLOATS:
+        if entry.dtype not in FLOATS:
             raise Unsupported(f"weights of dtype {entry.dtype} ({where})")
-        kind, size = _FLOATS[entry.dtype]
+        kind, size = FLOATS[entry.dtype]
         return TensorView(where, kind, entry.shape, dense_strides(entry.shape, size), file.address + entry.begin)
 
     def will_need(self, name: str) -> None:
@@ -357,18 +193,20 @@ class SafetensorsSource:
         file.drop(entry.begin, entry.end)
 
 
-class ModuleSource:
-    """The weights of a Hugging Face model in memory (`state_dict` names).
+class TorchSource:
+    """Torch's tensors by name.
 
     Args:
-        release: each parameter's memory is given up once it is packed; the module is of no use by itself afterwards.
+        where: what comes before a tensor's name in messages.
+        release: each tensor's memory is given up once it is packed.
 
     Raises:
         Unsupported: a tensor is on another device than the CPU.
     """
 
-    def __init__(self, module: Any, release: bool = False) -> None:
-        self._tensors: dict[str, Any] = dict(module.state_dict(keep_vars=True))
+    def __init__(self, tensors: Mapping[str, Any], where: str = "", release: bool = False) -> None:
+        self._tensors = dict(tensors)
+        self._where = where
         self._release = release
         self._released = 0  # bytes that the heap may hold still
         for name, tensor in self._tensors.items():
@@ -384,7 +222,7 @@ class ModuleSource:
     def tensor(self, name: str) -> TensorView:
         tensor = self._tensors.get(name)
         if tensor is None:
-            raise ModelError(f"the model has no tensor {name!r}")
+            raise ModelError(f"{self._where or 'the model'}: has no tensor {name!r}")
         kind = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16", "torch.float64": "f64"}.get(
             str(tensor.dtype)
         )
@@ -392,7 +230,8 @@ class ModuleSource:
             raise Unsupported(f"weights of dtype {tensor.dtype} (tensor {name!r})")
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
-        return TensorView(f"tensor {name!r}", kind, tuple(tensor.shape), strides, tensor.data_ptr())
+        where = f"{self._where}: tensor {name!r}" if self._where else f"tensor {name!r}"
+        return TensorView(where, kind, tuple(tensor.shape), strides, tensor.data_ptr())
 
     def will_need(self, name: str) -> None:
         pass
@@ -408,6 +247,33 @@ class ModuleSource:
             if self._released >= _RELEASED_AT_ONCE:
                 _native.release_free_memory()
                 self._released = 0
+
+
+class ModuleSource(TorchSource):
+    """The weights of a Hugging Face model in memory (`state_dict` names).
+
+    Args:
+        release: each parameter's memory is given up once it is packed; the module is of no use by itself afterwards.
+
+    Raises:
+        Unsupported: a tensor is on another device than the CPU.
+    """
+
+    def __init__(self, module: Any, release: bool = False) -> None:
+        super().__init__(module.state_dict(keep_vars=True), release=release)
+
+
+def folder_source(folder: Path) -> SafetensorsSource | TorchSource:
+    """The weights of a model folder: its safetensors files, or else `pytorch_model*.bin`, which torch reads.
+
+    Raises:
+        ModelError: there are none, or a file is damaged.
+    """
+    if has_safetensors(folder) or not has_bin(folder):
+        return SafetensorsSource(folder)
+    from anyaccel.inference.checkpoint import Checkpoint
+
+    return TorchSource(Checkpoint(folder).tensors(), str(folder))
 
 
 class RenamedSource:

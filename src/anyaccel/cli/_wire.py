@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between a command and the ranks that it started: one JSON object a line, over a socket pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+from collections import deque
+from typing import Any
+
+from anyaccel.errors import CommTimeoutError
+
+_CHUNK = 1 << 16
+
+
+class Channel:
+    """One end of a socket pair.
+
+    Args:
+        patience: seconds that a message may take to go out to a peer that does not read.
+    """
+
+    def __init__(self, descriptor: int, patience: float) -> None:
+        self.descriptor = descriptor
+        self._patience = patience
+        self._messages: deque[dict[str, Any]] = deque()
+        self._rest = bytearray()
+        os.set_blocking(descriptor, False)
+        os.set_inheritable(descriptor, False)
+
+    def close(self) -> None:
+        """The peer reads the end of it once every copy is closed."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def send(self, **message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: the peer is gone.
+            CommTimeoutError: it does not read.
+        """
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        deadline = time.monotonic() + self._patience
+        while data:
+            try:
+                data = data[os.write(self.descriptor, data) :]
+            except BlockingIOError:
+                _wait(self.descriptor, select.POLLOUT, deadline, "does not read what it is told")
+
+    def receive(self, patience: float | None = None) -> dict[str, Any]:
+        """The next message.
+
+        Args:
+            patience: seconds to wait for it; None: until the peer says something or is gone.
+
+        Raises:
+            EOFError: the peer is gone.
+            CommTimeoutError: nothing came.
+        """
+        deadline = None if patience is None else time.monotonic() + patience
+        while not self._messages:
+            if not self.pump():
+                _wait(self.descriptor, select.POLLIN, deadline, "says nothing")
+        return self._messages.popleft()
+
+    def next(self) -> dict[str, Any] | None:
+        """A message that is here already."""
+        return self._messages.popleft() if self._messages else None
+
+    def pump(self) -> bool:
+        """Read what has come; False when there was nothing.
+
+        Raises:
+            EOFError: the peer is gone.
+        """
+        try:
+            data = os.read(self.descriptor, _CHUNK)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise EOFError
+        *whole, rest = (self._rest + data).split(b"\n")
+        self._rest = rest
+        self._messages.extend(json.loads(line) for line in whole)
+        return True
+
+
+def _wait(descriptor: int, events: int, deadline: float | None, problem: str) -> None:
+    poller = select.poll()
+    poller.register(descriptor, events)
+    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+    if not poller.poll(left):
+        raise CommTimeoutError(f"the other end of a rank's socket {problem}; is a process stopped?")

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A folder that appears when it is complete, or not at all. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class _EndedBySignal(BaseException):
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, which takes its place at the end; an existing `target` is replaced.
+
+    When the block fails, or SIGTERM or SIGHUP ends the process, it is removed. What SIGKILL leaves behind goes with
+    the next call for the same `target`: a folder's lock tells that nobody works in it any more.
+    """
+    _remove_abandoned(target)
+    beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-", dir=target.parent))
+    lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _signals_raise():
+            yield beside
+            beside.chmod(0o755)
+            _move(beside, target)
+    except _EndedBySignal as ended:
+        shutil.rmtree(beside, ignore_errors=True)
+        os.kill(os.getpid(), ended.number)  # its handler is the system's again
+        raise SystemExit(128 + ended.number) from None
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        os.close(lock)
+
+
+def _move(beside: Path, target: Path) -> None:
+    if not target.exists():
+        beside.rename(target)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-old-", dir=target.parent))
+    target.rename(old / "old")
+    try:
+        beside.rename(target)
+    except BaseException:
+        (old / "old").rename(target)
+        raise
+    finally:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_abandoned(target: Path) -> None:
+    pattern = re.compile(rf"\.{re.escape(target.name)}-(\d+)-(?!old-)")  # an old one may be all that is left of it
+    for folder in target.parent.iterdir():
+        found = pattern.match(folder.name)
+        if found is None or folder.is_symlink() or not folder.is_dir() or Path(f"/proc/{found[1]}").exists():
+            continue
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Signals that would end the process raise instead, so that what was begun is cleared away."""
+
+    def ended(number: int, _frame: Any) -> NoReturn:
+        raise _EndedBySignal(number)
+
+    changed = []
+    if threading.current_thread() is threading.main_thread():
+        changed = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, ended)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)

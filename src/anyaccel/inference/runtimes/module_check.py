@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model in memory is what its configuration says: the native runtime computes that, and not the modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyaccel.inference.runtimes.mapping import Unsupported
+
+# Ways to compute the same attention.
+_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_", "paged|")
+
+
+def check_unmodified(model: nn.Module) -> None:
+    """Compare a model with the one that transformers builds from its configuration, without memory.
+
+    Raises:
+        Unsupported: it is no causal LM of transformers, or it has modules, hooks, functions or a head of its own.
+    """
+    kind = type(model)
+    config: Any = getattr(model, "config", None)
+    if kind not in _causal_lms(config):
+        raise Unsupported(f"code for {kind.__module__}.{kind.__qualname__}, which is no causal LM of transformers")
+    attention = getattr(config, "_attn_implementation", None)
+    if attention is not None and not str(attention).startswith(_ATTENTION):
+        raise Unsupported(f"code for the attention implementation {attention!r}")
+    for name, module in model.named_modules():
+        where = f"module {name!r} ({type(module).__name__})"
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise Unsupported(f"code for forward hooks ({where})")
+        if "forward" in vars(module):
+            raise Unsupported(f"code for a forward that was replaced ({where})")
+    _compare(model, _as_configured(model))
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    if tied and head is not None and head.weight is not embedding.weight:
+        raise Unsupported("code for a head with weights of its own where the configuration ties it to the embedding")
+
+
+def _causal_lms(config: Any) -> tuple[type, ...]:
+    """transformers' causal LMs of a configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _as_configured(model: Any) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            built: nn.Module = type(model)._from_config(copy.deepcopy(model.config))
+    except Exception as error:  # a configuration that was changed can be wrong in any way
+        raise Unsupported(f"code for a configuration that transformers cannot build a model from ({error})") from error
+    return built
+
+
+def _compare(model: nn.Module, plain: nn.Module) -> None:
+    wanted = {name: type(module) for name, module in plain.named_modules(remove_duplicate=False)}
+    for name, module in model.named_modules(remove_duplicate=False):
+        usual = wanted.pop(name, None)
+        if usual is not type(module):
+            instead = f"where the architecture has {usual.__name__}" if usual else "which the architecture has not"
+            raise Unsupported(f"code for module {name!r} of type {type(module).__name__} {instead}")
+    if wanted:
+        raise Unsupported(f"code for a model without the module {next(iter(wanted))!r} of its architecture")
+    names = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in names:
+            raise Unsupported(f"code for parameter {name!r}, which the architecture has not")
+        if type(parameter.data) is not torch.Tensor:
+            raise Unsupported(f"weights of type {type(parameter.data).__name__} (tensor {name!r})")
+        names.discard(name)
+    if names:
+        raise Unsupported(f"code for a model without the parameter {min(names)!r} of its architecture")

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the tests of weight matrices share: instruction sets, exact memory, random values, a shape of every kind.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "common/isa.h"
+#include "llm/matrix.h"
+
+namespace {
+
+using namespace anyaccel::llm;
+using anyaccel::Isa;
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+inline bool supported(Isa isa) {
+  if (isa <= anyaccel::selected_isa()) return true;
+#ifdef ANYACCEL_EMULATE
+  return anyaccel::selected_isa() >= Isa::avx512;
+#else
+  return false;
+#endif
+}
+constexpr Isa kIsas[] = {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_vnni};
+
+// Exactly as much memory as is used, aligned: reads beyond are seen by the sanitizer.
+struct Aligned {
+  explicit Aligned(size_t size) : data(static_cast<uint8_t*>(std::aligned_alloc(64, std::max<size_t>(size, 64)))) {}
+  Aligned(const Aligned&) = delete;
+  Aligned& operator=(const Aligned&) = delete;
+  ~Aligned() { std::free(data); }
+  uint8_t* data;
+};
+
+inline std::vector<float> random_floats(size_t count, unsigned seed, float sigma = 1.0f) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0f, sigma);
+  std::vector<float> result(count);
+  for (float& value : result) value = normal(random);
+  return result;
+}
+
+inline bool quantised(Format format) { return format == Format::i8 || format == Format::i4; }
+
+inline std::string name_of(const Shape& shape) {
+  const char* names[] = {"f32", "f16", "bf16", "i8", "i4"};
+  return std::string(names[static_cast<int>(shape.format)]) + " group " + std::to_string(shape.group) +
+         (shape.minimum ? " minimum" : "") + " " + std::to_string(shape.rows) + "x" + std::to_string(shape.cols);
+}
+
+// Every format for a size.
+inline std::vector<Shape> shapes_of(int64_t rows, int64_t cols) {
+  std::vector<Shape> shapes = {{Format::f32, rows, cols},
+                               {Format::f16, rows, cols},
+                               {Format::bf16, rows, cols},
+                               {Format::i8, rows, cols, 0},
+                               {Format::i8, rows, cols, 32}};
+  for (int group : {32, 64, 128})
+    for (bool minimum : {false, true}) shapes.push_back({Format::i4, rows, cols, group, minimum});
+  return shapes;
+}
+
+inline std::vector<float> rows_of(const Matrix& matrix) {
+  const Shape& shape = matrix.shape();
+  std::vector<float> result(static_cast<size_t>(shape.rows * shape.cols));
+  for (int64_t r = 0; r < shape.rows; ++r) matrix.row(r, result.data() + r * shape.cols);
+  return result;
+}
+
+}  // namespace

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks connect: whose error is raised where, told through any exchange."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.joining import OtherRankError, together
+from anyaccel.inference.runtimes.mapping import Unsupported
+
+
+class Model:
+    """What is asked of a native model."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def create_segment(self, timeout: float, anonymous: bool) -> str:
+        self.calls.append(anonymous)
+        return "mine"
+
+    def connect(self, names: list[str], pids: list[int]) -> None:
+        self.calls.append((names, pids))
+
+    def unlink(self) -> None:
+        self.calls.append("unlink")
+
+
+class Native:
+    def __init__(self) -> None:
+        self.model = Model()
+
+
+def with_other(*told: Any) -> Any:
+    """An exchange with a rank 1 that tells these."""
+    left = list(told)
+    return lambda mine: [mine, left.pop(0)]
+
+
+def refuse(error: Exception) -> Any:
+    def work() -> Any:
+        raise error
+
+    return work
+
+
+def test_ranks_learn_names_and_the_pids_that_mean_something() -> None:
+    space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+    for there, pid in ((space, 7), ("pid:[1]", 0)):
+        native: Any = Native()
+        assert together(with_other([["theirs", 7, there], "", ""], ""), lambda native=native: native) is native
+        assert native.model.calls == [False, (["mine", "theirs"], [os.getpid(), pid]), "unlink"]
+
+
+def test_an_error_of_one_rank_is_the_error_of_all() -> None:
+    card = ["", 0, ""]
+    with pytest.raises(OtherRankError, match="rank 1: no such weights"):
+        together(with_other([card, "no such weights", ""]), Native)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="mine") as caught:
+        together(with_other([card, "theirs", ""]), refuse(ModelError("mine")))
+    assert not isinstance(caught.value, OtherRankError)
+    with pytest.raises(OtherRankError, match="rank 1: cannot be mapped"):
+        together(with_other([card, "", ""], "cannot be mapped"), Native)  # type: ignore[arg-type]
+
+
+def test_what_one_rank_cannot_run_natively_none_does_unless_there_is_an_error() -> None:
+    card = ["", 0, ""]
+    with pytest.raises(Unsupported) as caught:
+        together(with_other([card, "the native runtime has no x", "x"]), Native)  # type: ignore[arg-type]
+    assert caught.value.feature == "x"
+    with pytest.raises(OtherRankError, match="rank 1: damaged"):
+        together(with_other([card, "damaged", ""]), Native)  # type: ignore[arg-type]
+    with pytest.raises(Unsupported):
+        together(with_other([["theirs", 7, ""], "", ""]), refuse(Unsupported("y")))
+    with pytest.raises(Unsupported):  # its own; the other rank has an error and raises that
+        together(with_other([card, "damaged", ""]), refuse(Unsupported("y")))
