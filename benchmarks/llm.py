@@ -2,7 +2,7 @@
 """The decoder runtime beside its peers, a table a precision; each contender in fresh processes, in turn.
 
 Rates are tokens a second; x is ours over theirs. Of our own decode rate it says which share of the read bandwidth that
-is: packed bytes that a token reads, times tokens a second, over what a plain loop of all threads reads here.
+is: packed bytes that a token reads, times tokens a second, over the most that a loop of all threads reads here.
 A peer is `DTYPE:PEER[=MODEL]`, as for `anyaccel bench llm --against`; with --tp, `DTYPE:deepspeed` has as many ranks.
 
   python benchmarks/llm.py --against bf16:hf --against bf16:llama.cpp=smol-bf16.gguf --against int8:openvino=ov-int8 \\
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from _common import emit_json, machine, median, note, table
+from _common import emit_json, machine, note, table
 
 from anyaccel.bench.contenders import Contender, Sizes, parse_peer
 from anyaccel.bench.report import medians, ratios
@@ -104,7 +104,7 @@ def main() -> int:
             if of == dtype:
                 contenders.append(parse_peer(peer, model, dtype, options.tp, pythons))
         figures, failures = measure(contenders, sizes, options.rounds, 20_000)
-        bandwidth = median([_llm.read_bandwidth(256 << 20) for _ in range(3)])
+        bandwidth = max(_llm.read_bandwidth(256 << 20, rounds=20) for _ in range(3))
         size = bytes_a_token(model, dtype)
         results[dtype] = {"figures": figures, "failures": failures, "bytes_a_token": size, "bandwidth": bandwidth}
         if options.json:
