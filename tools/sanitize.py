@@ -139,7 +139,9 @@ def main() -> int:
     )
     parser.add_argument("--sanitizer", choices=SANITIZERS, action="append", help="default: all")
     parser.add_argument("--keep", metavar="FOLDER", help="keep objects there: the next run compiles what has changed")
+    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds a test may run (default: 600)")
     options = parser.parse_args()
+    failed = 0
     decoder: dict[str, list[Path]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(Path(options.keep or temporary).resolve())
@@ -151,12 +153,15 @@ def main() -> int:
                 start = time.monotonic()
                 try:
                     program = build(test, sanitizer, Path(folder), decoder)
-                    subprocess.run([program], check=True, cwd=temporary, env={**os.environ, **ENVIRONMENT}, timeout=600)
-                except subprocess.CalledProcessError as error:
-                    print(f"{test}, {sanitizer}: failed (exit code {error.returncode})")
-                    return 1
+                    environment = {**os.environ, **ENVIRONMENT}
+                    subprocess.run([program], check=True, cwd=temporary, env=environment, timeout=options.limit)
+                except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                    failed += 1
+                    how = f"exit code {error.returncode}" if hasattr(error, "returncode") else "too slow, see --limit"
+                    print(f"{test}, {sanitizer}: failed ({how})", flush=True)
+                    continue
                 print(f"{test}, {sanitizer}: clean ({time.monotonic() - start:.0f} s)", flush=True)
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

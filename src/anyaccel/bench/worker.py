@@ -167,6 +167,10 @@ def measure(generate: Generate, settings: dict[str, Any], started: float) -> dic
     def fresh(length: int, count: int = 1) -> list[list[int]]:
         return [prompt(length, next(seeds), vocabulary) for _ in range(count)]
 
+    def add_rate(name: str, tokens: int, seconds: float) -> None:
+        if seconds > 0:  # else the machine was busy with something else meanwhile
+            figures[name].append(tokens / seconds)
+
     new, batch, batch_new = settings["new"], settings["batch"], max(settings["new"] // 4, 2)
     figures: dict[str, list[float]] = {"decode": [], "prefill": [], "batch_decode": []}
     generate(fresh(settings["prompt"]), 1)
@@ -179,13 +183,13 @@ def measure(generate: Generate, settings: dict[str, Any], started: float) -> dic
     for _ in range(settings["repeats"]):
         first = _seconds(generate, fresh(settings["prompt"]), 1)
         whole = _seconds(generate, fresh(settings["prompt"]), new)
-        figures["decode"].append((new - 1) / max(whole - first, 1e-9))
+        add_rate("decode", new - 1, whole - first)
         if settings["long"]:
             figures["prefill"].append(settings["long"] / _seconds(generate, fresh(settings["long"]), 1))
         if batch > 1:
             first = _seconds(generate, fresh(settings["prompt"], batch), 1)
             whole = _seconds(generate, fresh(settings["prompt"], batch), batch_new)
-            figures["batch_decode"].append(batch * (batch_new - 1) / max(whole - first, 1e-9))
+            add_rate("batch_decode", batch * (batch_new - 1), whole - first)
     figures["peak_memory_mb"] = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
     return {name: values for name, values in figures.items() if values}
 
