@@ -27,7 +27,7 @@ hypothesis.settings.register_profile("anyaccel", deadline=None, derandomize=True
 hypothesis.settings.load_profile("anyaccel")
 
 # A shell that starts `make test` in the background makes it ignore these, and so would all that tests start.
-for _number in (signal.SIGINT, signal.SIGQUIT):
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 

@@ -197,6 +197,20 @@ def test_native_ranks_import_neither_torch_nor_transformers(smollm2: Path, tmp_p
     assert float(str(two["peak_memory_bytes"])) > sum(two["peak_memory_bytes_by_rank"])  # type: ignore[arg-type]
 
 
+def test_a_parent_that_ignores_the_end_of_its_children_is_no_hindrance(smollm2: Path) -> None:
+    """A shell's `trap '' CHLD` goes on to the command, whose own children would then leave no exit code."""
+    command = [sys.executable, "-m", "anyaccel", "generate", PROMPTS[0], "--tp", "2", "--model", str(smollm2), "-q"]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "4"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        preexec_fn=lambda: signal.signal(signal.SIGCHLD, signal.SIG_IGN),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "The capital of France\n"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_two_ranks_take_torch_for_what_the_native_runtime_lacks(smollm2: Path, tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ class RankProcesses:
         near, far = ([end.detach() for end in ends] for ends in zip(*pairs, strict=True))
         sys.stdout.flush()
         sys.stderr.flush()
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the launcher's exit code would be lost
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         own = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:

@@ -36,6 +36,7 @@ _AHEAD = 2  # steps that the ranks are allowed beyond what has come: they go on 
 # Seconds: of ranks for saying what is wrong, or ending by themselves; of the launcher for noticing a rank's end.
 _FAREWELL = 0.5
 _NOTICE = 5.0
+_LOADING = 1800.0  # of a rank that converts or packs a large model, and says nothing meanwhile
 
 
 class RankError(AnyAccelError):
@@ -246,7 +247,7 @@ class RanksBackend:
         ready: dict[int, dict[str, Any]] = {}
         done: dict[int, tuple[int, int]] = {}
         while len(ready) < len(self._channels):
-            rank, message = self._next(self._patience)
+            rank, message = self._next(max(self._patience, _LOADING))
             what = message["kind"]
             if what == "line":
                 screen.line(message["text"])
@@ -306,7 +307,7 @@ class RanksBackend:
                     with self._whole():
                         self._send("limit", limit=limit)
                 yield result.tokens[-1]
-        except RankError:
+        except (RankError, SystemExit):  # the ranks are gone, or are ended
             under_way = False
             raise
         except KeyboardInterrupt:

@@ -55,14 +55,16 @@ def _move(beside: Path, target: Path) -> None:
         beside.rename(target)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-old-", dir=target.parent))
-    target.rename(old / "old")
     try:
+        target.rename(old / "old")
         beside.rename(target)
     except BaseException:
-        (old / "old").rename(target)
+        if not target.exists():
+            (old / "old").rename(target)
         raise
     finally:
-        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():  # else the old one is all that there is
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _remove_abandoned(target: Path) -> None:

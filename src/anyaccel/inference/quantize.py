@@ -14,7 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from anyaccel.inference.new_folder import new_folder
 from anyaccel.inference.runtimes.families import family_of
 from anyaccel.inference.runtimes.formats import GROUPS, Precision
 from anyaccel.inference.runtimes.packing import Checkpoint, checkpoint_of
-from anyaccel.inference.runtimes.sources import TensorView, entry_of
+from anyaccel.inference.runtimes.sources import BLOCKS, TensorView, entry_of
 from anyaccel.inference.runtimes.spec import weights
 from anyaccel.inference.safetensors_writer import Planned, SafetensorsWriter
 from anyaccel.inference.stored_values import (
@@ -259,6 +259,8 @@ class _Work:
     def _kept(self, tensor: Any) -> Iterator[Any]:
         """The values of a tensor that is not quantised, in 16 bits or as they are."""
         dtype = kept_dtype(tensor)
+        if not tensor.shape:  # one number
+            tensor = replace(tensor, shape=(1,), strides=(BLOCKS[tensor.type][1],))
         entries = [tensor] if len(tensor.shape) < 3 else [entry_of(tensor, i) for i in range(tensor.shape[0])]
         for entry in entries:
             rows = entry.shape[0]

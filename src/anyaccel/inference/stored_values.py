@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from anyaccel.inference.runtimes.sources import BLOCKS, TensorView
+from anyaccel.errors import ModelError
+from anyaccel.inference.runtimes.sources import BLOCKS, TensorView, dense_strides
 
 
 def relative_error(error: float, total: float) -> float:
@@ -38,6 +39,7 @@ def kept_dtype(tensor: Any) -> str:
 def rows_of(tensor: Any, rows: range) -> tuple[int, str, int, Any]:
     """Address, type and stride of some rows, and the array that has them if one had to be made."""
     if isinstance(tensor, TensorView) and tensor.order is None and not tensor.plus:
+        _check_dense(tensor)
         return tensor.address + rows.start * tensor.strides[0], tensor.type, tensor.strides[0], None
     floats = floats_of(tensor, rows)
     return floats.ctypes.data, "f32", floats.strides[0], floats
@@ -59,12 +61,19 @@ def floats_of(tensor: Any, rows: range | None = None) -> Any:
     return numpy.ascontiguousarray(values.T if tensor.transposed else values)
 
 
+def _check_dense(tensor: TensorView) -> None:
+    values, size = BLOCKS[tensor.type]
+    if values == 1 and tensor.strides != dense_strides(tensor.shape, size):
+        raise ModelError(f"{tensor.where}: strides of {tensor.strides} bytes are not those of a dense tensor")
+
+
 def _array(tensor: TensorView) -> Any:
     """The stored bytes or values, dense, without a copy."""
     import ctypes
 
     import numpy
 
+    _check_dense(tensor)
     values, size = BLOCKS[tensor.type]
     data = memoryview((ctypes.c_ubyte * stored_bytes(tensor)).from_address(tensor.address))
     kind = {"f32": "<f4", "f64": "<f8", "f16": "<f2", "bf16": "<u2"}.get(tensor.type, "u1")

@@ -157,7 +157,13 @@ def test_engines_of_one_process_promise_the_memory_once() -> None:
     first = anyaccel.init_inference(_llama(), dtype="fp32")
     second = anyaccel.init_inference(_llama(), dtype="fp32")
     assert first.native is not None and second.native is not None
-    assert second.native.model.cache_limit_bytes < 0.5 * first.native.model.cache_limit_bytes
+    third = anyaccel.init_inference(_llama(), dtype="fp32")
+    limits = [
+        each.native.model.cache_limit_bytes / first.native.model.cache_limit_bytes
+        for each in (second, third)
+        if each.native
+    ]
+    assert all(0.1 < limit < 0.5 for limit in limits), limits  # and none is left without
 
 
 def test_too_many_threads_are_refused() -> None:

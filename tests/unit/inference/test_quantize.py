@@ -177,6 +177,27 @@ def test_nothing_is_left_when_it_is_ended(folder: Path, end: signal.Signals) -> 
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out"]
 
 
+def test_strides_of_bin_files_mean_what_they_say(folder: Path) -> None:
+    """torch keeps strides: a transposed matrix, one number, and a view that is larger than what is stored."""
+    import torch
+
+    quantize(folder, folder.parent / "expected", dtype="int8")
+    tensors = {name: torch.from_numpy(values) for name, values in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    tensors = {name: each.t().contiguous().t() if each.dim() == 2 else each for name, each in tensors.items()}
+    torch.save({**tensors, "masked_bias": torch.tensor(-1e9)}, folder / "pytorch_model.bin")
+    quantize(folder, folder.parent / "out", dtype="int8")
+    expected, found = (load_file(folder.parent / name / "model.safetensors") for name in ("expected", "out"))
+    assert found.pop("masked_bias") == np.float32(-1e9)
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+    tensors["lm_head.weight"] = torch.zeros(1).expand(tensors["lm_head.weight"].shape)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"tensor 'lm_head\.weight' has \d+ bytes and its file fewer"):
+        quantize(folder, folder.parent / "again")
+
+
 def test_an_existing_folder_is_replaced_only_when_forced(folder: Path) -> None:
     out = folder.parent / "out"
     out.mkdir()

@@ -285,6 +285,18 @@ def test_packed_linear_takes_any_layout_and_refuses_other_dtypes() -> None:
             model(torch.randn(2, 6, dtype=torch.float64))
 
 
+def test_other_dtypes_do_not_unpack_what_is_packed() -> None:
+    engine = anyaccel.init_inference(families.build("llama"), dtype="int8", runtime="torch")
+    packed = [each for each in engine.modules() if isinstance(each, PackedLinear | PackedEmbedding)]
+    assert packed
+    engine.float()
+    for layer in packed:
+        assert layer.weight.dtype == torch.float32
+        assert layer.weight.untyped_storage().nbytes() == 4
+        assert layer.weight.shape[0] > 1
+    assert engine(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
+
+
 def test_weights_exist_once() -> None:
     """Each linear's own weight goes as soon as it is packed."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))

@@ -164,7 +164,8 @@ def _make(spec: dict[str, Any], shapes: Mapping[str, Any], settings: _Settings) 
     limit = settings.cache_limit
     if limit == 0:
         promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
-        free = max(_available_memory() - promised, 0)
+        available = _available_memory()
+        free = max(available - promised, available // 4)  # few use all that they were promised
         limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.size)
     try:
         return _llm.Model(spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit)

@@ -273,7 +273,18 @@ def folder_source(folder: Path) -> SafetensorsSource | TorchSource:
         return SafetensorsSource(folder)
     from anyaccel.inference.checkpoint import Checkpoint
 
-    return TorchSource(Checkpoint(folder).tensors(), str(folder))
+    return TorchSource(
+        {name: _dense(folder, name, each) for name, each in Checkpoint(folder).tensors().items()}, str(folder)
+    )
+
+
+def _dense(folder: Path, name: str, tensor: Any) -> Any:
+    """As in a safetensors file: torch keeps strides, also those of a view that is larger than what it shows."""
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise ModelError(f"{folder}: tensor {name!r} has {tensor.nbytes} bytes and its file fewer for it")
+    return tensor.contiguous()
 
 
 class RenamedSource:

@@ -14,13 +14,28 @@ from anyaccel import _llm
 TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-class PackedLinear(nn.Module):
-    """A linear on a packed native matrix; `group`: ranks that hold the other input features and add up.
-
-    `weight` says shape, dtype and device to code that asks for them; its values are NaN, the real ones are packed.
-    """
+class _Packed(nn.Module):
+    """Has a `weight` that says shape, dtype and device to code that asks for them; its values are NaN."""
 
     weight: torch.Tensor
+
+    def _stand_in(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.register_buffer("weight", torch.full((1, 1), float("nan"), dtype=dtype).expand(shape), persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        shape = self.weight.shape
+        self.weight = self.weight[:1, :1]  # a copy of the whole would be as large as the model was
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.weight = self.weight.expand(shape)
+        return self
+
+
+class PackedLinear(_Packed):
+    """A linear on a packed native matrix; `group`: ranks that hold the other input features and add up.
+
+    The values are packed; `weight` has none.
+    """
+
     bias: torch.Tensor | None
 
     def __init__(
@@ -35,7 +50,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = shape
         self.packed = packed
         self.reduce = reduce
-        self.register_buffer("weight", torch.full((1, 1), float("nan"), dtype=dtype).expand(shape), persistent=False)
+        self._stand_in(shape, dtype)
         self.register_buffer("bias", bias_O, persistent=False)
         # Added natively with the product, unless the sum over ranks comes between.
         self._native_bias = None if bias_O is None or reduce is not None else bias_O.float().contiguous()
@@ -85,13 +100,11 @@ class PackedRMSNorm(nn.Module):
         return y
 
 
-class PackedEmbedding(nn.Module):
+class PackedEmbedding(_Packed):
     """An embedding on a packed native matrix, which may be the head's too; `scale` multiplies what it gives.
 
     `weight`: as PackedLinear's.
     """
-
-    weight: torch.Tensor
 
     def __init__(
         self, packed: _llm.Linear, shape: tuple[int, int], dtype: torch.dtype, padding_idx: int | None, scale: float = 1
@@ -101,7 +114,7 @@ class PackedEmbedding(nn.Module):
         self.packed = packed
         self.padding_idx = padding_idx
         self.scale = scale
-        self.register_buffer("weight", torch.full((1, 1), float("nan"), dtype=dtype).expand(shape), persistent=False)
+        self._stand_in(shape, dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., embedding_dim]. Raises UsageError for a token out of the vocabulary."""
