@@ -66,10 +66,11 @@ class NativeCache(Cache):
         made.kept_BT, made._unread_BT = kept_BT.bool(), ids_BT.to(torch.int64)
         return made
 
-    def _read(self) -> None:
-        """Run the tokens that `of_tokens` was given."""
+    def fill(self) -> None:
+        """Run the tokens that `of_tokens` was given, where that has not been done: a collective call among ranks."""
+        if self._unread_BT is None:
+            return
         ids_BT, self._unread_BT = self._unread_BT, None
-        assert ids_BT is not None
         model, counts = self.native.model, self.kept_BT.sum(1).tolist()
         self.native.replace([model.create() for _ in counts])
         active = [row for row, count in enumerate(counts) if count]
@@ -113,8 +114,7 @@ class NativeCache(Cache):
     @property
     def sequences(self) -> list[int]:
         """The native sequence of each row."""
-        if self._unread_BT is not None:
-            self._read()
+        self.fill()
         return self.native.numbers
 
     def begin(self, rows: int) -> None:

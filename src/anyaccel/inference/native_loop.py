@@ -201,7 +201,7 @@ def run(native: NativeModel, job: Job) -> Any:
         # As in theirs, the last token is not in it.
         cache = NativeCache.of_tokens(native.model, native.spec.max_tokens, sequences.cpu()[:, :-1], kept[:, :-1])
         if native.size > 1:
-            cache.sequences  # noqa: B018  here, where all ranks are, not where one of them looks first
+            cache.fill()  # here, where all ranks are, not where one of them looks first
     parts: dict[str, Any] = {
         "past_key_values": cache,
         "sequences": sequences,
