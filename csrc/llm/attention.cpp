@@ -105,8 +105,8 @@ void pieces(const Query& query, const Division& d, const AttentionShape& shape, 
     for (int64_t block = 0; block < d.blocks; ++block) {
       Piece piece{};
       piece.kv_head = kv_head;
-      piece.first_row = d.rows * block / d.blocks;
-      piece.rows = d.rows * (block + 1) / d.blocks - piece.first_row;
+      piece.first_row = block * kPrefillRows;
+      piece.rows = std::min<int64_t>(kPrefillRows, d.rows - piece.first_row);
       const int64_t first_token = piece.first_row / group, last_token = (piece.first_row + piece.rows - 1) / group;
       const int64_t end = query.position + last_token + 1;
       for (int64_t part = 0; part < d.parts; ++part) {

@@ -248,6 +248,16 @@ void Worker::exchange(Work kind) noexcept {
   pending_turn_ = turn_++;
 }
 
+// Other cores have written a part of it: many lines on their way at once cost what one does.
+void Worker::fetch_pending(int64_t t) const noexcept {
+  const auto fetch = [&](const float* row) {
+    for (int64_t i = 0; i < spec_.hidden; i += 16) __builtin_prefetch(row + i);
+  };
+  fetch(residual_ + t * hidden_stride_);
+  if (forward_.ranks_ != nullptr) return;
+  for (int i = 0; i < pending_; ++i) fetch(shared_.delta[i].get() + t * hidden_stride_);
+}
+
 void Worker::advance(int64_t t, const Norm& norm_, float* out) noexcept {
   const int64_t n = spec_.hidden;
   float* row = residual_ + t * hidden_stride_;
@@ -274,6 +284,7 @@ void Worker::advance(int64_t t, const Norm& norm_, float* out) noexcept {
 void Worker::advance(const Norm& norm_, bool residual_from_norm) noexcept {
   for (int64_t t = mine_.begin; t < mine_.end; ++t) {
     float* out = x_ + t * hidden_stride_;
+    if (!small_ && t + 1 < mine_.end) fetch_pending(t + 1);
     advance(t, norm_, out);
     if (residual_from_norm)
       std::memcpy(residual_ + t * hidden_stride_, out, static_cast<size_t>(spec_.hidden) * sizeof(float));

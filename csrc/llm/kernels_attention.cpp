@@ -11,6 +11,7 @@ namespace anyaccel::llm {
 namespace {
 
 constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2E = 1.44269504088896341f;
 
 // --- cache formats: two neighbours k, k+1 of kLanes columns of a block ([k][16]; bf16 [k/2][16][2])
 
@@ -102,7 +103,11 @@ void tile(const Product& p) {
   }
   // Every third row has a pointer: an address reaches two strides further.
   const float* a[(R + 2) / 3];
-  for (int r = 0; r < R; r += 3) a[r / 3] = p.a + r * p.a_stride;
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r += 3) {
+    a[r / 3] = p.a + r * p.a_stride;
+    asm("" : "+r"(a[r / 3]));  // or GCC makes vectors of these few pointers, through memory
+  }
   const int64_t stride = p.a_stride;
   const uint8_t* ahead = p.ahead;
   for (int pairs = p.k / 2; pairs > 0; --pairs) {
@@ -198,7 +203,7 @@ void multiply(const Product& product, int rows, int blocks) {
   }
 }
 
-// --- softmax of the scores of a tile's rows in one page
+// --- softmax of the scores of a tile's rows in one page. Scores are in units of log 2: 2^x costs less than e^x.
 
 // What is known of a task's rows. Arrays are read in whole vectors.
 struct Rows {
@@ -206,7 +211,7 @@ struct Rows {
   int64_t first_seen[kTaskRows];
   float slope[kTaskRows];
   float largest[kTaskRows + kLanes];  // score so far
-  float total[kTaskRows][kLanes];     // of exp(score - largest), by lanes
+  float total[kTaskRows][kLanes];     // of 2^(score - largest), by lanes
 };
 
 // Scores of rows [first, first + count) become weights; factors are what their earlier sums are to be multiplied by.
@@ -220,19 +225,25 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
     const int64_t position = rows.position[first + r];
     const int64_t low = rows.first_seen[first + r] - page_begin, high = position + 1 - page_begin;
     Vec top = set(-kInfinity);
+    if (!kScaled && !kChanged && low <= 0 && high >= columns) {
+      for (int j = 0; j < columns; j += kLanes) top = max(load(s + j), top);
+      found[r] = largest(top);
+      continue;
+    }
     for (int j = 0; j < columns; j += kLanes) {
       Vec v = load(s + j);
       if (kScaled) v = mul(v, load(scales + j));
       if (kChanged) {
         if (cap > 0) v = mul(set(cap), tanh(mul(v, set(1.0f / cap))));
         v = fma(set(rows.slope[first + r]), plus(iota(), set(static_cast<float>(page_begin + j - position))), v);
+        v = mul(v, set(kLog2E));
       }
       if (j < low || j + kLanes > high) {
         const Vec index = plus(iota(), set(static_cast<float>(j)));
         v = select(less(index, set(static_cast<float>(low))), set(-kInfinity), v);
         v = select(less(index, set(static_cast<float>(high))), v, set(-kInfinity));
       }
-      if (kScaled || kChanged || j < low || j + kLanes > high) store(s + j, v);
+      store(s + j, v);
       top = max(v, top);
     }
     found[r] = largest(top);
@@ -244,14 +255,15 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
     const Mask none = equal(now, set(-kInfinity));  // nothing seen yet
     store_n(rows.largest + first + r, n, now);
     store_n(shift + r, n, select(none, set(0), now));
-    store_n(factors + r, n, select(none, set(1), exp(sub(before, now))));
+    store_n(factors + r, n, select(none, set(1), exp2(sub(before, now))));
   }
   for (int r = 0; r < count; ++r) {
     float* const s = scores + r * kPageTokens;
     const Vec subtract = set(shift[r]);
     Vec total = mul(load(rows.total[first + r]), set(factors[r]));
+#pragma GCC unroll 4
     for (int j = 0; j < columns; j += kLanes) {
-      Vec v = exp(sub(load(s + j), subtract));
+      Vec v = exp2(sub(load(s + j), subtract));
       total = plus(total, v);
       if (kScaled) v = select(equal(v, set(0)), v, mul(v, load(scales + kPageTokens + j)));
       store(s + j, v);
@@ -268,23 +280,24 @@ int64_t first_seen(const AttentionOptions& options, int64_t position) {
   return first;
 }
 
-float exp_of(float x) {
+float exp2_of(float x) {
   float result[kLanes];
-  store(result, exp(set(x)));
+  store(result, exp2(set(x)));
   return result[0];
 }
 
-void write_result(const float* sums, float factor, int n, float* out) {
+void copy_scaled(const float* from, float factor, int n, float* to) {
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(out + i, mul(load(sums + i), set(factor)));
-  if (i < n) store_n(out + i, n - i, mul(load(sums + i), set(factor)));
+  for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), set(factor)));
+  if (i < n) store_n(to + i, n - i, mul(load_n(from + i, n - i, set(0)), set(factor)));
 }
 
-// 1 / (sum of weights), where a sink's weight is part of the sum; `total` is of exp(score - largest).
+// 1 / (sum of weights), where a sink's weight is part of the sum; `total` is of 2^(score - largest).
 float normaliser(float largest_score, float total, const float* sink) {
   if (sink == nullptr) return 1.0f / total;
-  if (*sink <= largest_score) return 1.0f / (total + exp_of(*sink - largest_score));
-  const float shrink = exp_of(largest_score - *sink);
+  const float score = *sink * kLog2E;
+  if (score <= largest_score) return 1.0f / (total + exp2_of(score - largest_score));
+  const float shrink = exp2_of(largest_score - score);
   return shrink / (total * shrink + 1.0f);
 }
 
@@ -297,21 +310,25 @@ void attend_rows(const AttendTask& task) {
   float* const q = task.scratch;
   float* const sums = q + kTaskRows * k;
   float* const scores = sums + kTaskRows * width;
+  const bool changed = options.softcap > 0 || options.alibi_slopes != nullptr;
+  const float scale = changed ? options.scale : options.scale * kLog2E;
   Rows rows;
+  const auto token_of = [&](int r) { return (task.first_row + r) / task.group; };
+  const auto head_of = [&](int r) { return (task.first_row + r) % task.group; };
+  const auto query = [&](int r) { return task.q + token_of(r) * task.q_stride + head_of(r) * layout.head_dim; };
+  for (int r = 0; r < task.rows; ++r)  // far apart in memory, and written by other cores
+    for (int i = 0; i < layout.head_dim; i += 16) __builtin_prefetch(query(r) + i);
   for (int r = 0; r < task.rows; ++r) {
-    const int token = (task.first_row + r) / task.group, head = (task.first_row + r) % task.group;
-    const float* from = task.q + token * task.q_stride + head * layout.head_dim;
-    for (int i = 0; i < layout.head_dim; ++i) q[r * k + i] = from[i] * options.scale;
+    copy_scaled(query(r), scale, layout.head_dim, q + r * k);
     for (int i = layout.head_dim; i < k; ++i) q[r * k + i] = 0;
-    for (int i = 0; i < width; ++i) sums[r * width + i] = 0;
-    rows.position[r] = task.position + token;
-    rows.first_seen[r] = first_seen(options, task.position + token);
-    rows.slope[r] = options.alibi_slopes == nullptr ? 0.0f : options.alibi_slopes[head];
+    for (int i = 0; i < width; i += kLanes) store(sums + r * width + i, set(0));
+    rows.position[r] = task.position + token_of(r);
+    rows.first_seen[r] = first_seen(options, rows.position[r]);
+    rows.slope[r] = options.alibi_slopes == nullptr ? 0.0f : options.alibi_slopes[head_of(r)];
     rows.largest[r] = -kInfinity;
     store(rows.total[r], set(0));
   }
-  const auto weights =
-      options.softcap > 0 || options.alibi_slopes != nullptr ? weigh<kScaled, true> : weigh<kScaled, false>;
+  const auto weights = changed ? weigh<kScaled, true> : weigh<kScaled, false>;
   const bool stream = task.rows <= kTileRows;  // memory bound: the next bytes are fetched during the arithmetic
   for (int64_t page = task.begin / kPageTokens; page * kPageTokens < task.end; ++page) {
     const uint8_t* const keys = task.pages[page] + task.offset;
@@ -344,10 +361,9 @@ void attend_rows(const AttendTask& task) {
       to[width + 1] = total;
       continue;
     }
-    const int token = (task.first_row + r) / task.group, head = (task.first_row + r) % task.group;
-    const float* const sink = options.sinks == nullptr ? nullptr : options.sinks + head;
-    write_result(sums + r * width, normaliser(rows.largest[r], total, sink), layout.value_dim,
-                 task.out + token * task.out_stride + head * layout.value_dim);
+    const float* const sink = options.sinks == nullptr ? nullptr : options.sinks + head_of(r);
+    copy_scaled(sums + r * width, normaliser(rows.largest[r], total, sink), layout.value_dim,
+                task.out + token_of(r) * task.out_stride + head_of(r) * layout.value_dim);
   }
 }
 
@@ -369,11 +385,11 @@ void combine_row(const CombineTask& task) {
   for (int i = 0; i < task.parts; ++i)
     if (part(i)[width] > top) top = part(i)[width];
   float total = 0;
-  for (int i = 0; i < task.parts; ++i) total += exp_of(part(i)[width] - top) * part(i)[width + 1];
+  for (int i = 0; i < task.parts; ++i) total += exp2_of(part(i)[width] - top) * part(i)[width + 1];
   const float factor = normaliser(top, total, task.sink);
   for (int first = 0; first < task.value_dim; first += kLanes) {
     Vec v = set(0);
-    for (int i = 0; i < task.parts; ++i) v = fma(set(exp_of(part(i)[width] - top)), load(part(i) + first), v);
+    for (int i = 0; i < task.parts; ++i) v = fma(set(exp2_of(part(i)[width] - top)), load(part(i) + first), v);
     const int rest = task.value_dim - first;
     if (rest >= kLanes)
       store(task.out + first, mul(v, set(factor)));

@@ -191,6 +191,31 @@ inline Vec exp(Vec x) {
   return select(zero, set(0), times_power(plus(p, set(1.0f)), n));
 }
 
+// 2^x for x below infinity; 0 instead of subnormal results. 2^n * 2^r with n whole and |r| <= 1/2, a minimax polynomial
+// of 2^r that is 1 at 0.
+inline Vec exp2(Vec x) {
+#if defined(__AVX512F__)
+  const Mask some = _mm512_cmp_ps_mask(x, set(-126.0f), _CMP_NLT_UQ);  // a NaN stays one
+  const Vec n = nearest(x);
+#else
+  const Mask zero = less(x, set(-126.0f));
+  x = min(set(128.0f), max(set(-126.0f), x));
+  const Vec n = nearest(x);
+#endif
+  const Vec r = sub(x, n);
+  Vec p = set(1.3264727313e-3f);
+  p = fma(p, r, set(9.6715129912e-3f));
+  p = fma(p, r, set(5.5507335812e-2f));
+  p = fma(p, r, set(2.4022242427e-1f));
+  p = fma(p, r, set(6.9314700365e-1f));
+  p = fma(p, r, set(1.0f));
+#if defined(__AVX512F__)
+  return _mm512_maskz_scalef_ps(some, p, n);
+#else
+  return select(zero, set(0), times_power(p, n));
+#endif
+}
+
 // Cephes' tanhf: a polynomial near 0, where 1 - 2 / (e^2x + 1) loses digits.
 inline Vec tanh(Vec x) {
   const Vec magnitude = abs(x);
@@ -227,6 +252,7 @@ inline Vec normal_cdf(Vec x) {
 #else
 
 inline Vec exp(Vec x) { return x < -87.3365447f ? 0.0f : ::expf(x); }
+inline Vec exp2(Vec x) { return x < -126.0f ? 0.0f : ::exp2f(x); }
 inline Vec tanh(Vec x) { return ::tanhf(x); }
 inline Vec normal_cdf(Vec x) { return 0.5f * ::erfcf(-x * 0.70710678118654752f); }
 

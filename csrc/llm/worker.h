@@ -30,6 +30,8 @@ class Worker {
   void head() noexcept;
   void logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept;
   void finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept;
+  // Brings what advance(t, ...) will read into the cache.
+  void fetch_pending(int64_t t) const noexcept;
   // Adds what is pending to the residual of token t and norms the result.
   void advance(int64_t t, const Norm& norm, float* out) noexcept;
   // Does so for this thread's tokens; x() is the result.
