@@ -223,22 +223,12 @@ struct Bxor {
 // --- float32, bfloat16, float16: accumulated in fp32
 // ------------------------------------------------------------------------------------------------------
 
-template <class Type, class Op, int kSources>
-void reduce_n(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,
-              typename Type::Storage* dst2, size_t count) {
+// The elements from `begin`: all of them where there are no vectors.
+template <class Type, class Op, int kSources = 0>
+void reduce_each(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,
+                 typename Type::Storage* dst2, size_t begin, size_t count) {
   const int n = kSources != 0 ? kSources : n_runtime;
-  size_t i = 0;
-#if defined(__AVX2__)
-  const Vec divisor = splat(static_cast<float>(n));
-  for (; i + kLanes <= count; i += kLanes) {
-    Vec value = load(sources[0] + i, Type{});
-    for (int s = 1; s < n; ++s) value = Op::apply(value, load(sources[s] + i, Type{}));
-    if constexpr (std::is_same_v<Op, Avg>) value = div(value, divisor);
-    store(dst + i, value, Type{});
-    if (dst2 != nullptr) store(dst2 + i, value, Type{});
-  }
-#endif
-  for (; i < count; ++i) {
+  for (size_t i = begin; i < count; ++i) {
     float value = Type::load1(sources[0] + i);
     for (int s = 1; s < n; ++s) value = Op::apply(value, Type::load1(sources[s] + i));
     if constexpr (std::is_same_v<Op, Avg>) value /= static_cast<float>(n);
@@ -247,16 +237,41 @@ void reduce_n(const typename Type::Storage* const* sources, int n_runtime, typen
   }
 }
 
+#if defined(__AVX2__)
+// Returns how many it did.
+template <class Type, class Op, int kSources>
+size_t reduce_vectors(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,
+                      typename Type::Storage* dst2, size_t count) {
+  const int n = kSources != 0 ? kSources : n_runtime;
+  const Vec divisor = splat(static_cast<float>(n));
+  size_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    Vec value = load(sources[0] + i, Type{});
+    for (int s = 1; s < n; ++s) value = Op::apply(value, load(sources[s] + i, Type{}));
+    if constexpr (std::is_same_v<Op, Avg>) value = div(value, divisor);
+    store(dst + i, value, Type{});
+    if (dst2 != nullptr) store(dst2 + i, value, Type{});
+  }
+  return i;
+}
+#endif
+
 template <class Type, class Op>
 void reduce(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
   using Storage = typename Type::Storage;
   const auto* const* typed = reinterpret_cast<const Storage* const*>(sources);
   auto* out = static_cast<Storage*>(dst);
   auto* out2 = static_cast<Storage*>(dst2);
+#if defined(__AVX2__)
+  const size_t done = n_sources == 2 ? reduce_vectors<Type, Op, 2>(typed, 2, out, out2, count)
+                                     : reduce_vectors<Type, Op, 0>(typed, n_sources, out, out2, count);
+  if (done != count) reduce_each<Type, Op>(typed, n_sources, out, out2, done, count);
+#else
   if (n_sources == 2)
-    reduce_n<Type, Op, 2>(typed, 2, out, out2, count);
+    reduce_each<Type, Op, 2>(typed, 2, out, out2, 0, count);
   else
-    reduce_n<Type, Op, 0>(typed, n_sources, out, out2, count);
+    reduce_each<Type, Op>(typed, n_sources, out, out2, 0, count);
+#endif
 }
 
 // --- float64 and integers: accumulated as they are, block by block so that the compiler makes vectors of it
@@ -274,29 +289,38 @@ struct Accumulator<T, Sum> {
 };
 template <class T>
   requires std::is_integral_v<T>
-struct Accumulator<T, Avg> : Accumulator<T, Sum> {};
-template <class T>
-  requires std::is_integral_v<T>
 struct Accumulator<T, Product> {
   // uint16 times uint16 would overflow int.
   using type = std::conditional_t<sizeof(T) == 2, uint32_t, std::make_unsigned_t<T>>;
 };
 
+constexpr size_t kBlockBytes = 2048;
+
+// Not inlined: several of the functions below share it.
+template <class T, class Op>
+[[gnu::noinline]] void accumulate(const T* const* sources, int n_sources, size_t at, size_t n,
+                                  typename Accumulator<T, Op>::type* __restrict block) {
+  using A = typename Accumulator<T, Op>::type;
+  for (size_t i = 0; i < n; ++i) block[i] = static_cast<A>(sources[0][at + i]);
+  for (int s = 1; s < n_sources; ++s) {
+    const T* next = sources[s] + at;
+    for (size_t i = 0; i < n; ++i) block[i] = Op::apply(block[i], static_cast<A>(next[i]));
+  }
+}
+
 template <class T, class Op>
 void reduce_plain(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
-  using A = typename Accumulator<T, Op>::type;
-  constexpr size_t kBlock = 2048 / sizeof(A);
+  // An average is a sum to begin with.
+  using Fold = std::conditional_t<std::is_same_v<Op, Avg>, Sum, Op>;
+  using A = typename Accumulator<T, Fold>::type;
+  constexpr size_t kBlock = kBlockBytes / sizeof(A);
   alignas(64) A block[kBlock];
   const auto* const* typed = reinterpret_cast<const T* const*>(sources);
   auto* out = static_cast<T*>(dst);
   auto* out2 = static_cast<T*>(dst2);
   for (size_t at = 0; at < count; at += kBlock) {
     const size_t n = std::min(kBlock, count - at);
-    for (size_t i = 0; i < n; ++i) block[i] = static_cast<A>(typed[0][at + i]);
-    for (int s = 1; s < n_sources; ++s) {
-      const T* next = typed[s] + at;
-      for (size_t i = 0; i < n; ++i) block[i] = Op::apply(block[i], static_cast<A>(next[i]));
-    }
+    accumulate<T, Fold>(typed, n_sources, at, n, block);
     for (size_t i = 0; i < n; ++i) {
       T value = static_cast<T>(block[i]);
       if constexpr (std::is_same_v<Op, Avg> && std::is_floating_point_v<T>) value /= static_cast<T>(n_sources);
@@ -306,6 +330,12 @@ void reduce_plain(const void* const* sources, int n_sources, void* dst, void* ds
     }
     if (out2 != nullptr) std::memcpy(out2 + at, out + at, n * sizeof(T));
   }
+}
+
+// What goes bit by bit is the same for every integer.
+template <class T, class Op>
+void reduce_bits(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
+  reduce_plain<uint8_t, Op>(sources, n_sources, dst, dst2, count * sizeof(T));
 }
 
 // --- residual + sum, then RMS norm (Zhang and Sennrich, "Root mean square layer normalization", 2019)
@@ -362,15 +392,17 @@ void fill_narrow(ReduceFn* by) {
 
 template <class T>
 void fill_plain(ReduceFn* by) {
-  by[0] = reduce_plain<T, Sum>;
+  // Overflow wraps around, so that a signed sum or product has the bits of the unsigned one.
+  using U = typename Accumulator<T, Sum>::type;
+  by[0] = reduce_plain<U, Sum>;
   by[1] = reduce_plain<T, Avg>;
-  by[2] = reduce_plain<T, Product>;
+  by[2] = reduce_plain<U, Product>;
   by[3] = reduce_plain<T, Min>;
   by[4] = reduce_plain<T, Max>;
   if constexpr (std::is_integral_v<T>) {
-    by[5] = reduce_plain<T, Band>;
-    by[6] = reduce_plain<T, Bor>;
-    by[7] = reduce_plain<T, Bxor>;
+    by[5] = reduce_bits<T, Band>;
+    by[6] = reduce_bits<T, Bor>;
+    by[7] = reduce_bits<T, Bxor>;
   }
 }
 
