@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-python=${PYTHON:-python3}
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 pip=("$python" -m pip --disable-pip-version-check install -q --no-compile --no-deps --ignore-installed)
 impi=${IMPI_FOLDER:-.venv/impi} # mpiexec.hydra is in its bin/
 oneccl=${CCL_ROOT:-.venv/oneccl} # libccl.so.1 is in its lib/
