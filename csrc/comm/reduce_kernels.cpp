@@ -223,12 +223,22 @@ struct Bxor {
 // --- float32, bfloat16, float16: accumulated in fp32
 // ------------------------------------------------------------------------------------------------------
 
-// The elements from `begin`: all of them where there are no vectors.
-template <class Type, class Op, int kSources = 0>
-void reduce_each(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,
-                 typename Type::Storage* dst2, size_t begin, size_t count) {
+template <class Type, class Op, int kSources>
+void reduce_n(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,
+              typename Type::Storage* dst2, size_t count) {
   const int n = kSources != 0 ? kSources : n_runtime;
-  for (size_t i = begin; i < count; ++i) {
+  size_t i = 0;
+#if defined(__AVX2__)
+  const Vec divisor = splat(static_cast<float>(n));
+  for (; i + kLanes <= count; i += kLanes) {
+    Vec value = load(sources[0] + i, Type{});
+    for (int s = 1; s < n; ++s) value = Op::apply(value, load(sources[s] + i, Type{}));
+    if constexpr (std::is_same_v<Op, Avg>) value = div(value, divisor);
+    store(dst + i, value, Type{});
+    if (dst2 != nullptr) store(dst2 + i, value, Type{});
+  }
+#endif
+  for (; i < count; ++i) {
     float value = Type::load1(sources[0] + i);
     for (int s = 1; s < n; ++s) value = Op::apply(value, Type::load1(sources[s] + i));
     if constexpr (std::is_same_v<Op, Avg>) value /= static_cast<float>(n);
@@ -237,41 +247,16 @@ void reduce_each(const typename Type::Storage* const* sources, int n_runtime, ty
   }
 }
 
-#if defined(__AVX2__)
-// Returns how many it did.
-template <class Type, class Op, int kSources>
-size_t reduce_vectors(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,
-                      typename Type::Storage* dst2, size_t count) {
-  const int n = kSources != 0 ? kSources : n_runtime;
-  const Vec divisor = splat(static_cast<float>(n));
-  size_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    Vec value = load(sources[0] + i, Type{});
-    for (int s = 1; s < n; ++s) value = Op::apply(value, load(sources[s] + i, Type{}));
-    if constexpr (std::is_same_v<Op, Avg>) value = div(value, divisor);
-    store(dst + i, value, Type{});
-    if (dst2 != nullptr) store(dst2 + i, value, Type{});
-  }
-  return i;
-}
-#endif
-
 template <class Type, class Op>
 void reduce(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
   using Storage = typename Type::Storage;
   const auto* const* typed = reinterpret_cast<const Storage* const*>(sources);
   auto* out = static_cast<Storage*>(dst);
   auto* out2 = static_cast<Storage*>(dst2);
-#if defined(__AVX2__)
-  const size_t done = n_sources == 2 ? reduce_vectors<Type, Op, 2>(typed, 2, out, out2, count)
-                                     : reduce_vectors<Type, Op, 0>(typed, n_sources, out, out2, count);
-  if (done != count) reduce_each<Type, Op>(typed, n_sources, out, out2, done, count);
-#else
   if (n_sources == 2)
-    reduce_each<Type, Op, 2>(typed, 2, out, out2, 0, count);
+    reduce_n<Type, Op, 2>(typed, 2, out, out2, count);
   else
-    reduce_each<Type, Op>(typed, n_sources, out, out2, 0, count);
-#endif
+    reduce_n<Type, Op, 0>(typed, n_sources, out, out2, count);
 }
 
 // --- float64 and integers: accumulated as they are, block by block so that the compiler makes vectors of it
