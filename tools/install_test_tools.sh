@@ -7,7 +7,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-python=${PYTHON:-python3}
+python=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+pip=("$python" -m pip --disable-pip-version-check install -q --no-compile --no-deps --ignore-installed)
 impi=${IMPI_FOLDER:-.venv/impi} # mpiexec.hydra is in its bin/
 oneccl=${CCL_ROOT:-.venv/oneccl} # libccl.so.1 is in its lib/
 PATH=$PATH:/usr/sbin:/sbin
@@ -79,11 +80,10 @@ if [ ! -x "$impi/bin/mpiexec.hydra" ]; then
     say "Intel MPI is for x86-64, this is $(uname -m); its tests are skipped"
   else
     say "installing impi-rt from PyPI into $impi (130 MB)"
-    why=$({ "$python" -m venv "$impi" &&
-      "$impi/bin/python" -m pip --disable-pip-version-check install -q --no-deps impi-rt; } 2>&1)
+    why=$("${pip[@]}" --prefix "$impi" impi-rt 2>&1)
     if [ -x "$impi/bin/mpiexec.hydra" ]; then
-      # Its bin/ goes on a PATH: benchmarks, and a python that would be in front of others.
-      rm -f "$impi"/bin/{IMB-*,python*,pip*,activate*,Activate*}
+      # Its bin/ goes on a PATH, where nobody wants benchmarks.
+      rm -f "$impi"/bin/IMB-*
     else
       say "impi-rt cannot be installed, and the tests of Intel MPI are skipped: $(tail -1 <<<"$why")"
       rm -rf "$impi"
@@ -98,11 +98,10 @@ if [ ! -e "$oneccl/lib/libccl.so.1" ]; then
     say "oneCCL is for x86-64, this is $(uname -m); its tests are skipped"
   else
     say "installing oneCCL from PyPI into $oneccl (150 MB)"
-    why=$({ "$python" -m venv "$oneccl" &&
-      "$oneccl/bin/python" -m pip --disable-pip-version-check install -q --no-deps \
-        "oneccl-cpu==2021.16.*" "oneccl-cpu-devel==2021.16.*" "impi-rt==2021.16.*" "impi-devel==2021.16.*"; } 2>&1)
+    why=$("${pip[@]}" --prefix "$oneccl" \
+      "oneccl-cpu==2021.16.*" "oneccl-cpu-devel==2021.16.*" "impi-rt==2021.16.*" "impi-devel==2021.16.*" 2>&1)
     if [ -e "$oneccl/lib/libccl.so.1" ]; then
-      rm -f "$oneccl"/bin/{IMB-*,python*,pip*,activate*,Activate*} "$oneccl"/lib/libccl.a "$oneccl"/lib/ccl/cpu/lib/libccl.a
+      rm -f "$oneccl"/bin/IMB-* "$oneccl"/lib/libccl.a "$oneccl"/lib/ccl/cpu/lib/libccl.a
     else
       say "oneCCL cannot be installed, and its tests are skipped: $(tail -1 <<<"$why")"
       rm -rf "$oneccl"

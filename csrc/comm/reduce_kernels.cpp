@@ -274,29 +274,38 @@ struct Accumulator<T, Sum> {
 };
 template <class T>
   requires std::is_integral_v<T>
-struct Accumulator<T, Avg> : Accumulator<T, Sum> {};
-template <class T>
-  requires std::is_integral_v<T>
 struct Accumulator<T, Product> {
   // uint16 times uint16 would overflow int.
   using type = std::conditional_t<sizeof(T) == 2, uint32_t, std::make_unsigned_t<T>>;
 };
 
+constexpr size_t kBlockBytes = 2048;
+
+// Not inlined: several of the functions below share it.
+template <class T, class Op>
+[[gnu::noinline]] void accumulate(const T* const* sources, int n_sources, size_t at, size_t n,
+                                  typename Accumulator<T, Op>::type* __restrict block) {
+  using A = typename Accumulator<T, Op>::type;
+  for (size_t i = 0; i < n; ++i) block[i] = static_cast<A>(sources[0][at + i]);
+  for (int s = 1; s < n_sources; ++s) {
+    const T* next = sources[s] + at;
+    for (size_t i = 0; i < n; ++i) block[i] = Op::apply(block[i], static_cast<A>(next[i]));
+  }
+}
+
 template <class T, class Op>
 void reduce_plain(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
-  using A = typename Accumulator<T, Op>::type;
-  constexpr size_t kBlock = 2048 / sizeof(A);
+  // An average is a sum to begin with.
+  using Fold = std::conditional_t<std::is_same_v<Op, Avg>, Sum, Op>;
+  using A = typename Accumulator<T, Fold>::type;
+  constexpr size_t kBlock = kBlockBytes / sizeof(A);
   alignas(64) A block[kBlock];
   const auto* const* typed = reinterpret_cast<const T* const*>(sources);
   auto* out = static_cast<T*>(dst);
   auto* out2 = static_cast<T*>(dst2);
   for (size_t at = 0; at < count; at += kBlock) {
     const size_t n = std::min(kBlock, count - at);
-    for (size_t i = 0; i < n; ++i) block[i] = static_cast<A>(typed[0][at + i]);
-    for (int s = 1; s < n_sources; ++s) {
-      const T* next = typed[s] + at;
-      for (size_t i = 0; i < n; ++i) block[i] = Op::apply(block[i], static_cast<A>(next[i]));
-    }
+    accumulate<T, Fold>(typed, n_sources, at, n, block);
     for (size_t i = 0; i < n; ++i) {
       T value = static_cast<T>(block[i]);
       if constexpr (std::is_same_v<Op, Avg> && std::is_floating_point_v<T>) value /= static_cast<T>(n_sources);
@@ -306,6 +315,12 @@ void reduce_plain(const void* const* sources, int n_sources, void* dst, void* ds
     }
     if (out2 != nullptr) std::memcpy(out2 + at, out + at, n * sizeof(T));
   }
+}
+
+// What goes bit by bit is the same for every integer.
+template <class T, class Op>
+void reduce_bits(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
+  reduce_plain<uint8_t, Op>(sources, n_sources, dst, dst2, count * sizeof(T));
 }
 
 // --- residual + sum, then RMS norm (Zhang and Sennrich, "Root mean square layer normalization", 2019)
@@ -362,15 +377,17 @@ void fill_narrow(ReduceFn* by) {
 
 template <class T>
 void fill_plain(ReduceFn* by) {
-  by[0] = reduce_plain<T, Sum>;
+  // Overflow wraps around, so that a signed sum or product has the bits of the unsigned one.
+  using U = typename Accumulator<T, Sum>::type;
+  by[0] = reduce_plain<U, Sum>;
   by[1] = reduce_plain<T, Avg>;
-  by[2] = reduce_plain<T, Product>;
+  by[2] = reduce_plain<U, Product>;
   by[3] = reduce_plain<T, Min>;
   by[4] = reduce_plain<T, Max>;
   if constexpr (std::is_integral_v<T>) {
-    by[5] = reduce_plain<T, Band>;
-    by[6] = reduce_plain<T, Bor>;
-    by[7] = reduce_plain<T, Bxor>;
+    by[5] = reduce_bits<T, Band>;
+    by[6] = reduce_bits<T, Bor>;
+    by[7] = reduce_bits<T, Bxor>;
   }
 }
 

@@ -55,6 +55,12 @@ struct SmallKernels {
   void (*unpack)(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, float* panel);
   void (*unpack_bf16)(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, uint16_t* panel);
 };
+// The part of them that kernels_small_float.cpp has.
+struct SmallFloatKernels {
+  decltype(SmallKernels::multiply) multiply;
+  decltype(SmallKernels::unpack) unpack;
+  decltype(SmallKernels::unpack_bf16) unpack_bf16;
+};
 // The kernels of an instruction set, or of the highest one below it that has its own.
 const SmallKernels& small_kernels(Isa isa);
 

@@ -12,7 +12,7 @@ import platform
 import sys
 from pathlib import Path
 
-# Every op is the files of its own and these.
+# Every op is the files of its own and these. All but the first come out alike for every op: CMake compiles them once.
 _COMMON = ("common/op_variant.cpp", "common/cpu_features.cpp", "common/parallel.cpp")
 
 
@@ -80,6 +80,7 @@ def variant(name: str, folder: Path) -> str:
 
 def _cmake(folder: Path) -> str:
     lines = [f"set(ANYACCEL_OP_FLAGS {';'.join(flags())})", f"set(ANYACCEL_OP_LINK_FLAGS {';'.join(LINK_FLAGS)})"]
+    lines.append(f"anyaccel_op_common({' '.join(_COMMON[1:])})")
     lines += [f'anyaccel_op({name} "{variant(name, folder)}" {" ".join(sources(name))})' for name in SOURCES]
     return "\n".join([*lines, ""])
 

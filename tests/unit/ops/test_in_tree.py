@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -72,6 +73,10 @@ def test_cmake_gets_what_the_loader_uses():
         files = " ".join(in_tree.sources(name))
         assert f'anyaccel_op({name} "{in_tree.variant(name, in_tree.root())}" {files})\n' in text
     assert f"set(ANYACCEL_OP_FLAGS {';'.join(in_tree.flags())})\n" in text
+    (common,) = re.findall(r"^anyaccel_op_common\((.*)\)$", text, re.M)
+    for name in in_tree.SOURCES:  # what is compiled once for all of them, each lists
+        assert set(common.split()) < set(in_tree.sources(name))
+    assert "common/op_variant.cpp" not in common  # which names the op's own sources
     recipe = BUILDERS["CPULionBuilder"]()._recipe("cpu_lion")
     assert recipe.cxx_args[2:] == in_tree.flags()
 

