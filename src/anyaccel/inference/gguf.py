@@ -153,8 +153,7 @@ def convert_tokenizer(source: Path, folder: Path, announce: Callable[[str], obje
     try:
         write_tokenizer(source, folder)
     except Unsupported as lacking:
-        line = f"{source.name}: no {lacking.feature}; transformers converts the tokenizer, once"
-        (announce or logger.warning)(line)
+        (announce or logger.warning)(f"no {lacking.feature}; transformers converts it, once")
         _tokenizer_by_transformers(source, folder)
 
 

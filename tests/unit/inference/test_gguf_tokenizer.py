@@ -486,7 +486,7 @@ def test_what_is_not_known_is_left_to_transformers(
     lines: list[str] = []
     made = load_text_tokenizer(file, lines.append)
     assert lines == [
-        "a.gguf: no rules for cutting a text that GGUF calls 'nobody-knows'; transformers converts the tokenizer, once"
+        f"no rules for cutting a text that GGUF calls 'nobody-knows' ({file}); transformers converts it, once"
     ]
     assert made.decode(made.encode("the quick fox")) == "the quick fox"
     load_text_tokenizer(file, lines.append)
