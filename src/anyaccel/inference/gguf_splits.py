@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the byte-level tokenizers of GGUF files cut a text: what each name in `tokenizer.ggml.pre` stands for.
 
-GGUF has only the name. The names are those of llama.cpp's convert_hf_to_gguf_update.py; what stands here is what the
-tokenizer.json of the models has that a name was made for. (llama.cpp's own expressions differ where its engine lacks
-something, and it does not normalise.)
+GGUF has only the name. The names are those of llama.cpp's convert_hf_to_gguf_update.py. What stands here is what the
+tokenizer.json of the model has that a name was made for, as far as it is known. The rarer names follow llama.cpp's own
+expressions, which differ from those where its engine lacks something, and which do not normalise.
 """
 
 from __future__ import annotations
@@ -96,8 +96,6 @@ _gpt2 = Splits((_byte_level(True),))
 _digit_by_digit = Splits((_digits(True), _byte_level(True)))
 _qwen2 = _at(_QWEN2)
 _llama3 = _at(_LLAMA3)
-_deepseek_v3 = _at(r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK_V3)
-_bloom = _at(_BLOOM)
 
 _KINDS: tuple[tuple[str, Splits], ...] = (
     ("gpt-2 phi-2 exaone4 gigachat jais mellum a.x-4.0 trillion granite-docling", _gpt2),
@@ -117,8 +115,8 @@ _KINDS: tuple[tuple[str, Splits], ...] = (
     ("gpt-4o llama4 kanana2 minimax-m2", _at(_GPT4O)),
     ("deepseek-llm", _at(r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", _DEEPSEEK_SIGNS, r"\s+$", _ASIAN, _digits(True))),
     ("deepseek-coder", _at(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, _digits(True))),
-    ("deepseek-v3 hunyuan-dense joyai-llm", _deepseek_v3),
-    ("bloom poro-chat gpt3-finnish", _bloom),
+    ("deepseek-v3 hunyuan-dense joyai-llm", _at(r"\p{N}{1,3}", _HAN_AND_KANA, _DEEPSEEK_V3)),
+    ("bloom poro-chat gpt3-finnish", _at(_BLOOM)),
     ("viking", _at(_BLOOM, _digits(True))),
     (
         "falcon",
