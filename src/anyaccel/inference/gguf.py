@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,9 +18,17 @@ from typing import Any
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.inference.cache_lock import locked
+from anyaccel.inference.gguf_tokenizer import write_tokenizer
+from anyaccel.inference.runtimes.mapping import Unsupported
+
+logger = logging.getLogger(__name__)
 
 _MANIFEST = "anyaccel.json"
-_FORMAT = 1  # raise it when a conversion changes, so that old ones are made again
+_FORMAT = 2  # raise it when a conversion changes, so that old ones are made again
+
+
+# Fills a folder from a file, and says what takes a while.
+_Save = Callable[[Path, Path, Callable[[str], object] | None], None]
 
 
 def _fingerprint(source: Path) -> dict[str, object]:
@@ -55,7 +64,7 @@ def converted(source: Path, announce: Callable[[str], object] | None = None) -> 
             cache cannot be written.
     """
     try:
-        return _made_once(source, "models", "converting {name} once, to {folder}", announce, _save_model)
+        return _made_once(source, "models", announce, _save_model)
     except OSError as error:
         raise ModelError(
             f"{source}: this model needs a converted copy, which cannot be written ({error}); "
@@ -67,20 +76,16 @@ def converted_tokenizer(source: Path, announce: Callable[[str], object] | None =
     """The folder with the tokenizer of the GGUF file `source` and its chat template, made when it is not there yet.
 
     Args:
-        announce: called with one line before a conversion, which takes some seconds.
+        announce: called with one line before a conversion that needs transformers, which takes some seconds.
 
     Raises:
-        ModelError: the file is no GGUF file, or its tokenizer is none that transformers can read.
+        ModelError: the file is no GGUF file, is damaged, or its tokenizer is none that can be read.
         OSError: the cache cannot be written.
     """
-    return _made_once(
-        source, "tokenizers", "reading the tokenizer of {name} once, to {folder}", announce, convert_tokenizer
-    )
+    return _made_once(source, "tokenizers", announce, convert_tokenizer)
 
 
-def _made_once(
-    source: Path, kind: str, line: str, announce: Callable[[str], object] | None, save: Callable[[Path, Path], None]
-) -> Path:
+def _made_once(source: Path, kind: str, announce: Callable[[str], object] | None, save: _Save) -> Path:
     source = source.resolve()
     with source.open("rb") as file:
         if file.read(4) != b"GGUF":
@@ -94,9 +99,7 @@ def _made_once(
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with locked(parent / f"{folder.name}.lock"):
         if not _is_complete(folder, fingerprint):  # another process may have made it meanwhile
-            if announce is not None:
-                announce(line.format(name=source.name, folder=folder))
-            _make(source, folder, fingerprint, save)
+            _make(source, folder, fingerprint, save, announce)
     return folder
 
 
@@ -112,13 +115,19 @@ def _one_reader() -> Iterator[None]:
         library.GGUFReader = original
 
 
-def _make(source: Path, folder: Path, fingerprint: dict[str, object], save: Callable[[Path, Path], None]) -> None:
+def _make(
+    source: Path,
+    folder: Path,
+    fingerprint: dict[str, object],
+    save: _Save,
+    announce: Callable[[str], object] | None,
+) -> None:
     """Fill a folder beside `folder` and rename it."""
     for left in folder.parent.glob(f".{folder.name}-*"):  # of a conversion that was killed; the lock is ours
         shutil.rmtree(left, ignore_errors=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        save(source, beside)
+        save(source, beside, announce)
         sizes = {file.name: file.stat().st_size for file in beside.iterdir()}
         (beside / _MANIFEST).write_text(json.dumps({"made_from": fingerprint, "files": sizes}, indent=1))
         if folder.exists():
@@ -132,12 +141,23 @@ def _location(source: Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name, "trust_remote_code": False}
 
 
-def convert_tokenizer(source: Path, folder: Path) -> None:
-    """The tokenizer of the GGUF file `source` into the empty `folder`.
+def convert_tokenizer(source: Path, folder: Path, announce: Callable[[str], object] | None = None) -> None:
+    """The tokenizer of the GGUF file `source` into the empty `folder`, by transformers where we lack something for it.
+
+    Args:
+        announce: called with one line before that.
 
     Raises:
-        ModelError: it is none that transformers can read.
+        ModelError: the file is no GGUF file, is damaged, or its tokenizer is none that can be read.
     """
+    try:
+        write_tokenizer(source, folder)
+    except Unsupported as lacking:
+        (announce or logger.warning)(f"no {lacking.feature}; transformers converts it, once")
+        _tokenizer_by_transformers(source, folder)
+
+
+def _tokenizer_by_transformers(source: Path, folder: Path) -> None:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -149,13 +169,14 @@ def convert_tokenizer(source: Path, folder: Path) -> None:
         raise ModelError(f"{source}: transformers cannot read this GGUF file's tokenizer ({error})") from error
 
 
-def _save_model(source: Path, folder: Path) -> None:
+def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | None) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
+    if announce is not None:
+        announce(f"converting {source.name} once, to {folder.parent}")
     try:
         with _one_reader():
-            tokenizer = AutoTokenizer.from_pretrained(**_location(source))
             model: Any = AutoModelForCausalLM.from_pretrained(**_location(source), dtype=torch.float32)
     except Exception as error:  # the readers raise whatever a damaged file leads them to
         raise ModelError(f"{source}: transformers cannot read this GGUF file ({error})") from error
@@ -164,4 +185,4 @@ def _save_model(source: Path, folder: Path) -> None:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    convert_tokenizer(source, folder, announce)

@@ -185,7 +185,7 @@ def load_text_tokenizer(
     """The tokenizer of a model folder or a GGUF file, whose tokenizer is converted once.
 
     Args:
-        announce: called with one line before a conversion.
+        announce: called with one line before a conversion that takes a while.
 
     Raises:
         ModelError: there is none that can be read.
@@ -199,7 +199,7 @@ def load_text_tokenizer(
     except OSError as error:
         logger.warning("the converted tokenizer of %s is not kept (%s)", path.name, error)
     with tempfile.TemporaryDirectory(prefix="anyaccel-") as folder:
-        convert_tokenizer(path, Path(folder))
+        convert_tokenizer(path, Path(folder), announce)
         return _of_folder(Path(folder))
 
 

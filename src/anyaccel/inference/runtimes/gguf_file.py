@@ -94,7 +94,7 @@ class _Reader:
         return text
 
     def skip_strings(self, count: int) -> None:
-        """Over an array of strings: vocabularies have hundreds of thousands, which nobody here reads."""
+        """Over an array of strings: vocabularies have hundreds of thousands, which only a tokenizer needs."""
         data, at, size, unpack = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > size:
@@ -119,23 +119,26 @@ class _Reader:
             return values
         if of == _STRING:
             self._end(count * 8)  # each has a length at least
+            begin = self.at
             self.skip_strings(count)
-            return StringArray(count)
+            return StringArray(count, begin, self.at)
         raise ModelError(f"{self.path}: damaged: a metadata array of unknown type {of}")
 
 
 @dataclass(frozen=True)
 class StringArray:
-    """An array of strings that was passed over."""
+    """An array of strings that was passed over: `GgufFile.strings` reads it."""
 
     count: int
+    begin: int
+    end: int
 
 
 class GgufFile:
     """One GGUF file, mapped.
 
     Attributes:
-        metadata: its key-value pairs; arrays of strings are only counted.
+        metadata: its key-value pairs; arrays of strings are only found (`strings` reads them).
         infos: its tensors by name.
 
     Raises:
@@ -162,6 +165,28 @@ class GgufFile:
             self.metadata[key] = reader.value(reader.scalar("I"))
         self.infos = self._read_infos(reader, tensors)
         self.file.drop(0, reader.at)
+
+    def strings(self, array: StringArray) -> list[str]:
+        """The strings of an array in the metadata.
+
+        Raises:
+            ModelError: one is not UTF-8.
+        """
+        data, at, unpack = (
+            bytes(self.file.bytes(array.begin, array.end - array.begin)),
+            0,
+            struct.Struct("<Q").unpack_from,
+        )
+        self.file.drop(array.begin, array.end)
+        found = []
+        try:
+            for _ in range(array.count):
+                end = at + 8 + unpack(data, at)[0]
+                found.append(data[at + 8 : end].decode())
+                at = end
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self.path}: damaged: its metadata have a string that is not UTF-8 ({error})") from None
+        return found
 
     def _read_infos(self, reader: _Reader, count: int) -> dict[str, Info]:
         found = []
