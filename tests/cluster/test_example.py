@@ -34,9 +34,10 @@ def test_the_setup_guides_hostfile_line(hosts: Hosts, tmp_path: Path) -> None:
     names = [hosts[index].name for index in range(2)]
     (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in names))
     (tmp_path / "script.py").write_text(
-        "import deepspeed, socket\n"
+        "import deepspeed, os, socket\n"
         "deepspeed.init_distributed()\n"
-        "print('rank', deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), socket.gethostname(), flush=True)\n"
+        "rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()\n"
+        "os.write(1, f'rank {rank} {world_size} {socket.gethostname()}\\n'.encode())  # in one piece: mpirun mixes pieces\n"
     )
     script = "import sys; from deepspeed.launcher.runner import main; sys.exit(main())"
     environment = hosts.environment("impi")
