@@ -10,17 +10,14 @@ import contextlib
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import hypothesis
 import pytest
 
 import ranks
-
-T = TypeVar("T")
+from waiting import settled
 
 # A loaded machine must not fail a property.
 hypothesis.settings.register_profile("anyaccel", deadline=None, derandomize=True)
@@ -46,17 +43,7 @@ _ENVIRONMENT_ONCE = {
 }
 # Threads of libraries that live as long as the process.
 _THREADS_IGNORED = ("tqdm_monitor", "TMonitor", "pytest_timeout")
-_GRACE_SECONDS = 3.0
-
-
-def _settled(look: Callable[[], T], before: T) -> T:
-    """What `look` sees once it is back to `before`, or after the grace time."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    seen = look()
-    while seen != before and time.monotonic() < deadline:
-        time.sleep(0.02)
-        seen = look()
-    return seen
+_GRACE_SECONDS = 10.0
 
 
 def _children() -> set[int]:
@@ -118,7 +105,7 @@ def hygiene() -> Iterator[None]:
     yield
     leaks = []
     for what, look in looks.items():
-        new = _settled(lambda look=look, what=what: look() - before[what], type(before[what])())
+        new = settled(lambda look=look, what=what: look() - before[what], type(before[what])(), _GRACE_SECONDS)
         if new:
             leaks.append(f"{what}: {sorted(new)}")
     after = dict(os.environ)

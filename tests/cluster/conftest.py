@@ -30,7 +30,7 @@ def hosts(_hosts: Hosts) -> Iterator[Hosts]:
     for host in _hosts.cluster:
         host.reconnect()
     yield _hosts
-    left = _hosts.wait_idle(5)
+    left = _hosts.wait_idle(20)
     _hosts.cluster.kill_jobs()
     assert not left, f"the test leaves processes behind: {left}"
 

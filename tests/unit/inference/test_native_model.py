@@ -297,9 +297,9 @@ def test_ctrl_c_ends_a_long_prompt_and_nothing_is_left() -> None:
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         model.step([request])
     assert time.monotonic() - start < 30
     timer.join()
