@@ -108,7 +108,7 @@ def test_it_is_chosen_without_a_context(run: Run) -> None:
     ("changes", "expected"),
     [
         ({"DS_ACCELERATOR": "cpu"}, "cpu, DS_ACCELERATOR=cpu is set"),
-        ({"DS_ACCELERATOR": "simd0"}, "simd0, DS_ACCELERATOR=simd0 is set"),
+        pytest.param({"DS_ACCELERATOR": "simd0"}, "simd0, DS_ACCELERATOR=simd0 is set", marks=pytest.mark.slow),
     ],
 )
 def test_the_user_decides(run: Run, changes: dict[str, str], expected: str) -> None:
@@ -134,7 +134,7 @@ def test_visible_devices(run: Run) -> None:
 
 
 @installed
-@pytest.mark.parametrize(("name", "device"), [("simd0", "simd:0"), ("cpu", "cpu")])
+@pytest.mark.parametrize(("name", "device"), [("simd0", "simd:0"), pytest.param("cpu", "cpu", marks=pytest.mark.slow)])
 def test_the_same_script_trains_on_simd0_and_on_the_cpu(run: Run, name: str, device: str) -> None:
     done = run(str(EXAMPLE / "train_transformer.py"), DS_ACCELERATOR=name)
     assert done.returncode == 0, done.stderr
@@ -146,7 +146,7 @@ def test_the_same_script_trains_on_simd0_and_on_the_cpu(run: Run, name: str, dev
 
 
 @installed
-@pytest.mark.parametrize("name", ["simd0", "cpu"])
+@pytest.mark.parametrize("name", ["simd0", pytest.param("cpu", marks=pytest.mark.slow)])  # on the CPU: test_port.py
 def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> None:
     """examples/porting, through `anyaccel port --write` alone: the losses are the CPU's."""
     pytest.importorskip("libcst", reason="anyaccel port needs LibCST: pip install 'anyaccel[port]'")
