@@ -7,6 +7,7 @@ After Lightning Fabric's test set-up. Leaks are looked for after every test; wha
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -88,6 +89,13 @@ def _repository_files() -> set[str]:
         for name in os.listdir(REPOSITORY / folder)  # noqa: PTH208
         if name not in ("__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache")
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays() -> None:
+    """Modules and tests are a million objects: a gc.collect() in a test would look through them for half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

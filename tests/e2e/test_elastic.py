@@ -77,6 +77,7 @@ def results(folder):
 
 
 @two_cores
+@pytest.mark.slow  # the last test here is the same through the command, without torch in the workers
 def test_bound_workers_are_started_again_after_a_failure(start):
     job = start(1, slots=2, max_restarts=1, binding=["--bind_cores_to_rank"])
     _, errors = job.communicate(timeout=100)
