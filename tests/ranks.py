@@ -30,8 +30,15 @@ _context.set_forkserver_preload(
         "transformers.generation",
         "transformers.modeling_utils",
         "transformers.models.auto.modeling_auto",
-        "anyaccel.comm",
-        "anyaccel.inference",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
+        "torch.distributed.tensor.parallel",
+        "anyaccel.comm.shm",
+        "anyaccel.inference.engine",
+        "anyaccel.inference.generate",
+        "anyaccel.inference.runtimes.cpu",
+        "anyaccel.inference.runtimes.torch",
+        "anyaccel.inference.tp.apply",
     ]
 )
 
