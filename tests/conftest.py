@@ -7,20 +7,18 @@ After Lightning Fabric's test set-up. Leaks are looked for after every test; wha
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import hypothesis
 import pytest
 
 import ranks
-
-T = TypeVar("T")
+from waiting import settled
 
 # A loaded machine must not fail a property.
 hypothesis.settings.register_profile("anyaccel", deadline=None, derandomize=True)
@@ -46,17 +44,7 @@ _ENVIRONMENT_ONCE = {
 }
 # Threads of libraries that live as long as the process.
 _THREADS_IGNORED = ("tqdm_monitor", "TMonitor", "pytest_timeout")
-_GRACE_SECONDS = 3.0
-
-
-def _settled(look: Callable[[], T], before: T) -> T:
-    """What `look` sees once it is back to `before`, or after the grace time."""
-    deadline = time.monotonic() + _GRACE_SECONDS
-    seen = look()
-    while seen != before and time.monotonic() < deadline:
-        time.sleep(0.02)
-        seen = look()
-    return seen
+_GRACE_SECONDS = 10.0
 
 
 def _children() -> set[int]:
@@ -68,7 +56,7 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("anyaccel")}
+    return {name for name in os.listdir("/dev/shm") if name.startswith("anyaccel")}  # noqa: PTH208
 
 
 def _threads() -> set[str]:
@@ -82,25 +70,32 @@ def _threads() -> set[str]:
 def _open_files() -> set[str]:
     """Files that this process holds open for writing, by descriptor; pipes and libraries' data files do not count."""
     found = set()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(link.readlink())
-            flags = int(Path(f"/proc/self/fdinfo/{link.name}").read_text().split("flags:")[1].split()[0], 8)
-        except OSError:
-            continue  # the descriptor of this very listing
-        if target.startswith("/") and flags & os.O_ACCMODE != os.O_RDONLY and not target.startswith("/dev/"):
-            found.add(f"{link.name} -> {target}")
+    for number in os.listdir("/proc/self/fd"):  # noqa: PTH208 - all of this runs twice a test, and strings are quicker
+        with contextlib.suppress(OSError):  # the descriptor of this very listing
+            target = os.readlink(f"/proc/self/fd/{number}")  # noqa: PTH115
+            if target.startswith("/") and not target.startswith("/dev/"):
+                with open(f"/proc/self/fdinfo/{number}") as info:
+                    flags = int(info.read().split("flags:")[1].split()[0], 8)
+                if flags & os.O_ACCMODE != os.O_RDONLY:
+                    found.add(f"{number} -> {target}")
     return found
 
 
 def _repository_files() -> set[str]:
     """Names in the folders that tests could litter; generated folders are git-ignored and do not count."""
     return {
-        str(path.relative_to(REPOSITORY))
-        for folder in (REPOSITORY, REPOSITORY / "tests", REPOSITORY / "src" / "anyaccel")
-        for path in folder.iterdir()
-        if path.name not in ("__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache")
+        os.path.join(folder, name)  # noqa: PTH118
+        for folder in ("", "tests", "src/anyaccel")
+        for name in os.listdir(REPOSITORY / folder)  # noqa: PTH208
+        if name not in ("__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache")
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_stays() -> None:
+    """Modules and tests are a million objects: a gc.collect() in a test would look through them for half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +113,7 @@ def hygiene() -> Iterator[None]:
     yield
     leaks = []
     for what, look in looks.items():
-        new = _settled(lambda look=look, what=what: look() - before[what], type(before[what])())
+        new = settled(lambda look=look, what=what: look() - before[what], type(before[what])(), _GRACE_SECONDS)
         if new:
             leaks.append(f"{what}: {sorted(new)}")
     after = dict(os.environ)

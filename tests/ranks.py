@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import tempfile
 import time
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from waiting import wait_for
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -27,8 +30,15 @@ _context.set_forkserver_preload(
         "transformers.generation",
         "transformers.modeling_utils",
         "transformers.models.auto.modeling_auto",
-        "anyaccel.comm",
-        "anyaccel.inference",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.llama.modeling_llama",
+        "torch.distributed.tensor.parallel",
+        "anyaccel.comm.shm",
+        "anyaccel.inference.engine",
+        "anyaccel.inference.generate",
+        "anyaccel.inference.runtimes.cpu",
+        "anyaccel.inference.runtimes.torch",
+        "anyaccel.inference.tp.apply",
     ]
 )
 
@@ -45,11 +55,18 @@ def start_server() -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port that nobody uses, of those that the kernel gives to nobody: it is free when it is bound later too."""
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    candidates = range(10_240, first_given)
+    for port in random.SystemRandom().sample(candidates, min(100, len(candidates))) or [0]:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            found: int = probe.getsockname()[1]
+            return found
+    raise OSError(f"no free port in {candidates}")
 
 
 def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], env: dict[str, str], folder: str) -> None:
@@ -77,6 +94,16 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], env: di
         raise
     finally:
         os._exit(code)
+
+
+def mark(folder: Path) -> None:
+    """Say in a folder, from a rank, that it is so far."""
+    (folder / f"mark{os.environ['RANK']}").touch()
+
+
+def wait_for_marks(folder: Path, *of_ranks: int) -> None:
+    """Wait until these ranks have called `mark`."""
+    wait_for(lambda: all((folder / f"mark{rank}").exists() for rank in of_ranks), f"ranks {of_ranks} are not so far")
 
 
 def start(

@@ -115,7 +115,7 @@ class Hosts:
         path.write_text(self.cluster.hostfile(slots, hosts))
         return path
 
-    def wait_started(self, folder: Path, ranks: int, seconds: float = 30) -> None:
+    def wait_started(self, folder: Path, ranks: int, seconds: float = 60) -> None:
         """Wait until all ranks of wait.py run."""
         deadline = time.monotonic() + seconds
         while len([path for path in folder.glob("rank?") if path.suffix == ""]) < ranks:

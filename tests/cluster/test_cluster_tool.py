@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from cluster_hosts import REPOSITORY, Hosts, test_cluster
+
+from waiting import settled
 
 TOOL = REPOSITORY / "tools" / "test_cluster.py"
 
@@ -49,9 +50,8 @@ def test_a_host_that_is_cut_off_is_reached_again(hosts: Hosts) -> None:
 
 def test_processes_of_hosts_are_seen_and_killed(hosts: Hosts) -> None:
     with hosts[2].popen(["sleep", "611"]) as child:
-        while "sleep 611" not in hosts[2].processes().values():
-            time.sleep(0.01)
-        assert hosts.cluster.processes() == {"node3": {child.pid: "sleep 611"}}
+        wanted = {"node3": {child.pid: "sleep 611"}}
+        assert settled(hosts.cluster.processes, wanted, 30) == wanted
         hosts.cluster.kill_jobs()
         assert child.wait() == -signal.SIGKILL
 
@@ -62,7 +62,9 @@ def test_run_gives_the_code_of_its_command_and_leaves_nothing(hosts: Hosts) -> N
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 5
     assert done.stdout == "node2\n"
-    assert set(_traces()) == before
+    # Other tests may run on this machine: theirs have an owner that lives.
+    owners = {name.split("-")[2] for name in set(_traces()) - before}
+    assert not [owner for owner in owners if test_cluster._identity(int(owner.split(".")[0])) != owner]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

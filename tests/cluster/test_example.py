@@ -25,7 +25,7 @@ def test_pi_by_two_hosts(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
     assert child.returncode == 0, err
     where = dict(re.findall(r"rank (\d) of 2 on (\S+), cores \[\d", out))
     assert where == {"0": names[0], "1": names[1]}
-    assert re.search(r"^pi is about 3\.1[34]\d$", out, re.MULTILINE)
+    assert re.search(r"pi is about 3\.1[34]\d", out)  # mpirun may put the end of another rank's line beside it
 
 
 def test_the_setup_guides_hostfile_line(hosts: Hosts, tmp_path: Path) -> None:
@@ -34,9 +34,10 @@ def test_the_setup_guides_hostfile_line(hosts: Hosts, tmp_path: Path) -> None:
     names = [hosts[index].name for index in range(2)]
     (tmp_path / "hostfile").write_text("".join(f"{name} slots=1\n" for name in names))
     (tmp_path / "script.py").write_text(
-        "import deepspeed, socket\n"
+        "import deepspeed, os, socket\n"
         "deepspeed.init_distributed()\n"
-        "print('rank', deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), socket.gethostname(), flush=True)\n"
+        "rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()\n"
+        "os.write(1, f'rank {rank} {world_size} {socket.gethostname()}\\n'.encode())\n"  # one piece: mpirun mixes
     )
     script = "import sys; from deepspeed.launcher.runner import main; sys.exit(main())"
     environment = hosts.environment("impi")

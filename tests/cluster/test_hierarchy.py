@@ -10,7 +10,7 @@ from cluster_hosts import Hosts, lines
 
 COLLECTIVES = Path(__file__).parent / "collectives.py"
 # What differs from one host to several: the way of the data, not the arithmetic.
-QUICK = ("float32", "bfloat16", "int16", "bool", "barrier", "async", "futures", "tags", "any", "coalescing", "objects")
+QUICK = ("float32", "bool", "barrier", "async", "futures", "tags", "any", "coalescing", "objects")
 QUICK += ("functional", "random", "rounding", "groups", "nonblocking", "batched")
 
 
@@ -28,7 +28,7 @@ def collectives(hosts: Hosts, tmp_path: Path, slots: list[int], *words: str, **v
 def test_two_hosts_of_two_ranks(hosts: Hosts, tmp_path: Path) -> None:
     line = collectives(hosts, tmp_path, [2, 2], *QUICK)
     assert not line["wrong"]
-    assert line["cases"] > 100
+    assert line["cases"] > 80
 
 
 @pytest.mark.slow

@@ -19,6 +19,11 @@ SSH_LAUNCHERS = ["ssh", "pdsh", "openmpi", "mpich", "impi"]
 MOSTLY_SSH = ["ssh", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS if name != "ssh")]
 
 
+def grace(launcher: str) -> list[object]:
+    """Workers that take no notice of signals have 3 s by default; for ssh only, since each test waits for them."""
+    return [] if launcher == "ssh" else ["--grace-period", 1]
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_reduce(hosts: Hosts, launcher: str, tmp_path: Path, count: int) -> None:
     done = hosts.run(launcher, hosts.hostfile(tmp_path, hosts=count), ALL_REDUCE, *ARGUMENTS)
@@ -90,7 +95,7 @@ def test_variables_travel(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", [["--exit", "7"], pytest.param(["--signal", "9"], marks=pytest.mark.slow)])
 def test_a_rank_that_fails_ends_the_job(hosts: Hosts, launcher: str, tmp_path: Path, how: list[str]) -> None:
     file = hosts.hostfile(tmp_path, 2)
-    child = hosts.start(launcher, file, WAIT, tmp_path, "--fail-rank", 3, "--ignore", "--child", *how)
+    child = hosts.start(launcher, file, *grace(launcher), WAIT, tmp_path, "--fail-rank", 3, "--ignore", "--child", *how)
     with child:
         hosts.wait_started(tmp_path, 4)
         failed = time.monotonic()
@@ -109,7 +114,9 @@ def test_a_rank_that_fails_ends_the_job(hosts: Hosts, launcher: str, tmp_path: P
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
 def test_an_ended_launcher_leaves_nothing(hosts: Hosts, launcher: str, tmp_path: Path, number: signal.Signals) -> None:
-    with hosts.start(launcher, hosts.hostfile(tmp_path, 2), WAIT, tmp_path, "--ignore", "--child") as child:
+    with hosts.start(
+        launcher, hosts.hostfile(tmp_path, 2), *grace(launcher), WAIT, tmp_path, "--ignore", "--child"
+    ) as child:
         hosts.wait_started(tmp_path, 4)
         ended = time.monotonic()
         child.send_signal(number)
@@ -137,7 +144,8 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, launcher: str, tmp
 
 @pytest.mark.parametrize("launcher", MOSTLY_SSH)
 def test_a_lost_connection_ends_the_job_on_both_sides(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
-    with hosts.start(launcher, hosts.hostfile(tmp_path, 2), WAIT, tmp_path, "--ignore", "--child") as child:
+    options = ["--grace-period", 1, WAIT, tmp_path, "--ignore", "--child"]
+    with hosts.start(launcher, hosts.hostfile(tmp_path, 2), *options) as child:
         hosts.wait_started(tmp_path, 4)
         lost = time.monotonic()
         hosts[1].disconnect()

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from rank_processes import ranks_below
+from waiting import wait_asleep
 
 COMMAND = (sys.executable, "-m", "anyaccel", "chat")
 
@@ -177,7 +178,7 @@ class Terminal:
 
     def interrupt(self) -> None:
         """Ctrl-C once it waits for a line: Python loses one that comes between the prompt and that."""
-        time.sleep(0.5)
+        wait_asleep(self.pid)
         self.type("\x03")
 
     def type(self, text: str) -> None:

@@ -386,7 +386,11 @@ def test_one_job_may_have_the_alias_before_a_deepspeed_that_is_installed(tmp_pat
 def test_it_comes_along_to_other_hosts(tmp_path):
     """Two names of this machine are two hosts."""
     environment = Environment(tmp_path / "env")
-    (tmp_path / "x.py").write_text("import deepspeed, os; print(os.environ['RANK'], deepspeed.__version__)")
+    (tmp_path / "x.py").write_text(
+        "import deepspeed, os\n"
+        "line = os.environ['RANK'] + ' ' + deepspeed.__version__ + '\\n'\n"
+        "os.write(1, line.encode())\n"  # in one piece: the pieces of hosts are mixed
+    )
     (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
     said = environment.run(
         "python", "-m", "anyaccel", "run", "--as-deepspeed", "--hostfile", "hosts", "--no_local_rank", "x.py",

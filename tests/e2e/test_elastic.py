@@ -5,7 +5,6 @@ import ast
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 
 from anyaccel.launch.elastic import build_command, launcher_environment
 from anyaccel.topology import read_machine
+from ranks import free_port
 
 two_cores = pytest.mark.skipif(len(read_machine().cores()) < 2, reason="needs two allowed physical cores")
 
@@ -77,6 +77,7 @@ def results(folder):
 
 
 @two_cores
+@pytest.mark.slow  # the last test here is the same through the command, without torch in the workers
 def test_bound_workers_are_started_again_after_a_failure(start):
     job = start(1, slots=2, max_restarts=1, binding=["--bind_cores_to_rank"])
     _, errors = job.communicate(timeout=100)
@@ -105,8 +106,7 @@ def test_the_job_ends_when_no_restart_is_left(start):
 
 @pytest.mark.slow  # two launchers of torch, and twice their workers
 def test_two_hosts_are_one_job_and_restart_together(start):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = ("127.0.0.1", server.getsockname()[1])
+    endpoint = ("127.0.0.1", free_port())
     options = {"slots": 1, "max_restarts": 1, "nodes": (1, 2), "endpoint": endpoint, "threads": 1}
     jobs = [start(1, first=first, address="127.0.0.1", **options) for first in (True, False)]
     for job in jobs:

@@ -61,6 +61,7 @@ def test_training_in_a_job_of_two(how):
     assert found[-1] < 3.6
 
 
+@pytest.mark.slow  # the same script in a job of two is enough for each change
 def test_training_in_one_process():
     found = losses(run(the_command("train_gpt", "--text")))
     assert found[-1] < 3.6

@@ -11,7 +11,7 @@ import site
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -75,6 +75,59 @@ def _python(run: Run, code: str, **changes: str) -> str:
     return done.stdout
 
 
+# Imports once and forks for each script; a line on standard input is [script, file for its output].
+_FORKS = """
+import json, os, sys
+import torch, anyaccel, anyaccel.accelerator
+for line in sys.stdin:
+    script, output = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+            sys.stdout.flush()
+            code = 0
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def forked(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """Gives the output of a script, as `_python` does, in a fork of a process that has imported torch already."""
+    folder = tmp_path_factory.mktemp("forked")
+    found = json.loads(run("-c", "import json, os, sys; print(json.dumps([sys.executable, dict(os.environ)]))").stdout)
+    with subprocess.Popen(
+        [found[0], "-W", "ignore::DeprecationWarning", "-c", _FORKS],
+        env=found[1], cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        count = 0
+
+        def output_of(script: str) -> str:
+            nonlocal count
+            count += 1
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(json.dumps([textwrap.dedent(script), str(folder / f"output{count}")]) + "\n")
+            process.stdin.flush()
+            code = process.stdout.readline()
+            text = (folder / f"output{count}").read_text()
+            assert code == "0\n", text
+            return text
+
+        yield output_of
+        process.stdin.close()
+
+
 def installed(test: Callable[..., None]) -> Callable[..., None]:
     """For a test that needs the package: its build takes half a minute, and is part of the first one's time."""
     return pytest.mark.timeout(420)(test)
@@ -108,7 +161,7 @@ def test_it_is_chosen_without_a_context(run: Run) -> None:
     ("changes", "expected"),
     [
         ({"DS_ACCELERATOR": "cpu"}, "cpu, DS_ACCELERATOR=cpu is set"),
-        ({"DS_ACCELERATOR": "simd0"}, "simd0, DS_ACCELERATOR=simd0 is set"),
+        pytest.param({"DS_ACCELERATOR": "simd0"}, "simd0, DS_ACCELERATOR=simd0 is set", marks=pytest.mark.slow),
     ],
 )
 def test_the_user_decides(run: Run, changes: dict[str, str], expected: str) -> None:
@@ -134,7 +187,7 @@ def test_visible_devices(run: Run) -> None:
 
 
 @installed
-@pytest.mark.parametrize(("name", "device"), [("simd0", "simd:0"), ("cpu", "cpu")])
+@pytest.mark.parametrize(("name", "device"), [("simd0", "simd:0"), pytest.param("cpu", "cpu", marks=pytest.mark.slow)])
 def test_the_same_script_trains_on_simd0_and_on_the_cpu(run: Run, name: str, device: str) -> None:
     done = run(str(EXAMPLE / "train_transformer.py"), DS_ACCELERATOR=name)
     assert done.returncode == 0, done.stderr
@@ -146,7 +199,7 @@ def test_the_same_script_trains_on_simd0_and_on_the_cpu(run: Run, name: str, dev
 
 
 @installed
-@pytest.mark.parametrize("name", ["simd0", "cpu"])
+@pytest.mark.parametrize("name", ["simd0", pytest.param("cpu", marks=pytest.mark.slow)])  # on the CPU: test_port.py
 def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> None:
     """examples/porting, through `anyaccel port --write` alone: the losses are the CPU's."""
     pytest.importorskip("libcst", reason="anyaccel port needs LibCST: pip install 'anyaccel[port]'")
@@ -170,9 +223,8 @@ def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> N
 
 
 @installed
-def test_tensors_are_not_the_cpus(run: Run) -> None:
-    out = _python(
-        run,
+def test_tensors_are_not_the_cpus(forked: Callable[[str], str]) -> None:
+    out = forked(
         """
         import torch
         from anyaccel import get_accelerator
@@ -193,9 +245,8 @@ def test_tensors_are_not_the_cpus(run: Run) -> None:
 
 
 @installed
-def test_memory(run: Run) -> None:
-    out = _python(
-        run,
+def test_memory(forked: Callable[[str], str]) -> None:
+    out = forked(
         """
         import torch
         from anyaccel import get_accelerator
@@ -227,9 +278,8 @@ def test_memory(run: Run) -> None:
 
 
 @installed
-def test_random_numbers(run: Run) -> None:
-    out = _python(
-        run,
+def test_random_numbers(forked: Callable[[str], str]) -> None:
+    out = forked(
         """
         import torch
         from anyaccel import get_accelerator
@@ -269,9 +319,8 @@ def test_random_numbers(run: Run) -> None:
 
 
 @installed
-def test_streams_and_events(run: Run) -> None:
-    _python(
-        run,
+def test_streams_and_events(forked: Callable[[str], str]) -> None:
+    forked(
         """
         import time, torch
         from anyaccel import get_accelerator
@@ -329,7 +378,7 @@ def test_the_op_is_built_when_it_is_first_used(run: Run) -> None:
 
 
 @installed
-def test_what_is_absent_says_why(run: Run) -> None:
+def test_what_is_absent_says_why(forked: Callable[[str], str]) -> None:
     code = """
     from anyaccel import get_accelerator
     try:
@@ -337,7 +386,7 @@ def test_what_is_absent_says_why(run: Run) -> None:
     except Exception as error:
         print(type(error).__name__, error)
     """
-    assert _python(run, code).strip() == (
+    assert forked(code).strip() == (
         "CapabilityError accelerator 'simd0' does not have 'graphs': "
         "operators run as they are called, so there is nothing to capture"
     )

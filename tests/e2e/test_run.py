@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import ranks
 from anyaccel.topology import read_machine
 
 MACHINE = read_machine()
@@ -265,10 +266,10 @@ def test_unknown_accelerator_needs_a_number(run):
 
 
 def test_port_in_use_and_port_free(run):
+    port = str(ranks.free_port())
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", int(port)))
         listener.listen()
-        port = str(listener.getsockname()[1])
         assert f"--master_port {port} cannot be used" in only_error(run("--master_port", port, "show.py", code=2))
     run("--num_accelerators", "1", "--master_port", port, "--master_addr", "localhost", "show.py")
     assert shown(run, 0)["env"]["MASTER_PORT"] == port

@@ -243,7 +243,7 @@ def test_sigint_is_followed_by_sigterm(job):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_workers_that_ignore_everything(job, number):
-    started = job("stubborn")
+    started = job("stubborn", "--grace-period", "1")
     os.kill(started.launcher.pid, number)
     started.end(128 + number)
 
@@ -412,7 +412,7 @@ def test_grandchildren_of_workers_that_succeeded(job):
 
 
 def test_grandchildren_of_a_worker_that_failed(job):
-    started = job("exit3 grandchild")
+    started = job("exit3 grandchild", "--grace-period", "1")
     started.go()
     text = started.end(3)
     assert "ending what finished workers left behind: " in text

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+import ranks
 from anyaccel.launch.callback import Contact
+from waiting import wait_for
 
 WORKER = """
 import json, os, signal, sys, time
@@ -193,7 +195,7 @@ def test_each_host_may_be_started_by_hand(folder):
         "--master_addr",
         "127.0.0.1",
         "--master_port",
-        29777,
+        ranks.free_port(),
     ]
     children = [subprocess.Popen(command(*options, "--node_rank", rank, "worker.py"), cwd=folder) for rank in (0, 1)]
     assert [child.wait(30) for child in children] == [0, 0]
@@ -254,11 +256,13 @@ def test_the_login_of_the_user_does_not_name_the_master(run, folder):
 
 
 def test_a_launcher_that_ignores_signals_is_ended(run, mpirun, folder):
-    (folder / "tools" / "mpirun.openmpi").write_text("#!/bin/sh\ntrap '' TERM INT\nsleep 600 & wait; sleep 600\n")
+    (folder / "tools" / "mpirun.openmpi").write_text(
+        "#!/bin/sh\ntrap '' TERM INT\n: >up\nsleep 600 & wait; sleep 600\n"
+    )
     process = subprocess.Popen(
         command("--hostfile", "hosts", "--launcher", "openmpi", "worker.py"), cwd=folder, env={**os.environ, **mpirun}
     )
-    time.sleep(1.5)
+    wait_for((folder / "up").exists, "the launcher has not started mpirun")
     process.send_signal(signal.SIGTERM)
     assert process.wait(15) == 143
 

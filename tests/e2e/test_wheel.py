@@ -206,7 +206,11 @@ def smoke(home: Path, folder: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    (folder / "worker.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], 'torch' in sys.modules)\n")
+    (folder / "worker.py").write_text(
+        "import os, sys\n"
+        "line = 'rank ' + os.environ['RANK'] + ' ' + str('torch' in sys.modules) + '\\n'\n"
+        "os.write(1, line.encode())\n"  # in one piece: the pieces of ranks are mixed
+    )
     assert call("anyaccel", "--version") == f"anyaccel {anyaccel.__version__}\n"
     code = "import anyaccel, anyaccel._native as n, anyaccel._llm as m; print(n.isa() == m.isa(), anyaccel.__file__)"
     same, file = call("python", "-c", code).split()

@@ -123,14 +123,14 @@ def test_what_oneccl_lacks_is_refused(oneccl: Path) -> None:
         assert "backend ccl" in text
 
 
-def until_error(how: str) -> None:
+def until_error(how: str, folder: Path) -> None:
     """Rank 1 goes away; rank 0 must get an error that names the cause within the group's timeout."""
     group = dist.new_group(backend="ccl", timeout=timedelta(seconds=3))
     dist.all_reduce(torch.ones(1000), group=group)
     if dist.get_rank() == 1:
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(8)
+        ranks.wait_for_marks(folder, 0)
         os._exit(5)
     since = time.monotonic()
     with pytest.raises(errors.CommError) as caught:
@@ -139,31 +139,33 @@ def until_error(how: str) -> None:
     with pytest.raises(errors.CommError, match="broken by an earlier error"):
         dist.all_reduce(torch.ones(1000), group=group)
     os.write(1, f"told: {type(caught.value).__name__}: {caught.value}\n".encode())
+    ranks.mark(folder)
     os._exit(17)  # the group is gone, so the usual barrier at the end would hang
 
 
 @pytest.mark.parametrize("how", ["kill", "elsewhere"])
 def test_a_rank_that_goes_away_is_an_error(oneccl: Path, tmp_path: Path, how: str) -> None:
-    outcome = ranks.finish(ranks.start(until_error, 2, (how,), tmp_path), tmp_path, 60)
+    outcome = ranks.finish(ranks.start(until_error, 2, (how, tmp_path), tmp_path), tmp_path, 60)
     code, output = outcome[0]
     assert code == 17, output
     assert "told: CommTimeoutError: backend ccl: rank 0 of 2: all_reduce was not done within 3 s" in output
 
 
-def never_joins() -> str:
+def never_joins(folder: Path) -> str:
     if dist.get_rank() == 1:
-        time.sleep(6)
+        ranks.wait_for_marks(folder, 0)
         return ""
     store = dist.PrefixStore("alone", dist.distributed_c10d._get_default_store())
     from anyaccel.comm import ccl_group
 
     with pytest.raises(errors.CommTimeoutError) as caught:
         ccl_group.create(store, 0, 2, timedelta(seconds=2))
+    ranks.mark(folder)
     return str(caught.value)
 
 
-def test_a_rank_that_never_joins_is_named(oneccl: Path) -> None:
-    assert "rank 1 of 2 did not come within 2 s" in ranks.run(never_joins, 2)[0]
+def test_a_rank_that_never_joins_is_named(oneccl: Path, tmp_path: Path) -> None:
+    assert "rank 1 of 2 did not come within 2 s" in ranks.run(never_joins, 2, tmp_path)[0]
 
 
 SCRIPT = """

@@ -56,15 +56,15 @@ def test_an_entry_keeps_a_sample_of_many_calls() -> None:
 def test_recording_costs_little() -> None:
     log.configure()
     group = _Group()
-    since = time.perf_counter()
+    since = time.thread_time()  # of the processor: others may have it meanwhile
     for _ in range(20_000):
         log.record("all_reduce", 64, 1e-6, group)
-    assert (time.perf_counter() - since) / 20_000 < 20e-6
+    assert (time.thread_time() - since) / 20_000 < 20e-6
     log.configure(enabled=False)
-    since = time.perf_counter()
+    since = time.thread_time()
     for _ in range(20_000):
         log.active()
-    assert (time.perf_counter() - since) / 20_000 < 2e-6
+    assert (time.thread_time() - since) / 20_000 < 2e-6
 
 
 def test_a_summary_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,7 +97,7 @@ def use(backend: str) -> tuple[dict[str, Any], list[tuple[str, int, int]]]:
     log.configure()
     for _ in range(5):
         if dist.get_rank() == 1:
-            time.sleep(0.05)
+            time.sleep(0.15)
         dist.all_reduce(tensor, group=group)
     dist.all_gather_into_tensor(torch.zeros(2 * 4096), tensor, group=group)
     work = dist.broadcast(tensor[:16], src=0, group=group, async_op=True)
@@ -123,9 +123,9 @@ def test_a_real_group_and_its_straggler() -> None:
     figure = first["summary"]["all_reduce"][16384]
     assert figure["count"] == 5
     assert figure["straggler_rank"] == 1  # it slept
-    assert figure["avg_latency_ms"] > 30  # rank 0 waited for it
+    assert figure["avg_latency_ms"] > 90  # rank 0 waited for it
     late = first["straggler_analysis"]["all_reduce"][16384]
-    assert late["total_straggler_ms"] > 150
+    assert late["total_straggler_ms"] > 450
     assert late["total_comm_lat_ms"] < figure["total_latency_ms"]
 
 

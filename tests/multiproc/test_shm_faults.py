@@ -141,22 +141,23 @@ def test_each_rank_stopped_past_the_deadline(victim: int, tmp_path: Path) -> Non
     assert any(output.startswith("CommTimeoutError") and "did not come within 2 s" in output for output in outputs)
 
 
-def never_joins() -> None:
+def never_joins(folder: Path) -> None:
     rank = comm.get_rank()
     if rank == 2:
-        time.sleep(6)
+        ranks.wait_for_marks(folder, 0, 1)
         os._exit(0)
     started = time.monotonic()
     try:
         comm.new_group([0, 1, 2], backend="shm", timeout=timedelta(seconds=1.5))
     except errors.CommError as error:
         os.write(1, f"{time.monotonic() - started:.1f}|{type(error).__name__}: {error}".encode())
-        time.sleep(1)  # torch's store is with rank 0
+        ranks.mark(folder)
+        ranks.wait_for_marks(folder, 0, 1)  # torch's store is with rank 0
         os._exit(17)
 
 
 def test_a_rank_that_never_joins(tmp_path: Path) -> None:
-    outcome = ranks.finish(ranks.start(never_joins, 3, (), tmp_path), tmp_path, timeout=60)
+    outcome = ranks.finish(ranks.start(never_joins, 3, (tmp_path,), tmp_path), tmp_path, timeout=60)
     for code, output in outcome[:2]:
         assert code == 17, output
         waited, _, text = output.rpartition("\n")[2].partition("|")
@@ -219,32 +220,36 @@ def test_calls_that_differ_are_named(what: str, texts: tuple[str, ...], tmp_path
     assert any(all(text in output for text in texts) for output in named), outcome
 
 
-def monitored() -> None:
+def monitored(folder: Path) -> None:
     group = comm.new_group(backend="shm")
     comm.monitored_barrier(group)
     if group.rank() in (1, 3):
-        time.sleep(3)
+        ranks.wait_for_marks(folder, 0, 2)
         os._exit(0)
     try:
         comm.monitored_barrier(group, timedelta(seconds=1))
-    except errors.CommTimeoutError as error:
-        tell(str(error))
     except errors.CommError as error:
-        tell(f"later: {error}")
+        ranks.mark(folder)
+        tell(str(error) if isinstance(error, errors.CommTimeoutError) else f"later: {error}")
 
 
 def test_monitored_barrier_names_who_is_missing(tmp_path: Path) -> None:
-    outcome = ranks.finish(ranks.start(monitored, 4, (), tmp_path), tmp_path, timeout=60)
+    outcome = ranks.finish(ranks.start(monitored, 4, (tmp_path,), tmp_path), tmp_path, timeout=60)
     texts = [outcome[rank][1] for rank in (0, 2)]
     assert any("rank 1 (pid" in text and "rank 3 (pid" in text and "within 1 s" in text for text in texts), outcome
 
 
-def aborted() -> None:
+def aborted(folder: Path) -> None:
     group = comm.new_group(backend="shm")
+
+    def abort() -> None:
+        comm.abort(group)
+        ranks.mark(folder)
+
     if group.rank() == 0:
-        threading.Timer(0.3, comm.abort, (group,)).start()
+        threading.Timer(0.3, abort).start()
     if group.rank() == 2:
-        time.sleep(2)
+        ranks.wait_for_marks(folder, 0)
     started = time.monotonic()
     # Who has all that it needs, of a rank that aborts while it waits for others, is told by the next call.
     with pytest.raises(errors.CommError, match=r"abort|given up after an error"):
@@ -259,8 +264,8 @@ def aborted() -> None:
     assert tensor.item() == 3
 
 
-def test_abort_ends_every_wait() -> None:
-    ranks.run(aborted, 3)
+def test_abort_ends_every_wait(tmp_path: Path) -> None:
+    ranks.run(aborted, 3, tmp_path)
 
 
 FULL = """

@@ -113,7 +113,7 @@ def test_misfits_are_named() -> None:
     ranks.run(misfits, 2)
 
 
-def wait_for_a_message(how: str) -> None:
+def wait_for_a_message(how: str, folder: Path) -> None:
     group = comm.new_group(backend="shm", timeout=timedelta(seconds=2))
     if group.rank() == 1:
         if how == "kill":
@@ -122,7 +122,7 @@ def wait_for_a_message(how: str) -> None:
         if how == "last words":
             dist.send(torch.ones(3), 0, group=group)
             os._exit(0)
-        time.sleep(4)
+        ranks.wait_for_marks(folder, 0)
         os._exit(0)
     tensor = torch.zeros(3)
     if how == "last words":
@@ -136,6 +136,7 @@ def wait_for_a_message(how: str) -> None:
         except errors.CommError as error:
             text = f"{type(error).__name__}: {error}"
     os.write(1, text.encode())
+    ranks.mark(folder)
     os._exit(0)
 
 
@@ -149,7 +150,7 @@ def wait_for_a_message(how: str) -> None:
 )
 def test_a_sender_that_is_gone(how: str, text: str, tmp_path: Path) -> None:
     started = time.monotonic()
-    outcome = ranks.finish(ranks.start(wait_for_a_message, 2, (how,), tmp_path), tmp_path, timeout=60)
+    outcome = ranks.finish(ranks.start(wait_for_a_message, 2, (how, tmp_path), tmp_path), tmp_path, timeout=60)
     assert text in outcome[0][1], outcome
     if how == "stop":
         assert "did not come within 2 s for receive of 3 float32 from rank 1" in outcome[0][1]

@@ -108,8 +108,14 @@ def from_folder(folder: str, dtype: str, tp_size: int) -> tuple[torch.Tensor, li
     return logits_of(engine), seen
 
 
-@pytest.mark.parametrize("family", ["llama-9-heads", "phi3", "gpt2", "opt", "mixtral"])
-@pytest.mark.parametrize("shard_size", ["10GB", "60KB"])
+@pytest.mark.parametrize(
+    ("family", "shard_size"),
+    [
+        *((family, "60KB") for family in ("llama-9-heads", "phi3", "gpt2", "opt", "mixtral")),
+        ("llama-9-heads", "10GB"),
+        *(pytest.param(family, "10GB", marks=pytest.mark.slow) for family in ("phi3", "gpt2", "opt", "mixtral")),
+    ],
+)
 def test_loading_slices_from_files(family: str, shard_size: str, tmp_path: Path) -> None:
     save(tmp_path, family, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "60KB")

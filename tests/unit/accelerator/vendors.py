@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn
 from unittest import mock
 
 import torch
@@ -745,26 +745,37 @@ def main(names: list[str]) -> None:
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     torch.set_num_threads(1)
     gc.freeze()  # else the children copy what they only look through
-    results = {}
-    for name in names:
-        with tempfile.TemporaryFile("w+") as answer:
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    json.dump(run_backend(name), answer)
-                    answer.flush()
-                    code = 0
-                except BaseException:  # noqa: BLE001  a child must not go on as its parent
-                    traceback.print_exc()
-                finally:
-                    os._exit(code)
-            _, status = os.waitpid(child, 0)
+    with contextlib.ExitStack() as files:
+        answers = {name: files.enter_context(tempfile.TemporaryFile("w+")) for name in names}
+        waiting, children = list(names), {}
+        while waiting or children:
+            if waiting and len(children) < len(os.sched_getaffinity(0)):
+                name = waiting.pop(0)
+                child = os.fork()
+                if child == 0:
+                    answer_for(name, answers[name])
+                children[child] = name
+                continue
+            child, status = os.wait()
             if status:
-                sys.exit(f"the child for {name} failed")
+                sys.exit(f"the child for {children[child]} failed")
+            del children[child]
+        for answer in answers.values():
             answer.seek(0)
-            results[name] = json.load(answer)
-    json.dump(results, sys.stdout)
+        json.dump({name: json.load(answer) for name, answer in answers.items()}, sys.stdout)
+
+
+def answer_for(name: str, answer: IO[str]) -> NoReturn:
+    """What a child process does: its backend, and end."""
+    code = 1
+    try:
+        json.dump(run_backend(name), answer)
+        answer.flush()
+        code = 0
+    except BaseException:  # noqa: BLE001  a child must not go on as its parent
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -297,9 +297,9 @@ def test_ctrl_c_ends_a_long_prompt_and_nothing_is_left() -> None:
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
-    timer.start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         model.step([request])
     assert time.monotonic() - start < 30
     timer.join()
@@ -336,18 +336,19 @@ def test_models_come_and_go_without_growth() -> None:
     assert _resident() - before < 8 << 20
 
 
-def test_a_long_answer_does_not_grow() -> None:
-    """10,000 tokens in one sequence."""
+@pytest.mark.parametrize("length", [3_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_long_answer_does_not_grow(length: int) -> None:
+    """All tokens in one sequence."""
     _long_cases()
     model = native_models.native("llama-long", cache="bf16", cache_limit=1 << 30)
-    request = _llm.Request(model, [5, 6, 7], {"max_new_tokens": 10_000, "do_sample": True})
+    request = _llm.Request(model, [5, 6, 7], {"max_new_tokens": length, "do_sample": True})
     for _ in range(500):
         model.step([request])
     before = _resident() - model.cache_reserved_bytes
     while not request.finished:
         model.step([request])
-    assert len(request.tokens) == 10_000
-    assert _resident() - model.cache_reserved_bytes - before < 16 << 20
+    assert len(request.tokens) == length
+    assert _resident() - model.cache_reserved_bytes - before < length * 1600  # bytes a token
     prompt = [5, 6, 7, *request.tokens[:-1]]
     assert model.cache_used_bytes <= (len(prompt) + 64) * model.cache_bytes_per_token()
 

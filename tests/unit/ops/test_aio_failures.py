@@ -28,6 +28,7 @@ import failing_fs
 from anyaccel.errors import AioError, AnyAccelError, UsageError
 from anyaccel.ops import aio
 from anyaccel.ops.aio.requests import Piece
+from waiting import settled
 
 ENGINES = ("io_uring", "linux_aio", "threads")
 
@@ -44,13 +45,17 @@ def make(engine: str = "auto", block: int = 1 << 16, depth: int = 4, threads: in
         pytest.skip(str(error))
 
 
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
 def open_files() -> int:
     """Open descriptors, once handles of earlier tests, which close their files in threads, have ended."""
     gc.collect()
     found = [-1, -2]
     while found[-1] != found[-2]:
         time.sleep(0.1)
-        found.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+        found.append(descriptors())
     return found[-1]
 
 
@@ -90,7 +95,7 @@ def test_folders_and_pipes_are_refused(tmp_path: Path) -> None:
         handle.async_pwrite(ones(10), 987_654)
     with pytest.raises(UsageError, match="neither a name nor a descriptor"):
         handle.async_pwrite(ones(10), -1)
-    assert open_files() == before and handle.wait() == 0
+    assert settled(descriptors, before) == before and handle.wait() == 0
 
 
 def test_a_file_that_is_too_short_is_refused_before_it_is_read(engine: str, tmp_path: Path) -> None:
@@ -136,7 +141,7 @@ def test_eio_while_reading(engine: str, failing: Path) -> None:
         handle.sync_pread(torch.empty(failing_fs.SIZE, dtype=torch.uint8), failing / "eio")
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(failing / "eio"))
     assert caught.value.offset <= failing_fs.BAD < caught.value.offset + (1 << 16)
-    assert open_files() == before
+    assert settled(descriptors, before) == before
     assert handle.sync_pread(torch.empty(100_000, dtype=torch.uint8), failing / "eio") == 1
 
 
@@ -194,7 +199,7 @@ def test_a_handle_may_be_dropped_with_io_in_flight(
         gc.collect()
     assert time.monotonic() - begin < 5  # of the 13 s that all of it would take on one thread
     assert "was dropped without wait()" in caplog.text and "slow" in caplog.text
-    assert open_files() == before
+    assert settled(descriptors, before) == before
     if write:
         assert (failing / "slow").stat().st_size == 0
 
@@ -270,7 +275,7 @@ def test_a_new_file_that_finds_no_space_is_removed(engine: str, small: Path) -> 
             handle.sync_pwrite(ones(9 << 20), small / "file", write_atomic=atomic)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(small / "file"))
         assert [path.name for path in small.iterdir() if path.name != "lost+found"] == []
-    assert open_files() == before
+    assert settled(descriptors, before) == before
     handle.sync_pwrite(ones(1 << 20), small / "file")
     assert (small / "file").stat().st_size == 1 << 20
 
@@ -361,9 +366,9 @@ def test_an_atomic_write_wants_a_whole_file(tmp_path: Path) -> None:
 
 
 def test_handles_leave_no_threads_descriptors_or_memory(engine: str, tmp_path: Path) -> None:
-    def used() -> tuple[int, int, int]:
+    def status(field: str) -> int:
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return open_files(), int(fields["Threads"]), int(fields["VmSize"].split()[0])
+        return int(fields[field].split()[0])
 
     def use() -> None:
         handle = make(engine)
@@ -375,7 +380,7 @@ def test_handles_leave_no_threads_descriptors_or_memory(engine: str, tmp_path: P
     for _ in range(5):
         use()
     gc.collect()
-    files, threads, size = used()
+    files, threads, size = open_files(), status("Threads"), status("VmSize")
     logging.getLogger("anyaccel.aio").setLevel(logging.CRITICAL)
     try:
         for _ in range(100):
@@ -383,8 +388,8 @@ def test_handles_leave_no_threads_descriptors_or_memory(engine: str, tmp_path: P
     finally:
         logging.getLogger("anyaccel.aio").setLevel(logging.NOTSET)
     gc.collect()
-    assert used()[:2] == (files, threads)
-    assert used()[2] < size + (100 << 10)  # KiB; one handle's memory for transfers is 0.5 MiB
+    assert settled(lambda: (descriptors(), status("Threads")), (files, threads)) == (files, threads)
+    assert status("VmSize") < size + (100 << 10)  # KiB; one handle's memory for transfers is 0.5 MiB
 
 
 def test_memory_is_not_given_back_while_the_kernel_writes_to_it(failing: Path) -> None:
