@@ -91,6 +91,11 @@ def parse_peer(text: str, model: str, dtype: str, tp: int, pythons: dict[str, st
         folder = str(Path(program).parent)
     if name == "openvino" and not own_model:
         raise UsageError("--against openvino needs the exported model: openvino=FOLDER (optimum-cli export openvino)")
+    if name in ("hf", "deepspeed") and path.endswith(".gguf"):
+        raise UsageError(
+            f"--against {name} reads folders of Hugging Face, not {Path(path).name}: give one with --model, "
+            f"or as {name}=FOLDER"
+        )
     if own_model and not Path(own_model).exists():
         raise UsageError(f"--against {text}: there is no {own_model}")
     ranks = tp if name == "deepspeed" else 1
