@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import socket
 import threading
 import time
@@ -11,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from anyaccel.cli import _rank
+from anyaccel.cli import _rank, _ranks
 from anyaccel.cli._wire import Channel
-from anyaccel.errors import CommTimeoutError
+from anyaccel.errors import CommTimeoutError, UsageError
+from anyaccel.topology import read_machine
 
 
 @pytest.fixture
@@ -131,3 +133,9 @@ def test_a_stop_that_comes_too_late_is_answered(two: tuple[list[Channel], list[C
         channel.send(kind="stop", limit=3)
     assert answer(near[0]) == ([], "stopped")
     assert settled(backends, 3)
+
+
+def test_more_ranks_than_cpus_are_refused_with_the_number_that_would_do() -> None:
+    count = len(read_machine().allowed_cpus)
+    with pytest.raises(UsageError, match=f"may use {count} CPUs only, and each rank needs one; --tp {count} is"):
+        _ranks.start(argparse.Namespace(tp=count + 1), None)  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -91,6 +92,11 @@ def parse_peer(text: str, model: str, dtype: str, tp: int, pythons: dict[str, st
         folder = str(Path(program).parent)
     if name == "openvino" and not own_model:
         raise UsageError("--against openvino needs the exported model: openvino=FOLDER (optimum-cli export openvino)")
+    if name in ("hf", "deepspeed") and path.endswith(".gguf"):
+        raise UsageError(
+            f"--against {name} reads folders of Hugging Face, not {Path(path).name}: give one with --model, "
+            f"or as {name}=FOLDER"
+        )
     if own_model and not Path(own_model).exists():
         raise UsageError(f"--against {text}: there is no {own_model}")
     ranks = tp if name == "deepspeed" else 1
@@ -107,6 +113,7 @@ def run(contender: Contender, sizes: Sizes, vocabulary: int) -> dict[str, list[f
 
     Raises:
         AnyAccelError: it ended without a result; the message has the end of what it said.
+        KeyboardInterrupt, SystemExit: Ctrl-C or another signal ended it, and is to end the command.
     """
     with tempfile.TemporaryDirectory(prefix="anyaccel-bench-") as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
@@ -125,6 +132,10 @@ def run(contender: Contender, sizes: Sizes, vocabulary: int) -> dict[str, list[f
         file = Path(folder) / "settings.json"
         file.write_text(json.dumps(settings))
         code = _start([contender.python, str(WORKER), str(file)], contender, log)
+        if code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
+        if code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
+            raise SystemExit(code)
         if code or not result.exists():
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
             said = " | ".join(lines[-3:]) or "nothing"

@@ -66,7 +66,10 @@ def start(options: argparse.Namespace, screen: Watcher, *, lasting: bool = True)
 
     machine = read_machine()
     if options.tp > len(machine.allowed_cpus):
-        raise UsageError(f"--tp {options.tp}: this process may use {len(machine.allowed_cpus)} CPUs only")
+        raise UsageError(
+            f"--tp {options.tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and each rank needs one; "
+            f"--tp {len(machine.allowed_cpus)} is the most here"
+        )
     wanted = launch.LaunchOptions(
         script="anyaccel",
         module=True,

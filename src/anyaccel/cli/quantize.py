@@ -70,6 +70,7 @@ def main(argv: list[str]) -> int:
             f"{len(summary.matrices)} matrices in {summary.dtype}, relative error {summary.relative_error:.4f}, "
             f"{summary.seconds:.1f} s"
         )
+        screen.line(f"to run it in {summary.dtype}: anyaccel generate PROMPT --dtype auto --model {summary.out}")
     return 0
 
 

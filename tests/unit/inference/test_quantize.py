@@ -240,4 +240,6 @@ def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize", str(folder), str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["quantize", str(folder), str(out), "--force", "--dtype", "int8"]) == 0
-    assert "14 matrices in int8" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "14 matrices in int8" in printed.out
+    assert f"anyaccel generate PROMPT --dtype auto --model {out}" in printed.err
