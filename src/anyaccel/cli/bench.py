@@ -165,11 +165,12 @@ def _print(
         }
         print(json.dumps(summary, indent=1))
         return
-    print(f"{Path(model).name} on {_machine()}")
-    print(
-        f"prompt {options.prompt}, {options.new} new; long prompt {options.long}; batch {options.batch}; "
-        f"in brackets: how many times better {ours} is\n"
-    )
-    print(table(figures, ours))
+    if figures:
+        print(f"{Path(model).name} on {_machine()}")
+        print(
+            f"prompt {options.prompt}, {options.new} new; long prompt {options.long}; batch {options.batch}; "
+            f"in brackets: how many times better {ours} is\n"
+        )
+        print(table(figures, ours))
     for name, why in failures.items():
         print(f"\n{name} left out: {why}")
