@@ -172,12 +172,9 @@ class GgufFile:
         Raises:
             ModelError: one is not UTF-8.
         """
-        data, at, unpack = (
-            bytes(self.file.bytes(array.begin, array.end - array.begin)),
-            0,
-            struct.Struct("<Q").unpack_from,
-        )
+        data = bytes(self.file.bytes(array.begin, array.end - array.begin))
         self.file.drop(array.begin, array.end)
+        at, unpack = 0, struct.Struct("<Q").unpack_from
         found = []
         try:
             for _ in range(array.count):
