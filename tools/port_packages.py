@@ -6,7 +6,7 @@
     python tools/port_packages.py port DIR      ports copies in DIR/after, checks and records them (port_packages.json)
     python tools/port_packages.py draw DIR      prints 200 random changes, to be judged by hand (port_precision.tsv)
 
-Both records are in tests/data. What `port` checks: every file parses after as before; a second run changes nothing; of
+Both records are in docs/data. What `port` checks: every file parses after as before; a second run changes nothing; of
 the modules that were changed, those import after that imported before, with the CPU as accelerator. Required packages
 that are not installed are stood in for by empty modules, the same before and after.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "tests" / "data" / "port_packages.json"
+RESULTS = ROOT / "docs" / "data" / "port_packages.json"
 SEED, DRAWN = 10, 200
 
 # What pip calls it, its version, and the folders of Python modules that are ported.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -56,12 +56,12 @@ def page(text: str) -> str:
     return _PART.sub(table, text)
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     outdated = 0
     for path in sorted((ROOT / "docs" / "setup").glob("*.md")):
         before = path.read_text(encoding="utf-8")
         after = page(before)
-        if before != after and "--check" in sys.argv[1:]:
+        if before != after and "--check" in arguments:
             print(f"{path.relative_to(ROOT)} is out of date: run python tools/setup_facts.py")
             outdated = 1
         elif before != after:
@@ -70,4 +70,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
