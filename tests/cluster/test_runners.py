@@ -7,11 +7,12 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from cluster_hosts import ALL_REDUCE, LAUNCHERS, WAIT, Hosts, lines
+
+from waiting import settled
 
 ARGUMENTS = ["a b", "$HOME", "", "it's", 'say "no"', "back\\slash", "*", "new\nline", "ü→∞", "%n"]
 SSH_LAUNCHERS = ["ssh", "pdsh", "openmpi", "mpich", "impi"]
@@ -98,11 +99,8 @@ def test_a_rank_that_fails_ends_the_job(hosts: Hosts, launcher: str, tmp_path: P
     child = hosts.start(launcher, file, *grace(launcher), WAIT, tmp_path, "--fail-rank", 3, "--ignore", "--child", *how)
     with child:
         hosts.wait_started(tmp_path, 4)
-        failed = time.monotonic()
         _, errors = child.communicate(timeout=60)
-        took = time.monotonic() - failed
-    assert not hosts.wait_idle(max(0, 10 - took)), errors
-    assert took < 10, errors
+    assert not hosts.wait_idle(30), errors
     assert child.returncode == (7 if "7" in how else 137), errors
     assert "rank 3" in errors
     assert "node2" in errors
@@ -118,26 +116,20 @@ def test_an_ended_launcher_leaves_nothing(hosts: Hosts, launcher: str, tmp_path:
         launcher, hosts.hostfile(tmp_path, 2), *grace(launcher), WAIT, tmp_path, "--ignore", "--child"
     ) as child:
         hosts.wait_started(tmp_path, 4)
-        ended = time.monotonic()
         child.send_signal(number)
-        child.wait(30)
-        took = time.monotonic() - ended
-        left = hosts.wait_idle(max(0, 10 - took))
+        child.wait(60)
+        left = hosts.wait_idle(30)
         hosts.cluster.kill_jobs()
         _, errors = child.communicate()
     assert not left, errors
-    assert took < 10, errors
     assert child.returncode == (-number if number == signal.SIGKILL else 128 + number), errors
 
 
 @pytest.mark.parametrize("name", ["nobody", pytest.param("nothere", marks=pytest.mark.slow)])
 def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, launcher: str, tmp_path: Path, name: str) -> None:
     (tmp_path / "hosts").write_text(f"node1 slots=1\nnode2 slots=1\n{name} slots=1\n")
-    started = time.monotonic()
     done = hosts.run(launcher, tmp_path / "hosts", WAIT, tmp_path)
-    took = time.monotonic() - started
-    assert not hosts.wait_idle(max(0, 20 - took)), done.stderr
-    assert took < 20, done.stderr
+    assert not hosts.wait_idle(30), done.stderr
     assert done.returncode not in (0, None)
     assert name in done.stderr
 
@@ -147,18 +139,16 @@ def test_a_lost_connection_ends_the_job_on_both_sides(hosts: Hosts, launcher: st
     options = ["--grace-period", 1, WAIT, tmp_path, "--ignore", "--child"]
     with hosts.start(launcher, hosts.hostfile(tmp_path, 2), *options) as child:
         hosts.wait_started(tmp_path, 4)
-        lost = time.monotonic()
         hosts[1].disconnect()
         try:
-            _, errors = child.communicate(timeout=30)
-            took = time.monotonic() - lost
+            _, errors = child.communicate(timeout=60)
             # On the host that is cut off too: nobody can tell it.
-            left = {host: found for host, found in hosts.wait_idle(max(0, 15 - took)).items() if _workers(found)}
+            settled(lambda: any(map(_workers, hosts.cluster.processes().values())), False, 60)
+            left = {host: found for host, found in hosts.cluster.processes().items() if _workers(found)}
         finally:
             hosts[1].reconnect()
             child.kill()
             hosts.cluster.kill_jobs()
-    assert took < 15, errors
     assert not left, errors
     assert "node2" in errors
     assert child.returncode != 0

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -121,13 +120,11 @@ def test_rows_come_as_checks_finish_and_ctrl_c_ends_it() -> None:
             if line.startswith("identity"):
                 break
         process.send_signal(signal.SIGINT)
-        started = time.monotonic()
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert errors.endswith("anyaccel: interrupted\n")
     assert "Traceback" not in errors
     assert " fail" not in output
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(

@@ -333,6 +333,7 @@ def test_streams_and_events(forked: Callable[[str], str]) -> None:
             assert a.current_stream() == other and a.current_device() == 1
         assert a.current_stream() == a.default_stream() and a.current_device() == 0
         start, end = a.Event(enable_timing=True), a.Event(enable_timing=True)
+        begin = time.perf_counter()
         start.record()
         time.sleep(0.02)
         end.record(stream)
@@ -341,7 +342,7 @@ def test_streams_and_events(forked: Callable[[str], str]) -> None:
         stream.synchronize()
         end.synchronize()
         assert start.query() and stream.query() and isinstance(start, a.Event)
-        assert 20 <= start.elapsed_time(end) < 5000, start.elapsed_time(end)
+        assert 20 <= start.elapsed_time(end) <= 1e3 * (time.perf_counter() - begin), start.elapsed_time(end)
         a.synchronize()
         """,
     )

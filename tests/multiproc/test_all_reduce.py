@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -225,14 +224,12 @@ def reduce_until_error(victim: int, how: str, folder: Path) -> tuple[str, str, f
                 tensor = torch.ones(49_999)
             elif how == "dtype":
                 tensor = torch.ones(50_000, dtype=torch.bfloat16)
-        started = time.monotonic()
         try:
             comm.inference_all_reduce(tensor)
         except errors.CommError as error:
-            waited = time.monotonic() - started
             with pytest.raises(errors.CommError, match="broken by an earlier error"):
                 comm.inference_all_reduce(tensor)
-            os.write(1, f"{type(error).__name__}|{waited:.2f}|{error}\n".encode())
+            os.write(1, f"{type(error).__name__}|{error}\n".encode())
             ranks.mark(folder)
             os._exit(17)  # the group is gone, so the usual barrier at the end would hang
         tensor.fill_(1)
@@ -254,19 +251,17 @@ def test_killed_rank_is_an_error_on_the_others(world_size: int, victim: int, tmp
         if rank == victim:
             continue
         assert code == 17, output
-        name, waited, text = output.strip().splitlines()[-1].split("|", 2)
+        name, text = output.strip().splitlines()[-1].split("|", 1)
         assert name in ("PeerLostError", "CommError"), output
         assert f"rank {victim}" in text or "has given up" in text
         assert "all_reduce of 50000 float32" in text
-        assert float(waited) < 15
 
 
 def test_rank_that_does_not_come_is_a_timeout(tmp_path: Path) -> None:
     outcome = failure("stop", 2, 1, tmp_path, ANYACCEL_COMM_TIMEOUT="2")
-    name, waited, text = outcome[0][1].strip().splitlines()[-1].split("|", 2)
+    name, text = outcome[0][1].strip().splitlines()[-1].split("|", 1)
     assert (outcome[0][0], name) == (17, "CommTimeoutError"), outcome
     assert "did not come within 2 s" in text
-    assert 1.5 < float(waited) < 15
     # The late rank is told that the other one has given up.
     assert outcome[1][0] == 17, outcome
     assert "rank 0" in outcome[1][1]
@@ -287,12 +282,11 @@ def wait_for_ctrl_c(folder: Path) -> str:
         ranks.wait_for_marks(folder, 0)
         os._exit(0)
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    started = time.monotonic()
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.5)
         comm.inference_all_reduce(torch.ones(4))
     except KeyboardInterrupt:
-        os.write(1, f"interrupted after {time.monotonic() - started:.1f}".encode())
+        os.write(1, b"interrupted")
         ranks.mark(folder)
         os._exit(0)
     return "no interrupt"
@@ -301,7 +295,7 @@ def wait_for_ctrl_c(folder: Path) -> str:
 def test_ctrl_c_ends_a_wait(tmp_path: Path) -> None:
     outcome = ranks.finish(ranks.start(wait_for_ctrl_c, 2, (tmp_path,), tmp_path), tmp_path)
     assert [code for code, _ in outcome] == [0, 0], outcome
-    assert float(outcome[0][1].split()[-1]) < 10  # the other rank is still there
+    assert outcome[0][1].endswith("interrupted")  # while the other rank was still there: it waits for this
 
 
 def reduce_without_room() -> float:
@@ -344,11 +338,10 @@ def leave_the_group(folder: Path) -> str:
         comm.destroy_process_group()
         ranks.wait_for_marks(folder, 0)
         os._exit(0)
-    started = time.monotonic()
     try:
         comm.inference_all_reduce(torch.ones(4))
     except errors.CommError as error:
-        os.write(1, f"{time.monotonic() - started:.1f}|{error}".encode())
+        os.write(1, str(error).encode())
         ranks.mark(folder)
         os._exit(0)
     return "no error"
@@ -357,8 +350,7 @@ def leave_the_group(folder: Path) -> str:
 def test_a_rank_that_leaves_the_group_is_noticed(tmp_path: Path) -> None:
     outcome = ranks.finish(ranks.start(leave_the_group, 2, (tmp_path,), tmp_path), tmp_path)
     assert [code for code, _ in outcome] == [0, 0], outcome
-    waited, _, text = outcome[0][1].partition("|")
-    assert float(waited) < 10  # its process is still there
+    text = outcome[0][1]  # told while that process was still there: it waits for this
     assert "rank 1" in text
     assert "left the group" in text
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -132,10 +131,8 @@ def until_error(how: str, folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         ranks.wait_for_marks(folder, 0)
         os._exit(5)
-    since = time.monotonic()
     with pytest.raises(errors.CommError) as caught:
         dist.all_reduce(torch.ones(1000), group=group)
-    assert time.monotonic() - since < 7
     with pytest.raises(errors.CommError, match="broken by an earlier error"):
         dist.all_reduce(torch.ones(1000), group=group)
     os.write(1, f"told: {type(caught.value).__name__}: {caught.value}\n".encode())

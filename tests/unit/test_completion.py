@@ -38,7 +38,11 @@ def ask(command, cwd, text=""):
     return done.stdout
 
 
-@pytest.mark.parametrize(("typed", "offered", "others"), CASES, ids=lambda case: " ".join(case)[:30])
+@pytest.mark.parametrize(
+    ("typed", "offered", "others"),
+    CASES,
+    ids=lambda words: " ".join(sorted(words) if isinstance(words, set) else words)[:30],
+)
 def test_bash(folder, typed, offered, others):
     words = " ".join(f"'{word}'" for word in typed)
     asked = f"COMP_WORDS=({words}); COMP_CWORD={len(typed) - 1}; _anyaccel; printf '%s\\n' \"${{COMPREPLY[@]}}\""
@@ -48,7 +52,11 @@ def test_bash(folder, typed, offered, others):
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed: apt install fish")
-@pytest.mark.parametrize(("typed", "offered", "others"), CASES, ids=lambda case: " ".join(case)[:30])
+@pytest.mark.parametrize(
+    ("typed", "offered", "others"),
+    CASES,
+    ids=lambda words: " ".join(sorted(words) if isinstance(words, set) else words)[:30],
+)
 def test_fish(folder, typed, offered, others):
     (folder / "anyaccel.fish").write_text(script("fish"))
     line = " ".join(typed)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How pytest-xdist shares the tests out, where it is asked for: `pytest -n auto --dist loadfile`.
+
+The tests of a file run in one process, which makes their models and servers once; so do all that run jobs on the hosts
+of a test cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# In this order: what waits for the longest time comes first, and what is short fills up the end.
+_FOLDERS = ("cluster", "e2e", "multiproc", "unit")
+# A worker takes about 1.5 GiB with torch and transformers.
+_MOST_WORKERS = 8
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """More than there are cores: many a test waits for other processes."""
+    return min(len(os.sched_getaffinity(0)) + 1, _MOST_WORKERS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The scheduler of --dist loadfile, with one group for all tests of the cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "tests/cluster" if file.startswith("tests/cluster/") else file
+
+    return Scheduler(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the folders in the order of `_FOLDERS`."""
+    tests = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(tests).parts[0] if item.path.is_relative_to(tests) else ""
+        return _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)
+
+    items.sort(key=place)  # a stable sort: files and tests keep their order
+
+
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """A temporary folder that all workers of this run have."""
+    base = factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@contextlib.contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """What is inside makes `path` once: other workers wait for the first one, and find it there."""
+    with open(path.with_name(f"{path.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def is_of_another(path: str) -> bool:
+    """Whether a process of another worker has a file mapped."""
+    controller = os.getppid()
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return False
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # one that has ended
+                if path in (entry / "maps").read_text():
+                    worker = _worker_above(int(entry.name), controller)
+                    return worker not in (0, os.getpid())
+    return False
+
+
+def _worker_above(pid: int, controller: int) -> int:
+    """The worker that a process descends from; 0 where it is none."""
+    while pid > 1:
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if parent == controller:
+            return pid
+        pid = parent
+    return 0
