@@ -25,6 +25,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "accelerate",
+        "pytest",
         "torch._dynamo",
         "torch.distributed",
         "transformers.generation",

@@ -6,6 +6,7 @@ accelerators. What stands in angle brackets there is filled in; commands that in
 """
 
 import json
+import os
 import re
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 
 from anyaccel.topology import read_machine
 from environments import Environment
+from warm import WarmPython
 
 CORES = [cpu.id for cpu in read_machine().cores()]
 two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two allowed physical cores")
@@ -24,6 +26,16 @@ def installed(tmp_path_factory):
     environment = Environment(tmp_path_factory.mktemp("deepspeed") / "env")
     environment.run("python", "-m", "anyaccel", "compat", "install")
     return environment
+
+
+@pytest.fixture(scope="module")
+def warm(installed):
+    """Python of that environment, with torch imported, and nothing of the alias."""
+    path = f"{installed.bin}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "DS_ACCELERATOR": "cpu", "PATH": path, "VIRTUAL_ENV": str(installed.folder)}
+    env.pop("PYTHONPATH", None)
+    with WarmPython(env, installed.folder, str(installed.bin / "python"), preload="torch") as warm:
+        yield warm
 
 
 @pytest.fixture
@@ -47,9 +59,17 @@ def shown(shell):
     return [json.loads(path.read_text()) for path in sorted(shell.folder.glob("rank-*.json"))]
 
 
-def python(shell, text, name="example.py", **more):
-    (shell.folder / name).write_text(text)
-    return shell(f"python {name}", **more)
+@pytest.fixture
+def python(warm, tmp_path):
+    """Runs a script in a folder of its own: what it prints, standard error last."""
+
+    def run(text, code=0, **more):
+        (tmp_path / "example.py").write_text(text)
+        done = warm.run("example.py", cwd=tmp_path, **more)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    return run
 
 
 # The setup guide ------------------------------------------------------------------------------------------
@@ -74,9 +94,8 @@ def test_setup_guide_divides_a_list_of_cores(shell):
         assert [worker["cores"][0] for worker in shown(shell)] == [0, 14, 32, 46]
 
 
-def test_setup_guide_gives_those_workers_those_cores(shell):
+def test_setup_guide_gives_those_workers_those_cores(python):
     said = python(
-        shell,
         "from deepspeed.utils.numa import get_numactl_cmd\n"
         "for rank in range(4): print(get_numactl_cmd('0-27,32-59', 4, rank)[1][-1])\n",
     )
@@ -135,8 +154,8 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_interface_ports_runtime_calls_names_tensors_and_communication(shell):
-    assert python(shell, AGNOSTIC) == "('cpu', 'cpu', 'cpu') 0\n"
+def test_interface_ports_runtime_calls_names_tensors_and_communication(python):
+    assert python(AGNOSTIC) == "('cpu', 'cpu', 'cpu') 0\n"
 
 
 @two_cores
@@ -209,24 +228,26 @@ print(get_accelerator()._name, get_accelerator().current_device_name(), twice(21
 """
 
 
-def test_interface_takes_an_accelerator_extension_with_an_op(shell):
+def test_interface_takes_an_accelerator_extension_with_an_op(shell, python):
     (shell.folder / "twice.cpp").write_text('extern "C" int twice(int x) { return 2 * x; }\n')
     head = f"import os\nHERE = {str(shell.folder)!r}\n"
-    assert python(shell, head + EXTENSION).splitlines()[-1] == "xyz cpu 42"
+    assert python(head + EXTENSION).splitlines()[-1] == "xyz cpu 42"
 
 
 # Pages about accelerators ---------------------------------------------------------------------------------
 
 
-def test_environment_page_names_the_device(shell):
-    line = 'python -c "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_name())"'
-    assert shell(line) == "cpu\n"
+def test_environment_page_names_the_device(warm):
+    code = "from deepspeed.accelerator import get_accelerator; print(get_accelerator().device_name())"
+    assert warm.run("-c", code).stdout == "cpu\n"
 
 
-def test_environment_page_unknown_and_missing_accelerators(shell):
-    line = 'python -c "from deepspeed.accelerator import get_accelerator; get_accelerator()" 2>&1 || true'
-    assert "XPU_Accelerator requires intel_extension_for_pytorch" in shell(line, DS_ACCELERATOR="xpu")
-    assert "DS_ACCELERATOR='tpu' is not known" in shell(line, DS_ACCELERATOR="tpu")
+def test_environment_page_unknown_and_missing_accelerators(warm):
+    code = "from deepspeed.accelerator import get_accelerator; get_accelerator()"
+    xpu, tpu = (warm.run("-c", code, DS_ACCELERATOR=name) for name in ("xpu", "tpu"))
+    assert (xpu.returncode, tpu.returncode) == (1, 1)
+    assert "XPU_Accelerator requires intel_extension_for_pytorch" in xpu.stderr
+    assert "DS_ACCELERATOR='tpu' is not known" in tpu.stderr
 
 
 CPU_PAGE = """
@@ -253,8 +274,8 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 """
 
 
-def test_cpu_page(shell):
-    said = dict(line.split(": ") for line in python(shell, CPU_PAGE).splitlines())
+def test_cpu_page(python):
+    said = dict(line.split(": ") for line in python(CPU_PAGE).splitlines())
     assert said["Device"] == "cpu"
     assert said["Backend"]
     assert int(said["Memory"]) > 10_000_000
@@ -303,8 +324,8 @@ from deepspeed.accelerator.xpu_accelerator import XPU_Accelerator
 """
 
 
-def test_xpu_page_on_the_cpu(shell):
-    said = dict(line.split(": ") for line in python(shell, XPU_PAGE).splitlines())
+def test_xpu_page_on_the_cpu(python):
+    said = dict(line.split(": ") for line in python(XPU_PAGE).splitlines())
     assert said["Current device"] == "cpu"
     assert int(said["Device count"]) >= 1
 
@@ -414,8 +435,8 @@ except ImportError as error:
 """
 
 
-def test_what_is_out_of_scope_says_so_in_one_line(shell):
-    first, second = python(shell, TRAINING).splitlines()
+def test_what_is_out_of_scope_says_so_in_one_line(python):
+    first, second = python(TRAINING).splitlines()
     assert first.startswith("deepspeed.initialize is not part of anyaccel's alias of DeepSpeed: the training engine")
     assert second.startswith("deepspeed.runtime is not part")
 
@@ -434,17 +455,15 @@ def test_a_failing_job_has_its_exit_code(installed, tmp_path):
 
 
 def test_import_is_quick_and_brings_no_torch(shell):
-    said = python(shell, "import deepspeed, deepspeed.launcher.runner, sys; print('torch' in sys.modules)")
+    said = shell("python -c \"import deepspeed, deepspeed.launcher.runner, sys; print('torch' in sys.modules)\"")
     assert said == "False\n"
 
 
 @pytest.mark.slow
-def test_transformers_is_not_taken_in(shell):
+def test_transformers_is_not_taken_in(python):
     """Packages that look for DeepSpeed ask for its metadata, which the alias does not have."""
     pytest.importorskip("transformers")
-    said = python(
-        shell, "from transformers.integrations import is_deepspeed_available; print(is_deepspeed_available())"
-    )
+    said = python("from transformers.integrations import is_deepspeed_available; print(is_deepspeed_available())")
     assert said.splitlines()[-1] == "False"
 
 
@@ -461,8 +480,8 @@ print(generator("DeepSpeed is", do_sample=False, max_new_tokens=4)[0]["generated
 
 
 @pytest.mark.slow
-def test_inference_tutorial_in_a_pipeline(shell, smollm2):
-    said = python(shell, TUTORIAL.replace("MODEL", repr(str(smollm2))))
+def test_inference_tutorial_in_a_pipeline(python, smollm2):
+    said = python(TUTORIAL.replace("MODEL", repr(str(smollm2))))
     # Standard error comes last, with the progress bars of transformers.
     assert [line for line in said.splitlines() if re.match(r"DeepSpeed is \S+ \S", line)], said
 

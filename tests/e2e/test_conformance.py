@@ -8,13 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import anyaccel
+from warm import WarmPython
 
-COMMAND = [sys.executable, "-m", "anyaccel", "conformance"]
+COMMAND = ["-m", "anyaccel", "conformance"]
 PYTEST = [sys.executable, "-W", "error", "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "-q", "-rs"]
 
 
@@ -25,10 +27,24 @@ def environment(*folders: Path, **variables: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, path)), **variables}
 
 
-def run(command: list[str], *folders: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs Python with arguments, where packages lie in further folders, if any."""
+    with WarmPython({}, tmp_path_factory.mktemp("warm")) as warm:
+
+        def run(command: list[str], *folders: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+            return warm.run(*command, **environment(*folders, **variables))
+
+        yield run
+
+
+def pytest_run(command: list[str], folder: Path, *folders: Path) -> subprocess.CompletedProcess[str]:
     """Run in an empty folder, as a user of an installed package does."""
-    env = environment(*folders, **variables)
-    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=110, cwd=variables.get("CWD"))
+    env = environment(*folders, DS_ACCELERATOR="cpu" if not folders else "kib")
+    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=110, cwd=folder)
 
 
 @pytest.fixture
@@ -54,7 +70,7 @@ def extension(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_check_passes_on_the_cpu() -> None:
+def test_every_check_passes_on_the_cpu(run: Run) -> None:
     done = run([*COMMAND, "cpu"])
     head, titles, *rows, closing = done.stdout.splitlines()
     assert done.returncode == 0, done.stdout
@@ -68,7 +84,7 @@ def test_every_check_passes_on_the_cpu() -> None:
     assert registration.endswith("there is no device to register host memory with")
 
 
-def test_json_is_one_object() -> None:
+def test_json_is_one_object(run: Run) -> None:
     done = run([*COMMAND, "--json", "-k", "data types"], DS_ACCELERATOR="cpu")
     assert done.returncode == 0
     report = json.loads(done.stdout)
@@ -81,7 +97,7 @@ def test_json_is_one_object() -> None:
         assert result["subject"] == "data types"
 
 
-def test_a_failure_is_exit_code_1_and_says_what_is_wrong(extension: Path) -> None:
+def test_a_failure_is_exit_code_1_and_says_what_is_wrong(run: Run, extension: Path) -> None:
     done = run([*COMMAND, "kib", "-k", "range", "-v"], extension)
     assert done.returncode == 1
     assert "raised OSError: no profiler" in done.stdout
@@ -104,7 +120,7 @@ def test_a_failure_is_exit_code_1_and_says_what_is_wrong(extension: Path) -> Non
         (["--warp"], 2, "unrecognized arguments: --warp; see anyaccel conformance --help"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], code: int, message: str) -> None:
+def test_a_mistake_is_one_line(run: Run, arguments: list[str], code: int, message: str) -> None:
     done = run([*COMMAND, *arguments], CUDA_VISIBLE_DEVICES="")
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith(f"anyaccel: error: {message}")
@@ -113,7 +129,7 @@ def test_a_mistake_is_one_line(arguments: list[str], code: int, message: str) ->
 
 def test_rows_come_as_checks_finish_and_ctrl_c_ends_it() -> None:
     with subprocess.Popen(
-        [*COMMAND, "cpu"], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, *COMMAND, "cpu"], env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -137,7 +153,7 @@ def test_rows_come_as_checks_finish_and_ctrl_c_ends_it() -> None:
 )
 def test_pytest_runs_what_is_installed(chosen: list[str], counts: str, tmp_path: Path) -> None:
     command = [*PYTEST, *chosen, "--pyargs", "anyaccel.accelerator.conformance"]
-    done = run(command, DS_ACCELERATOR="cpu", CWD=str(tmp_path))
+    done = pytest_run(command, tmp_path)
     assert done.returncode == 0, done.stdout
     assert counts in done.stdout
     assert "there is no device to register host memory with" in done.stdout
@@ -146,7 +162,7 @@ def test_pytest_runs_what_is_installed(chosen: list[str], counts: str, tmp_path:
 
 def test_pytest_fails_where_the_accelerator_is_wrong(extension: Path, tmp_path: Path) -> None:
     command = [*PYTEST, "-k", "ranges_nest or lazy_call", "--pyargs", "anyaccel.accelerator.conformance"]
-    done = run(command, extension, DS_ACCELERATOR="kib", CWD=str(tmp_path))
+    done = pytest_run(command, tmp_path, extension)
     assert done.returncode == 1
     assert "1 failed, 1 passed" in done.stdout
     assert "raised OSError: no profiler" in done.stdout

@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 
 import anyaccel
+from warm import WarmPython, checked
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "extension"
@@ -44,7 +45,7 @@ def _environment(**changes: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs Python in a new environment with the example installed: that of these tests, and the package."""
     folder = tmp_path_factory.mktemp("extension")
     env = _environment(ANYACCEL_CACHE_DIR=str(folder / "cache"))
@@ -62,70 +63,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--no-build-isolation", "--no-deps"]
     _checked([*pip, str(source)], 300, env, folder)
 
-    def run(*arguments: str, timeout: float = 100, **changes: str) -> subprocess.CompletedProcess[str]:
-        command = [str(python), *arguments]
-        return subprocess.run(command, env=env | changes, cwd=folder, text=True, capture_output=True, timeout=timeout)
-
-    return run
+    with WarmPython(env, folder, str(python), preload="torch, anyaccel, anyaccel.accelerator") as warm:
+        yield warm.run
 
 
 def _python(run: Run, code: str, **changes: str) -> str:
-    done = run("-c", textwrap.dedent(code), **changes)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-# Imports once and forks for each script; a line on standard input is [script, file for its output].
-_FORKS = """
-import json, os, sys
-import torch, anyaccel, anyaccel.accelerator
-for line in sys.stdin:
-    script, output = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            file = os.open(output, os.O_WRONLY | os.O_CREAT, 0o600)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
-            exec(compile(script, "script", "exec"), {"__name__": "__main__"})
-            sys.stdout.flush()
-            code = 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def forked(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
-    """Gives the output of a script, as `_python` does, in a fork of a process that has imported torch already."""
-    folder = tmp_path_factory.mktemp("forked")
-    found = json.loads(run("-c", "import json, os, sys; print(json.dumps([sys.executable, dict(os.environ)]))").stdout)
-    with subprocess.Popen(
-        [found[0], "-W", "ignore::DeprecationWarning", "-c", _FORKS],
-        env=found[1], cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
-        count = 0
-
-        def output_of(script: str) -> str:
-            nonlocal count
-            count += 1
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.write(json.dumps([textwrap.dedent(script), str(folder / f"output{count}")]) + "\n")
-            process.stdin.flush()
-            code = process.stdout.readline()
-            text = (folder / f"output{count}").read_text()
-            assert code == "0\n", text
-            return text
-
-        yield output_of
-        process.stdin.close()
+    return checked(run("-c", textwrap.dedent(code), **changes))
 
 
 def installed(test: Callable[..., None]) -> Callable[..., None]:
@@ -223,8 +166,9 @@ def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> N
 
 
 @installed
-def test_tensors_are_not_the_cpus(forked: Callable[[str], str]) -> None:
-    out = forked(
+def test_tensors_are_not_the_cpus(run: Run) -> None:
+    out = _python(
+        run,
         """
         import torch
         from anyaccel import get_accelerator
@@ -245,8 +189,9 @@ def test_tensors_are_not_the_cpus(forked: Callable[[str], str]) -> None:
 
 
 @installed
-def test_memory(forked: Callable[[str], str]) -> None:
-    out = forked(
+def test_memory(run: Run) -> None:
+    out = _python(
+        run,
         """
         import torch
         from anyaccel import get_accelerator
@@ -278,8 +223,9 @@ def test_memory(forked: Callable[[str], str]) -> None:
 
 
 @installed
-def test_random_numbers(forked: Callable[[str], str]) -> None:
-    out = forked(
+def test_random_numbers(run: Run) -> None:
+    out = _python(
+        run,
         """
         import torch
         from anyaccel import get_accelerator
@@ -319,8 +265,9 @@ def test_random_numbers(forked: Callable[[str], str]) -> None:
 
 
 @installed
-def test_streams_and_events(forked: Callable[[str], str]) -> None:
-    forked(
+def test_streams_and_events(run: Run) -> None:
+    _python(
+        run,
         """
         import time, torch
         from anyaccel import get_accelerator
@@ -379,7 +326,7 @@ def test_the_op_is_built_when_it_is_first_used(run: Run) -> None:
 
 
 @installed
-def test_what_is_absent_says_why(forked: Callable[[str], str]) -> None:
+def test_what_is_absent_says_why(run: Run) -> None:
     code = """
     from anyaccel import get_accelerator
     try:
@@ -387,7 +334,7 @@ def test_what_is_absent_says_why(forked: Callable[[str], str]) -> None:
     except Exception as error:
         print(type(error).__name__, error)
     """
-    assert forked(code).strip() == (
+    assert _python(run, code).strip() == (
         "CapabilityError accelerator 'simd0' does not have 'graphs': "
         "operators run as they are called, so there is nothing to capture"
     )

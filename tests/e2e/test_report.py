@@ -3,24 +3,36 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 import anyaccel
+from warm import WarmPython
 
 
-def report(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def _environment(**changes: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name not in ("DS_ACCELERATOR", "LOCAL_SIZE")}
     path = [str(Path(anyaccel.__file__).parents[1]), env.get("PYTHONPATH", "")]
-    env |= {"PYTHONPATH": os.pathsep.join(filter(None, path)), **environment}
-    command = [sys.executable, "-m", "anyaccel", "report", *arguments]
-    return subprocess.run(command, env=env, text=True, capture_output=True, timeout=100)
+    return env | {"PYTHONPATH": os.pathsep.join(filter(None, path)), **changes}
 
 
-def test_text_and_choice() -> None:
+Report = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Report]:
+    with WarmPython(_environment(), tmp_path_factory.mktemp("warm")) as warm:
+        yield functools.partial(warm.run, "-m", "anyaccel", "report")
+
+
+def test_text_and_choice(report: Report) -> None:
     done = report(DS_ACCELERATOR="cpu")
     assert (done.returncode, done.stderr) == (0, "")
     titles = [line for line in done.stdout.splitlines() if line and not line.startswith(" ")]
@@ -29,7 +41,8 @@ def test_text_and_choice() -> None:
 
 
 def test_json_without_torch() -> None:
-    done = report("--json", "--no-torch", PYTHONPROFILEIMPORTTIME="1")
+    command = [sys.executable, "-X", "importtime", "-m", "anyaccel", "report", "--json", "--no-torch"]
+    done = subprocess.run(command, env=_environment(), text=True, capture_output=True, timeout=100)
     assert done.returncode == 0
     assert json.loads(done.stdout)["accelerator"] is None
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
@@ -37,7 +50,7 @@ def test_json_without_torch() -> None:
     assert not {"torch", "transformers", "numpy"} & imported
 
 
-def test_an_unknown_accelerator_exits_with_1_and_says_why() -> None:
+def test_an_unknown_accelerator_exits_with_1_and_says_why(report: Report) -> None:
     done = report("--json", DS_ACCELERATOR="warp")
     assert (done.returncode, done.stderr) == (1, "")
     accelerator = json.loads(done.stdout)["accelerator"]
@@ -48,7 +61,7 @@ def test_an_unknown_accelerator_exits_with_1_and_says_why() -> None:
     )
 
 
-def test_a_bad_flag_is_one_line_and_exit_code_2() -> None:
+def test_a_bad_flag_is_one_line_and_exit_code_2(report: Report) -> None:
     done = report("--jsn")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == ("anyaccel: error: unrecognized arguments: --jsn; see anyaccel report --help\n")

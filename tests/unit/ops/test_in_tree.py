@@ -81,7 +81,7 @@ def test_cmake_gets_what_the_loader_uses():
     assert recipe.cxx_args[2:] == in_tree.flags()
 
 
-def test_a_prebuilt_copy_of_other_sources_is_built_anew(monkeypatch, caplog, cache):
+def test_a_prebuilt_copy_of_other_sources_is_built_anew(monkeypatch, caplog, cache, compiler):
     monkeypatch.setattr(in_tree_builder, "_variant", lambda name: "other")
     builder = BUILDERS["CPULionBuilder"]()
     assert builder.status().kind == "jit"

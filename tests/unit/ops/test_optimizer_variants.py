@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from anyaccel import _native, env
+from warm import WarmPython, checked
 
 SCRIPT = """
 import sys
@@ -44,11 +44,17 @@ torch.save(results, sys.argv[1])
 """
 
 
-def results(isa: str, folder: Path) -> dict[str, list[torch.Tensor]]:
-    file = folder / f"{isa}.pt"
+@pytest.fixture(scope="module")
+def python(tmp_path_factory) -> Iterator[WarmPython]:
+    """Only torch is imported in it: the instruction set is chosen when our own modules are."""
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    variables = {**os.environ, "ANYACCEL_ISA": isa, "PYTHONPATH": path}
-    subprocess.run([sys.executable, "-c", SCRIPT, str(file)], env=variables, check=True, timeout=100)
+    with WarmPython({**os.environ, "PYTHONPATH": path}, tmp_path_factory.mktemp("warm"), preload="torch") as warm:
+        yield warm
+
+
+def results(isa: str, folder: Path, python: WarmPython) -> dict[str, list[torch.Tensor]]:
+    file = folder / f"{isa}.pt"
+    checked(python.run("-c", SCRIPT, str(file), ANYACCEL_ISA=isa))
     return torch.load(file, weights_only=True)
 
 
@@ -57,8 +63,8 @@ def available() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def scalar(tmp_path_factory) -> dict[str, list[torch.Tensor]]:
-    return results("scalar", tmp_path_factory.mktemp("scalar"))
+def scalar(tmp_path_factory, python) -> dict[str, list[torch.Tensor]]:
+    return results("scalar", tmp_path_factory.mktemp("scalar"), python)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,29 +74,28 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("isa", env.ISA_NAMES[1:])
-def test_a_variant_gives_the_results_of_the_scalar_one(isa, scalar, tmp_path):
+def test_a_variant_gives_the_results_of_the_scalar_one(isa, scalar, tmp_path, python):
     """To the bit: no variant contracts to FMA, and all divide and take roots exactly."""
     if isa not in available():
         pytest.skip(f"this CPU does not have {isa}")
-    other = results(isa, tmp_path)
+    other = results(isa, tmp_path, python)
     assert other.keys() == scalar.keys()
     for name, tensors in scalar.items():
         for index, (mine, theirs) in enumerate(zip(tensors, other[name], strict=True)):
             assert torch.equal(bits(mine), bits(theirs)), f"{name}, tensor {index}"
 
 
-def test_a_wrong_name_is_an_error():
+def test_a_wrong_name_is_an_error(python):
     script = (
         "import torch; from anyaccel.ops.adam import CPUAdam; p = torch.nn.Parameter(torch.ones(3));"
         "p.grad = p.detach(); CPUAdam([p]).step()"
     )
-    variables = {**os.environ, "ANYACCEL_ISA": "sse9"}
-    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True, text=True, timeout=60)
+    done = python.run("-c", script, ANYACCEL_ISA="sse9")
     assert done.returncode == 1
     assert "ANYACCEL_ISA='sse9'" in done.stderr
 
 
-def test_loops_run_on_torchs_threads():
+def test_loops_run_on_torchs_threads(python):
     """No second pool, whose waiting threads would fight with torch's for the cores."""
     script = """
 import ctypes, os, torch
@@ -106,5 +111,4 @@ team = CPUAdamBuilder().load().library.anyaccel_parallel_team
 team.restype = ctypes.c_char_p
 print(team().decode(), len(os.listdir("/proc/self/task")) - before)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.split() == ["openmp", "0"]
+    assert checked(python.run("-c", script)).split() == ["openmp", "0"]
