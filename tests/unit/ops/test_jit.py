@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from toy_ops import SCALE, Compiler, ScaleBuilder, write
 
 from anyaccel.errors import OpBuildError, UsageError
 from anyaccel.ops import jit, toolchains
+from waiting import wait_for
 
 SCRIPT = f"""
 import logging, sys
@@ -46,13 +46,6 @@ def process(sources) -> Iterator[Callable[[], subprocess.Popen]]:
     for popen in started:
         popen.kill()
         popen.communicate()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:
@@ -220,7 +213,7 @@ def test_one_failure_ends_the_others_and_their_children(tmp_path):
             jobs=2,
             seconds=500,
         )
-    assert not is_running(int(pids.read_text()))
+    wait_for(lambda: not is_running(int(pids.read_text())), "the child of the other one goes on")
 
 
 def test_a_build_that_takes_too_long_is_ended(sources, compiler, cache, monkeypatch):
@@ -235,7 +228,7 @@ def test_a_build_that_takes_too_long_is_ended(sources, compiler, cache, monkeypa
 def test_a_killed_build_does_not_block_the_next(sources, compiler, process, cache, monkeypatch, caplog):
     compiler.delay("exec sleep 60")
     builder = process()
-    wait_for(compiler.runs)
+    wait_for(compiler.runs, "the compiler does not start")
     try:
         with monkeypatch.context() as patch:
             patch.setenv("ANYACCEL_BUILD_TIMEOUT", "0.5")
@@ -268,10 +261,11 @@ def test_ctrl_c_ends_the_compilers_and_leaves_nothing(sources, compiler, process
     compiler.delay("sleep 60 & echo $! >> $0.children; wait")
     builder = process()
     children = Path(f"{compiler.script}.children")
-    wait_for(lambda: children.exists() and children.read_text().endswith("\n"))
+    wait_for(lambda: children.exists() and children.read_text().endswith("\n"), "the compiler does not start")
     builder.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in builder.communicate(timeout=20)[1]
-    assert not any(map(is_running, [*compiler.pids(), int(children.read_text())]))
+    assert "KeyboardInterrupt" in builder.communicate(timeout=60)[1]
+    ended = [*compiler.pids(), int(children.read_text())]
+    wait_for(lambda: not any(map(is_running, ended)), f"processes {ended} go on")
     assert folders(cache) == []
 
 
