@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
-.PHONY: bench-peers clean
+.PHONY: bench-peers clean test-native
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -91,8 +91,27 @@ test: ready ## lint and the tests, without the slow ones
 test-all: ready ## lint and every test
 	$(BIN)/python -m pytest
 
-sanitize: $(STAMP)-venv ## build the native tests with address and thread sanitizers, and run them
-	$(BIN)/python tools/sanitize.py
+# One test: make sanitize TEST=llm_large SANITIZER=address. LIMIT: seconds after which a test is taken to hang.
+TEST ?= .*
+SANITIZER ?= address thread
+LIMIT ?= 600
+# $(call native_tests,FOLDER): builds the tests in a folder that CMake has made, and runs them.
+native_tests = MAKEFLAGS= $(BIN)/cmake --build $(1) --target native_tests -- --quiet && \
+  $(BIN)/ctest --test-dir $(1) -j$$(nproc) -R '^($(TEST))$$' --no-tests=error --output-on-failure
+
+# In the folder where pip has built the package: only the tests themselves are compiled.
+test-native: $(STAMP)-build ## build the native tests and run them
+	@folder=$$(dirname "$$(ls -t build/*/CMakeCache.txt | head -n 1)") && \
+	  $(BIN)/cmake -DANYACCEL_TESTS=ON -DANYACCEL_TEST_TIMEOUT=$(LIMIT) "$$folder" > /dev/null && \
+	  $(call native_tests,"$$folder")
+
+sanitize: $(STAMP)-demo ## build the native tests with address and thread sanitizers, and run them
+	@failed=0; for sanitizer in $(SANITIZER); do \
+	  echo "Building with the $$sanitizer sanitizer."; folder=build/sanitize/$$sanitizer; \
+	  { $(BIN)/cmake -S . -B $$folder -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DANYACCEL_TESTS=ON -DANYACCEL_SANITIZE=$$sanitizer \
+	    -DANYACCEL_TEST_TIMEOUT=$(LIMIT) > /dev/null && $(call native_tests,$$folder); } || failed=1; \
+	done; exit $$failed
 
 SOAK_SECONDS ?= 600
 soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECONDS), each checked against a reference

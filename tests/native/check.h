@@ -12,3 +12,16 @@
       std::abort();                                                        \
     }                                                                      \
   } while (false)
+
+// With a sanitizer all takes ten times as long, and lengths matter less than kinds: tests with much to do do a part.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr bool kSanitized = true;
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+#else
+inline constexpr bool kSanitized = false;
+#endif

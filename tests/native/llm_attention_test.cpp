@@ -36,8 +36,8 @@ float as_bf16(float x) {
   return x;
 }
 
-// The scalar code takes most of the time, above all with sanitizers: it does a part.
-bool slow() { return selected_isa() == Isa::scalar; }
+// The scalar code and all code with sanitizers take most of the time: they do a part.
+bool slow() { return kSanitized || selected_isa() == Isa::scalar; }
 
 // What the cache keeps of a vector, up to half a step of i8.
 std::vector<double> kept(const float* x, int n, CacheFormat format) {
@@ -179,7 +179,8 @@ struct World {
     for (const Query& query : step.queries) {
       const auto& tokens = plain[query.sequence].tokens;
       for (int t = 0; t < query.tokens; ++t) {
-        if (query.tokens > 8 && t % 11 != 0 && t < query.tokens - 2) continue;  // the oracle is slow
+        // The oracle is slow.
+        if (query.tokens > 8 && t % (kSanitized ? 37 : 11) != 0 && t < query.tokens - 2) continue;
         const int64_t p = query.position + t;
         int64_t first = 0;
         if (o.window > 0) first = std::max<int64_t>(first, p - o.window + 1);
@@ -453,7 +454,9 @@ int main() {
     CHECK(child >= 0);
     if (child == 0) {
       setenv("ANYACCEL_ISA", name, 1);
-      std::exit(run_all());
+      if (std::strcmp(isa_name(selected_isa()), name) == 0) std::exit(run_all());
+      std::printf("not tested on this machine: %s\n", name);
+      std::exit(0);
     }
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);

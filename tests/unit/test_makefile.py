@@ -19,6 +19,7 @@ echo "$(basename "$0") $*" >> log
 case "$(basename "$0") $*" in
   *extras.py*) echo package ;;
   *"-m venv"*) mkdir -p .venv/bin && cp programs/* .venv/bin/ ;;
+  *" -e ."*) mkdir -p build/tag && touch build/tag/CMakeCache.txt ;;
 esac
 [ -e broken ] && case "$(basename "$0") $*" in *"$(cat broken)"*) echo "this is broken"; exit 1 ;; esac
 exit 0
@@ -31,7 +32,8 @@ def checkout(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tmp_path)
     for name in ("programs", "tools", "csrc", "examples", "tests/native"):
         (tmp_path / name).mkdir(parents=True)
-    programs = [tmp_path / "programs" / name for name in ("python", "ruff", "mypy", "clang-format", "anyaccel")]
+    names = ("python", "ruff", "mypy", "clang-format", "anyaccel", "cmake", "ctest")
+    programs = [tmp_path / "programs" / name for name in names]
     for file in [*programs, tmp_path / "tools" / "install_test_tools.sh"]:
         file.write_text(PROGRAM)
         file.chmod(0o755)
@@ -92,3 +94,30 @@ def test_the_demo_needs_no_tools_of_developers(checkout: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert ran[-1].startswith("anyaccel generate")
     assert not [line for line in ran if "mypy" in line or "extras.py dev" in line or "install_test_tools" in line]
+
+
+def test_native_tests_are_built_where_pip_has_built_the_package(checkout: Path) -> None:
+    (checkout / "build/older").mkdir(parents=True)
+    old = checkout / "build/older/CMakeCache.txt"
+    old.touch()
+    os.utime(old, (1, 1))
+    done, ran = make(checkout, "test-native", "TEST=comm", "LIMIT=70")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert place(ran, "-e .") < place(ran, "-DANYACCEL_TESTS=ON") < place(ran, "--build build/tag") < len(ran) - 1
+    assert ran[-1].startswith("ctest --test-dir build/tag ") and "^(comm)$" in ran[-1]
+    assert "-DANYACCEL_TEST_TIMEOUT=70 build/tag" in ran[place(ran, "-DANYACCEL_TESTS=ON")]
+
+
+def test_a_failure_with_one_sanitizer_does_not_hide_those_of_the_other(checkout: Path) -> None:
+    done, ran = make(checkout, "sanitize")
+    assert done.returncode == 0, done.stdout + done.stderr
+    folders = [line.split()[2] for line in ran if line.startswith("ctest ")]
+    assert folders == ["build/sanitize/address", "build/sanitize/thread"]
+    for broken, programs in (("ctest --test-dir build/sanitize/address", 2), ("--build build/sanitize/address", 1)):
+        (checkout / "broken").write_text(broken)
+        done, ran = make(checkout, "sanitize")
+        assert done.returncode != 0 and "this is broken" in done.stdout
+        assert len([line for line in ran if line.startswith("ctest ")]) == programs
+    done, ran = make(checkout, "sanitize", "SANITIZER=thread")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[2] for line in ran if line.startswith("ctest ")] == ["build/sanitize/thread"]
