@@ -15,7 +15,7 @@ DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
+.PHONY: help setup demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
 .PHONY: bench-peers clean test-native
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
@@ -83,13 +83,19 @@ test-tools: $(STAMP)-venv ## install what the tests of several hosts run jobs wi
 # Two steps: pip works alone in $(VENV), since it is not made for company.
 ready:
 	@$(SIDE_BY_SIDE) $(STAMP)-dev test-tools
-	@$(SIDE_BY_SIDE) $(STAMP)-build lint-types lint-python lint-cpp
+	@$(SIDE_BY_SIDE) test-native lint-types lint-python lint-cpp
 
-test: ready ## lint and the tests, without the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+# Several processes run the tests (tests/workers.py), in the order in which they are collected.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-test-all: ready ## lint and every test
-	$(BIN)/python -m pytest
+test: ready ## lint, the native tests and the tests without the slow ones
+	$(PYTEST) -m "not slow"
+
+test-all: ready sanitize ## lint, the native tests with and without sanitizers, and every test
+	$(PYTEST)
+
+check: $(STAMP)-dev $(STAMP)-build ## lint and unit tests of what has changed, in 90 s at most (BASE=main: since then)
+	@$(BIN)/python tools/check.py $(addprefix --base ,$(BASE))
 
 # One test: make sanitize TEST=llm_large SANITIZER=address. LIMIT: seconds after which a test is taken to hang.
 TEST ?= .*

@@ -92,8 +92,9 @@ def touched_tests(changed: Iterable[Path]) -> list[list[Path]]:
             near.add(file)
         elif file.is_relative_to(ROOT / "csrc"):
             names |= set(NATIVE.get(file.relative_to(ROOT / "csrc").parts[0], ()))
-        elif file.is_relative_to(ROOT / "tests") and file.suffix not in (".cpp", ".h"):  # data of tests
-            near |= {each for each in files if file.name in each.read_text(encoding="utf-8")}
+        elif file.suffix not in (".cpp", ".h"):  # data, pages, the Makefile: what names the file reads it
+            named = {each for each in files if file.name in each.read_text(encoding="utf-8")}
+            near |= {each for each in named if each.is_relative_to(ROOT / "tests")}
     near |= {user for name in names for user in users.get(name, ())}
     seen: set[Path] = set()
     distances = []
