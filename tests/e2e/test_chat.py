@@ -127,7 +127,7 @@ def test_ctrl_c_in_a_pipe_ends_the_answer_only(smollm2: Path, tmp_path: Path) ->
     for file in smollm2.iterdir():
         (tmp_path / file.name).symlink_to(file)
     for name in ("config.json", "generation_config.json"):
-        config = json.loads((smollm2 / name).read_text()) | {"eos_token_id": 0}
+        config = json.loads((smollm2 / name).read_text()) | {"eos_token_id": 5}
         (tmp_path / name).unlink()
         (tmp_path / name).write_text(json.dumps(config))
     with subprocess.Popen(
@@ -148,7 +148,7 @@ def test_ctrl_c_in_a_pipe_ends_the_answer_only(smollm2: Path, tmp_path: Path) ->
         rest, errors = process.stdout.read(), process.stderr.read()
         assert process.wait(60) == 0
     assert "Traceback" not in errors
-    assert rest.endswith("\nThe capital of France is \n") or rest.endswith("\nThe capital of France is\n")
+    assert rest.splitlines()[-1].rstrip() == "The capital of France is"
     assert len(rest) < 8000  # about half of 4,000 tokens
 
 
