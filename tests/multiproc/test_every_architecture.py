@@ -155,7 +155,7 @@ def test_two_ranks_give_the_logits_of_one(architecture: str) -> None:
         pytest.skip(str(first))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bamba", "mixtral", "xglm"])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral", "xglm"])
 def test_tiny_models_can_be_built(architecture: str) -> None:
     """Else the test above would compare nothing and pass."""
     assert logits_of(tiny(architecture)).isfinite().all()
