@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random models of every family of the native runtime, and of every variant of its configs that matters."""
+"""The zoo: small random models of every family of the native runtime, of every variant of its configs that matters,
+and of architectures that the runtime lacks.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ _MLA = {
 _LAYERS4 = {"num_hidden_layers": 4}
 
 
-def _common(*without: str, **more: Any) -> dict[str, Any]:
+def common(*without: str, **more: Any) -> dict[str, Any]:
     return {name: value for name, value in _COMMON.items() if name not in without} | more
 
 
@@ -54,21 +56,26 @@ _LONG = {
 }
 _WINDOWS = ["sliding_attention", "full_attention"]
 
-# Case -> (configuration class, its arguments). Windows are shorter than the prompts.
+# Case -> (configuration class, its arguments). Windows are shorter than the prompts. Columns are in groups of 32, as
+# four bits need them, in llama-64 only: elsewhere int4 is int8.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", _common()),
-    "llama-mha-tied": ("LlamaConfig", _common(num_key_value_heads=6, tie_word_embeddings=True)),
-    "llama-mqa-biases": ("LlamaConfig", _common(num_key_value_heads=1, attention_bias=True, mlp_bias=True)),
-    "llama-head-dim": ("LlamaConfig", _common(head_dim=20, hidden_act="gelu", rms_norm_eps=1e-3)),
-    "llama-9-heads": ("LlamaConfig", _common(hidden_size=72, num_attention_heads=9, num_key_value_heads=3)),
-    "llama-theta": ("LlamaConfig", _common(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
-    "llama-linear": ("LlamaConfig", _common(**_rope("linear", factor=3.0))),
-    "llama-dynamic": ("LlamaConfig", _common(max_position_embeddings=8, **_rope("dynamic", factor=4.0))),
-    "llama-llama3": ("LlamaConfig", _common(**_LLAMA3)),
-    "llama-yarn": ("LlamaConfig", _common(**_YARN)),
+    "llama": ("LlamaConfig", common()),
+    "llama-mha-tied": ("LlamaConfig", common(num_key_value_heads=6, tie_word_embeddings=True)),
+    "llama-mqa-biases": ("LlamaConfig", common(num_key_value_heads=1, attention_bias=True, mlp_bias=True)),
+    "llama-head-dim": ("LlamaConfig", common(head_dim=20, hidden_act="gelu", rms_norm_eps=1e-3)),
+    "llama-9-heads": (
+        "LlamaConfig",
+        common(hidden_size=72, num_attention_heads=9, num_key_value_heads=3, tie_word_embeddings=True),
+    ),
+    "llama-64": ("LlamaConfig", common(hidden_size=64, intermediate_size=96, num_attention_heads=8)),
+    "llama-theta": ("LlamaConfig", common(rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
+    "llama-linear": ("LlamaConfig", common(**_rope("linear", factor=3.0))),
+    "llama-dynamic": ("LlamaConfig", common(max_position_embeddings=8, **_rope("dynamic", factor=4.0))),
+    "llama-llama3": ("LlamaConfig", common(**_LLAMA3)),
+    "llama-yarn": ("LlamaConfig", common(**_YARN)),
     "llama-yarn-factors": (
         "LlamaConfig",
-        _common(
+        common(
             **_rope(
                 "yarn",
                 factor=4.0,
@@ -82,7 +89,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-longrope": (
         "LlamaConfig",
-        _common(
+        common(
             **_rope(
                 "longrope",
                 short_factor=[1.0, 1.1, 1.2, 1.3],
@@ -92,13 +99,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             )
         ),
     ),
-    "mistral": ("MistralConfig", _common(sliding_window=5)),
-    "mistral-no-window": ("MistralConfig", _common(sliding_window=None, head_dim=12)),
-    "ministral": ("MinistralConfig", _common(sliding_window=5, layer_types=_WINDOWS, head_dim=8)),
-    "ministral-all": ("MinistralConfig", _common(sliding_window=5, head_dim=8)),
+    "mistral": ("MistralConfig", common(sliding_window=5)),
+    "mistral-no-window": ("MistralConfig", common(sliding_window=None, head_dim=12)),
+    "ministral": ("MinistralConfig", common(sliding_window=5, layer_types=_WINDOWS, head_dim=8)),
+    "ministral-all": ("MinistralConfig", common(sliding_window=5, head_dim=8)),
     "ministral3": (
         "Ministral3Config",
-        _common(
+        common(
             head_dim=8,
             rope_parameters={
                 "type": "yarn",
@@ -113,36 +120,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         ),
     ),
-    "smollm3": ("SmolLM3Config", _common(**_LAYERS4, no_rope_layer_interval=2)),
+    "smollm3": ("SmolLM3Config", common(**_LAYERS4, no_rope_layer_interval=2)),
     "smollm3-windows": (
         "SmolLM3Config",
-        _common(use_sliding_window=True, sliding_window=4, no_rope_layers=[1, 0], attention_bias=True),
+        common(use_sliding_window=True, sliding_window=4, no_rope_layers=[1, 0], attention_bias=True),
     ),
-    "qwen2": ("Qwen2Config", _common()),
+    "qwen2": ("Qwen2Config", common()),
     "qwen2-windows": (
         "Qwen2Config",
-        _common(use_sliding_window=True, sliding_window=4, max_window_layers=1, tie_word_embeddings=True),
+        common(use_sliding_window=True, sliding_window=4, max_window_layers=1, tie_word_embeddings=True),
     ),
-    "qwen3": ("Qwen3Config", _common(head_dim=16)),
-    "qwen3-bias": ("Qwen3Config", _common(head_dim=8, attention_bias=True, **_YARN)),
-    "gemma": ("GemmaConfig", _common(head_dim=12)),
-    "gemma-gelu": ("GemmaConfig", _common(head_dim=12, hidden_act="gelu", attention_bias=True)),
-    "gemma2": ("Gemma2Config", _common(head_dim=12, sliding_window=4, query_pre_attn_scalar=9)),
+    "qwen3": ("Qwen3Config", common(head_dim=16)),
+    "qwen3-bias": ("Qwen3Config", common(head_dim=8, attention_bias=True, **_YARN)),
+    "gemma": ("GemmaConfig", common(head_dim=12)),
+    "gemma-gelu": ("GemmaConfig", common(head_dim=12, hidden_act="gelu", attention_bias=True)),
+    "gemma2": ("Gemma2Config", common(head_dim=12, sliding_window=4, query_pre_attn_scalar=9)),
     "gemma2-softcaps": (
         "Gemma2Config",
-        _common(head_dim=8, sliding_window=4, attn_logit_softcapping=0.7, final_logit_softcapping=2.0),
+        common(head_dim=8, sliding_window=4, attn_logit_softcapping=0.7, final_logit_softcapping=2.0),
     ),
     "gemma2-no-softcaps": (
         "Gemma2Config",
-        _common(head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True),
+        common(head_dim=8, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True),
     ),
     "gemma3": (
         "Gemma3TextConfig",
-        _common(head_dim=8, sliding_window=4, layer_types=_WINDOWS, attn_logit_softcapping=0.5),
+        common(head_dim=8, sliding_window=4, layer_types=_WINDOWS, attn_logit_softcapping=0.5),
     ),
     "gemma3-linear": (
         "Gemma3TextConfig",
-        _common(
+        common(
             head_dim=8,
             sliding_window=4,
             layer_types=_WINDOWS,
@@ -153,17 +160,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         ),
     ),
-    "phi": ("PhiConfig", _common()),
-    "phi-norms": ("PhiConfig", _common(qk_layernorm=True, partial_rotary_factor=0.75, num_key_value_heads=6)),
-    "phi3": ("Phi3Config", _common()),
-    "phi3-partial": ("Phi3Config", _common(sliding_window=6, partial_rotary_factor=0.5)),
+    "phi": ("PhiConfig", common()),
+    "phi-norms": ("PhiConfig", common(qk_layernorm=True, partial_rotary_factor=0.75, num_key_value_heads=6)),
+    "phi3": ("Phi3Config", common()),
+    "phi3-partial": ("Phi3Config", common(sliding_window=6, partial_rotary_factor=0.5)),
     "phi3-longrope": (
         "Phi3Config",
-        _common(original_max_position_embeddings=10, rope_parameters=_LONG, tie_word_embeddings=True),
+        common(original_max_position_embeddings=10, rope_parameters=_LONG, tie_word_embeddings=True),
     ),
     "granite": (
         "GraniteConfig",
-        _common(
+        common(
             embedding_multiplier=6.0,
             logits_scaling=4.0,
             residual_multiplier=0.3,
@@ -172,15 +179,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             mlp_bias=True,
         ),
     ),
-    "granite-plain": ("GraniteConfig", _common(tie_word_embeddings=True)),
-    "olmo": ("OlmoConfig", _common()),
-    "olmo-clip": ("OlmoConfig", _common(clip_qkv=0.5, attention_bias=True)),
-    "olmo2": ("Olmo2Config", _common()),
-    "olmo2-bias": ("Olmo2Config", _common(attention_bias=True)),
-    "olmo3": ("Olmo3Config", _common(**_LAYERS4, sliding_window=5)),
+    "granite-plain": ("GraniteConfig", common(tie_word_embeddings=True)),
+    "olmo": ("OlmoConfig", common()),
+    "olmo-clip": ("OlmoConfig", common(clip_qkv=0.5, attention_bias=True)),
+    "olmo2": ("Olmo2Config", common()),
+    "olmo2-bias": ("Olmo2Config", common(attention_bias=True)),
+    "olmo3": ("Olmo3Config", common(**_LAYERS4, sliding_window=5)),
     "olmo3-yarn": (
         "Olmo3Config",
-        _common(
+        common(
             sliding_window=5,
             layer_types=_WINDOWS,
             rope_parameters={
@@ -189,20 +196,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         ),
     ),
-    "starcoder2": ("Starcoder2Config", _common(sliding_window=5)),
-    "starcoder2-plain": ("Starcoder2Config", _common(use_bias=False, tie_word_embeddings=False)),
-    "stablelm": ("StableLmConfig", _common()),
-    "stablelm-norms": ("StableLmConfig", _common(qk_layernorm=True, use_qkv_bias=True, partial_rotary_factor=0.5)),
-    "stablelm-parallel": ("StableLmConfig", _common(use_parallel_residual=True)),
-    "cohere": ("CohereConfig", _common()),
-    "cohere-norms": ("CohereConfig", _common(use_qk_norm=True, attention_bias=True, logit_scale=2.0)),
-    "cohere2": ("Cohere2Config", _common(sliding_window=5, layer_types=_WINDOWS)),
-    "cohere2-pattern": ("Cohere2Config", _common(**_LAYERS4, sliding_window=5, attention_bias=True)),
-    "glm": ("GlmConfig", _common(head_dim=12)),
-    "glm4": ("Glm4Config", _common(head_dim=8, partial_rotary_factor=0.5, attention_bias=False)),
+    "starcoder2": ("Starcoder2Config", common(sliding_window=5)),
+    "starcoder2-plain": ("Starcoder2Config", common(use_bias=False, tie_word_embeddings=False)),
+    "stablelm": ("StableLmConfig", common()),
+    "stablelm-norms": ("StableLmConfig", common(qk_layernorm=True, use_qkv_bias=True, partial_rotary_factor=0.5)),
+    "stablelm-parallel": ("StableLmConfig", common(use_parallel_residual=True)),
+    "cohere": ("CohereConfig", common()),
+    "cohere-norms": ("CohereConfig", common(use_qk_norm=True, attention_bias=True, logit_scale=2.0)),
+    "cohere2": ("Cohere2Config", common(sliding_window=5, layer_types=_WINDOWS)),
+    "cohere2-pattern": ("Cohere2Config", common(**_LAYERS4, sliding_window=5, attention_bias=True)),
+    "glm": ("GlmConfig", common(head_dim=12)),
+    "glm4": ("Glm4Config", common(head_dim=8, partial_rotary_factor=0.5, attention_bias=False)),
     "glm4_moe": (
         "Glm4MoeConfig",
-        _common(
+        common(
             head_dim=8,
             num_hidden_layers=3,
             n_routed_experts=8,
@@ -215,7 +222,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe-norms": (
         "Glm4MoeConfig",
-        _common(
+        common(
             head_dim=8,
             use_qk_norm=True,
             attention_bias=True,
@@ -225,19 +232,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             norm_topk_prob=False,
         ),
     ),
-    "seed_oss": ("SeedOssConfig", _common(head_dim=12, attention_out_bias=True, mlp_bias=True)),
-    "arcee": ("ArceeConfig", _common(mlp_bias=True)),
-    "ernie4_5": ("Ernie4_5Config", _common(head_dim=12, use_bias=True)),
-    "helium": ("HeliumConfig", _common(head_dim=8)),
-    "hunyuan_v1_dense": ("HunYuanDenseV1Config", _common(head_dim=8)),
+    "seed_oss": ("SeedOssConfig", common(head_dim=12, attention_out_bias=True, mlp_bias=True)),
+    "arcee": ("ArceeConfig", common(mlp_bias=True)),
+    "ernie4_5": ("Ernie4_5Config", common(head_dim=12, use_bias=True)),
+    "helium": ("HeliumConfig", common(head_dim=8)),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", common(head_dim=8)),
     "hunyuan_v1_dense-alpha": (
         "HunYuanDenseV1Config",
-        _common(head_dim=8, attention_bias=True, **_rope("dynamic", alpha=50.0, factor=1.0)),
+        common(head_dim=8, attention_bias=True, **_rope("dynamic", alpha=50.0, factor=1.0)),
     ),
-    "exaone4": ("Exaone4Config", _common(**_LAYERS4, sliding_window=5)),
-    "exaone4-no-window": ("Exaone4Config", _common(sliding_window=None, layer_types=["full_attention"] * 2)),
-    "nemotron": ("NemotronConfig", _common()),
-    "nemotron-biases": ("NemotronConfig", _common(attention_bias=True, mlp_bias=True, head_dim=12)),
+    "exaone4": ("Exaone4Config", common(**_LAYERS4, sliding_window=5)),
+    "exaone4-no-window": ("Exaone4Config", common(sliding_window=None, layer_types=["full_attention"] * 2)),
+    "nemotron": ("NemotronConfig", common()),
+    "nemotron-biases": ("NemotronConfig", common(attention_bias=True, mlp_bias=True, head_dim=12)),
     "gpt2": ("GPT2Config", _GPT),
     "gpt2-scales": (
         "GPT2Config",
@@ -260,15 +267,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gptj": ("GPTJConfig", _GPT | {"rotary_dim": 8}),
-    "gpt_neox": ("GPTNeoXConfig", _common("num_key_value_heads", rotary_pct=0.5)),
+    "gpt_neox": ("GPTNeoXConfig", common("num_key_value_heads", rotary_pct=0.5)),
     "gpt_neox-serial": (
         "GPTNeoXConfig",
-        _common("num_key_value_heads", use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"),
+        common("num_key_value_heads", use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"),
     ),
-    "opt": ("OPTConfig", _common("intermediate_size", "num_key_value_heads", ffn_dim=72)),
+    "opt": ("OPTConfig", common("intermediate_size", "num_key_value_heads", ffn_dim=72)),
     "opt-plain": (
         "OPTConfig",
-        _common(
+        common(
             "intermediate_size",
             "num_key_value_heads",
             ffn_dim=72,
@@ -279,19 +286,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             tie_word_embeddings=False,
         ),
     ),
-    "falcon": ("FalconConfig", _common("intermediate_size", "num_key_value_heads")),
+    "falcon": ("FalconConfig", common("intermediate_size", "num_key_value_heads")),
     "falcon-heads": (
         "FalconConfig",
-        _common("intermediate_size", "num_key_value_heads", multi_query=False, bias=True, ffn_hidden_size=56),
+        common("intermediate_size", "num_key_value_heads", multi_query=False, bias=True, ffn_hidden_size=56),
     ),
-    "falcon-serial": ("FalconConfig", _common("intermediate_size", "num_key_value_heads", parallel_attn=False)),
+    "falcon-serial": ("FalconConfig", common("intermediate_size", "num_key_value_heads", parallel_attn=False)),
     "falcon-groups": (
         "FalconConfig",
-        _common("intermediate_size", "num_key_value_heads", new_decoder_architecture=True, num_kv_heads=2),
+        common("intermediate_size", "num_key_value_heads", new_decoder_architecture=True, num_kv_heads=2),
     ),
     "falcon-groups-one-norm": (
         "FalconConfig",
-        _common(
+        common(
             "intermediate_size",
             "num_key_value_heads",
             new_decoder_architecture=True,
@@ -302,7 +309,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-alibi": (
         "FalconConfig",
-        _common(
+        common(
             "intermediate_size",
             "num_key_value_heads",
             num_attention_heads=8,
@@ -337,14 +344,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_IDS,
         },
     ),
-    "mixtral": ("MixtralConfig", _common(num_local_experts=5, sliding_window=5)),
+    "mixtral": ("MixtralConfig", common(num_local_experts=5, sliding_window=5)),
     "qwen2_moe": (
         "Qwen2MoeConfig",
-        _common(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40),
+        common(num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40),
     ),
     "qwen2_moe-mixed": (
         "Qwen2MoeConfig",
-        _common(
+        common(
             **_LAYERS4,
             num_experts=4,
             num_experts_per_tok=2,
@@ -360,11 +367,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
-        _common(head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True),
+        common(head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True),
     ),
     "qwen3_moe-mixed": (
         "Qwen3MoeConfig",
-        _common(
+        common(
             **_LAYERS4,
             head_dim=8,
             num_experts=4,
@@ -376,19 +383,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             attention_bias=True,
         ),
     ),
-    "olmoe": ("OlmoeConfig", _common(num_experts=5, num_experts_per_tok=2)),
+    "olmoe": ("OlmoeConfig", common(num_experts=5, num_experts_per_tok=2)),
     "granitemoe": (
         "GraniteMoeConfig",
-        _common(num_local_experts=5, num_experts_per_tok=2, residual_multiplier=0.5, attention_multiplier=0.3),
+        common(num_local_experts=5, num_experts_per_tok=2, residual_multiplier=0.5, attention_multiplier=0.3),
     ),
     "gpt_oss": (
         "GptOssConfig",
-        _common(head_dim=8, num_local_experts=5, num_experts_per_tok=2, sliding_window=5),
+        common(head_dim=8, num_local_experts=5, num_experts_per_tok=2, sliding_window=5),
     ),
-    "deepseek_v2": ("DeepseekV2Config", _common() | _MLA),
+    "deepseek_v2": ("DeepseekV2Config", common() | _MLA),
     "deepseek_v2-groups": (
         "DeepseekV2Config",
-        _common()
+        common()
         | _MLA
         | {
             "topk_method": "group_limited_greedy",
@@ -401,10 +408,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.9),
         },
     ),
-    "deepseek_v3": ("DeepseekV3Config", _common() | _MLA | {"n_group": 4, "topk_group": 2}),
+    "deepseek_v3": ("DeepseekV3Config", common() | _MLA | {"n_group": 4, "topk_group": 2}),
     "deepseek_v3-plain": (
         "DeepseekV3Config",
-        _common()
+        common()
         | _MLA
         | {
             "n_group": 1,
@@ -419,22 +426,84 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(case: str, seed: int = 0, positions: int = 0) -> Any:
+# Architectures without a native decoder: CTRL and XGLM; Bamba mixes Mamba with attention; Mamba 2 has no attention at
+# all, RWKV neither; DiffLlama's norm goes across heads. MiniMax has buffers that must follow the dtype, XGLM embeddings
+# that multiply, and JetMoe changes weights in forward. The columns of XGLM and MiniMax are in groups, as above.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ctrl": (
+        "CTRLConfig",
+        {"vocab_size": 131, "n_embd": 48, "dff": 80, "n_layer": 2, "n_head": 6, "n_positions": 64, **_IDS},
+    ),
+    "xglm": (
+        "XGLMConfig",
+        {
+            "vocab_size": 131,
+            "d_model": 64,
+            "ffn_dim": 96,
+            "num_layers": 2,
+            "attention_heads": 8,
+            "max_position_embeddings": 64,
+            **_IDS,
+        },
+    ),
+    "bamba": (
+        "BambaConfig",
+        common(attn_layer_indices=[1], mamba_n_heads=6, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8),
+    ),
+    "minimax": (
+        "MiniMaxConfig",
+        common(
+            hidden_size=64,
+            intermediate_size=96,
+            num_attention_heads=4,
+            head_dim=12,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+    ),
+    "jetmoe": (
+        "JetMoeConfig",
+        common("num_attention_heads", kv_channels=12, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    "rwkv": (
+        "RwkvConfig",
+        {"vocab_size": 131, "hidden_size": 48, "num_hidden_layers": 2, "context_length": 64, **_IDS},
+    ),
+    "mamba2": (
+        "Mamba2Config",
+        {
+            "vocab_size": 131,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "num_heads": 8,
+            "state_size": 8,
+            "n_groups": 1,
+            **_IDS,
+        },
+    ),
+    "diffllama": ("DiffLlamaConfig", common(num_key_value_heads=6)),
+}
+
+
+def build(case: str, seed: int = 0, positions: int = 0, attention: str = "eager") -> Any:
     """The case's causal LM in eval mode, float32, every parameter random, the same for the same seed.
 
     Args:
         positions: of models that have 64; 0 leaves them so.
+        attention: transformers' implementation of it; "" is the one that it chooses itself.
     """
     import transformers
 
-    name, arguments = CASES[case]
+    name, arguments = CASES[case] if case in CASES else OTHERS[case]
     if positions:
         longer = ("max_position_embeddings", "n_positions", "max_seq_len")
         arguments = {key: positions if key in longer and value == 64 else value for key, value in arguments.items()}
     torch.manual_seed(seed)
     config = getattr(transformers, name)(**arguments)
-    # Falcon's plain attention adds ALiBi's bias twice; its fused one is right.
-    config._attn_implementation = "sdpa" if case == "falcon-alibi" else "eager"
+    if attention:
+        # Falcon's plain attention adds ALiBi's bias twice; its fused one is right.
+        config._attn_implementation = "sdpa" if case == "falcon-alibi" else attention
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -18,9 +18,9 @@ from anyaccel.inference.runtimes.spec import DecoderSpec, weights
 
 
 @functools.cache
-def whole(name: str) -> tuple[Any, DecoderSpec, dict[str, torch.Tensor]]:
+def whole(name: str, positions: int = 0) -> tuple[Any, DecoderSpec, dict[str, torch.Tensor]]:
     """The model of a case of family_cases, what it is natively, and its weights by their native names."""
-    model = family_cases.build(name)
+    model = family_cases.build(name, positions=positions)
     config = model.config.to_dict()
     family = family_of(config)
     spec = family.spec(config)
@@ -56,8 +56,8 @@ def fill(model: Any, spec: DecoderSpec, values: Mapping[str, torch.Tensor]) -> A
     return model
 
 
-def native(name: str, **options: Any) -> Any:
-    _, spec, values = whole(name)
+def native(name: str, positions: int = 0, **options: Any) -> Any:
+    _, spec, values = whole(name, positions)
     return fill(empty(spec, **options), spec, values)
 
 

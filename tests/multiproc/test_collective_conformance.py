@@ -121,8 +121,6 @@ def test_collective(backend: str, world_size: int, quick: bool, collective: str)
 
 
 @pytest.mark.parametrize("backend", UNSUPPORTED)
-def test_what_is_left_out_has_a_reason(backend: str) -> None:
-    left_out = {name: UNSUPPORTED[backend](case) for name, case in CASES.items()}
-    assert all(isinstance(reason, str) for reason in left_out.values())
-    share = sum(map(bool, left_out.values())) / len(left_out)
+def test_little_is_left_out(backend: str) -> None:
+    share = sum(bool(UNSUPPORTED[backend](case)) for case in CASES.values()) / len(CASES)
     assert share <= {"shm": 0, "ccl": 0.25, "gloo": 0.6}[backend], "a backend that runs hardly anything is not tested"

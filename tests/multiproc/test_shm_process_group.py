@@ -73,7 +73,9 @@ def everything_of_torch() -> None:
     rank, world = group.rank(), group.size()
     assert dist.get_backend(group) == "shm"
     assert group.name() == "shm"
-    assert isinstance(group.group_name, str)
+    names: list[object] = [None] * world
+    dist.all_gather_object(names, group.group_name)
+    assert names == [group.group_name] * world != [""] * world
     assert group._get_backend(torch.device("cpu")) is group
     gathered: list[object] = [None] * world
     dist.all_gather_object(gathered, {"rank": rank}, group=group)

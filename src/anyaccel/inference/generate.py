@@ -285,6 +285,8 @@ def _steps(
             return
         if cached:
             options["past_key_values"] = output.past_key_values
+            if "position_ids" in known:  # some models begin at 0 again without them
+                options["position_ids"] = torch.tensor([[len(ids) + step]], device=engine.device)
             ids_BT = token[None]
         else:
             ids_BT = torch.cat([ids_BT, token[None]], dim=1)

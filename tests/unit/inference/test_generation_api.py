@@ -14,7 +14,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import anyaccel
-import families
+import family_cases
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import InferenceEngine, generate_tokens, native_generate, optimize
 
@@ -25,12 +25,12 @@ PADDED: dict[str, Any] = {"attention_mask": MASK, "pad_token_id": 0}
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return families.build("llama")
+    return family_cases.build("llama")
 
 
 @pytest.fixture(scope="module")
 def engine() -> InferenceEngine:
-    engine = anyaccel.init_inference(families.build("llama"), dtype="fp32", runtime="native")
+    engine = anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime="native")
     assert engine.runtime == "native"
     return engine
 
@@ -88,7 +88,7 @@ def test_rows_end_at_different_tokens(engine: InferenceEngine, reference: Any) -
     free = reference.generate(IDS, **PADDED, max_new_tokens=16, eos_token_id=None)[:, 5:].tolist()
     # A token that ends one row early and the other later or never.
     end = next(token for token in free[0] if token not in free[1] or free[1].index(token) > free[0].index(token))
-    for ends in (end, [end, 127]):
+    for ends in (end, [end, 130]):
         options = {**PADDED, "max_new_tokens": 16, "eos_token_id": ends}
         want = reference.generate(IDS, **options)
         got = engine.generate(IDS, **options)
@@ -299,7 +299,7 @@ def test_drafts_from_the_prompt(engine: InferenceEngine, reference: Any) -> None
 
 
 def test_optimized_model_generates_by_itself(reference: Any) -> None:
-    model = families.build("llama")
+    model = family_cases.build("llama")
     fast = optimize(model, dtype="fp32")
     assert fast is model
     assert isinstance(fast, type(reference))
@@ -313,7 +313,7 @@ def test_optimized_model_generates_by_itself(reference: Any) -> None:
     ("ids", "options", "text"),
     [
         ([[]], {}, "prompt is empty"),
-        ([[1, 500]], {}, "token 500 is outside the model's vocabulary of 128"),
+        ([[1, 500]], {}, "token 500 is outside the model's vocabulary of 131"),
         ([[1, -3]], {}, "token -3 is outside"),
         ([[1, 2]], {"max_new_tokens": 63}, "2 prompt tokens and 63 new ones exceed the model's context of 64"),
         ([[1, 2]], {"max_new_tokens": 0}, "max_new_tokens"),
@@ -339,7 +339,7 @@ def test_what_is_wrong_is_said_and_the_engine_stays_usable(
 
 
 def test_batch_that_does_not_fit_says_how_much_it_needs() -> None:
-    engine = anyaccel.init_inference(families.build("llama"), dtype="fp32", runtime="native", cache_bytes=1 << 20)
+    engine = anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime="native", cache_bytes=1 << 20)
     assert engine.native is not None
     per_token = engine.native.model.cache_bytes_per_token()
     rows = (1 << 20) // (64 * per_token) + 1
@@ -350,7 +350,7 @@ def test_batch_that_does_not_fit_says_how_much_it_needs() -> None:
 
 
 def test_nan_logits_are_an_error() -> None:
-    model = families.build("llama")
+    model = family_cases.build("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     engine = anyaccel.init_inference(model, dtype="fp32", runtime="native")

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 import anyaccel
-import families
+import family_cases
 from anyaccel import _native
 from anyaccel.errors import UsageError
 from anyaccel.inference import InferenceEngine, optimize
@@ -25,12 +25,12 @@ RIGHT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    return families.build("llama")
+    return family_cases.build("llama")
 
 
 @pytest.fixture(scope="module")
 def engine() -> InferenceEngine:
-    return anyaccel.init_inference(families.build("llama"), dtype="fp32", runtime="native")
+    return anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime="native")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 @pytest.mark.parametrize("mask", [None, LEFT, RIGHT], ids=["none", "left", "right"])
 def test_logits_with_and_without_padding(mask: torch.Tensor | None, engine: InferenceEngine, reference: Any) -> None:
     output = engine(IDS, attention_mask=mask)
-    assert output.logits.shape == (2, 5, 128)
+    assert output.logits.shape == (2, 5, 131)
     assert output.logits.dtype == torch.float32
     assert output.past_key_values.get_seq_length() == 5
     shown = torch.ones(2, 5, dtype=torch.bool) if mask is None else mask.bool()
@@ -171,7 +171,7 @@ def test_natural_positions_are_accepted_and_others_refused(engine: InferenceEngi
         ({"inputs_embeds": torch.zeros(1, 2, 48)}, "inputs_embeds"),
         ({"attention_mask": torch.ones(2, 4)}, "attention_mask of shape"),
         ({"attention_mask": torch.ones(2, 1, 5, 5)}, "attention_mask of shape"),
-        ({"input_ids": torch.tensor([[128]])}, "token 128 is outside"),
+        ({"input_ids": torch.tensor([[131]])}, "token 131 is outside"),
         ({"input_ids": torch.ones(1, 65, dtype=torch.int64)}, "exceed the model's context of 64"),
         ({"input_ids": torch.tensor([3])}, "input_ids of shape"),
     ],
@@ -228,7 +228,7 @@ def test_weights_in_memory_are_taken_over() -> None:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     size = sum(parameter.numel() for parameter in model.parameters()) * 4
-    optimize(families.build("llama"), dtype="bf16")  # what the first model of a process brings along
+    optimize(family_cases.build("llama"), dtype="bf16")  # what the first model of a process brings along
     gc.collect()
     _native.release_free_memory()  # what other tests have left in the heap would be packed into
     RESIDENT_SET.reset_peak()
@@ -242,7 +242,7 @@ def test_weights_in_memory_are_taken_over() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8"])
 def test_logits_have_the_dtype_of_the_model(dtype: str, reference: Any) -> None:
-    model = optimize(families.build("llama"), dtype=dtype)
+    model = optimize(family_cases.build("llama"), dtype=dtype)
     logits = model(IDS).logits.detach()
     assert logits.dtype == model.dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
     want = reference(IDS).logits.detach()
@@ -251,6 +251,6 @@ def test_logits_have_the_dtype_of_the_model(dtype: str, reference: Any) -> None:
 
 def test_pipeline_runs_on_it(reference: Any) -> None:
     """transformers' pipelines look models up by their class's name and move them about."""
-    model = optimize(families.build("llama"), dtype="fp32")
+    model = optimize(family_cases.build("llama"), dtype="fp32")
     assert type(model).__name__ == type(reference).__name__
     assert model.can_generate()

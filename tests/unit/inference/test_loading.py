@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import anyaccel
-import families
+import family_cases
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import generate_tokens
 from anyaccel.inference.checkpoint import Checkpoint
@@ -108,14 +108,14 @@ def test_model_paths_that_are_none(tmp_path: Path) -> None:
 
 
 def test_skeleton_takes_no_memory_and_has_real_buffers(tmp_path: Path) -> None:
-    families.build("llama").save_pretrained(tmp_path)
+    family_cases.build("llama").save_pretrained(tmp_path)
     model = skeleton(tmp_path, torch.float32)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
 def test_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
-    model = families.build("llama")
+    model = family_cases.build("llama")
     model.save_pretrained(tmp_path)
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -125,17 +125,17 @@ def test_checkpoint_that_lacks_a_weight(tmp_path: Path) -> None:
 
 
 def test_meta_model_is_refused(tmp_path: Path) -> None:
-    families.build("llama").save_pretrained(tmp_path)
+    family_cases.build("llama").save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="meta device"):
         anyaccel.init_inference(skeleton(tmp_path, torch.float32), dtype="fp32")
 
 
 def test_single_process_engine_is_the_model(tmp_path: Path) -> None:
-    families.build("qwen2").save_pretrained(tmp_path)
+    family_cases.build("qwen2").save_pretrained(tmp_path)
     engine = anyaccel.init_inference(tmp_path, dtype="fp32")
     ids = torch.tensor([[3, 4, 5]])
     with torch.inference_mode():
-        torch.testing.assert_close(engine(ids).logits, families.build("qwen2")(ids).logits)
+        torch.testing.assert_close(engine(ids).logits, family_cases.build("qwen2")(ids).logits)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,13 @@ def test_single_process_engine_is_the_model(tmp_path: Path) -> None:
 def test_generation_arguments_are_checked_before_anything_runs(
     ids: list[int], options: dict[str, float], text: str
 ) -> None:
-    engine = anyaccel.init_inference(families.build("llama"), dtype="fp32")
+    engine = anyaccel.init_inference(family_cases.build("llama"), dtype="fp32")
     with pytest.raises(UsageError, match=text):
         generate_tokens(engine, torch.tensor(ids, dtype=torch.int64), **options)  # type: ignore[arg-type]
 
 
 def test_plan_needs_no_weights_and_says_what_it_leaves_whole() -> None:
-    model = families.build("olmo2").to("meta")
+    model = family_cases.build("olmo2").to("meta")
     plan = make_plan(model, 0, 2)
     assert "model.layers.0.mlp.down_proj" in plan.row_parallel
     assert "across heads" in plan.whole["model.layers.0.self_attn"]
@@ -167,7 +167,7 @@ def test_plan_needs_no_weights_and_says_what_it_leaves_whole() -> None:
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    families.build("llama").save_pretrained(tmp_path)
+    family_cases.build("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -176,7 +176,7 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 
 
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    families.build("llama").save_pretrained(tmp_path)
+    family_cases.build("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.Own"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -189,7 +189,7 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("family", ["glm4_moe", "gemma3"])
 def test_buffers_of_the_checkpoint_are_read(family: str, tmp_path: Path) -> None:
-    model = families.build(family)
+    model = family_cases.build(family)
     for name, buffer in model.named_buffers():
         if name in model.state_dict():
             buffer.uniform_(0.5, 1.5)
@@ -201,7 +201,7 @@ def test_buffers_of_the_checkpoint_are_read(family: str, tmp_path: Path) -> None
 
 
 def test_fp32_buffers_do_not_take_the_dtype_of_the_checkpoint(tmp_path: Path) -> None:
-    families.build("gemma2").to(torch.bfloat16).save_pretrained(tmp_path)
+    family_cases.build("gemma2").to(torch.bfloat16).save_pretrained(tmp_path)
     buffers = dict(skeleton(tmp_path, torch.float32).named_buffers())
     scale = next(buffer for name, buffer in buffers.items() if name.endswith("embed_scale"))
     assert float(scale) == pytest.approx(48**0.5, rel=1e-6)
@@ -212,7 +212,7 @@ def test_subclassed_linears_are_not_cut() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
 
-    model = families.build("llama")
+    model = family_cases.build("llama")
     for layer in model.model.layers:
         layer.mlp.up_proj.__class__ = Scaled
     plan = make_plan(model, 0, 2)
@@ -220,7 +220,7 @@ def test_subclassed_linears_are_not_cut() -> None:
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
-    model = families.build("llama")
+    model = family_cases.build("llama")
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
     engine = anyaccel.init_inference(model, dtype="fp32")

@@ -21,7 +21,7 @@ IDS = torch.tensor([[5, 6, 7, 9, 11]])
 
 def _llama(**more: Any) -> Any:
     torch.manual_seed(3)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**family_cases._common(**more))).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**family_cases.common(**more))).eval()
 
 
 class _Doubled(nn.Module):
@@ -106,7 +106,7 @@ def test_a_changed_model_runs_as_it_was_changed(change: Callable[[Any], None], n
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_other_heads_and_models_without_one_are_not_taken_for_causal_lms(tied: bool) -> None:
-    config = transformers.LlamaConfig(**family_cases._common(tie_word_embeddings=tied, num_labels=3))
+    config = transformers.LlamaConfig(**family_cases.common(tie_word_embeddings=tied, num_labels=3))
     classifier = transformers.LlamaForSequenceClassification(config).eval()
     expected = copy.deepcopy(classifier)(IDS).logits
     engine = anyaccel.init_inference(classifier, dtype="fp32")
@@ -156,13 +156,9 @@ def test_a_model_whose_loading_was_interrupted_says_so() -> None:
 def test_engines_of_one_process_promise_the_memory_once() -> None:
     first = anyaccel.init_inference(_llama(), dtype="fp32")
     second = anyaccel.init_inference(_llama(), dtype="fp32")
-    assert first.native is not None and second.native is not None
     third = anyaccel.init_inference(_llama(), dtype="fp32")
-    limits = [
-        each.native.model.cache_limit_bytes / first.native.model.cache_limit_bytes
-        for each in (second, third)
-        if each.native
-    ]
+    assert first.native is not None and second.native is not None and third.native is not None
+    limits = [each.native.model.cache_limit_bytes / first.native.model.cache_limit_bytes for each in (second, third)]
     assert all(0.1 < limit < 0.5 for limit in limits), limits  # and none is left without
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,86 +14,19 @@ import torch
 from torch import nn
 
 import anyaccel
-import families
+import anyaccel.inference.runtimes.torch as torch_runtime
+import family_cases
 from anyaccel.errors import UsageError
 from anyaccel.inference import generate_tokens, optimize
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.torch import PackedEmbedding, PackedExperts, PackedLinear, PackedRMSNorm, pack
 
 IDS = torch.tensor([[5, 17, 99, 3, 64, 28, 101]])
-_SMALL: dict[str, Any] = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-# Architectures of their own: CTRL and XGLM; Bamba mixes Mamba with attention; Mamba 2 has no attention at all.
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ctrl": ("CTRLConfig", {"n_embd": 48, "dff": 80, "n_layer": 2, "n_head": 6, "n_positions": 64}),
-    "xglm": (
-        "XGLMConfig",
-        {"d_model": 48, "ffn_dim": 80, "num_layers": 2, "attention_heads": 6, "max_position_embeddings": 64},
-    ),
-    "bamba": (
-        "BambaConfig",
-        {
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 6,
-            "mamba_d_head": 16,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 8,
-            "max_position_embeddings": 64,
-        },
-    ),
-    # Buffers that must follow the dtype (minimax), embeddings that multiply (XGLM, too), weights changed in forward.
-    "minimax": (
-        "MiniMaxConfig",
-        {
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 12,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 64,
-        },
-    ),
-    "jetmoe": (
-        "JetMoeConfig",
-        {
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "kv_channels": 12,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "max_position_embeddings": 64,
-        },
-    ),
-    "rwkv": ("RwkvConfig", {"hidden_size": 48, "num_hidden_layers": 2, "context_length": 64}),
-    "mamba2": (
-        "Mamba2Config",
-        {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "num_heads": 8, "state_size": 8, "n_groups": 1},
-    ),
-}
+# With the attention that transformers chooses itself, as users have it.
+build = functools.partial(family_cases.build, attention="")
 
 
-def build(name: str) -> Any:
-    import transformers
-
-    kind, options = OTHERS[name]
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**_SMALL, **options)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model
-
-
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", family_cases.OTHERS)
 def test_other_architectures_run_with_packed_linears(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with torch.inference_mode():
         want = build(name)(IDS).logits
@@ -109,29 +43,36 @@ def test_other_architectures_run_with_packed_linears(name: str, caplog: pytest.L
         anyaccel.init_inference(build(name), dtype="fp32", runtime="native")
 
 
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Of the middle token: rounding may send one to another expert."""
+    return float((got.float() - want).abs().amax(-1).median() / want.abs().max())
+
+
 @pytest.mark.parametrize("name", ["xglm", "minimax"])
 def test_other_architectures_in_less_precision(name: str) -> None:
+    errors = []
     with torch.inference_mode():
         want = build(name)(IDS).logits
-        for dtype, error in (("bf16", 0.05), ("int8", 0.1), ("int4", 0.3)):
-            got = anyaccel.init_inference(build(name), dtype=dtype)(IDS).logits.float()
-            assert float((got - want).abs().max() / want.abs().max()) < error
+        for dtype in ("fp32", "bf16", "int8", "int4"):
+            errors.append(_error(anyaccel.init_inference(build(name), dtype=dtype)(IDS).logits, want))
+    assert len(set(errors)) == 4  # each precision is one of its own
+    assert all(error < bound for error, bound in zip(errors, (1e-5, 0.06, 0.06, 0.3), strict=True)), errors
 
 
 @pytest.mark.parametrize(("family", "same"), [("gpt2", True), ("gemma2", True), ("llama", False)])
 def test_a_tied_embedding_and_head_are_one_matrix(family: str, same: bool) -> None:
     with torch.inference_mode():
-        want = families.build(family)(IDS).logits
-    model = optimize(families.build(family), dtype="fp32", runtime="torch")
+        want = build(family)(IDS).logits
+    model = optimize(build(family), dtype="fp32", runtime="torch")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     assert (getattr(embedding, "packed", None) is head.packed) == same
     assert isinstance(embedding, PackedEmbedding) == same
     with torch.inference_mode():
         torch.testing.assert_close(model(IDS).logits, want, rtol=1e-4, atol=1e-4)
     if same:
-        with pytest.raises(UsageError, match="outside the vocabulary of 128"):
-            model(torch.tensor([[128]]))
-    quantised = optimize(families.build(family), dtype="int4", runtime="torch")
+        with pytest.raises(UsageError, match="outside the vocabulary of 131"):
+            model(torch.tensor([[131]]))
+    quantised = optimize(build(family), dtype="int4", runtime="torch")
     assert isinstance(quantised.get_input_embeddings(), PackedEmbedding)
     shape = quantised.get_output_embeddings().weight.shape
     assert quantised.get_output_embeddings().packed.bytes >= shape.numel()  # 8 bits in int4, too
@@ -141,8 +82,8 @@ def test_a_tied_embedding_and_head_are_one_matrix(family: str, same: bool) -> No
 def test_stacked_experts_are_packed(family: str) -> None:
     ids = torch.cat([IDS, IDS.flip(1)])
     with torch.inference_mode():
-        want = families.build(family)(ids).logits
-        model = optimize(families.build(family), dtype="fp32", runtime="torch")
+        want = build(family)(ids).logits
+        model = optimize(build(family), dtype="fp32", runtime="torch")
         torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(model(ids[:, :1]).logits, want[:, :1], rtol=1e-4, atol=1e-4)
     packed = [module for module in model.modules() if isinstance(module, PackedExperts)]
@@ -169,25 +110,33 @@ def test_generation_goes_through_the_model_s_own(name: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "mixtral", "gpt_oss", "opt", "falcon", "cohere"])
 def test_families_give_their_logits_on_the_generic_path_too(family: str) -> None:
     with torch.inference_mode():
-        want = families.build(family)(IDS).logits
-        engine = anyaccel.init_inference(families.build(family), dtype="fp32", runtime="torch")
+        want = build(family)(IDS).logits
+        engine = anyaccel.init_inference(build(family), dtype="fp32", runtime="torch")
         torch.testing.assert_close(engine(IDS).logits, want, rtol=1e-4, atol=1e-4)
     assert engine.runtime == "torch"
     assert engine.why == ""
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("bf16", 0.05), ("fp16", 0.03), ("int8", 0.06), ("int4", 0.4)])
-def test_precisions(dtype: str, error: float, tmp_path: Path) -> None:
-    families.build("llama").save_pretrained(tmp_path)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama-64")
+    build("llama-64").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("bf16", 1e-3, 0.05), ("fp16", 1e-4, 0.03), ("int8", 1e-3, 0.06), ("int4", 0.06, 0.4)]
+)
+def test_precisions(dtype: str, least: float, most: float, saved: Path) -> None:
     with torch.inference_mode():
-        want = families.build("llama")(IDS).logits
-        got = anyaccel.init_inference(tmp_path, dtype=dtype, runtime="torch")(IDS).logits.float()
-    assert float((got - want).abs().max() / want.abs().max()) < error
+        want = build("llama-64")(IDS).logits
+        got = anyaccel.init_inference(saved, dtype=dtype, runtime="torch")(IDS).logits.float()
+    assert least < float((got - want).abs().max() / want.abs().max()) < most
 
 
 def test_norms_are_replaced_only_by_what_computes_the_same() -> None:
     for family, kind in (("llama", "LlamaRMSNorm"), ("gemma2", "Gemma2RMSNorm"), ("granite", "GraniteRMSNorm")):
-        model = optimize(families.build(family), dtype="fp32", runtime="torch")
+        model = optimize(build(family), dtype="fp32", runtime="torch")
         kinds = {type(module).__name__ for module in model.modules()}
         assert "PackedRMSNorm" in kinds
         assert kind not in kinds
@@ -286,7 +235,7 @@ def test_packed_linear_takes_any_layout_and_refuses_other_dtypes() -> None:
 
 
 def test_other_dtypes_do_not_unpack_what_is_packed() -> None:
-    engine = anyaccel.init_inference(families.build("llama"), dtype="int8", runtime="torch")
+    engine = anyaccel.init_inference(build("llama"), dtype="int8", runtime="torch")
     packed = [each for each in engine.modules() if isinstance(each, PackedLinear | PackedEmbedding)]
     assert packed
     engine.float()
@@ -297,22 +246,28 @@ def test_other_dtypes_do_not_unpack_what_is_packed() -> None:
     assert engine(torch.tensor([[5, 6, 7]])).logits.isfinite().all()
 
 
-def test_weights_exist_once() -> None:
+def test_weights_exist_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each linear's own weight goes as soon as it is packed."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-    storages = [layer.weight.untyped_storage() for layer in model]
-    sizes = [storage.data_ptr() for storage in storages]
-    del storages
+    own = [weakref.ref(layer.weight) for layer in model]
+    there: list[int] = []
+
+    def pack_one(*arguments: Any) -> Any:
+        there.append(sum(each() is not None for each in own))
+        return packed_matrix(*arguments)
+
+    packed_matrix = torch_runtime._packed_matrix
+    monkeypatch.setattr(torch_runtime, "_packed_matrix", pack_one)
     pack(model, "bf16", 32)
-    gc.collect()
-    assert sizes
+    assert there == [3, 2, 1]
+    assert all(each() is None for each in own)
     assert sum(p.numel() for p in model.parameters()) == 0
     assert all(buffer.untyped_storage().nbytes() <= 256 for buffer in model.buffers())
 
 
 def test_plain_runtime_is_the_model_as_it_is() -> None:
-    engine = anyaccel.init_inference(families.build("llama"), dtype="fp32", runtime="plain")
+    engine = anyaccel.init_inference(build("llama"), dtype="fp32", runtime="plain")
     assert engine.runtime == "plain"
     assert not any(isinstance(module, PackedLinear) for module in engine.modules())
     with pytest.raises(UsageError, match="packed weights"):
-        anyaccel.init_inference(families.build("llama"), dtype="int8", runtime="plain")
+        anyaccel.init_inference(build("llama"), dtype="int8", runtime="plain")
