@@ -11,6 +11,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,6 +35,9 @@ __all__ = ("pytest_collection_modifyitems", "pytest_xdist_auto_num_workers", "py
 # A loaded machine must not fail a property.
 hypothesis.settings.register_profile("anyaccel", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("anyaccel")
+
+# Waiting threads of OpenMP, here and in what tests start, leave the processor to others: tests run side by side.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 # A shell that starts `make test` in the background makes it ignore these, and so would all that tests start.
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
@@ -102,6 +106,14 @@ def _repository_files() -> set[str]:
         for name in os.listdir(REPOSITORY / folder)  # noqa: PTH208
         if name not in ("__pycache__", ".pytest_cache", ".hypothesis", ".mypy_cache", ".ruff_cache")
     }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_of_torch() -> Iterator[None]:
+    """For tiny tensors its threads only wait for each other, and take most of the processor for it."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+    yield
 
 
 @pytest.fixture(scope="module", autouse=True)
