@@ -59,7 +59,7 @@ _ENVIRONMENT_ONCE = {
 }
 # Threads of libraries that live as long as the process.
 _THREADS_IGNORED = ("tqdm_monitor", "TMonitor", "pytest_timeout")
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 60.0
 
 
 def _children() -> set[int]:

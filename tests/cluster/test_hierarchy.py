@@ -24,7 +24,6 @@ def collectives(hosts: Hosts, tmp_path: Path, slots: list[int], *words: str, **v
     return line
 
 
-@pytest.mark.timeout(300)
 def test_two_hosts_of_two_ranks(hosts: Hosts, tmp_path: Path) -> None:
     line = collectives(hosts, tmp_path, [2, 2], *QUICK)
     assert not line["wrong"]
@@ -32,7 +31,6 @@ def test_two_hosts_of_two_ranks(hosts: Hosts, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("slots", [[2, 2], [3, 1], [1, 1], [1, 2, 1]], ids=str)
 def test_every_case_over_hosts(hosts: Hosts, tmp_path: Path, slots: list[int]) -> None:
     assert not collectives(hosts, tmp_path, slots)["wrong"]

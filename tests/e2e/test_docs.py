@@ -57,7 +57,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", PAGES, ids=_NAMES)
 def test_commands_do_what_the_page_says(page: Path) -> None:
     wrong = commands.run_page(page)
@@ -168,7 +167,6 @@ def test_what_the_runner_notices(tmp_path: Path) -> None:
     assert "neither of hardware" in commands.problem_of_mark(bad)
 
 
-@pytest.mark.timeout(300)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for needed in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(needed, reason=f"{needed} is not installed: pip install 'anyaccel[docs]'")

@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 README = (EXAMPLES / "README.md").read_text()
 COMMANDS = [line for line in README.partition("```\n")[2].partition("```")[0].splitlines() if line]
-# Two ranks that are bound to the cores of a busy machine wait for each other.
-pytestmark = pytest.mark.timeout(300)
 two_cores = pytest.mark.skipif(len(read_machine().cores()) < 2, reason="needs two allowed physical cores")
 
 

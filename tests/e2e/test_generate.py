@@ -67,7 +67,6 @@ def greedy_tokens(folder: str, dtype: str) -> list[list[int]]:
     ]
 
 
-@pytest.mark.timeout(300)  # the first to need the model, whose conversion takes most of a minute
 def test_two_ranks_give_the_tokens_of_one_and_of_transformers(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -230,7 +229,6 @@ def test_a_parent_that_ignores_the_end_of_its_children_is_no_hindrance(smollm2: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_two_ranks_take_torch_for_what_the_native_runtime_lacks(smollm2: Path, tmp_path: Path) -> None:
     for file in smollm2.iterdir():
         (tmp_path / file.name).symlink_to(file)

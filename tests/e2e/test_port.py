@@ -28,7 +28,6 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
         yield warm
 
 
-@pytest.mark.timeout(300)
 def test_cuda_scripts_run_on_the_cpu(python: WarmPython, tmp_path: Path) -> None:
     for script in SCRIPTS.glob("*_cuda.py"):
         shutil.copy(script, tmp_path)

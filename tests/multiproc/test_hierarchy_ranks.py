@@ -37,7 +37,6 @@ def cases(hosts: tuple[int, ...]) -> dict[str, str]:
     return {name: text for name, text in run_cases("shm", QUICK).items() if text}
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     "hosts",
     [

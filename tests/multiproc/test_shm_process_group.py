@@ -168,7 +168,6 @@ def many_groups(number: int) -> tuple[int, int, int]:
     return after
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_a_thousand_groups_leave_nothing_behind(number: int) -> None:
     ranks.run(many_groups, 2, number, timeout=280)

@@ -137,7 +137,6 @@ def losses(backend: str, world_size: int, ways: tuple[str, ...]) -> list[dict[st
     return ranks.run(all_ways, world_size, backend, ways, timeout=200, TEST_BACKEND=backend)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["shm", "ccl"])
 def test_the_same_losses_as_over_gloo(backend: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,13 +97,13 @@ def ask(channels: list[Channel], wanted: int, limit: int) -> None:
 
 def answer(channel: Channel) -> tuple[list[int], str]:
     tokens = []
-    while (message := channel.receive(5))["kind"] == "token":
+    while (message := channel.receive(60))["kind"] == "token":
         tokens.append(message["token"])
     return tokens, message["kind"]
 
 
 def settled(backends: list[Counting], steps: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while [backend.steps for backend in backends] != [steps] * 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     return [backend.steps for backend in backends] == [steps] * 2

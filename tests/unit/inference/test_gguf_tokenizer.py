@@ -191,7 +191,6 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("pre", [*OWN, *FAMILIES])
-@pytest.mark.timeout(300)  # importing transformers
 def test_tokens_are_those_of_the_family(pre: str, byte_merges: tuple[list[str], list[str]], tmp_path: Path) -> None:
     ours = converted(byte_file(tmp_path / "a.gguf", byte_merges, pre), tmp_path / "out")
     if pre in OWN:
@@ -245,7 +244,6 @@ def test_cuts(pre: str, byte_merges: tuple[list[str], list[str]], tmp_path: Path
     assert [piece for piece, _ in ours.pre_tokenizer.pre_tokenize_str(text)] == pieces
 
 
-@pytest.mark.timeout(300)  # importing transformers
 def test_cuts_are_those_that_transformers_has_for_the_same_names() -> None:
     mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
     texts = varied_texts(400)
@@ -398,7 +396,6 @@ def test_special_tokens_in_text_of_sentence_piece(
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "phi3"])
-@pytest.mark.timeout(300)  # importing transformers
 def test_transformers_makes_the_same_of_the_file(
     architecture: str, scored: tuple[list[str], list[float], list[int]], tmp_path: Path
 ) -> None:
@@ -429,7 +426,6 @@ def test_merges_in_the_file_come_before_scores(tmp_path: Path) -> None:
 # The real one.
 
 
-@pytest.mark.timeout(300)  # importing transformers
 def test_real_file_has_the_tokens_of_the_model(tmp_path: Path) -> None:
     """Of SmolLM2's own tokenizer: what transformers makes of the file, with the cuts at digits that it leaves out."""
     pytest.importorskip("transformers")
@@ -455,7 +451,6 @@ def test_real_file_has_the_tokens_of_the_model(tmp_path: Path) -> None:
         assert one.decode(ids) == two.decode(ids)
 
 
-@pytest.mark.timeout(300)  # importing transformers
 def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
     """`anyaccel quantize` puts these files into a folder for everybody."""
     transformers = pytest.importorskip("transformers")
@@ -474,7 +469,6 @@ def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
 # What is not known, and what is damaged.
 
 
-@pytest.mark.timeout(300)  # importing transformers
 def test_what_is_not_known_is_left_to_transformers(
     byte_merges: tuple[list[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,7 +487,6 @@ def test_what_is_not_known_is_left_to_transformers(
     assert len(lines) == 1
 
 
-@pytest.mark.timeout(300)  # importing transformers
 def test_what_nobody_reads_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
     file = write_file(tmp_path / "a.gguf", "bert", ["[UNK]", "a"], [NORMAL, NORMAL])
