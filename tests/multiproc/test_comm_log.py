@@ -53,20 +53,6 @@ def test_an_entry_keeps_a_sample_of_many_calls() -> None:
     assert sum(entry.samples) / len(entry.samples) == pytest.approx(5000, rel=0.05)  # of all, not of the first
 
 
-def test_recording_costs_little() -> None:
-    log.configure()
-    group = _Group()
-    since = time.thread_time()  # of the processor: others may have it meanwhile
-    for _ in range(20_000):
-        log.record("all_reduce", 64, 1e-6, group)
-    assert (time.thread_time() - since) / 20_000 < 20e-6
-    log.configure(enabled=False)
-    since = time.thread_time()
-    for _ in range(20_000):
-        log.active()
-    assert (time.thread_time() - since) / 20_000 < 2e-6
-
-
 def test_a_summary_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure()
     for seconds in (1e-3, 1e-3, 1e-3):
@@ -95,9 +81,13 @@ def use(backend: str) -> tuple[dict[str, Any], list[tuple[str, int, int]]]:
     dist.all_reduce(tensor, group=group)  # not recorded: it is off
     assert log.entries() == []
     log.configure()
-    for _ in range(5):
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(5):
         if dist.get_rank() == 1:
+            store.wait([f"rank 0 begins {step}"])
             time.sleep(0.15)
+        else:
+            store.set(f"rank 0 begins {step}", "")
         dist.all_reduce(tensor, group=group)
     dist.all_gather_into_tensor(torch.zeros(2 * 4096), tensor, group=group)
     work = dist.broadcast(tensor[:16], src=0, group=group, async_op=True)
