@@ -167,7 +167,7 @@ Shape shape_of(const std::string& format, int64_t rows, int64_t cols) {
 
 void measure(const Options& options, const std::string& format, int64_t rows, int64_t cols) {
   const Shape shape = shape_of(format, rows, cols);
-  const LargeKernels& kernels = large_kernels(selected_isa(), shape.format);
+  const LargeKernels& kernels = large_kernels(selected_isa(), shape);
   Matrix matrix(shape);
   std::mt19937 random(1);
   std::vector<float> row(static_cast<size_t>(cols));

@@ -234,6 +234,13 @@ void bind_linear(nb::module_& m) {
           nb::arg("first"), nb::arg("count"), nb::arg("address"), nb::arg("type"), nb::arg("row_stride"),
           nb::arg("col_stride") = 0, no_gil)
       .def(
+          "set_quantised_rows",
+          [](Linear& self, int64_t first, int64_t count, uintptr_t q, uintptr_t scales, uintptr_t minima) {
+            self.set_quantised_rows(first, count, pointer<const uint8_t>(q), pointer<const float>(scales),
+                                    pointer<const float>(minima));
+          },
+          nb::arg("first"), nb::arg("count"), nb::arg("q"), nb::arg("scales"), nb::arg("minima") = 0, no_gil)
+      .def(
           "multiply",
           [](const Linear& self, uintptr_t x, uintptr_t y, int64_t tokens, const std::string& type, uintptr_t bias) {
             self.multiply(pointer<const void>(x), pointer<void>(y), tokens, read_values(type),

@@ -2,7 +2,8 @@
 // Where the values, scales and minima of a block of 16 rows lie. Includes nothing but the formats: kernel files use it.
 //
 //   f32   [k][16] float            f16   [k][16] half            bf16  [k/2][16][2]
-//   i8    [k/4][16][4] int8; then 16 float scales (group 0), or for each group of 32 columns 16 half scales
+//   i8    [k/4][16][4] int8; then 16 float scales (group 0), or for each group of 16 or 32 columns 16 half scales, with
+//         a minimum followed by 16 half minima
 //   i4    [k/8][16][4] bytes: byte (j, r, i) has column 8 j + i in its low and column 8 j + 4 + i in its high four
 //   bits;
 //         then for each group 16 half scales, with a minimum followed by 16 half minima

@@ -63,7 +63,7 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
 void unpack(const BlockLayout& layout, const uint8_t* block, int64_t unit, int64_t units, uint8_t* to) {
   for (int64_t u = unit; u < unit + units; ++u, to += kWeightUnit) {
     for_quads(layout, block, u, [&](int quad, __m512i bytes) { _mm512_storeu_si512(to + quad * 64, bytes); });
-    const Scales scales = scales_of(layout, block, u);
+    const Scales scales = scales_of(layout, block, u * kUnit);
     _mm512_storeu_ps(to + kLines * 64, scales.scale);
     _mm512_storeu_ps(to + (kLines + 1) * 64, scales.minimum);
   }

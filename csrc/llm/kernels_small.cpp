@@ -57,11 +57,19 @@ void quantise_groups(const float* x, int count, float product_scale, Q* q, Group
   }
 }
 
+template <class Q>
+int32_t sum16(const Q* q) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; ++i) sum += q[i];
+  return sum;
+}
+
 // The groups of one token. `at`: its place among the tile's `count` tokens.
 template <class Q>
 void prepare_quantised(const SmallInput& in, const float* x, float product_scale, uint8_t* base, int at, int count) {
   auto* q = reinterpret_cast<Q*>(base);
   auto* params = reinterpret_cast<GroupParams*>(q + in.layout.padded_cols * count);
+  auto* first_sums = reinterpret_cast<int32_t*>(params + in.layout.padded_cols / kActivationGroup * count);
   const int64_t whole = in.layout.cols / kActivationGroup;  // groups without padding
   for (int64_t g = in.begin; g < in.end;) {
     const float* from = x + g * kActivationGroup;
@@ -76,6 +84,8 @@ void prepare_quantised(const SmallInput& in, const float* x, float product_scale
     }
     const int64_t place = g * count + at;
     quantise_groups(from, static_cast<int>(n), product_scale, q + place * kActivationGroup, params + place, count);
+    if (in.layout.group == 16)
+      for (int64_t i = 0; i < n; ++i) first_sums[place + i * count] = sum16(q + (place + i * count) * kActivationGroup);
     g += n;
   }
 }
@@ -116,7 +126,10 @@ void multiply_small(const SmallProduct& product) {
     case Format::bf16:
       return FLOAT_KERNELS().multiply(product);
     case Format::i8:
-      return layout.group == 0 ? run<I8Kernel<false>>(product) : run<I8Kernel<true>>(product);
+      if (layout.group == 16)
+        return layout.minimum ? run<I8HalvesKernel<true>>(product) : run<I8HalvesKernel<false>>(product);
+      if (layout.group == 0) return run<I8Kernel<false, false>>(product);
+      return layout.minimum ? run<I8Kernel<true, true>>(product) : run<I8Kernel<true, false>>(product);
     case Format::i4:
       return layout.minimum ? run<I4Kernel<true>>(product) : run<I4Kernel<false>>(product);
   }

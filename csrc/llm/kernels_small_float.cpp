@@ -93,12 +93,17 @@ template <class Put>
 void for_i8_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
   const uint8_t* scales = block + layout.scales_offset;
   Floats scale = layout.group == 0 ? load(reinterpret_cast<const float*>(scales)) : zero_floats();
+  Floats minimum = zero_floats();
   for (int64_t k = k0; k < k1; k += 4) {
-    if (layout.group != 0 && (k == k0 || k % layout.group == 0))
-      scale = load_f16(scales + static_cast<size_t>(k / layout.group) * layout.scale_stride);
+    if (layout.group != 0 && (k == k0 || k % layout.group == 0)) {
+      const uint8_t* group = scales + static_cast<size_t>(k / layout.group) * layout.scale_stride;
+      scale = load_f16(group);
+      if (layout.minimum) minimum = load_f16(group + kLine / 2);
+    }
     const uint8_t* line = block + static_cast<size_t>(k / 4) * kLine;
-    put(k, mul(to_floats(column8<0>(line)), scale), mul(to_floats(column8<1>(line)), scale));
-    put(k + 2, mul(to_floats(column8<2>(line)), scale), mul(to_floats(column8<3>(line)), scale));
+    const auto value = [&](Ints q) { return mul_add(to_floats(q), scale, minimum); };
+    put(k, value(column8<0>(line)), value(column8<1>(line)));
+    put(k + 2, value(column8<2>(line)), value(column8<3>(line)));
   }
 }
 

@@ -147,17 +147,17 @@ void large_multiply_on(const LargeKernels& kernels, const SmallKernels& small, c
 }
 
 size_t large_bytes(const Shape& shape, int64_t tokens) {
-  return large_bytes_on(large_kernels(selected_isa(), shape.format), shape, tokens);
+  return large_bytes_on(large_kernels(selected_isa(), shape), shape, tokens);
 }
 
 void large_prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, uint8_t* data,
                    int part, int parts) noexcept {
-  large_prepare_on(large_kernels(selected_isa(), shape.format), shape, x, stride, rows, tokens, data, part, parts);
+  large_prepare_on(large_kernels(selected_isa(), shape), shape, x, stride, rows, tokens, data, part, parts);
 }
 
 void large_multiply(const Matrix& w, const uint8_t* data, int tokens, const Output& out, int part, int parts) noexcept {
   const Isa isa = selected_isa();
-  large_multiply_on(large_kernels(isa, w.shape().format), small_kernels(isa), w, data, tokens, out, part, parts);
+  large_multiply_on(large_kernels(isa, w.shape()), small_kernels(isa), w, data, tokens, out, part, parts);
 }
 
 const LargeKernels& large_kernels_scalar();
@@ -170,19 +170,21 @@ const LargeKernels& large_pair_kernels_avx512_bf16();
 const LargeKernels& large_tile_kernels_amx();
 #endif
 
-const LargeKernels& large_kernels(Isa isa, Format format) {
+const LargeKernels& large_kernels(Isa isa, const Shape& shape) {
+  const Format format = shape.format;
 #ifdef ANYACCEL_X86
   // Halves have more bits than bfloat16: they are multiplied as floats.
   const bool pairs = format != Format::f32 && format != Format::f16;
   if (isa >= Isa::amx && pairs) return large_tile_kernels_amx();
   if (isa >= Isa::avx512_bf16 && pairs) return large_pair_kernels_avx512_bf16();
-  if (isa >= Isa::avx512_vnni && (format == Format::i8 || format == Format::i4))
+  const bool a_scale_a_unit = shape.group != kUnit / 2;  // which sums of integers need
+  if (isa >= Isa::avx512_vnni && (format == Format::i8 || format == Format::i4) && a_scale_a_unit)
     return large_integer_kernels_avx512_vnni();
   if (isa >= Isa::avx512 && format == Format::i4) return large_integer_kernels_avx512();
   if (isa >= Isa::avx512) return large_kernels_avx512();
   if (isa >= Isa::avx2) return large_kernels_avx2();
 #else
-  (void)isa, (void)format;
+  (void)isa, (void)format, (void)shape;
 #endif
   return large_kernels_scalar();
 }

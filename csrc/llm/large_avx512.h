@@ -59,17 +59,20 @@ inline __m512 halves_at(const uint8_t* p) {
 struct Scales {
   __m512 scale, minimum;
 };
-inline Scales scales_of(const BlockLayout& layout, const uint8_t* block, int64_t unit) {
+// Those of the group that `column` is in.
+inline Scales scales_of(const BlockLayout& layout, const uint8_t* block, int64_t column) {
   const uint8_t* scales = block + layout.scales_offset;
   Scales result;
   if (layout.group == 0) {
     result.scale = _mm512_loadu_ps(scales);
   } else {
-    scales += static_cast<size_t>(unit * kUnit / layout.group) * layout.scale_stride;
+    scales += static_cast<size_t>(column / layout.group) * layout.scale_stride;
     result.scale = halves_at(scales);
   }
-  const float zero = layout.format == Format::i8 ? -128.0f : -8.0f;
-  result.minimum = layout.minimum ? halves_at(scales + 32) : _mm512_mul_ps(result.scale, _mm512_set1_ps(zero));
+  const bool bytes = layout.format == Format::i8;
+  const __m512 stored = layout.minimum ? halves_at(scales + 32) : _mm512_setzero_ps();
+  const float zero = bytes ? -128.0f : layout.minimum ? 0.0f : -8.0f;
+  result.minimum = _mm512_fmadd_ps(result.scale, _mm512_set1_ps(zero), stored);
   return result;
 }
 
@@ -94,9 +97,10 @@ inline void for_quads(const BlockLayout& layout, const uint8_t* block, int64_t u
 // A quantised unit as floats, four columns at a time: put(first column, columns).
 template <class Put>
 inline void for_columns(const BlockLayout& layout, const uint8_t* block, int64_t unit, const Put& put) {
-  const Scales scales = scales_of(layout, block, unit);
+  Scales scales = scales_of(layout, block, unit * kUnit);
   const __m512i mask = _mm512_set1_epi32(255);
   for_quads(layout, block, unit, [&](int quad, __m512i bytes) {
+    if (quad == 4 && layout.group == kUnit / 2) scales = scales_of(layout, block, unit * kUnit + kUnit / 2);
     const __m512i q[4] = {_mm512_and_si512(bytes, mask), _mm512_and_si512(_mm512_srli_epi32(bytes, 8), mask),
                           _mm512_and_si512(_mm512_srli_epi32(bytes, 16), mask), _mm512_srli_epi32(bytes, 24)};
     __m512 values[4];

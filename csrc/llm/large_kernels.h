@@ -20,7 +20,7 @@ struct LargeTile {
   const uint8_t* next_panel;  // of activations: a kernel may fetch it into a cache
 };
 
-// Columns are counted in units of kUnit: the fewest that a quantised format gives a scale to.
+// Columns are counted in units of kUnit, which have one scale in all quantised formats but i8 in groups of 16.
 constexpr int64_t kUnit = 32;
 
 // Activations lie in panels, which are one register tile high, in a form of the kernels' own.

@@ -9,8 +9,8 @@
 
 namespace anyaccel::llm {
 
-// What an instruction set multiplies a format with: the highest kernels that it can run.
-const LargeKernels& large_kernels(Isa isa, Format format);
+// What an instruction set multiplies matrices of a format and group with: the highest kernels that it can run.
+const LargeKernels& large_kernels(Isa isa, const Shape& shape);
 
 // As large_bytes(), large_prepare() and large_multiply().
 size_t large_bytes_on(const LargeKernels& kernels, const Shape& shape, int64_t tokens);

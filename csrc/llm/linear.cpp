@@ -145,6 +145,10 @@ void grow(std::vector<float>& vector, int64_t count) {
 Linear::Linear(const Shape& shape) : matrix_(shape) {}
 
 void Linear::set_rows(int64_t first, int64_t count, const Source& source) { matrix_.set_rows(first, count, source); }
+void Linear::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales,
+                                const float* minima) {
+  matrix_.set_quantised_rows(first, count, q, scales, minima);
+}
 
 void Linear::multiply(const void* x, void* y, int64_t tokens, Values type, const float* bias) const {
   if (tokens < 0) throw UsageError("a product of " + std::to_string(tokens) + " tokens");

@@ -18,6 +18,7 @@ class Linear {
   size_t bytes() const { return matrix_.shape().bytes(); }
   // See Matrix.
   void set_rows(int64_t first, int64_t count, const Source& source);
+  void set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales, const float* minima);
   // y[tokens, rows] = x[tokens, cols] Wᵀ + bias, dense; bias: [rows] or null. Calls may come from several threads.
   void multiply(const void* x, void* y, int64_t tokens, Values type, const float* bias) const;
   // y[count, cols] = rows of W by number: an embedding, which may be the head's matrix. Throws UsageError: no such row.

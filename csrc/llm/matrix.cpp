@@ -87,10 +87,10 @@ void check(const Shape& shape) {
   if (shape.rows < 1 || shape.cols < 1)
     fail(std::to_string(shape.rows) + " x " + std::to_string(shape.cols) + " values; both must be at least 1");
   const bool good_group = shape.format == Format::i4   ? shape.group == 32 || shape.group == 64 || shape.group == 128
-                          : shape.format == Format::i8 ? shape.group == 0 || shape.group == 32
+                          : shape.format == Format::i8 ? shape.group == 0 || shape.group == 16 || shape.group == 32
                                                        : shape.group == 0;
   if (!good_group) fail("groups of " + std::to_string(shape.group) + " columns do not exist in this format");
-  if (shape.minimum && shape.format != Format::i4) fail("only 4-bit values can have a minimum");
+  if (shape.minimum && shape.group == 0) fail("only values in groups can have a minimum");
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 16;
   if (shape.rows > kMost / 64 || shape.cols > kMost / 64 || shape.cols + 128 > kMost / (shape.rows + 16))
     fail(std::to_string(shape.rows) + " x " + std::to_string(shape.cols) + " values are too many");
@@ -138,7 +138,9 @@ size_t small_bytes(const Shape& shape, int tokens) {
     case Format::bf16:
       return values * sizeof(float);
     default:
-      return padded(values * sizeof(int16_t) + values / kActivationGroup * sizeof(GroupParams), kLine);
+      return padded(values * sizeof(int16_t) +
+                        values / kActivationGroup * (sizeof(GroupParams) + (shape.group == 16 ? sizeof(int32_t) : 0)),
+                    kLine);
   }
 }
 

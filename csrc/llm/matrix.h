@@ -27,8 +27,10 @@ struct Shape {
   Format format;
   int64_t rows;
   int64_t cols;
-  int group = 0;         // i8: 0 (a scale a row) or 32; i4: 32, 64 or 128 columns share a scale
-  bool minimum = false;  // i4: value = scale * q + minimum with q in 0..15; else scale * (q - 8)
+  int group = 0;  // i8: 0 (a scale a row), 16 or 32; i4: 32, 64 or 128 columns share a scale
+  // value = scale * q + minimum, with q in 0..15 for i4; else scale * q for i8 and scale * (q - 8) for i4. Not for i8
+  // with a scale a row.
+  bool minimum = false;
 
   int64_t padded_rows() const { return (rows + kBlockRows - 1) / kBlockRows * kBlockRows; }
   int64_t padded_cols() const;
@@ -64,14 +66,15 @@ class Matrix {
   const uint8_t* block(int64_t index) const { return data_ + shape_.block_bytes() * static_cast<size_t>(index); }
   bool empty() const { return data_ == nullptr; }
 
-  // Packs `count` rows of `source`, converted or quantised, into rows first, first+1, ... A quantised source whose
-  // format is the matrix's own (q4_0: i4 of 32; q4_1: i4 of 32 with minimum; q8_0: i8 of 32) is kept bit by bit.
+  // Packs `count` rows of `source`, converted or quantised, into rows first, first+1, ... A quantised source that the
+  // matrix's format holds is kept bit by bit: any of them in i8 of 16 or 32, q4_0 and q4_1 also in i4 of 32; q4_1 needs
+  // a minimum.
   // `order`: row i comes from row order[i] of the source; null: in order. Rows outside are an error.
   // Calls for different rows of one block may not run at the same time.
   // Throws std::invalid_argument.
   void set_rows(int64_t first, int64_t count, const Source& source, const int64_t* order = nullptr);
   // Same, for quantised checkpoints (GPTQ, AWQ, compressed-tensors): values q[count][cols] 0..15 (i4) or int8 (i8),
-  // scales[count][groups], and for a matrix with minimum minima[count][groups] (value = scale * q + minimum).
+  // scales[count][groups], and for a matrix with minimum minima[count][groups].
   void set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales, const float* minima);
   // Row `row` as floats: cols of them. Reads only that row: for embeddings.
   void row(int64_t row, float* out) const;

@@ -133,6 +133,36 @@ void put_i8(uint8_t* block, int64_t k0, int count, const float* panel, const flo
       put(to + r * 4, rounded(k, r) | rounded(k + 1, r) << 8 | rounded(k + 2, r) << 16 | rounded(k + 3, r) << 24);
 }
 
+// One group of columns from k0 on, of which `valid` exist. With a minimum, values are taken from the middle of the
+// range.
+void pack_i8_group(const BlockLayout& layout, const Lanes& lanes, int64_t k0, int valid, float* panel, uint8_t* block) {
+  float most[kLanes] = {}, inv[kLanes], middle[kLanes] = {};
+  if (layout.minimum && valid > 0) {
+    float low[kLanes], high[kLanes];
+    std::copy(panel, panel + kLanes, low);
+    std::copy(panel, panel + kLanes, high);
+    for (int k = 1; k < valid; ++k)
+      for (int r = 0; r < kLanes; ++r) {
+        low[r] = std::min(low[r], panel[k * kLanes + r]);
+        high[r] = std::max(high[r], panel[k * kLanes + r]);
+      }
+    for (int r = 0; r < kLanes; ++r) {
+      const uint16_t half = to_f16(low[r] + (high[r] - low[r]) * 0.5f);
+      middle[r] = from_f16(half);
+      if (lanes.row[r] != nullptr) put(minimum_at(layout, block, k0 / layout.group, r), half);
+    }
+    for (int k = 0; k < valid; ++k)
+      for (int r = 0; r < kLanes; ++r) panel[k * kLanes + r] -= middle[r];
+  }
+  magnitudes(panel, valid, most);
+  for (int r = 0; r < kLanes; ++r) {
+    const uint16_t scale = to_f16(most[r] / 127.0f);
+    inv[r] = inverse(from_f16(scale));
+    if (lanes.row[r] != nullptr) put(scale_at(layout, block, k0 / layout.group, r), scale);
+  }
+  put_i8(block, k0, layout.group, panel, inv, lanes);
+}
+
 void pack_i8(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
   if (layout.group == 0) {
     float most[kLanes] = {}, inv[kLanes];
@@ -147,17 +177,11 @@ void pack_i8(const BlockLayout& layout, const Source& source, const Lanes& lanes
                [&](int64_t k0, int count, int, const float* panel) { put_i8(block, k0, count, panel, inv, lanes); });
     return;
   }
-  for_panels(source, lanes, cols, layout.padded_cols, layout.group,
-             [&](int64_t k0, int count, int valid, const float* panel) {
-               float most[kLanes] = {}, inv[kLanes];
-               magnitudes(panel, valid, most);
-               for (int r = 0; r < kLanes; ++r) {
-                 const uint16_t scale = to_f16(most[r] / 127.0f);
-                 inv[r] = inverse(from_f16(scale));
-                 if (lanes.row[r] != nullptr) put(scale_at(layout, block, k0 / layout.group, r), scale);
-               }
-               put_i8(block, k0, count, panel, inv, lanes);
-             });
+  for_panels(
+      source, lanes, cols, layout.padded_cols, kSourceGroup, [&](int64_t k0, int count, int valid, float* panel) {
+        for (int k = 0; k < count; k += layout.group)
+          pack_i8_group(layout, lanes, k0 + k, std::clamp(valid - k, 0, layout.group), panel + k * kLanes, block);
+      });
 }
 
 void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
@@ -182,17 +206,22 @@ void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes
              });
 }
 
-// A source in the matrix's own format, kept bit by bit.
+// A source in a format that holds its values, kept bit by bit.
 void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  const bool bytes = layout.format == Format::i8;
+  const int zero = bytes && type == SourceType::q4_0 ? 8 : 0;
   for (int r = 0; r < kLanes; ++r) {
     if (lanes.row[r] == nullptr) continue;
     for (int64_t k0 = 0; k0 < cols; k0 += kSourceGroup) {
-      const QuantisedBlock from = read_block(type, lanes.row[r] + k0 / kSourceGroup * block_bytes_of(type));
-      put(scale_at(layout, block, k0 / kSourceGroup, r), from.scale);
-      if (layout.minimum) put(minimum_at(layout, block, k0 / kSourceGroup, r), from.minimum);
+      QuantisedBlock from = read_block(type, lanes.row[r] + k0 / kSourceGroup * block_bytes_of(type));
+      if (!bytes && type == SourceType::q4_0) from.minimum = to_f16(-8.0f * from_f16(from.scale));
+      for (int64_t k = k0; k < k0 + kSourceGroup; k += layout.group) {
+        put(scale_at(layout, block, k / layout.group, r), from.scale);
+        if (layout.minimum) put(minimum_at(layout, block, k / layout.group, r), from.minimum);
+      }
       for (int i = 0; i < kSourceGroup; ++i) {
-        if (type == SourceType::q8_0)
-          block[i8_at(k0 + i, r)] = static_cast<uint8_t>(from.q[i]);
+        if (bytes)
+          block[i8_at(k0 + i, r)] = static_cast<uint8_t>(from.q[i] - zero);
         else
           put_i4(block, k0 + i, r, from.q[i]);
       }
@@ -200,22 +229,14 @@ void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lan
   }
 }
 
-bool same_format(const BlockLayout& layout, SourceType type) {
-  if (layout.group != kSourceGroup) return false;
-  switch (type) {
-    case SourceType::q8_0:
-      return layout.format == Format::i8;
-    case SourceType::q4_0:
-      return layout.format == Format::i4 && !layout.minimum;
-    case SourceType::q4_1:
-      return layout.format == Format::i4 && layout.minimum;
-    default:
-      return false;
-  }
+bool holds(const BlockLayout& layout, SourceType type) {
+  if (!is_quantised(type) || (type == SourceType::q4_1 && !layout.minimum)) return false;
+  if (layout.format == Format::i8) return layout.group == 16 || layout.group == 32;
+  return layout.format == Format::i4 && layout.group == kSourceGroup && type != SourceType::q8_0;
 }
 
 void pack_block(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
-  if (same_format(layout, source.type)) return keep_quantised(layout, source.type, lanes, cols, block);
+  if (holds(layout, source.type)) return keep_quantised(layout, source.type, lanes, cols, block);
   switch (layout.format) {
     case Format::f32:
       return pack_floats(layout, source, lanes, cols, [&](int64_t k, int r, float value) {
@@ -355,9 +376,10 @@ void Matrix::row(int64_t row, float* out) const {
       for (int64_t k0 = 0; k0 < cols; k0 += group) {
         const float scale =
             layout.group == 0 ? read<float>(from + layout.scales_offset + r * 4) : half_at(k0 / group, 0);
+        const float minimum = layout.minimum ? half_at(k0 / group, kLanes * 2) : 0.0f;
         const uint8_t* q = from + i8_at(k0, r);
         for (int64_t k = 0; k < std::min(group, cols - k0); ++k)
-          out[k0 + k] = scale * static_cast<float>(static_cast<int8_t>(q[i8_at(k, 0)]));
+          out[k0 + k] = scale * static_cast<float>(static_cast<int8_t>(q[i8_at(k, 0)])) + minimum;
       }
       return;
     }

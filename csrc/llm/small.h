@@ -3,7 +3,8 @@
 //
 // Activations ("x" below) lie in tiles of a few tokens, one tile after another, the tokens divided evenly among them:
 //   f32, f16, bf16   [cols/16][token][16] float
-//   i8, i4           [cols/32][token][32] int8 or int16, then [cols/32][token] GroupParams
+//   i8, i4           [cols/32][token][32] int8 or int16, then [cols/32][token] GroupParams, then with weights in groups
+//                    of 16 [cols/32][token] int32: the sum of q over the first 16 of the 32 columns
 // Integer products are of activations rounded to 8 bits with a scale for each 32 columns: few columns, since
 // activations of transformers have outliers in single columns (Dettmers et al., "LLM.int8()", 2022).
 // The sums of one token are made in the same order whatever the number of tokens.

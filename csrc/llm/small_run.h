@@ -28,7 +28,8 @@ size_t value_bytes(Format format) {
 // Bytes of one token's activations.
 size_t token_bytes(const BlockLayout& layout) {
   const size_t cols = static_cast<size_t>(layout.padded_cols);
-  const size_t params = is_float(layout.format) ? 0 : cols / kActivationGroup * sizeof(GroupParams);
+  const size_t sums = layout.group == 16 ? sizeof(int32_t) : 0;
+  const size_t params = is_float(layout.format) ? 0 : cols / kActivationGroup * (sizeof(GroupParams) + sums);
   return cols * value_bytes(layout.format) + params;
 }
 

@@ -89,7 +89,7 @@ struct Variant {
 
 void check_product(const Case& c, int tokens, Isa isa, int parts, const Variant& variant, std::mt19937& random) {
   const Shape& shape = c.shape;
-  const LargeKernels& kernels = large_kernels(isa, shape.format);
+  const LargeKernels& kernels = large_kernels(isa, shape);
   const SmallKernels& small = small_kernels(std::min(isa, selected_isa()));
   std::normal_distribution<float> normal;
   const int64_t stride = shape.cols + 3, out_stride = shape.rows + 5;
@@ -156,6 +156,7 @@ struct Kind {
 };
 constexpr Kind kKinds[] = {{Format::f32, 0, false}, {Format::f16, 0, false}, {Format::bf16, 0, false},
                            {Format::i8, 0, false},  {Format::i8, 32, false}, {Format::i4, 32, false},
+                           {Format::i8, 16, false}, {Format::i8, 16, true},  {Format::i8, 32, true},
                            {Format::i4, 32, true},  {Format::i4, 64, true},  {Format::i4, 128, false}};
 constexpr Variant kVariants[] = {{false, false, 1.0f, false},
                                  {true, false, 1.0f, true},
@@ -205,7 +206,7 @@ void alone_or_together() {
     for (float& value : x) value = normal(random);
     for (const Isa isa : kIsas) {
       if (!runs(isa)) continue;
-      const LargeKernels& kernels = large_kernels(isa, kind.format);
+      const LargeKernels& kernels = large_kernels(isa, c.shape);
       const SmallKernels& small = small_kernels(std::min(isa, selected_isa()));
       std::vector<float> first, out(200 * 100);
       for (const int tokens : {200, 17, 31})
@@ -228,7 +229,7 @@ void not_finite() {
     const Case c({kind.format, 40, 64, kind.group, kind.minimum}, random);
     for (const Isa isa : kIsas) {
       if (!runs(isa)) continue;
-      const LargeKernels& kernels = large_kernels(isa, kind.format);
+      const LargeKernels& kernels = large_kernels(isa, c.shape);
       std::vector<float> x(20 * 64, 1.0f), out(20 * 40);
       x[5 * 64 + 33] = NAN;
       x[6 * 64 + 1] = INFINITY;

@@ -192,6 +192,18 @@ void test_quantised_sources() {
         Matrix kept(own);
         kept.set_rows(0, rows, from);
         CHECK(rows_of(kept) == source.values);
+        for (int group : {16, 32})  // a part of a matrix whose other parts have more bits
+          for (bool minimum : {false, true}) {
+            if (type == SourceType::q4_1 && !minimum) continue;
+            Matrix wider({Format::i8, rows, cols, group, minimum});
+            wider.set_rows(0, rows, from);
+            CHECK(rows_of(wider) == source.values);
+          }
+        if (type == SourceType::q4_0) {
+          Matrix with_minimum({Format::i4, rows, cols, 32, true});
+          with_minimum.set_rows(0, rows, from);
+          CHECK(rows_of(with_minimum) == source.values);
+        }
         Matrix floats({Format::f32, rows, cols});
         floats.set_rows(0, rows, from);
         CHECK(rows_of(floats) == source.values);
@@ -252,7 +264,8 @@ void test_bad_arguments() {
   throws([] { check({Format::i4, 5, 5, 48}); });
   throws([] { check({Format::i8, 5, 5, 64}); });
   throws([] { check({Format::bf16, 5, 5, 32}); });
-  throws([] { check({Format::i8, 5, 5, 32, true}); });
+  throws([] { check({Format::i8, 5, 5, 0, true}); });
+  throws([] { check({Format::bf16, 5, 5, 0, true}); });
   throws([] { check({static_cast<Format>(9), 5, 5}); });
   throws([] { check({Format::f32, int64_t{1} << 40, int64_t{1} << 40}); });
   throws([] { Matrix({Format::f32, 1, 1}, nullptr, nullptr); });

@@ -58,11 +58,10 @@ inline std::string name_of(const Shape& shape) {
 
 // Every format for a size.
 inline std::vector<Shape> shapes_of(int64_t rows, int64_t cols) {
-  std::vector<Shape> shapes = {{Format::f32, rows, cols},
-                               {Format::f16, rows, cols},
-                               {Format::bf16, rows, cols},
-                               {Format::i8, rows, cols, 0},
-                               {Format::i8, rows, cols, 32}};
+  std::vector<Shape> shapes = {
+      {Format::f32, rows, cols}, {Format::f16, rows, cols}, {Format::bf16, rows, cols}, {Format::i8, rows, cols, 0}};
+  for (int group : {16, 32})
+    for (bool minimum : {false, true}) shapes.push_back({Format::i8, rows, cols, group, minimum});
   for (int group : {32, 64, 128})
     for (bool minimum : {false, true}) shapes.push_back({Format::i4, rows, cols, group, minimum});
   return shapes;

@@ -157,10 +157,20 @@ def _open_native(options: argparse.Namespace, path: Path, accelerator: str, scre
     native = reading.result()  # its error is the more telling one
     if problem is not None:
         raise problem
+    describe_weights(native, screen)
     ends = end_tokens(native.generation_config, native.config)
     if path.is_file():
         ends = sorted({*ends, *tokenizer.end_tokens})
     return NativeBackend(native, tokenizer, ends, accelerator, options.dtype)
+
+
+def describe_weights(native: NativeModel, screen: Watcher) -> None:
+    """Say what the file's own types run as, where no other one was asked for."""
+    if native.dtype is None:
+        found = sorted(native.forms.items())
+        runs = [kind if forms == [kind] else f"{kind} as {' or '.join(forms)}" for kind, forms in found]
+        where = " on rank 0" if native.size > 1 else ""
+        screen.line(f"weights: {', '.join(runs)}; {native.model.weight_bytes / 2**20:.0f} MiB{where}")
 
 
 def _check_model(path: Path) -> None:

@@ -108,7 +108,7 @@ def _open_native(
     channel: Channel, rank: int, options: argparse.Namespace, accelerator: str, screen: _Screen
 ) -> NativeBackend:
     from anyaccel.cli._backends import NativeBackend
-    from anyaccel.cli._llm import loader
+    from anyaccel.cli._llm import describe_weights, loader
     from anyaccel.inference.joining import together
     from anyaccel.inference.tokenizer import end_tokens
 
@@ -121,6 +121,7 @@ def _open_native(
     load: Callable[[], Any] = loader(options, screen.progress, rank, options.tp)
     # The launcher started all of them: they see each other's process ids.
     native = together(exchange, load, anonymous=True)
+    describe_weights(native, screen)
     return NativeBackend(native, None, end_tokens(native.generation_config, native.config), accelerator, options.dtype)
 
 

@@ -24,7 +24,7 @@ from anyaccel.inference.runtimes.mapping import Unsupported
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "anyaccel.json"
-_FORMAT = 2  # raise it when a conversion changes, so that old ones are made again
+_FORMAT = 3  # raise it when a conversion changes, so that old ones are made again
 
 
 # Fills a folder from a file, and says what takes a while.
@@ -37,18 +37,26 @@ def _fingerprint(source: Path) -> dict[str, object]:
 
 
 def _is_complete(folder: Path, fingerprint: dict[str, object]) -> bool:
-    """True when the folder was made from this very file and each of its files still has its size."""
+    """True when the folder was made from this very file and each of its files still has its content."""
     manifest = folder / _MANIFEST
     if not manifest.is_file():
         return False
     try:
-        recorded = json.loads(manifest.read_text())
-        sizes: dict[str, int] = recorded["files"]
-        return recorded["made_from"] == fingerprint and all(
-            (folder / name).stat().st_size == size for name, size in sizes.items()
-        )
-    except (OSError, ValueError, KeyError):
+        recorded = json.loads(manifest.read_bytes())
+        if recorded["made_from"] != fingerprint:
+            return False
+        damaged = [name for name, checksum in recorded["files"].items() if _checksum(folder / name) != checksum]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        logger.warning("%s: damaged (%s); converting again", manifest, str(error) or type(error).__name__)
         return False
+    if damaged:
+        logger.warning("%s: its checksum is another one; converting again", folder / damaged[0])
+    return not damaged
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "blake2b").hexdigest()
 
 
 def converted(source: Path, announce: Callable[[str], object] | None = None) -> Path:
@@ -138,8 +146,9 @@ def _make(
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         save(source, beside, announce)
-        sizes = {file.name: file.stat().st_size for file in beside.iterdir()}
-        (beside / _MANIFEST).write_text(json.dumps({"made_from": fingerprint, "files": sizes}, indent=1))
+        files = [file for file in beside.rglob("*") if file.is_file()]
+        checksums = {str(file.relative_to(beside)): _checksum(file) for file in files}
+        (beside / _MANIFEST).write_text(json.dumps({"made_from": fingerprint, "files": checksums}, indent=1))
         if folder.exists():
             shutil.rmtree(folder)
         beside.rename(folder)

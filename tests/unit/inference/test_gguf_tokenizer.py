@@ -556,3 +556,28 @@ def test_damage_anywhere_is_an_error_of_ours(data: st.DataObject, tmp_path: Path
         assert str(file) in str(error)
         return
     made.encode("ab")
+
+
+def test_a_damaged_conversion_is_made_again(
+    byte_merges: tuple[list[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever happens to a file of the cache, also when it keeps its size: the tokens stay the same."""
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    file = byte_file(tmp_path / "a.gguf", byte_merges, "smollm", bos_token_id=0, add_bos_token=True)
+    folder = conversion.converted_tokenizer(file)
+    whole = {each.name: each.read_bytes() for each in folder.iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "anyaccel.json"} <= set(whole)
+    wanted = load_text_tokenizer(file).encode("the quick fox")
+    for name, content in whole.items():
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        for damaged in (flipped, content[:middle], b"[" * 100_000, b"\xff" * len(content), None):
+            if damaged is None:
+                (folder / name).unlink()
+            else:
+                (folder / name).write_bytes(damaged)
+            assert load_text_tokenizer(file).encode("the quick fox") == wanted
+            assert {each.name: each.read_bytes() for each in folder.iterdir()} == whole
+    made = (folder / "tokenizer.json").stat().st_ino
+    load_text_tokenizer(file)
+    assert (folder / "tokenizer.json").stat().st_ino == made  # what is whole is not made again

@@ -311,39 +311,6 @@ def test_formats_of_the_file_are_kept(kind: str, form: str, tmp_path: Path) -> N
     np.testing.assert_array_equal(found.matrices["layers.1.mlp.down"], wanted)
 
 
-BLOCKS = {"Q4_K": 144, "Q6_K": 210, "Q5_K": 176, "Q3_K": 110, "Q2_K": 84, "IQ4_XS": 136, "Q5_0": 22, "IQ4_NL": 18}
-
-
-@pytest.mark.parametrize("kind", BLOCKS)
-def test_other_types_are_converted(kind: str, tmp_path: Path) -> None:
-    """Random bits with scales that are numbers stand for some matrix, too."""
-    rng = np.random.default_rng(0)
-    type_ = gguf.GGMLQuantizationType[kind]
-    values = 32 if kind in ("Q5_0", "IQ4_NL") else 256
-    blocks = rng.integers(0, 256, (64 * 512 // values, BLOCKS[kind]), dtype=np.uint8)
-    scale = np.array([0.01], np.float16).view(np.uint8)
-    halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,), "Q2_K": (80, 82)}.get(kind, (0,))
-    for at in halves:
-        blocks[:, at : at + 2] = scale
-    data = blocks.reshape(64, -1)
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_tensor("matrix", data, raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    tensor = gguf_file.GgufFile(tmp_path / "model.gguf").tensor("matrix")
-    assert tensor.shape == (64, 512)
-    wanted = gguf.dequantize(data, type_)
-    np.testing.assert_array_equal(tensor.floats(range(3, 20), range(32, 480)), wanted[3:20, 32:480])
-    np.testing.assert_array_equal(tensor.floats([5, 2, 63], range(512)), wanted[[5, 2, 63]])
-    if kind == "Q4_K":
-        assert tensor.format(range(32, 512)) == ("i4", 32, True)
-        q, scales, minima = tensor.values(range(3, 20), range(32, 480), 32)
-        of = np.arange(448) // 32
-        np.testing.assert_allclose(scales[:, of] * q + minima[:, of], wanted[3:20, 32:480], rtol=0, atol=1e-5)
-
-
 def test_real_file_keeps_its_formats() -> None:
     opened = open_gguf(default_model_file())
     assert opened.config["model_type"] == "llama"
@@ -432,3 +399,30 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(Unsupported, match="'mamba'"):
         open_gguf(tmp_path / "model.gguf")
+
+
+def test_what_types_run_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyaccel.cli._llm import describe_weights
+    from anyaccel.inference.runtimes.cpu import load_native
+
+    class Screen:
+        lines: list[str]
+
+        def line(self, text: str) -> None:
+            self.lines.append(text)
+
+        def progress(self, done: int, total: int) -> None: ...
+
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "model.gguf", "llama", hugging_face_model("llama"), "Q5_1")
+    for cached in (False, True):
+        native = load_native(tmp_path / "model.gguf", dtype=None)
+        assert (native.cached, native.forms) == (cached, {"q5_1": ["int8 in groups of 32 with a minimum"]})
+        screen = Screen()
+        screen.lines = []
+        describe_weights(native, screen)
+        size = native.model.weight_bytes / 2**20
+        assert screen.lines == [f"weights: q5_1 as int8 in groups of 32 with a minimum; {size:.0f} MiB"]
+    screen.lines = []
+    describe_weights(load_native(tmp_path / "model.gguf"), screen)
+    assert screen.lines == []  # bf16 was asked for, and is what runs

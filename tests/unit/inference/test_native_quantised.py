@@ -139,8 +139,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 # Name -> quantization_config, group (-1: a whole row), bits, zero point (None: one each group), how it is stored,
-# the format in which it is kept, None when it is converted.
-CASES: dict[str, tuple[dict[str, Any], int, int, int | None, Any, tuple[str, int, bool] | None]] = {
+# the format in which it is kept, bf16 when it is converted.
+CASES: dict[str, tuple[dict[str, Any], int, int, int | None, Any, tuple[str, int, bool]]] = {
     "gptq-sym": (GPTQ, 32, 4, 8, gptq, ("i4", 32, False)),
     "gptq-asym-128": (GPTQ, 128, 4, None, gptq, ("i4", 128, True)),
     "gptq-row": (GPTQ, -1, 4, 8, gptq, ("i4", 128, False)),
@@ -154,8 +154,8 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int | None, Any, tuple[str, int
     ),
     "gptq-8": ({**GPTQ, "bits": 8}, 64, 8, 128, lambda *a: gptq(*a, bits=8), ("i8", 32, False)),
     "gptq-8-row": ({**GPTQ, "bits": 8}, -1, 8, 128, lambda *a: gptq(*a, bits=8), ("i8", 0, False)),
-    "gptq-8-asym": ({**GPTQ, "bits": 8}, 32, 8, None, lambda *a: gptq(*a, bits=8), None),
-    "gptq-group-16": (GPTQ, 16, 4, 8, gptq, None),
+    "gptq-8-asym": ({**GPTQ, "bits": 8}, 32, 8, None, lambda *a: gptq(*a, bits=8), ("i8", 32, True)),
+    "gptq-group-16": (GPTQ, 16, 4, 8, gptq, ("bf16", 0, False)),
     "awq": (AWQ, 64, 4, None, awq, ("i4", 64, True)),
     "awq-128": (AWQ, 128, 4, None, awq, ("i4", 128, True)),
     "compressed-sym": (PACKED, 32, 4, 8, compressed, ("i4", 32, False)),
@@ -191,11 +191,11 @@ def test_values_are_what_the_layout_stands_for(checkpoint: tuple[Path, Arrays], 
     plan, model = packed(folder)
     form = CASES[name][-1]
     for matrix, values in expected(weights).items():
-        tolerance = 1e-6 if form else 0.0  # the recorder keeps the floats of what is converted
+        tolerance = 1e-6 if form[0] != "bf16" else 0.0  # the recorder keeps the floats of what is converted
         np.testing.assert_allclose(model.matrices[matrix], values, rtol=0, atol=tolerance * np.abs(values).max())
         chosen = next((m.format, m.group, m.minimum) for m in plan.matrices if m.name == matrix)
-        assert chosen == (form or ("i8", 32, False))
-        assert (matrix in model.kept) == (form is not None)
+        assert chosen == form
+        assert (matrix in model.kept) == (form[0] != "bf16")
 
 
 @pytest.mark.parametrize("checkpoint", ["gptq-asym-128", "awq-128", "compressed-sym", "gptq-row"], indirect=True)
@@ -255,7 +255,7 @@ def test_activation_order_is_converted(zero: int | None, tmp_path: Path) -> None
     plan, model = packed(tmp_path)
     for matrix, values in expected(weights).items():
         np.testing.assert_allclose(model.matrices[matrix], values, rtol=0, atol=0)
-        assert {(m.format, m.group) for m in plan.matrices if m.name == matrix} == {("i8", 32)}
+        assert {(m.format, m.group) for m in plan.matrices if m.name == matrix} == {("bf16", 0)}
     halves = [packed(tmp_path, rank=rank, size=2)[1].matrices["layers.0.o"] for rank in range(2)]
     np.testing.assert_array_equal(np.concatenate(halves, axis=1), expected(weights)["layers.0.o"])
 

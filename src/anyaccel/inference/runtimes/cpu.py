@@ -49,6 +49,7 @@ class NativeModel:
         config: config.json, or the same made from a GGUF file's metadata.
         generation_config: generation_config.json, {} without one.
         dtype: that was asked for; None: the file's own.
+        forms: types that matrices are stored as -> what those run as, in words.
         cached: the packed weights came from the cache.
     """
 
@@ -58,6 +59,7 @@ class NativeModel:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     dtype: str | None
+    forms: dict[str, list[str]]
     rank: int = 0
     size: int = 1
     cached: bool = False
@@ -222,6 +224,7 @@ def _from_cache(entry: Entry, settings: _Settings) -> NativeModel | None:
         saved["config"],
         saved["generation_config"],
         settings.precision.dtype,
+        saved["forms"],
         settings.rank,
         settings.size,
         cached=True,
@@ -260,6 +263,7 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
         checkpoint.config,
         checkpoint.generation_config,
         settings.precision.dtype,
+        plan.forms(),
         settings.rank,
         settings.size,
     )
@@ -274,6 +278,7 @@ def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any]) -> None:
         "shapes": shapes,
         "config": made.config,
         "generation_config": made.generation_config,
+        "forms": made.forms,
     }
     try:
         if entry.has_room(size):

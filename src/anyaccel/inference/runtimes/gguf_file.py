@@ -8,46 +8,16 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.runtimes.gguf_blocks import GgufBlocks
+from anyaccel.inference.runtimes.gguf_types import BLOCK_BYTES, GGML_TYPES, UNREAD
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.sources import BLOCKS, MappedFile, TensorView
-
-# Number in the file -> name, values in a block, bytes of a block.
-GGML_TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("f32", 1, 4),
-    1: ("f16", 1, 2),
-    2: ("q4_0", 32, 18),
-    3: ("q4_1", 32, 20),
-    6: ("q5_0", 32, 22),
-    7: ("q5_1", 32, 24),
-    8: ("q8_0", 32, 34),
-    10: ("q2_k", 256, 84),
-    11: ("q3_k", 256, 110),
-    12: ("q4_k", 256, 144),
-    13: ("q5_k", 256, 176),
-    14: ("q6_k", 256, 210),
-    16: ("iq2_xxs", 256, 66),
-    17: ("iq2_xs", 256, 74),
-    18: ("iq3_xxs", 256, 98),
-    19: ("iq1_s", 256, 50),
-    20: ("iq4_nl", 32, 18),
-    21: ("iq3_s", 256, 110),
-    22: ("iq2_s", 256, 82),
-    23: ("iq4_xs", 256, 136),
-    28: ("f64", 1, 8),
-    29: ("iq1_m", 256, 56),
-    30: ("bf16", 1, 2),
-    34: ("tq1_0", 256, 54),
-    35: ("tq2_0", 256, 66),
-    39: ("mxfp4", 32, 17),
-}
-# What holds the values of a type that native code does not read closely enough: (format, group, minimum) of `_llm`.
-_EIGHT_BITS = {"q5_0", "q5_1", "q5_k", "q6_k"}
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -208,7 +178,7 @@ class GgufFile:
     def _info(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Info:
         where = f"{self.path}: tensor {name!r}"
         if kind not in GGML_TYPES:
-            raise Unsupported(f"tensor type {kind} of GGUF ({where})")
+            raise Unsupported(f"tensor type {UNREAD.get(kind, kind)} of GGUF ({where})")
         type_name, values, size = GGML_TYPES[kind]
         count = 1
         for extent in shape:
@@ -226,7 +196,7 @@ class GgufFile:
         if info is None:
             raise ModelError(f"{self.path}: the file has no tensor {name!r}")
         where = f"{self.path}: tensor {name!r}"
-        _, values, size = next(each for each in GGML_TYPES.values() if each[0] == info.type)
+        values, size = BLOCK_BYTES[info.type]
         row_bytes = info.shape[-1] // values * size if info.shape else size
         if info.type not in BLOCKS:
             return GgufBlocks(where, info.type, info.shape, self.file, info.begin, row_bytes)
@@ -244,93 +214,6 @@ class GgufFile:
             raise ModelError(f"{self.path}: tensor {name!r} is {info.type}, not f32")
         data = self.file.bytes(info.begin, info.end - info.begin)
         return list(struct.unpack_from(f"<{(info.end - info.begin) // 4}f", data))
-
-
-@dataclass(frozen=True)
-class GgufBlocks:
-    """A matrix (or a stack of them) of a type that is brought into another one: K-quants and the like."""
-
-    where: str
-    type: str
-    shape: tuple[int, ...]
-    file: MappedFile
-    begin: int
-    row_bytes: int
-    transposed: bool = False
-    order: Sequence[int] | None = None
-    plus: float = 0.0
-
-    def format(self, cols: range) -> tuple[str, int, bool] | None:
-        """The native format that holds these columns as they are."""
-        return ("i4", 32, True) if self.type == "q4_k" and cols.start % 32 == 0 else None
-
-    @property
-    def fallback(self) -> tuple[str, int, bool]:
-        return ("i8", 32, False) if self.type in _EIGHT_BITS else ("i4", 32, True)
-
-    def entry(self, index: int) -> GgufBlocks:
-        """One entry of a stack."""
-        rows = 1
-        for extent in self.shape[1:-1]:
-            rows *= extent
-        return replace(self, shape=self.shape[1:], begin=self.begin + index * rows * self.row_bytes)
-
-    def _stored(self, rows: Any) -> Any:
-        """The bytes of stored rows [rows, row_bytes]: a copy, so that their pages can go."""
-        import numpy
-
-        count = 1
-        for extent in self.shape[:-1]:
-            count *= extent
-        length = count * self.row_bytes
-        whole = numpy.frombuffer(self.file.bytes(self.begin, length), numpy.uint8).reshape(count, self.row_bytes)
-        if isinstance(rows, range) and rows.step == 1:
-            chosen = whole[rows.start : rows.stop].copy()
-            self.file.drop(self.begin + rows.start * self.row_bytes, self.begin + rows.stop * self.row_bytes)
-        else:
-            chosen = whole[numpy.asarray(rows)]
-            self.file.drop(self.begin, self.begin + length)
-        return chosen
-
-    def floats(self, rows: Any, cols: range) -> Any:
-        """float32 [rows, cols]."""
-        import numpy
-
-        try:
-            from gguf import GGMLQuantizationType, dequantize
-        except ImportError as error:
-            raise ModelError(f"{self.where}: type {self.type} needs the package gguf: pip install gguf") from error
-        try:
-            values = dequantize(self._stored(rows), GGMLQuantizationType[self.type.upper()])
-        except (NotImplementedError, KeyError) as error:
-            raise Unsupported(f"GGUF type {self.type} ({self.where}: the package gguf cannot read it)") from error
-        chosen = values[:, cols.start : cols.stop]
-        return numpy.ascontiguousarray(chosen, numpy.float32)
-
-    def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
-        """Q4_K as it is: 4 bits in groups of 32, value = (d * scale) * q - (dmin * minimum)."""
-        import numpy
-
-        stored = self._stored(rows)
-        count = stored.shape[0]
-        blocks = stored.reshape(-1, 144)
-        d = blocks[:, 0:2].copy().view(numpy.float16).astype(numpy.float32)
-        dmin = blocks[:, 2:4].copy().view(numpy.float16).astype(numpy.float32)
-        packed = blocks[:, 4:16]  # eight scales and eight minima of six bits
-        scale = numpy.empty((len(blocks), 8), numpy.float32)
-        minimum = numpy.empty((len(blocks), 8), numpy.float32)
-        scale[:, :4] = packed[:, 0:4] & 63
-        minimum[:, :4] = packed[:, 4:8] & 63
-        scale[:, 4:] = (packed[:, 8:12] & 15) | ((packed[:, 0:4] >> 6) << 4)
-        minimum[:, 4:] = (packed[:, 8:12] >> 4) | ((packed[:, 4:8] >> 6) << 4)
-        nibbles = blocks[:, 16:].reshape(-1, 4, 1, 32)
-        q = numpy.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(count, -1)
-        first, last = cols.start // 32, -(-cols.stop // 32)
-        return (
-            numpy.ascontiguousarray(q[:, cols.start : cols.stop]),
-            numpy.ascontiguousarray((d * scale).reshape(count, -1)[:, first:last]),
-            numpy.ascontiguousarray((-dmin * minimum).reshape(count, -1)[:, first:last]),
-        )
 
 
 class GgufSource:

@@ -27,18 +27,19 @@ from anyaccel import env
 from anyaccel._version import __version__
 from anyaccel.inference.cache_lock import locked, locked_if_free
 from anyaccel.inference.runtimes import spec
+from anyaccel.inference.runtimes.gguf_types import HELD
 
 logger = logging.getLogger(__name__)
 
-# Raise it when the packed layout, the choice of formats or what `model.json` says changes.
-VERSION = 1
+# Raise it when the packed layout, how formats are chosen or what `model.json` says changes.
+VERSION = 2
 _WEIGHTS = "weights"
 _MODEL = "model.json"
 _SPARE_DISK = 1 << 30  # bytes that are left free
 
 
 def _version() -> str:
-    """Of what is in an entry: its layout, this package, and what specs consist of."""
+    """Of what is in an entry: its layout, this package, what specs consist of, and the formats of GGUF's types."""
     kinds = (
         spec.DecoderSpec,
         spec.Layer,
@@ -51,7 +52,8 @@ def _version() -> str:
         spec.Rope,
     )
     fields = ",".join(name for kind in kinds for name in kind.__dataclass_fields__)
-    return f"{VERSION} {__version__} {hashlib.blake2b(fields.encode(), digest_size=4).hexdigest()}"
+    formats = ",".join(f"{kind} {held.format}" for kind, held in HELD.items())
+    return f"{VERSION} {__version__} {hashlib.blake2b(f'{fields} {formats}'.encode(), digest_size=4).hexdigest()}"
 
 
 def files_of(source: Path) -> list[Path]:

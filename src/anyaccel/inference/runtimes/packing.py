@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes.families import Unsupported, family_of
-from anyaccel.inference.runtimes.formats import Precision, choose, stored_format
+from anyaccel.inference.runtimes.formats import Format, Precision, choose, forms, holds, stored_format
 from anyaccel.inference.runtimes.mapping import Part
 from anyaccel.inference.runtimes.shard import WeightSlice, shard, slices
 from anyaccel.inference.runtimes.sources import (
@@ -145,6 +145,14 @@ class Plan:
             "matrices": [(m.name, m.rows, m.cols, m.format, m.group, m.minimum) for m in self.matrices],
             "vectors": [(v.name, v.count) for v in self.vectors],
         }
+
+    def forms(self) -> dict[str, list[str]]:
+        """What the matrices are stored as -> what they run as, in words, the most common first."""
+        return forms(
+            (part.tensor.type, shape)
+            for shape in self.matrices
+            for part in {each.tensor.type: each for each in self._parts[shape.name]}.values()
+        )
 
     def unread(self) -> list[str]:
         """Weights of the decoder's layers that the configuration does not know: unexpected ones."""
@@ -363,8 +371,8 @@ def _pack(model: _llm.Model, shape: MatrixShape, at: int, part: _Tensor, rows: R
         model.set_rows(shape.name, at, len(rows), address, tensor.type, row_stride, col_stride, order)
         return
     own = tensor.format(cols)
-    if own is not None and _holds(shape, own):
-        q, scales, minima = tensor.values(rows, cols, shape.group)
+    if holds(shape, own):
+        q, scales, minima = _values(shape, tensor, own, rows, cols)
         kept = minima.ctypes.data if shape.minimum else 0
         model.set_quantised_rows(shape.name, at, len(rows), q.ctypes.data, scales.ctypes.data, kept)
         return
@@ -372,14 +380,16 @@ def _pack(model: _llm.Model, shape: MatrixShape, at: int, part: _Tensor, rows: R
     model.set_rows(shape.name, at, len(rows), floats.ctypes.data, "f32", floats.strides[0], floats.strides[1])
 
 
-def _holds(shape: MatrixShape, own: tuple[str, int, bool]) -> bool:
-    """Whether values in the form `own` are the same in the form of `shape`."""
-    kind, group, minimum = own
-    if kind != shape.format or (minimum and not shape.minimum):
-        return False
-    if group == 0:
-        return True  # one scale a row: any groups
-    return shape.group > 0 and group % shape.group == 0
+def _values(shape: MatrixShape, tensor: Any, own: Format, rows: Rows, cols: range) -> tuple[Any, Any, Any]:
+    """Values, scales and minima in the format of `shape`, which holds `own`: nothing is rounded."""
+    import numpy
+
+    q, scales, minima = tensor.values(rows, cols, shape.group)
+    if own[0] == "i4" and shape.format == "i8":
+        q = numpy.ascontiguousarray(q, numpy.int8) - numpy.int8(0 if shape.minimum else 8)
+    if shape.minimum and minima is None:
+        minima = numpy.zeros_like(scales)
+    return q, scales, minima
 
 
 def _runs(rows: Rows) -> Iterator[tuple[int, int, int]]:

@@ -23,6 +23,7 @@ from anyaccel.inference.runtimes.sources import SafetensorsSource, Tensor, Tenso
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where value i of a word is: its inverse is 0 2 4 6 1 3 5 7
 _GROUPS = (128, 64, 32)
+_GROUPS_OF_8_BITS = (32, 16)
 
 
 def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
@@ -74,21 +75,18 @@ class QuantisedTensor:
     group_of: Any = None
 
     @property
-    def fallback(self) -> tuple[str, int, bool]:
-        return ("i8", 32, False)
+    def _symmetric(self) -> bool:
+        return self.zero == 1 << (self.bits - 1)
 
-    def format(self, cols: range) -> tuple[str, int, bool] | None:
-        """The native format that holds these columns as they are."""
-        if self.group_of is not None:
-            return None
-        if self.bits == 8:
-            if self.zero != 128:
-                return None
-            if self.group == 0:
-                return ("i8", 0, False)
-            return None if self.group % 32 or cols.start % 32 else ("i8", 32, False)
-        aligned = [each for each in _GROUPS if self.group % each == 0 and (not self.group or cols.start % each == 0)]
-        return ("i4", aligned[0], self.zero != 8) if aligned else None
+    def format(self, cols: range) -> tuple[str, int, bool]:
+        """The native format that holds these columns; bfloat16 for columns that belong to groups without order."""
+        if self.bits == 8 and self.group == 0 and self.group_of is None and self._symmetric:
+            return ("i8", 0, False)
+        groups = _GROUPS_OF_8_BITS if self.bits == 8 else _GROUPS
+        aligned = [each for each in groups if self.group % each == 0 and (not self.group or cols.start % each == 0)]
+        if self.group_of is not None or not aligned:
+            return ("bf16", 0, False)
+        return ("i8" if self.bits == 8 else "i4", aligned[0], not self._symmetric)
 
     def entry(self, index: int) -> QuantisedTensor:
         raise Unsupported(f"stacked quantised matrices ({self.where})")
@@ -115,7 +113,8 @@ class QuantisedTensor:
         scales, zeros = scales[:, of], zeros[:, of]
         dense = numpy.ascontiguousarray
         if self.bits == 8:
-            return dense((q.astype(numpy.int16) - 128).astype(numpy.int8)), dense(scales, numpy.float32), None
+            minima = None if self._symmetric else dense(scales * (128 - zeros), numpy.float32)
+            return dense((q.astype(numpy.int16) - 128).astype(numpy.int8)), dense(scales, numpy.float32), minima
         return dense(q), dense(scales, numpy.float32), dense(-scales * zeros, numpy.float32)
 
 

@@ -79,11 +79,7 @@ class TensorView:
 
 
 class ConvertedTensor(Protocol):
-    """A matrix in a form that native code does not read: it is brought into another one a few rows at a time.
-
-    Attributes:
-        fallback: the (format, group, minimum) of `_llm` to use when none holds its values as they are.
-    """
+    """A matrix in a form that native code does not read: it is brought into another one a few rows at a time."""
 
     where: str
     type: str
@@ -92,10 +88,8 @@ class ConvertedTensor(Protocol):
     order: Sequence[int] | None
     plus: float
 
-    @property
-    def fallback(self) -> tuple[str, int, bool]: ...
-    def format(self, cols: range) -> tuple[str, int, bool] | None:
-        """The (format, group, minimum) that holds these columns as they are; None: there is none."""
+    def format(self, cols: range) -> tuple[str, int, bool]:
+        """The smallest (format, group, minimum) of `_llm` that holds these columns; bf16 if no other does."""
 
     def entry(self, index: int) -> ConvertedTensor:
         """One entry of a stack [entries, rows, cols]."""
@@ -104,7 +98,10 @@ class ConvertedTensor(Protocol):
         """float32 [rows, cols] of stored rows (a range, or their numbers), contiguous (numpy)."""
 
     def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
-        """q [rows, cols] (int8 or 0..15), scales and minima [rows, groups] float32; minima None without them."""
+        """q [rows, cols] (int8 or 0..15), scales and minima [rows, groups] float32: value = scale * q + minimum.
+
+        Minima are None without them, which 4 bits always have.
+        """
 
 
 Tensor = TensorView | ConvertedTensor
