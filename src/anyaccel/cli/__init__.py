@@ -9,6 +9,7 @@ import signal
 import sys
 
 from anyaccel._version import __version__
+from anyaccel.cli._interrupts import Interrupts, careful_interrupts
 from anyaccel.errors import AnyAccelError
 
 # Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
@@ -61,8 +62,15 @@ def _dispatch(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 bad usage, else a worker's own."""
+    with careful_interrupts() as interrupts:
+        return _exit_code(sys.argv[1:] if argv is None else argv, interrupts)
+
+
+def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
     try:
-        return _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(argv)
+        interrupts.raise_waiting()
+        return code
     except AnyAccelError as error:
         print(f"anyaccel: error: {error}", file=sys.stderr)
         return error.exit_code
