@@ -105,6 +105,8 @@ def load_native(
         UsageError: an argument is wrong, or the model is too small for so many ranks.
     """
     most = _THREADS_A_CPU * (os.cpu_count() or 1)
+    if not 0 <= cache_limit < 2**63:
+        raise UsageError(f"cache_limit={cache_limit}: must be 0 or above, and fit 64 bits")
     if threads > most:
         raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning")
     precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
