@@ -79,6 +79,11 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("anyaccel: interrupted", file=sys.stderr)
         return 130
+    except ImportError as error:
+        if (said := _import_problem(error)) is None:
+            raise
+        print(f"anyaccel: error: {said}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # The reader went away (`| head`). Python would complain again while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -87,3 +92,18 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
         # Too many open files, no space left, a file that may not be read: the system's word is enough.
         print(f"anyaccel: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+
+
+def _import_problem(error: ImportError) -> str | None:
+    """What to say of a package, or a native module, that is missing or damaged; None for a mistake of our own."""
+    package, _, module = (error.name or "").partition(".")
+    reason = " ".join(str(error).split())
+    if package == "anyaccel":
+        if module not in ("_llm", "_native"):
+            return None
+        return f"the native part of anyaccel cannot be loaded ({reason}); install anyaccel again"
+    if not package or package in sys.stdlib_module_names:
+        return None
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {package} is missing ({reason}): pip install {package}"
+    return f"the package {package} is damaged ({reason}): pip install --force-reinstall {package}"
