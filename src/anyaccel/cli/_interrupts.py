@@ -15,10 +15,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+
+TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import FrameType
+    from typing import Any
 
 _AGAIN = 0.02  # seconds
 _PATIENCE = 10.0  # seconds that an import may delay Ctrl-C: one that hangs is to be interrupted all the same
