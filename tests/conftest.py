@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -98,6 +99,13 @@ def _open_files() -> set[str]:
     return found
 
 
+def _levels() -> dict[str, int]:
+    """Levels of our loggers: a command sets them for its process, which here is that of other tests too."""
+    loggers = logging.Logger.manager.loggerDict
+    ours = {name: each for name, each in loggers.items() if name.startswith("anyaccel")}
+    return {name: each.level for name, each in ours.items() if isinstance(each, logging.Logger)}
+
+
 def _repository_files() -> set[str]:
     """Names in the folders that tests could litter; generated folders are git-ignored and do not count."""
     return {
@@ -135,7 +143,11 @@ def hygiene() -> Iterator[None]:
         "files in the repository": _repository_files,
     }
     before = {what: look() for what, look in looks.items()}
+    levels = _levels()
     yield
+    for name, level in _levels().items():
+        if level != levels.get(name, logging.NOTSET):
+            logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
     leaks = []
     for what, look in looks.items():
         new = settled(lambda look=look, what=what: look() - before[what], type(before[what])(), _GRACE_SECONDS)

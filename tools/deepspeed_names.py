@@ -59,6 +59,16 @@ installed. To use anyaccel's accelerator *in* a DeepSpeed that is installed, cal
 - `deepspeed.utils.numa`: cores and nodes come from the kernel; the program numactl is not needed.
 - The command `deepspeed`: options are those of `anyaccel run`. Several hosts are reached by ssh unless `--launcher` says
   otherwise (there: pdsh), rank 0 gets a free port unless `--master_port` is given (there: 29500), `--autotuning` is refused.
+- `deepspeed.launcher.runner`: errors are ValueErrors as there, in other words; hostfiles are read more strictly (no host with 0
+  slots, nothing behind the numbers but a comment or `max_slots=N`). `main()` takes the options of the command line and prints
+  what is wrong with them; given a list of options it raises that. What it does after reading its options is `anyaccel run`'s
+  own: it calls none of the other functions here, so replacing one of them changes nothing.
+- `deepspeed.launcher.multinode_runner`: classes, methods and arguments are DeepSpeed's, the command lines are those of `anyaccel
+  run --launcher NAME`: hydra is called `mpiexec.hydra` (there: `mpirun`), Open MPI is told no interface (there: `eth0`), Slurm
+  is told each rank's host (there: how many), no variables are added to those of `add_export`, hosts come from
+  `active_resources` alone (there: MPI takes all of `resource_pool`, and refuses filters). They travel in the launcher's
+  environment: `get_cmd` puts them into the mapping that it is given. `--bind_cores_to_rank` works with every launcher, by
+  `anyaccel bind` (there: with Intel MPI, by numactl). Slots that are not the first of their host are refused.
 - `deepspeed.__version__` is `{version}+anyaccel.VERSION`: the version whose names these are.
 
 """

@@ -28,6 +28,8 @@ ALSO = ("constants", "env_report", "git_version_info", "ops", "ops.op_builder", 
 # Classes whose methods are part of what is compared.
 WITH_METHODS = ("DeepSpeedAccelerator", "OpBuilder", "InferenceEngine", "OnDevice", "MultiNodeRunner")
 
+_DESCRIPTORS = (property, staticmethod, classmethod)
+
 
 def modules() -> list[str]:
     found = {"deepspeed", *(f"deepspeed.{name}" for name in ALSO)}
@@ -66,7 +68,8 @@ def describe(value: object) -> dict[str, Any]:
             entry["methods"] = {
                 name: None if isinstance(member, property) else parameters(getattr(value, name))
                 for name, member in sorted(vars(value).items())
-                if not name.startswith("_") and (callable(member) or isinstance(member, (property, staticmethod)))
+                if not name.startswith("_")
+                and (callable(member) or isinstance(member, (property, staticmethod, classmethod)))
             }
         return entry
     if callable(value):

@@ -16,28 +16,60 @@ from importlib.metadata import EntryPoint, entry_points
 from anyaccel import env
 from anyaccel.accelerator import deadline
 from anyaccel.accelerator.spec import BackendSpec
+from anyaccel.errors import AcceleratorUnavailableError
 
 logger = logging.getLogger(__name__)
 
 _VARIABLE = "TORCH_DEVICE_BACKEND_AUTOLOAD"  # torch's own switch
 
+# Why an import of torch broke off in the middle. What it left behind makes another attempt fail otherwise, or crash.
+_broken: BaseException | None = None
+
 
 def import_torch() -> None:
-    """Import torch and the packages that extend it; nothing to do when torch is imported already."""
+    """Import torch and the packages that extend it; nothing to do when torch is imported already.
+
+    Raises:
+        AcceleratorUnavailableError: torch is not installed, or it is damaged.
+    """
     if "torch" in sys.modules:
         return
+    _import_alone()
+    if os.environ.get(_VARIABLE) in (None, "1"):
+        for point in entry_points(group="torch.backends"):
+            _load(point)
+
+
+def _import_alone() -> None:
+    global _broken
+    if _broken is not None:
+        raise _unusable(_broken) from _broken
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "0"
     try:
         importlib.import_module("torch")
+    except (Exception, SystemExit) as error:  # a damaged installation may raise anything
+        if not _is_missing(error):
+            _broken = error
+        raise _unusable(error) from error
     finally:
         if before is None:
             del os.environ[_VARIABLE]
         else:
             os.environ[_VARIABLE] = before
-    if before in (None, "1"):
-        for point in entry_points(group="torch.backends"):
-            _load(point)
+
+
+def _is_missing(error: BaseException) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == "torch"
+
+
+def _unusable(error: BaseException) -> AcceleratorUnavailableError:
+    if _is_missing(error):
+        return AcceleratorUnavailableError("torch is not installed in this environment: pip install torch")
+    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return AcceleratorUnavailableError(
+        f"torch is installed and cannot be imported ({reason}); pip install --force-reinstall torch"
+    )
 
 
 def _load(point: EntryPoint) -> None:

@@ -15,6 +15,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+# How long an interrupted caller waits for the work: importing torch takes two seconds, on a loaded machine more.
+_ENDING_SECONDS = 10.0
+
 _thread = threading.local()
 
 
@@ -46,10 +49,19 @@ def run(work: Callable[[], T], seconds: float, imports: str = "") -> T:
             results.append(work())
         except BaseException as error:  # noqa: BLE001 - handed to the caller
             errors.append(error)
+        finally:
+            ended.set()
 
+    # Not Thread.join(): Python 3.11 takes a thread whose join was interrupted for one that has ended.
+    ended = threading.Event()
     thread = threading.Thread(target=body, name="anyaccel-probe", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    try:
+        thread.start()
+        ended.wait(seconds)
+    except BaseException:
+        # Ctrl-C. What imports a native library must not be left behind when the interpreter goes away: that crashes.
+        ended.wait(min(seconds, _ENDING_SECONDS))
+        raise
     if results:
         return results[0]
     if not errors:

@@ -106,8 +106,8 @@ def get_accelerator() -> Accelerator:
 
     Raises:
         UsageError: DS_ACCELERATOR is no known name; the message lists those there are.
-        AcceleratorUnavailableError: DS_ACCELERATOR names one that cannot be used; the message says what it
-            needs.
+        AcceleratorUnavailableError: DS_ACCELERATOR names one that cannot be used, or torch cannot be imported; the
+            message says what it needs.
     """
     if _accelerator is not None:
         return _accelerator
@@ -152,7 +152,12 @@ def detection_report(probe_all: bool = False) -> Detection:
 
 
 def probe_candidates(detection: Detection | None = None) -> tuple[Candidate, ...]:
-    """Every candidate in detection order, probed now unless `detection` has probed it; chooses nothing."""
+    """Every candidate in detection order, probed now unless `detection` has probed it; chooses nothing.
+
+    Raises:
+        AcceleratorUnavailableError: torch, which all of them need, cannot be imported.
+    """
+    autoload.import_torch()
     known = {item.name: item for item in detection.candidates} if detection else {}
     rows = []
     for entry in REGISTRY:

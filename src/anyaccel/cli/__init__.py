@@ -9,6 +9,7 @@ import signal
 import sys
 
 from anyaccel._version import __version__
+from anyaccel.cli._interrupts import Interrupts, careful_interrupts
 from anyaccel.errors import AnyAccelError
 
 # Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
@@ -61,8 +62,15 @@ def _dispatch(argv: list[str]) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 bad usage, else a worker's own."""
+    with careful_interrupts() as interrupts:
+        return _exit_code(sys.argv[1:] if argv is None else argv, interrupts)
+
+
+def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
     try:
-        return _dispatch(sys.argv[1:] if argv is None else argv)
+        code = _dispatch(argv)
+        interrupts.raise_waiting()
+        return code
     except AnyAccelError as error:
         print(f"anyaccel: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -71,6 +79,11 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("anyaccel: interrupted", file=sys.stderr)
         return 130
+    except ImportError as error:
+        if (said := _import_problem(error)) is None:
+            raise
+        print(f"anyaccel: error: {said}", file=sys.stderr)
+        return 1
     except BrokenPipeError:
         # The reader went away (`| head`). Python would complain again while flushing at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -79,3 +92,18 @@ def main(argv: list[str] | None = None) -> int:
         # Too many open files, no space left, a file that may not be read: the system's word is enough.
         print(f"anyaccel: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+
+
+def _import_problem(error: ImportError) -> str | None:
+    """What to say of a package, or a native module, that is missing or damaged; None for a mistake of our own."""
+    package, _, module = (error.name or "").partition(".")
+    reason = " ".join(str(error).split())
+    if package == "anyaccel":
+        if module not in ("_llm", "_native"):
+            return None
+        return f"the native part of anyaccel cannot be loaded ({reason}); install anyaccel again"
+    if not package or package in sys.stdlib_module_names:
+        return None
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {package} is missing ({reason}): pip install {package}"
+    return f"the package {package} is damaged ({reason}): pip install --force-reinstall {package}"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from anyaccel.cli._backends import Backend, EngineBackend, NativeBackend
+from anyaccel.cli._beside import Beside
 from anyaccel.errors import AnyAccelError, ModelError
 
 if TYPE_CHECKING:
@@ -92,32 +92,17 @@ def _has_extensions() -> bool:
     return False
 
 
-class _Beside:
-    """Work in a thread of its own: reading weights and reading the tokenizer take a core each."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self._value: Any = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="loading", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        try:
-            self._value = work()
-        except BaseException as error:  # noqa: BLE001  raised again where it is waited for
-            self._error = error
-
-    def result(self) -> Any:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
 def loader(
-    options: argparse.Namespace, progress: Callable[[int, int], object], rank: int = 0, size: int = 1
+    options: argparse.Namespace,
+    progress: Callable[[int, int], object],
+    rank: int = 0,
+    size: int = 1,
+    check: Callable[[], object] | None = None,
 ) -> Callable[[], NativeModel]:
     """What loads a rank's part through csrc/llm; it raises Unsupported for what the native runtime lacks.
+
+    Args:
+        check: see `load_native`.
 
     Raises:
         ModelError: there is no model.
@@ -136,6 +121,7 @@ def loader(
         threads=options.threads,
         cache_dtype=cache,
         progress=progress,
+        check=check,
     )
 
 
@@ -145,16 +131,17 @@ def _open_native(options: argparse.Namespace, path: Path, accelerator: str, scre
     Raises:
         Unsupported: the native runtime lacks something that the model needs.
     """
-    reading = _Beside(loader(options, screen.progress))
     from anyaccel.inference.tokenizer import end_tokens, load_text_tokenizer
 
     problem: AnyAccelError | None = None
     tokenizer: Any = None
-    try:
-        tokenizer = load_text_tokenizer(path, screen.line)
-    except AnyAccelError as error:
-        problem = error
-    native = reading.result()  # its error is the more telling one
+    with Beside() as reading:
+        reading.start(loader(options, screen.progress, check=reading.check))
+        try:
+            tokenizer = load_text_tokenizer(path, screen.line)
+        except AnyAccelError as error:
+            problem = error
+        native = reading.result()  # its error is the more telling one
     if problem is not None:
         raise problem
     describe_weights(native, screen)

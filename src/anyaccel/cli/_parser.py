@@ -57,6 +57,10 @@ class Parser(argparse.ArgumentParser):
         group = self.add_argument_group(title)
         return lambda *names, **kwargs: self._spelled(group.add_argument(*names, **kwargs), names)
 
+    def also(self, action: argparse.Action, name: str) -> None:
+        """Accept another name for an option, one that it had once, without showing it in the help."""
+        self._spelled(action, (name,))
+
     def _spelled(self, action: argparse.Action, names: Iterable[str]) -> argparse.Action:
         for name in names:
             if name.startswith("--"):

@@ -104,7 +104,7 @@ class RanksBackend:
         self._held = 0
         self._interrupted = False
         self._handlers: dict[int, Any] = {}
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if callable(signal.getsignal(signal.SIGINT)):
             self._handle(signal.SIGINT, self._on_interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -115,10 +115,11 @@ class RanksBackend:
     def _handle(self, number: int, handler: Callable[[int, Any], object]) -> None:
         self._handlers[number] = signal.signal(number, handler)
 
-    def _on_interrupt(self, _number: int, _frame: Any) -> None:
-        if not self._held:
-            raise KeyboardInterrupt
-        self._interrupted = True
+    def _on_interrupt(self, number: int, frame: Any) -> None:
+        if self._held:
+            self._interrupted = True
+        else:
+            self._handlers[signal.SIGINT](number, frame)  # it raises KeyboardInterrupt, now or soon
 
     @staticmethod
     def _on_end(number: int, _frame: Any) -> None:

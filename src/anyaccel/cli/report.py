@@ -24,7 +24,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; 0, or 1 when no accelerator can be used (the report says why)."""
+    """Print the report; 0, or 1 when something cannot be used (the report says what, and why)."""
     options = build_parser().parse_args(argv)
 
     from anyaccel.report.collect import collect
@@ -33,5 +33,4 @@ def main(argv: list[str]) -> int:
     silence_detection()
     report = collect(with_torch=not options.no_torch)
     print(json.dumps(report, indent=2) if options.json else render(report))
-    accelerator = report["accelerator"]
-    return 1 if accelerator is not None and accelerator["name"] is None else 0
+    return int(any("error" in part for part in report.values() if part is not None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,8 +15,11 @@ LOCK_SECONDS = 1800.0
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, check: Callable[[], object] | None = None) -> Iterator[None]:
     """One process at a time; the lock ends with its holder, whatever ends that.
+
+    Args:
+        check: called again and again while it waits; what it raises ends the wait.
 
     Raises:
         ModelError: another process has held it for LOCK_SECONDS.
@@ -30,6 +33,8 @@ def locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ModelError(f"{path}: another process has held this lock for {LOCK_SECONDS:.0f} s") from None
+                if check is not None:
+                    check()
                 time.sleep(0.1)
         yield
 

@@ -27,6 +27,8 @@ QUANTISED = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 CACHE_DTYPES = ("bf16", "int8", "fp32")
 RUNTIMES = ("auto", "native", "torch", "plain")
+# What native code can hold; a sensible value is far below.
+_MOST = {"cache_bytes": 2**63 - 1, "threads": 2**31 - 1}
 
 
 def parse_dtype(value: torch.dtype | str) -> torch.dtype:
@@ -98,10 +100,10 @@ class InferenceConfig:
         kv_cache = {"bfloat16": "bf16", "float32": "fp32"}.get(kv_cache, kv_cache)
         object.__setattr__(self, "kv_cache", kv_cache)
         _one_of("kv_cache", kv_cache, ("auto", *CACHE_DTYPES))
-        for name in ("cache_bytes", "threads"):
+        for name, most in _MOST.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise UsageError(f"{name}={value!r}: must be a whole number, 0 or above")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+                raise UsageError(f"{name}={value!r}: must be a whole number from 0 to {most}")
         if self.runtime == "plain" and self.dtype in QUANTISED:
             raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime='plain' does not have")
 

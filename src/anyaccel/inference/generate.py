@@ -64,8 +64,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature}: must be 0 (greedy) or above")
-        if self.top_k < 0:
-            raise UsageError(f"top_k={self.top_k}: must be 0 (off) or above")
+        if not 0 <= self.top_k < 2**31:
+            raise UsageError(f"top_k={self.top_k}: must be 0 (off) or above, and below 2**31")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p={self.top_p}: must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:

@@ -54,12 +54,12 @@ def sampling_options(**given: Any) -> dict[str, Any]:
     sample = values.get("do_sample", False)
     ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
         "temperature": (lambda v: 0 < v < float("inf"), "must be above 0; for greedy decoding use do_sample=False"),
-        "top_k": (lambda v: v >= 0, "must be 0 (off) or above"),
+        "top_k": (lambda v: 0 <= v < 2**31, "must be 0 (off) or above, and below 2**31"),
         "top_p": (lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
         "min_p": (lambda v: 0 <= v <= 1, "must be from 0 to 1"),
         "typical_p": (lambda v: 0 < v <= 1, "must be above 0 and at most 1"),
         "repetition_penalty": (lambda v: 0 < v < float("inf"), "must be above 0"),
-        "no_repeat_ngram_size": (lambda v: v >= 0, "must be 0 (off) or above"),
+        "no_repeat_ngram_size": (lambda v: 0 <= v < 2**31, "must be 0 (off) or above, and below 2**31"),
     }
     warpers = ("temperature", "top_k", "top_p", "min_p", "typical_p")
     for name, (fits, text) in ranges.items():

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers the facts of a report: values that json.dumps takes, sizes in bytes, times in seconds."""
+"""Gathers the facts of a report: values that json.dumps takes, sizes in bytes, times in seconds.
+
+A report is for machines on which something is broken: a part that fails has its reason under "error", and the others
+are there all the same.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from anyaccel import _native, env
+from anyaccel import env
 from anyaccel._version import __version__
 from anyaccel.errors import AnyAccelError, CapabilityError
-from anyaccel.topology import Machine, format_cpu_list, read_machine
+from anyaccel.topology import format_cpu_list, read_machine
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +45,31 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
     """
     return {
         "versions": _versions(),
-        "accelerator": _accelerator() if with_torch else None,
-        "cpu": {"isa": _native.isa(), "features": _native.cpu_features()},
-        "topology": _topology(read_machine()),
+        "accelerator": _part(_accelerator, name=None, candidates=[]) if with_torch else None,
+        "cpu": _part(_cpu, isa=None, features={}),
+        "topology": _part(_topology, summary=None, nodes=[]),
     }
+
+
+def _part(ask: Callable[[], dict[str, Any]], **otherwise: Any) -> dict[str, Any]:
+    """What `ask` returns; where it fails, `otherwise` and the reason."""
+    try:
+        return ask()
+    except (Exception, SystemExit) as error:  # whatever is broken may raise anything
+        logger.debug("a part of the report failed", exc_info=True)
+        return {**otherwise, "error": _reason(error)}
+
+
+def _reason(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, AnyAccelError) else f"{type(error).__name__}: {text}"
+
+
+def _cpu() -> dict[str, Any]:
+    from anyaccel import _llm, _native
+
+    _llm.isa()
+    return {"isa": _native.isa(), "features": _native.cpu_features()}
 
 
 def _versions() -> dict[str, str | None]:
@@ -59,6 +84,8 @@ def _versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             if package in _PACKAGES:
                 found[package] = None
+        except Exception as error:  # noqa: BLE001  a damaged installation: its METADATA is missing or no text
+            found[package] = f"unknown ({_reason(error)})"
     return found
 
 
@@ -69,11 +96,15 @@ def _accelerator() -> dict[str, Any]:
     try:
         detection = select.detection_report(probe_all=True)
     except AnyAccelError as error:
+        try:
+            rows = select.probe_candidates()
+        except AnyAccelError:  # the same: torch cannot be imported
+            rows = ()
         return {
             "name": None,
             "forced": forced,
             "error": str(error),
-            "candidates": [_candidate(row) for row in select.probe_candidates()],
+            "candidates": [_candidate(row) for row in rows],
         }
     accelerator = select.get_accelerator()
     facts, unknown = _ask(
@@ -108,7 +139,7 @@ def _ask(questions: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[
             answers[name], reasons[name] = None, str(error)
         except (Exception, SystemExit) as error:  # a vendor's driver may raise anything
             logger.debug("asking for %s failed", name, exc_info=True)
-            answers[name], reasons[name] = None, f"{type(error).__name__}: {' '.join(str(error).split())}"
+            answers[name], reasons[name] = None, _reason(error)
     return answers, reasons
 
 
@@ -117,7 +148,8 @@ def _candidate(row: Any) -> dict[str, Any]:
     return {field: getattr(row, field) for field in fields}
 
 
-def _topology(machine: Machine) -> dict[str, Any]:
+def _topology() -> dict[str, Any]:
+    machine = read_machine()
     with_cores = machine.nodes_with_cores()
     return {
         "summary": machine.summary(),

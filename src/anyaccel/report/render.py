@@ -54,15 +54,21 @@ def _accelerator(accelerator: dict[str, Any] | None) -> list[str]:
         )
         for row in accelerator["candidates"]
     )
+    if not candidates:
+        return _columns(head)
     return [*_columns(head), "candidates in detection order, with the time that probing took:", *candidates]
 
 
 def _cpu(cpu: dict[str, Any]) -> list[str]:
+    if "error" in cpu:
+        return [f"error  the native part of anyaccel cannot be loaded: {cpu['error']}"]
     present = [name for name, there in cpu["features"].items() if there]
     return _columns([("kernels", cpu["isa"]), ("features", " ".join(present) or "none")])
 
 
 def _topology(topology: dict[str, Any]) -> list[str]:
+    if "error" in topology:
+        return [f"error  {topology['error']}"]
     rows = [
         (
             f"node {node['id']}",

@@ -474,18 +474,23 @@ def test_every_option_of_the_command_is_known_to_anyaccel_run():
     from anyaccel.compat.deepspeed.launcher import runner
 
     options = {**dict.fromkeys(runner._WITH_VALUE, "7"), "bind_core_list": "0-1", "launcher": "slurm"}
-    given = [f"--{name}={value}" for name, value in options.items()] + [f"--{name}" for name in runner._SWITCHES]
-    arguments = build_parser().parse_args(runner.anyaccel_arguments(runner.parse_args([*given, "x.py"]))[1:])
-    assert arguments.launcher == "slurm"
-    assert arguments.num_accelerators == 7
-    assert arguments.command == ["--", "x.py"]
+    for others in (("include", "exclude"), ("num_nodes", "num_gpus")):  # which contradict each other
+        given = [f"--{name}={value}" for name, value in options.items() if name not in others]
+        given += [f"--{name}" for name in runner._SWITCHES]
+        arguments = build_parser().parse_args(runner.anyaccel_arguments(runner.parse_args([*given, "x.py"]))[1:])
+        assert arguments.launcher == "slurm"
+        assert (arguments.num_accelerators == 7) == (arguments.include == "")
+        assert arguments.command == ["--", "x.py"]
 
 
-def test_autotuning_is_refused(capsys):
+def test_autotuning_is_refused(capsys, monkeypatch):
     from anyaccel.compat.deepspeed.launcher import runner
 
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(NotCoveredError, match="--autotuning is not covered"):
         runner.main(["--autotuning", "run", "x.py"])
+    monkeypatch.setattr(sys, "argv", ["deepspeed", "--autotuning", "run", "x.py"])
+    with pytest.raises(SystemExit) as end:
+        runner.main()
     assert end.value.code == 1
     assert "--autotuning is not covered" in capsys.readouterr().err
 

@@ -57,6 +57,8 @@ def test_deepspeed_spellings() -> None:
         ({"group_size": 48}, "group_size=48: must be one of 32, 64, 128"),
         ({"kv_cache": "int4"}, "kv_cache='int4'"),
         ({"cache_bytes": -1}, "cache_bytes=-1"),
+        ({"cache_bytes": 2**70}, f"cache_bytes={2**70}: must be a whole number from 0 to {2**63 - 1}"),
+        ({"threads": 2**31}, f"threads={2**31}: must be a whole number from 0 to {2**31 - 1}"),
         ({"threads": 1.5}, r"threads=1\.5"),
         ({"dtype": "int8", "runtime": "plain"}, "packed weights"),
     ],
@@ -64,3 +66,24 @@ def test_deepspeed_spellings() -> None:
 def test_wrong_options_are_named(options: dict[str, object], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         InferenceConfig.from_options(options)
+
+
+@pytest.mark.parametrize("name", ["top_k", "no_repeat_ngram_size"])
+def test_counts_that_no_kernel_can_hold_are_named(name: str) -> None:
+    from anyaccel.inference.generate import Sampling
+    from anyaccel.inference.generate_checks import sampling_options
+
+    for number in (2**31, 10**40):
+        with pytest.raises(UsageError, match=rf"{name}={number}: must be 0 \(off\) or above, and below 2\*\*31"):
+            sampling_options(do_sample=True, **{name: number})
+    with pytest.raises(UsageError, match=rf"top_k={2**31}"):
+        Sampling(top_k=2**31)
+    assert Sampling(top_k=2**31 - 1).native()["top_k"] == 2**31 - 1
+
+
+def test_a_limit_of_the_cache_that_no_machine_has_is_refused_before_anything_is_read() -> None:
+    from anyaccel.inference.runtimes.cpu import load_native
+
+    for limit in (2**63, 2**70, -1):
+        with pytest.raises(UsageError, match=f"cache_limit={limit}"):
+            load_native("no such model", cache_limit=limit)

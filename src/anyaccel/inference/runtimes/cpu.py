@@ -83,6 +83,7 @@ def load_native(
     progress: Progress | None = None,
     use_cache: bool = True,
     release: bool = False,
+    check: Callable[[], object] | None = None,
 ) -> NativeModel:
     """Make the native decoder of a model; on `size` ranks each has a part.
 
@@ -98,6 +99,7 @@ def load_native(
         progress: called with (bytes done, bytes in all) while weights are read or packed.
         use_cache: keep the packed weights of files in the user's cache folder, and read them from there.
         release: give up each of the module's weights once it is packed.
+        check: called between the steps of the work, in its thread; what it raises ends the work.
 
     Raises:
         Unsupported: the native runtime lacks something that this model needs: its `feature`.
@@ -105,12 +107,14 @@ def load_native(
         UsageError: an argument is wrong, or the model is too small for so many ranks.
     """
     most = _THREADS_A_CPU * (os.cpu_count() or 1)
+    if not 0 <= cache_limit < 2**63:
+        raise UsageError(f"cache_limit={cache_limit}: must be 0 or above, and fit 64 bits")
     if threads > most:
         raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning")
     precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
     if cache_dtype not in _CACHE_FORMATS:
         raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8 or fp32")
-    settings = _Settings(precision, rank, size, threads, _CACHE_FORMATS[cache_dtype], cache_limit, progress)
+    settings = _Settings(precision, rank, size, threads, _CACHE_FORMATS[cache_dtype], cache_limit, progress, check)
     if not isinstance(model, str | Path):
         from anyaccel.inference.runtimes.packing import checkpoint_in_memory
 
@@ -126,14 +130,14 @@ def load_native(
         return found
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(entry.locked())
+            held.enter_context(entry.locked(settings.go_on))
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
             return _from_files(path, settings)[0]
         found = _from_cache(entry, settings)  # another process may have made it meanwhile
         if found is None:
             found, shapes = _from_files(path, settings)
-            _save(entry, found, shapes)
+            _save(entry, found, shapes, settings)
         return found
 
 
@@ -146,8 +150,14 @@ class _Settings:
     cache_format: str
     cache_limit: int
     progress: Progress | None
+    check: Callable[[], object] | None
+
+    def go_on(self) -> None:
+        if self.check is not None:
+            self.check()
 
     def report(self, done: int, total: int) -> None:
+        self.go_on()
         if self.progress is not None:
             self.progress(done, total)
 
@@ -245,7 +255,9 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
     """The model, and the shapes of its weights."""
     from anyaccel.inference.runtimes.packing import Plan
 
+    settings.go_on()
     plan = Plan(checkpoint, settings.precision, settings.rank, settings.size)
+    settings.go_on()
     if unread := plan.unread():
         logger.warning(
             "%d weights of the checkpoint are not part of the model that its configuration describes, for example %s",
@@ -270,7 +282,7 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
     return native, shapes
 
 
-def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any]) -> None:
+def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any], settings: _Settings) -> None:
     size = made.model.weight_bytes
     saved = {
         "spec": asdict(made.spec),
@@ -282,6 +294,6 @@ def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any]) -> None:
     }
     try:
         if entry.has_room(size):
-            entry.save(saved, size, lambda descriptor: made.model.write(descriptor, 0))
+            entry.save(saved, size, lambda descriptor: made.model.write(descriptor, 0, lambda _: settings.go_on()))
     except OSError as error:  # no cache then: the model itself is there
         logger.warning("%s: packed weights are not kept (%s)", entry.root, error)

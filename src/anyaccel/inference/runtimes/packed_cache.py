@@ -120,15 +120,18 @@ class Entry:
         return found
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, check: Callable[[], object] | None = None) -> Iterator[None]:
         """One process makes the entry; others wait.
+
+        Args:
+            check: called while it waits; what it raises ends the wait.
 
         Raises:
             OSError: the cache folder cannot be used.
             ModelError: another process does not come to an end.
         """
         self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with locked(self._lock):
+        with locked(self._lock, check):
             yield
 
     def has_room(self, size: int) -> bool:

@@ -22,6 +22,10 @@ from anyaccel.launch.options import DEFAULT_HOSTFILE as DLTS_HOSTFILE
 
 from .._cover import cover, refuse
 
+TYPE_CHECKING = False  # importing typing would take 7 ms
+if TYPE_CHECKING:
+    from typing import Any
+
 __all__ = [
     "DLTS_HOSTFILE", "apply_num_nodes_and_gpus", "encode_world_info", "fetch_hostfile", "main", "parse_args",
     "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list", "parse_resource_filter",
@@ -33,12 +37,22 @@ _WITH_VALUE = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "maste
 _SWITCHES = ("module", "no_python", "no_local_rank", "no_ssh", "force_multi", "save_pid", "bind_cores_to_rank", "quiet")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Options may be abbreviated, as DeepSpeed's may, where they mean one option only.
+
+    argparse asks for the script's options too, and ends the program for one that could mean several of ours.
+    """
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        found = super()._get_option_tuples(option_string)
+        by_action = {id(entry[0]): entry for entry in found}  # two spellings are one option
+        return list(by_action.values()) if len(by_action) == 1 else []
+
+
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command `deepspeed`, under DeepSpeed's names and with its defaults where it has a value."""
-    parser = argparse.ArgumentParser(
-        prog="deepspeed",
-        description="anyaccel run, with DeepSpeed's options; see also anyaccel run --help",
-        allow_abbrev=False,
+    parser = _Parser(
+        prog="deepspeed", description="anyaccel run, with DeepSpeed's options; see also anyaccel run --help"
     )
     _add(parser, "-H", "--hostfile", default=DLTS_HOSTFILE, help="hosts, one `name slots=N` a line")
     _add(parser, "-i", "--include", default="", help="only these hosts and slots, as in worker-0@worker-1:0,2")
@@ -89,7 +103,12 @@ def anyaccel_arguments(options: argparse.Namespace) -> list[str]:
 
     Raises:
         NotCoveredError: --autotuning.
+        UsageError: numbers of nodes or devices beside a filter of them, which DeepSpeed refuses too.
     """
+    if (options.num_nodes >= 0 or options.num_gpus >= 0) and (options.include or options.exclude):
+        given = "--num_nodes" if options.num_nodes >= 0 else "--num_gpus"
+        other = "--include" if options.include else "--exclude"
+        raise UsageError(f"{given} and {other} cannot be given together; name in {other} what is to be used")
     if options.autotuning:
         raise refuse("launcher --autotuning", "it tunes the training engine, which is out of scope; leave it out")
     defaults = vars(parse_args(["script"]))
@@ -113,18 +132,28 @@ def _needs_no_launcher(options: argparse.Namespace) -> bool:
     hosts = fetch_hostfile(options.hostfile)
     if hosts is None:
         return True
-    left = list(parse_inclusion_exclusion(hosts, options.include, options.exclude))
-    return is_this_host(left[0]) and (len(left) == 1 or options.num_nodes == 1)
+    left = select_hosts(hosts, options.include, options.exclude)
+    return is_this_host(left[0].name) and (len(left) == 1 or options.num_nodes == 1)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command; ends the process with the job's exit code where that is not 0."""
+    """The command; ends the process with the job's exit code where that is not 0.
+
+    Args:
+        args: of a program that calls this, which gets the errors of options as exceptions; None for those of the
+            command line, whose errors are printed.
+
+    Raises:
+        UsageError, NotCoveredError: options contradict each other, or are not covered.
+    """
     try:
         options = parse_args(args)
         if _needs_no_launcher(options):
             options.launcher = "ssh"  # the default, which a job of this host alone does not use
         arguments = anyaccel_arguments(options)
     except AnyAccelError as error:
+        if args is not None:
+            raise
         sys.stderr.write(f"deepspeed: error: {error}\n")
         sys.exit(error.exit_code)
     code = anyaccel.cli.main(arguments)
@@ -147,11 +176,11 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
     Raises:
         UsageError: a slot is not a number.
     """
-    host, _, slots = node_config.partition(":")
-    numbers = slots.split(",") if slots else []
-    if not all(number.isascii() and number.isdigit() for number in numbers):
-        raise UsageError(f"{node_config!r} names slots that are not numbers; write it as worker-1:0,2")
-    return host, [int(number) for number in numbers]
+    host, colon, slots = node_config.partition(":")
+    try:
+        return host, [int(number) for number in slots.split(",")] if colon else []
+    except ValueError:
+        raise UsageError(f"{node_config!r} names slots that are not numbers; write it as worker-1:0,2") from None
 
 
 def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
@@ -170,20 +199,29 @@ def parse_node_config_list(node_config_list: str) -> dict[str, list[int]]:
 def parse_resource_filter(
     host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
 ) -> dict[str, list[int]]:
-    """The slots that take part, by host, in the order of `host_info`.
+    """The slots that take part, by host, in the order of `host_info`; {} where nothing is left.
 
     Raises:
-        UsageError: both strings are given, a host or slot is not in `host_info`, or nothing is left.
+        UsageError: both strings are given, or a host or slot is not in `host_info`.
     """
-    if not include_str and not exclude_str:
+    if include_str and exclude_str:
+        raise UsageError("include_str and exclude_str contradict each other; use one of them")
+    text = include_str or exclude_str
+    if not text:
         return {host: list(slots) for host, slots in host_info.items()}
-    counts = {host: max(slots, default=-1) + 1 for host, slots in host_info.items()}
-    for host, slots in parse_node_config_list(include_str or exclude_str).items():
-        missing = sorted(set(slots).difference(host_info.get(host, slots)))
+    named = parse_node_config_list(text)
+    for host, slots in named.items():
+        if host not in host_info:
+            known = ", ".join(list(host_info)[:8])
+            raise UsageError(f"{text!r}: host {host!r} is not in the hostfile, which has {known or 'none'}")
+        missing = sorted(set(slots).difference(host_info[host]))
         if missing:
-            raise UsageError(f"{include_str or exclude_str!r}: host {host} has no slot {missing[0]}")
-    chosen = select_hosts(counts, include_str, exclude_str)
-    found = {host.name: [slot for slot in host_info[host.name] if slot in host.slots] for host in chosen}
+            raise UsageError(f"{text!r}: host {host} has no slot {missing[0]}; it has {list(host_info[host])}")
+    found = {}
+    for host, given in host_info.items():
+        own = list(dict.fromkeys(given))
+        chosen = (named[host] or own) if host in named else []
+        found[host] = chosen if include_str else [slot for slot in own if slot not in chosen]
     return {host: slots for host, slots in found.items() if slots}
 
 
