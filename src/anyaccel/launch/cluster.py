@@ -322,5 +322,11 @@ def _run_below(launch: ClusterLaunch) -> int:
         front.reception = Reception(task.word, [host.name for host in task.hosts], on_hello)
         command, environment = launch.command(front.reception.contact.encode())
         front.console.line(shlex.join(command), DEBUG)
-        front.launcher = LauncherProcess(command, {**os.environ, **environment}, may_wait=runner.name == "slurm")
+        front.launcher = LauncherProcess(
+            command,
+            {**os.environ, **environment},
+            front.output,
+            front.console,
+            may_wait=runner.name == "slurm",
+        )
         return front.run()

@@ -18,10 +18,10 @@ from anyaccel.errors import UsageError
 from anyaccel.launch import channel
 from anyaccel.launch.agents import Agent
 from anyaccel.launch.failure import Report, exit_code, explain
-from anyaccel.launch.guardian import SAME_MOMENT
+from anyaccel.launch.guardian import DEAF, SAME_MOMENT
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
-from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output
+from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output, cannot_write
 from anyaccel.launch.signals import stop_signals
 from anyaccel.launch.streams import BACKLOG
 from anyaccel.launch.task import Task
@@ -64,6 +64,7 @@ class Front:
         self._started = False
         self._stop: tuple[int, float] | None = None
         self._ending_at: float | None = None
+        self._cut: list[Output] = []  # those that nothing can be written to any more
         self._step = 0  # of ending: asked, input ended, connection cut
         self._next_beat = 0.0
         self._deadline = 0.0
@@ -87,9 +88,10 @@ class Front:
                 code = self._conclude()
         finally:
             self.abandon()
-        self.console.close(1.0 if self._stop else None)
         self.output.close(1.0 if self._stop else None)
-        return code
+        self._cut_off()
+        self.console.close(1.0 if self._stop else None)
+        return code or int(self.output.lost or self.console.lost)
 
     # starting
 
@@ -194,6 +196,10 @@ class Front:
                     events[descriptor] = select.POLLIN
             if (owed := agent.to_write()) is not None:
                 events[owed] = events.get(owed, 0) | select.POLLOUT
+        if may_read and self.launcher:
+            for descriptor in self.launcher.to_read():
+                readers[descriptor] = self.launcher.read
+                events[descriptor] = select.POLLIN
         for descriptor, event in events.items():
             poller.register(descriptor, event)
         strangers = self.reception.to_read() if self.reception else []
@@ -215,6 +221,23 @@ class Front:
                 agent.send(b"")
         for output in outputs:
             output.flush()
+        self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Have the workers learn that what they write arrives no more; say so once."""
+        for output in (self.output, self.console):
+            if not output.problem or output in self._cut:
+                continue
+            self._cut.append(output)
+            if output.lost:
+                self._error(cannot_write(output, logged=self._task.options.log_dir is not None))
+            if self.launcher:
+                self.end(signal.SIGTERM)  # there is no way through it to the pipes of the workers
+            for agent in self.agents:
+                if output is self.output:
+                    agent.close_output()
+                elif self._started and agent.running:
+                    agent.send(bytes([DEAF]))
 
     def _reap(self) -> None:
         for agent in self.agents:
@@ -334,7 +357,7 @@ class Front:
             if report and report.immortal:
                 self._error(f"host {agent.host}: these processes do not end, not even by SIGKILL: {report.immortal}")
             if report and report.problem:
-                agent.problem = agent.problem or report.problem
+                agent.problem, agent.code = agent.problem or report.problem, report.code
         problems = {f"host {agent.host}: {agent.problem}": agent.code for agent in self.agents if agent.problem}
         if self.launcher and self.launcher.problem:
             problems[self.launcher.problem] = 1
@@ -353,9 +376,15 @@ class Front:
             for line in explain(failure, f"rank {failure.rank} on host {failed.host}", others):
                 self.console.line(line, ERROR)
             return exit_code(failure.status)
-        signals = [agent.report.signal for agent in self.agents if agent.report and agent.report.signal]
-        if problems:
-            return max(problems.values())
+        reports = [(agent.host, agent.report) for agent in self.agents if agent.report]
+        losses = [f"host {host}: {report.loss}" for host, report in reports if report.loss]
+        if losses and not self._cut:  # what was cut here fails there
+            for loss in losses:
+                self._error(f"{loss}; output of its workers is lost")
+            problems |= dict.fromkeys(losses, 1)
+        signals = [report.signal for _, report in reports if report.signal]
+        if problems or self.output.lost or self.console.lost:
+            return max(problems.values(), default=1)
         return 128 + signals[0] if signals else 0
 
     def _error(self, text: str) -> None:

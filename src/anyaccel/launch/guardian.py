@@ -25,7 +25,7 @@ from enum import Enum
 from anyaccel import _native
 from anyaccel.launch import processes
 from anyaccel.launch.failure import Failure, Report
-from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions
+from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions, cannot_write
 from anyaccel.launch.streams import Streams
 from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # Added to a signal number on the control pipe: the workers have it already, it went to the whole group.
 DELIVERED = 0x80
+# A byte on the connection to a launcher that is no signal: what workers write to standard error arrives nowhere.
+DEAF = 0x7F
 # Shared memory for the report: the tail of a worker takes at most 40 kB of it, immortal processes as much.
 REPORT_BYTES = 1 << 17
 # What counts as the same moment: a worker dies of Ctrl-C before the launcher has told us of it.
@@ -150,6 +152,7 @@ class _Guardian:
         self._output = console
         self._streams = streams
         self._outputs = [*streams.outputs, *([link.output] if link and link.output is not console else [])]
+        self._cut: list[Output] = []  # those that nothing can be written to any more
         self._running: dict[int, int] = {}  # process id -> rank
         self._phase = _Phase.RUNNING
         self._ask_at: float | None = None  # when SIGTERM follows a gentler signal
@@ -222,6 +225,7 @@ class _Guardian:
             self._wait()
         if failure := self._result.failure:
             self._result.failure = replace(failure, tail=self._streams.tail(failure.rank))
+        self._result.loss = "; ".join(filter(None, (output.loss for output in self._streams.outputs)))
         return self._result
 
     def _done(self, now: float) -> bool:
@@ -270,6 +274,17 @@ class _Guardian:
                 self._streams.pump(descriptor)
         for output in self._outputs:
             output.flush()
+        self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Have the workers learn that what they write arrives no more."""
+        for output in self._streams.outputs:
+            if output.problem and output not in self._cut:
+                self._cut.append(output)
+                if output.lost and not self._link:  # the launcher of several hosts has its own to say
+                    self._output.line(f"error: {cannot_write(output, logged=self._streams.logged)}", ERROR)
+            if output.problem:
+                self._streams.cut(output)
 
     def _on_signals(self) -> None:
         for number in os.read(self._wakeup, 4096):
@@ -285,6 +300,9 @@ class _Guardian:
             self._lose_launcher()
         self._heard_at = time.monotonic()
         for byte in message.replace(b"\0", b""):
+            if byte == DEAF:
+                self._streams.cut(self._output)
+                continue
             self._stop(byte & ~DELIVERED, delivered=bool(byte & DELIVERED))
 
     def _lose_launcher(self) -> None:

@@ -54,6 +54,11 @@ class Streams:
         self._logs: dict[int, int] = {}
 
     @property
+    def logged(self) -> bool:
+        """Whether there are log files."""
+        return bool(self._logs)
+
+    @property
     def outputs(self) -> list[Output]:
         """The console's descriptors that are written to."""
         return [self._error] if self._output is None else [self._error, self._output]
@@ -115,6 +120,18 @@ class Streams:
             self._log(stream.rank, data)
         if data and stream.console is not None:
             stream.console.write(_prefixed(stream.rank, data) if self._options.rank_prefix else data)
+
+    def cut(self, output: Output) -> None:
+        """`output` can be written to no more: close the pipes that lead there.
+
+        A worker's next write fails then, as it would if it wrote there itself. What goes to a log file too goes on.
+        """
+        for pipe, stream in list(self._streams.items()):
+            if stream.console is output:
+                stream.console = None
+                if stream.rank not in self._logs:
+                    del self._streams[pipe]
+                    os.close(pipe)
 
     def drain(self, rank: int | None = None) -> None:
         """Pass on what is in the pipes now, of one worker or of all."""

@@ -109,10 +109,10 @@ class _Launcher:
         self._control = control
         self._group = group
         self._workers = f"{workers} worker{'' if workers == 1 else 's'}"
+        self._were = "was" if workers == 1 else "were"
         self._grace = grace_period
         self._output = output
         self._stop: tuple[int, float] | None = None  # the first signal, and when it came
-        self._lost = 0  # wait status of a guardian that did not come to its report
 
     @property
     def stopped(self) -> bool:
@@ -166,9 +166,8 @@ class _Launcher:
         """Make sure that nothing is left; returns what happened."""
         if report is None:
             immortal = processes.describe(processes.end_all(before, KILL_TIMEOUT))
-            self._lost = status
-            problem = f"the supervising process {describe_end(status)}; {self._workers} were ended"
-            report = Report(immortal=immortal, problem=problem)
+            problem = f"the supervising process {describe_end(status)}; {self._workers} {self._were} ended"
+            report = Report(immortal=immortal, problem=problem, code=exit_code(status) or 1)
         if self._stop and (report.failure is None or self._is_cause(*self._stop, report.failure)):
             report.failure, report.problem = None, ""
             report.signal = self._stop[0]
@@ -179,8 +178,8 @@ class _Launcher:
         if report.failure:
             return exit_code(report.failure.status)
         if report.problem:
-            return exit_code(self._lost) or 1
-        return 128 + report.signal if report.signal else 0
+            return report.code
+        return 128 + report.signal if report.signal else int(bool(report.loss))
 
     def explain(self, report: Report, host: str) -> None:
         """Say what happened."""
