@@ -319,7 +319,8 @@ def _run_below(launch: ClusterLaunch) -> int:
         front.on_call(agent)
 
     with many_descriptors(2 * len(front.agents)):
-        front.reception = Reception(task.word, [host.name for host in task.hosts], on_hello)
+        names = [host.name for host in task.hosts]
+        front.reception = Reception(task.word, names, on_hello, agents=len(front.agents))
         command, environment = launch.command(front.reception.contact.encode())
         front.console.line(shlex.join(command), DEBUG)
         front.launcher = LauncherProcess(

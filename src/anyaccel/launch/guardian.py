@@ -50,6 +50,8 @@ _SETTLE = 0.2
 _LEFTOVER_GRACE = 0.8
 # Seconds beyond the time to wake up after which this process was stopped, or its machine.
 _OVERSLEPT = 2.0
+# Milliseconds.
+_LONGEST_POLL = 86_400_000
 # Descriptors that must be left when all workers run: two to be woken up, the rest to look through /proc.
 _SPARE_DESCRIPTORS = 4
 
@@ -260,7 +262,8 @@ class _Guardian:
                 poller.register(output.descriptor, events)
         for pipe in self._streams.readable():
             poller.register(pipe, select.POLLIN)
-        timeout = max(0.0, min(deadlines) - now) * 1000 + 1 if deadlines else None
+        # poll() takes at most 24 days: whoever has a later deadline looks again.
+        timeout = min(max(0.0, min(deadlines) - now) * 1000 + 1, _LONGEST_POLL) if deadlines else None
         ready = poller.poll(timeout)
         if timeout is not None and time.monotonic() > now + timeout / 1000 + _OVERSLEPT:
             self._heard_at = time.monotonic()  # we were stopped: the silence may have been ours
