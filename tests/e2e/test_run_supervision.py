@@ -74,3 +74,31 @@ def test_a_grace_period_longer_than_any_timer(tmp_path, hosts):
     shell = ["--no_python", "sh", "-c", "test $RANK = 1 && exit 7; exec sleep 600"]
     command = [*RUN, *where, "--grace-period", "31536000", *shell]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=60).returncode == 7
+
+
+# What gives the launcher a /proc that does not show its processes, or shows others by their numbers.
+WITHOUT_PROC = {
+    "no /proc": "unshare --mount sh -c 'mount -t tmpfs none /proc && exec \"$@\"' sh",
+    "of the namespace around": "unshare --pid --fork",
+    "the guardian is the first of its namespace": "unshare --pid",
+    "no /proc in a namespace": "unshare --mount --pid --fork sh -c 'mount -t tmpfs none /proc; \"$@\"' sh",
+}
+
+
+@pytest.mark.parametrize("how", WITHOUT_PROC)
+def test_nothing_stays_and_no_other_process_is_touched_without_a_proc_of_ones_own(tmp_path, how):
+    if os.geteuid() != 0:
+        pytest.skip("namespaces need root")
+    # A grandchild that is deaf to SIGTERM, in a session of its own, below another one.
+    deaf = "trap '' TERM; sleep 600 & sleep 600"
+    job = f'setsid sh -c "{deaf}" & : >ready; sleep 0.2; exit 3'
+    command = [*RUN, "--num_accelerators", "1", "--no_python", "sh", "-c", job]
+    shell = ["sh", "-c", f'{WITHOUT_PROC[how]} "$@"', "sh", *command]
+    began = time.monotonic()
+    # Whatever of it stays holds its standard error open.
+    done = subprocess.run(shell, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (tmp_path / "ready").exists(), done.stderr
+    assert done.returncode == 3, done.stderr
+    assert time.monotonic() - began < 25  # it used to give up after 30 s
+    assert "worker" not in done.stderr.replace("what finished workers left behind", "")  # as in kworker/0:1
+    assert "exited with code 3" in done.stderr

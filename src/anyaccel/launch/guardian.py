@@ -166,7 +166,9 @@ class _Guardian:
         self._launcher_gone = False
         self._result = Report()
         self._set_up()
-        self._start(workers, group)
+        # Without a parent that has a number here we are the first process of a PID namespace (`unshare --pid`): the
+        # launcher's group is in another one, and cannot be joined.
+        self._start(workers, group if os.getppid() else 0)
         self._wakeup = self._listen()
 
     def _set_up(self) -> None:
