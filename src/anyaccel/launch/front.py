@@ -21,6 +21,7 @@ from anyaccel.launch.failure import Report, exit_code, explain
 from anyaccel.launch.guardian import DEAF, SAME_MOMENT
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
+from anyaccel.launch.machines import same_machines
 from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output, cannot_write
 from anyaccel.launch.signals import stop_signals
 from anyaccel.launch.streams import BACKLOG
@@ -61,6 +62,8 @@ class Front:
         self.launcher: LauncherProcess | None = None  # what starts these
         self._task = task
         self._least = least
+        self._dividing: set[Agent] = set()  # those that make another plan
+        self._divided = False
         self._started = False
         self._stop: tuple[int, float] | None = None
         self._ending_at: float | None = None
@@ -115,8 +118,9 @@ class Front:
             agent.ready = data
             if self.launcher:
                 self._deadline = time.monotonic() + _NEXT_READY
-            if all(other.ready for other in self.agents) and self._ending_at is None:
-                self._go()
+            self._dividing.discard(agent)
+            if all(other.ready for other in self.agents) and not self._dividing and self._ending_at is None:
+                self._divide()
         elif kind == channel.REFUSED:
             agent.problem, agent.code = data["message"], data["code"]
             self.end(signal.SIGTERM)
@@ -130,6 +134,27 @@ class Front:
                 agent.failure, agent.failed_at = report.failure, agent.reported_at
             if report.failure or report.problem or report.immortal or report.signal:
                 self.end(report.signal or signal.SIGTERM)
+
+    def _divide(self) -> None:
+        """Every agent is ready: have those that are on one machine divide its cores among all of their workers."""
+        nodes = {host.name: number for number, host in enumerate(self._task.hosts)}
+        found = {nodes[agent.host]: agent.ready or {} for agent in self.agents}
+        try:
+            groups = [] if self._divided else same_machines(self._task, found)
+        except UsageError as error:
+            self.agents[0].problem, self.agents[0].code = str(error), error.exit_code
+            self.end(signal.SIGTERM)
+            return
+        self._divided = True
+        for group in groups:
+            names = ", ".join(self._task.hosts[node].name for node in group)
+            self.console.line(f"hosts {names} are one machine: its cores are divided among all of their workers", DEBUG)
+            for agent in self.agents:
+                if nodes[agent.host] in group:
+                    self._dividing.add(agent)
+                    agent.send(channel.encode_line({"together": group}))
+        if not groups:
+            self._go()
 
     def _go(self) -> None:
         """Every agent is ready: tell all of them where rank 0 is."""

@@ -54,6 +54,7 @@ def make_plan(
     extra_env: Mapping[str, str] | None = None,
     place: Place | None = None,
     device_ids: Sequence[int] | None = None,
+    all_device_ids: Sequence[int] | None = None,
 ) -> LaunchPlan:
     """The plan for `options` on this machine. Starts nothing.
 
@@ -63,6 +64,7 @@ def make_plan(
         extra_env: more variables for every worker. Those of the plan itself win.
         place: where the ranks of this machine stand in the whole job; when left out, they are all.
         device_ids: the devices of this machine that take part; when left out, the first ones.
+        all_device_ids: those of all workers of this machine, where the job has it under several names.
 
     Raises:
         UsageError: what is asked for cannot be had on this machine.
@@ -78,6 +80,7 @@ def make_plan(
         extra_env=extra_env,
         place=place,
         device_ids=device_ids,
+        all_device_ids=all_device_ids,
     )
 
 
