@@ -125,15 +125,18 @@ class Task:
     def _slots(self, node: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The slots of a host as its machine counts them, and those of all hosts that are the same machine.
 
-        Each name of a machine counts from 0; its devices come after those of the names before it.
+        Each name of a machine counts from 0; where two have a number in common, the devices of each name come after
+        those of the names before it.
         """
         if not self.together:
             return self.hosts[node].slots, None
-        slots: dict[int, tuple[int, ...]] = {}
-        first = 0
-        for other in self.together:
-            slots[other] = tuple(first + slot for slot in self.hosts[other].slots)
-            first = slots[other][-1] + 1
+        slots = {other: self.hosts[other].slots for other in self.together}
+        numbers = [slot for found in slots.values() for slot in found]
+        if len(set(numbers)) < len(numbers):
+            first = 0
+            for other, found in slots.items():
+                slots[other] = tuple(first + slot for slot in found)
+                first = slots[other][-1] + 1
         return slots[node], tuple(slot for found in slots.values() for slot in found)
 
     def workers(self, plan: LaunchPlan, node: int) -> list[Worker]:
