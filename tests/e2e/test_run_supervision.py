@@ -102,3 +102,54 @@ def test_nothing_stays_and_no_other_process_is_touched_without_a_proc_of_ones_ow
     assert time.monotonic() - began < 25  # it used to give up after 30 s
     assert "worker" not in done.stderr.replace("what finished workers left behind", "")  # as in kworker/0:1
     assert "exited with code 3" in done.stderr
+
+
+# What torch's launcher does: it starts a worker, waits for its end, and starts another one.
+ROUNDS = """
+import os, subprocess, sys
+command = [sys.executable, "-m", "anyaccel.launch.rounds", sys.executable, "worker.py"]
+helper = subprocess.Popen(["sleep", "600"])  # of its own; it stays
+for number in range(2):
+    worker = {**os.environ, "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_RESTART_COUNT": str(number)}
+    others = [subprocess.Popen(command, env={**worker, "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    if any([other.wait() for other in others]) or helper.poll() is not None:
+        sys.exit(1)
+helper.kill()
+"""
+# Each worker leaves two processes behind: one in a session of its own and deaf to SIGTERM, one below another.
+LEAVES = """
+import os, pathlib, subprocess, sys, time
+mine = os.environ["TORCHELASTIC_RESTART_COUNT"] + "-" + os.environ["LOCAL_RANK"]
+earlier = [int(pid) for path in pathlib.Path().glob("left-0*") for pid in path.read_text().split()]
+if mine.startswith("1"):
+    assert len(earlier) == 4, earlier
+    alive = [pid for pid in earlier if os.path.exists(f"/proc/{pid}")]
+    assert not alive, alive
+else:
+    shell = 'trap "" TERM; sleep 600 & echo $$ $! >tmp-$0; mv tmp-$0 left-$0; wait'
+    subprocess.Popen(["sh", "-c", shell, mine], start_new_session=True)
+    # Both are to be there when the first round is over.
+    while len(list(pathlib.Path().glob("left-0*"))) < 2:
+        time.sleep(0.01)
+"""
+
+
+def test_a_round_sees_nothing_of_the_one_before(tmp_path):
+    (tmp_path / "rounds.py").write_text(ROUNDS)
+    (tmp_path / "worker.py").write_text(LEAVES)
+    done = subprocess.run(
+        [*RUN, "--num_accelerators", "1", "rounds.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ending what an earlier round left behind: " in done.stderr
+
+
+def test_what_starts_a_round_without_a_guardian_ends_nothing(tmp_path):
+    """The processes of a shell are not those of a job."""
+    (tmp_path / "rounds.py").write_text(ROUNDS)
+    (tmp_path / "worker.py").write_text("")
+    with subprocess.Popen(["sleep", "600"]) as other:
+        done = subprocess.run([sys.executable, "rounds.py"], cwd=tmp_path, timeout=60, env={**os.environ, "RANK": "0"})
+        assert other.poll() is None
+        other.kill()
+    assert done.returncode == 0

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import mmap
     from typing import NoReturn
 
+# What it is called, as `ps -o comm` shows it.
+GUARDIAN_NAME = "anyaccel-guard"
 # Added to a signal number on the control pipe: the workers have it already, it went to the whole group.
 DELIVERED = 0x80
 # A byte on the connection to a launcher that is no signal: what workers write to standard error arrives nowhere.
@@ -47,7 +49,7 @@ KILL_TIMEOUT = 30.0
 # Seconds in which helpers of finished workers (a resource tracker) end by themselves; what stays is named.
 _SETTLE = 0.2
 # Seconds that left-over processes have between SIGTERM and SIGKILL.
-_LEFTOVER_GRACE = 0.8
+LEFTOVER_GRACE = 0.8
 # Seconds beyond the time to wake up after which this process was stopped, or its machine.
 _OVERSLEPT = 2.0
 # Milliseconds.
@@ -177,7 +179,7 @@ class _Guardian:
         os.set_blocking(self._control, False)
         try:
             with open("/proc/self/comm", "w") as file:
-                file.write("anyaccel-guard")
+                file.write(GUARDIAN_NAME)
         except OSError:
             return  # /proc may be read-only
 
@@ -389,7 +391,7 @@ class _Guardian:
             else:
                 self._kill()
         elif not self._running and self._phase is not _Phase.LEFT_OVER:
-            end = now + _SETTLE + _LEFTOVER_GRACE
+            end = now + _SETTLE + LEFTOVER_GRACE
             if self._phase is _Phase.STOPPING:
                 end = max(end, self._act_at or 0.0)  # the grace period holds for what is below a worker too
             self._phase = _Phase.LEFT_OVER

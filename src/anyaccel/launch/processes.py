@@ -80,11 +80,36 @@ def _all() -> Iterator[tuple[int, str, int]]:
             yield pid, *found
 
 
-def descendants(exclude: Iterable[int] = ()) -> dict[int, str]:
+def parent(pid: int) -> int | None:
+    """The parent of a process; None when it is gone."""
+    found = _stat(pid)
+    return found[1] if found else None
+
+
+def started(pid: int) -> int | None:
+    """When a process was started, in clock ticks since the machine was; None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return None
+
+
+def name(pid: int) -> str:
+    """The name that a process has given itself; "" when it is gone."""
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return file.read().decode(errors="replace").rstrip("\n")
+    except OSError:
+        return ""
+
+
+def descendants(exclude: Iterable[int] = (), root: int | None = None) -> dict[int, str]:
     """All processes below this one, zombies included: process id -> state letter. Its children where /proc is not ours.
 
     Args:
         exclude: children that are left out, with everything below them.
+        root: all processes below this one instead; only where /proc is ours.
     """
     if not proc_is_ours():
         skipped = set(exclude)
@@ -96,7 +121,7 @@ def descendants(exclude: Iterable[int] = ()) -> dict[int, str]:
         children.setdefault(parent, []).append(pid)
     skipped = set(exclude)
     below: dict[int, str] = {}
-    queue = [os.getpid()]
+    queue = [os.getpid() if root is None else root]
     while queue:
         for pid in children.get(queue.pop(), ()):
             if pid not in skipped and pid not in below:
