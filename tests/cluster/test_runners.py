@@ -200,3 +200,15 @@ def test_a_reader_that_has_gone_ends_workers_that_write(hosts: Hosts, launcher: 
     assert "error: standard output: Broken pipe; output of the workers is lost" in errors
     # ssh tells the other side, which closes the pipe of the workers; with the others the job is ended.
     assert child.returncode == (128 + signal.SIGPIPE if launcher == "ssh" else 1), errors
+
+
+@pytest.mark.parametrize("launcher", MOSTLY_SSH)
+def test_a_relative_pythonpath_is_that_of_the_folder_of_the_job(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    note = "import os, sys\nif 'anyaccel.launch.node' in sys.orig_argv: open(f'{folder}/' + os.uname().nodename, 'w')\n"
+    (tmp_path / "lib" / "sitecustomize.py").write_text(note.replace("{folder}", str(tmp_path)))
+    variables = {"PYTHONPATH": "lib"}
+    done = hosts.run(launcher, hosts.hostfile(tmp_path), WAIT, tmp_path, "--end", variables=variables)
+    assert done.returncode == 0, done.stderr
+    # The Python that anyaccel itself starts in there has it too, before it is in that folder.
+    assert (tmp_path / "node2").exists()

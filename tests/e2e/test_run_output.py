@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -225,3 +226,36 @@ def test_output_that_was_closed_by_the_caller_is_not_missed(folder, closed):
     command = [sys.executable, "-m", "anyaccel", "run", "--num_accelerators", "1", "--rank-prefix", "much.py"]
     shell = ["sh", "-c", f'exec {closed}>&-; exec "$@"', "sh", *command]
     assert subprocess.run(shell, cwd=folder, capture_output=True, timeout=60).returncode == 0
+
+
+def test_no_link_that_somebody_put_in_place_of_a_log_is_followed(folder, tmp_path, monkeypatch):
+    """The name of a log file can be guessed, and its folder may be one that everybody may write to."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious\n")
+    place = tmp_path / "logs"
+    place.mkdir()
+    # Links for some seconds to come, and a file of another job.
+    for second in range(30):
+        name = time.strftime("%Y%m%d%H%M%S", time.localtime(time.time() + second))
+        (place / f"{name}_rank0.log").symlink_to(victim)
+        (place / f"{name}_rank1.log").write_text("of another job\n")
+    done = run("--num_accelerators", 2, "--enable_each_rank_log", place, "worker.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert victim.read_text() == "precious\n"
+    for rank in (0, 1):
+        [log] = place.glob(f"*_rank{rank}.1.log")
+        assert f"out of {rank}" in log.read_text()
+    assert {path.read_text() for path in place.glob("*_rank1.log")} == {"of another job\n"}
+
+
+@pytest.mark.parametrize("options", [[], ["--hostfile", "HOSTS"]], ids=["here", "hosts"])
+def test_a_current_folder_that_was_deleted_is_named(tmp_path, options):
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    (tmp_path / "gone").mkdir()
+    words = [word.replace("HOSTS", str(tmp_path / "hosts")) for word in options]
+    command = [sys.executable, "-m", "anyaccel", "run", *words, "worker.py"]
+    shell = ["sh", "-c", 'rmdir ../gone && exec "$@"', "sh", *command]
+    done = subprocess.run(shell, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("anyaccel: error: the current folder is not there any more (No such file or directory); cd")

@@ -111,6 +111,20 @@ def launch_local(
     return supervise(workers, grace_period, options=output)
 
 
+def current_folder() -> str:
+    """The current folder.
+
+    Raises:
+        UsageError: it has been deleted.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the current folder is not there any more ({error.strerror}); cd to one that is, or to the same path again"
+        ) from None
+
+
 def check_script(options: LaunchOptions, search_path: str) -> None:
     """Raise UsageError where the script is not there; what a module name means is left to Python."""
     script = options.script
@@ -118,7 +132,7 @@ def check_script(options: LaunchOptions, search_path: str) -> None:
         return
     if not options.no_python:
         if not os.path.exists(script):
-            raise UsageError(f"script {script!r} does not exist in {os.getcwd()!r}; check the path")
+            raise UsageError(f"script {script!r} does not exist in {current_folder()!r}; check the path")
         return
     folders = search_path.split(os.pathsep)
     names = [script] if "/" in script else [f"{folder or '.'}/{script}" for folder in folders]
