@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from anyaccel.errors import UsageError
 from anyaccel.launch import channel
 from anyaccel.launch.agents import Agent
-from anyaccel.launch.failure import Report, exit_code, explain
-from anyaccel.launch.guardian import DEAF, SAME_MOMENT
+from anyaccel.launch.conclusion import conclude
+from anyaccel.launch.failure import Report
+from anyaccel.launch.guardian import DEAF
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.machines import same_machines
@@ -39,8 +40,6 @@ _START = 60.0
 _NEXT_READY = 12.0
 # Seconds for a launcher whose agents have all ended to end too; again as many until it is killed.
 _LAST = 1.0
-# Failures of several hosts that come within this time are one event: what was killed is its cause.
-_ONE_EVENT = 0.5
 # Seconds that agents have to end beyond the grace period; then that they have when their input has ended.
 _SLACK = 1.5
 _HARD = 2.0
@@ -88,7 +87,14 @@ class Front:
                     self._wait(wakeup)
                     self._reap()
                     self._advance()
-                code = self._conclude()
+                code = conclude(
+                    self.agents,
+                    self.console,
+                    launchers_problem=self.launcher.problem if self.launcher else "",
+                    stop=self._stop,
+                    cut=bool(self._cut),
+                    lost=self.output.lost or self.console.lost,
+                )
         finally:
             self.abandon()
         self.output.close(1.0 if self._stop else None)
@@ -255,7 +261,8 @@ class Front:
                 continue
             self._cut.append(output)
             if output.lost:
-                self._error(cannot_write(output, logged=self._task.options.log_dir is not None))
+                said = cannot_write(output, logged=self._task.options.log_dir is not None)
+                self.console.line(f"error: {said}", ERROR)
             if self.launcher:
                 self.end(signal.SIGTERM)  # there is no way through it to the pipes of the workers
             for agent in self.agents:
@@ -374,59 +381,6 @@ class Front:
             self.reception.close()
         if self.launcher:
             self.launcher.kill()
-
-    def _conclude(self) -> int:
-        """Say what happened; returns the exit code of the job."""
-        for agent in self.agents:
-            report = agent.report
-            if report and report.immortal:
-                self._error(f"host {agent.host}: these processes do not end, not even by SIGKILL: {report.immortal}")
-            if report and report.problem:
-                agent.problem, agent.code = agent.problem or report.problem, report.code
-        problems = {f"host {agent.host}: {agent.problem}": agent.code for agent in self.agents if agent.problem}
-        if self.launcher and self.launcher.problem:
-            problems[self.launcher.problem] = 1
-        for problem in problems:
-            self._error(problem)
-        failed = self._cause()
-        if self._stop and (failed is None or self._stop[1] <= failed.failed_at + SAME_MOMENT):
-            return 128 + self._stop[0]
-        if failed and failed.failure:
-            failure = failed.failure
-            others = failure.others + sum(
-                agent.size
-                for agent in self.agents
-                if agent is not failed and (agent.report is None or agent.reported_at >= failed.failed_at)
-            )
-            for line in explain(failure, f"rank {failure.rank} on host {failed.host}", others):
-                self.console.line(line, ERROR)
-            return exit_code(failure.status)
-        reports = [(agent.host, agent.report) for agent in self.agents if agent.report]
-        losses = [f"host {host}: {report.loss}" for host, report in reports if report.loss]
-        if losses and not self._cut:  # what was cut here fails there
-            for loss in losses:
-                self._error(f"{loss}; output of its workers is lost")
-            problems |= dict.fromkeys(losses, 1)
-        signals = [report.signal for _, report in reports if report.signal]
-        if problems or self.output.lost or self.console.lost:
-            return max(problems.values(), default=1)
-        return 128 + signals[0] if signals else 0
-
-    def _error(self, text: str) -> None:
-        self.console.line(f"error: {text}", ERROR)
-
-    def _cause(self) -> Agent | None:
-        """The agent whose worker failed first; of those that failed at once, one whose worker was killed."""
-        for agent in self.agents:
-            # The frame may have been lost in what ssh said; the report at the end has it too.
-            if agent.failure is None and agent.report and agent.report.failure:
-                agent.failure, agent.failed_at = agent.report.failure, time.monotonic()
-        failed = [(agent, agent.failure) for agent in self.agents if agent.failure]
-        if not failed:
-            return None
-        first = min(agent.failed_at for agent, _ in failed)
-        event = [pair for pair in failed if pair[0].failed_at <= first + _ONE_EVENT]
-        return min(event, key=lambda pair: (not os.WIFSIGNALED(pair[1].status), pair[0].failed_at))[0]
 
 
 def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | None = None) -> int:

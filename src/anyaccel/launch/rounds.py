@@ -93,7 +93,7 @@ def main(command: Sequence[str]) -> int:
     """Does not return where the command can be started."""
     end_earlier_rounds(os.getppid(), Output())
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], tuple(command))
     except OSError as error:
         Output().line(f"error: {command[0]!r} cannot be started: {error.strerror}")
         return 127 if isinstance(error, FileNotFoundError) else 126
