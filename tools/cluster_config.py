@@ -13,6 +13,7 @@ mount --bind "$2/hosts" /etc/hosts
 mount --bind "$2/nsswitch.conf" /etc/nsswitch.conf
 mount --bind "$2/passwd" /etc/passwd
 mount --bind "$2/ssh_config" /etc/ssh/ssh_config
+mount --bind "$2/boot_id" /proc/sys/kernel/random/boot_id
 [ ! -d /etc/slurm ] || mount --bind "$2/slurm" /etc/slurm
 ip link set lo up
 touch /run/ready

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -273,6 +274,7 @@ class Cluster:
             table = {"127.0.0.1": "localhost", **{there: known for known, there in names.items()}, NOBODY: "nobody"}
             (host.folder / "hosts").write_text("".join(f"{there}\t{known}\n" for there, known in table.items()))
             (host.folder / "nsswitch.conf").write_text(cluster_config.NSSWITCH)
+            (host.folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
             passwd = [line.split(":") for line in Path("/etc/passwd").read_text().splitlines()]
             home = str(self.folder / "home")
             lines = [":".join([*user[:5], home, "/bin/bash"] if user[0] == "root" else user) for user in passwd]

@@ -183,3 +183,32 @@ def test_an_elastic_job_goes_on_without_a_host_that_dies(hosts: Hosts, tmp_path:
     assert done.returncode == 0, done.stderr
     assert "warning: host node2: the connection was lost" in done.stderr
     assert "finished with 1 in round 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "launcher", ["ssh", "pdsh", *(pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS[2:])]
+)
+def test_a_reader_that_has_gone_ends_workers_that_write(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
+    """Some launchers exit with 0 when they cannot write, others crash; workers of theirs would go on for ever."""
+    shell = ["--no_python", "--no_local_rank", "sh", "-c", "exec yes"]
+    with hosts.start(launcher, hosts.hostfile(tmp_path), *shell) as child:
+        assert child.stdout
+        assert os.read(child.stdout.fileno(), 2) == b"y\n"
+        child.stdout.close()
+        assert child.stderr
+        errors = child.stderr.read()
+    assert "error: standard output: Broken pipe; output of the workers is lost" in errors
+    # ssh tells the other side, which closes the pipe of the workers; with the others the job is ended.
+    assert child.returncode == (128 + signal.SIGPIPE if launcher == "ssh" else 1), errors
+
+
+@pytest.mark.parametrize("launcher", MOSTLY_SSH)
+def test_a_relative_pythonpath_is_that_of_the_folder_of_the_job(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    note = "import os, sys\nif 'anyaccel.launch.node' in sys.orig_argv: open(f'{folder}/' + os.uname().nodename, 'w')\n"
+    (tmp_path / "lib" / "sitecustomize.py").write_text(note.replace("{folder}", str(tmp_path)))
+    variables = {"PYTHONPATH": "lib"}
+    done = hosts.run(launcher, hosts.hostfile(tmp_path), WAIT, tmp_path, "--end", variables=variables)
+    assert done.returncode == 0, done.stderr
+    # The Python that anyaccel itself starts in there has it too, before it is in that folder.
+    assert (tmp_path / "node2").exists()

@@ -485,15 +485,19 @@ def test_a_reader_that_does_not_read(tmp_path):
     os.close(read_end)
 
 
-def test_a_reader_that_goes_away_does_not_end_the_job(tmp_path):
-    (tmp_path / "talk.py").write_text("import sys\nfor i in range(1000): sys.stderr.write('x' * 1000)\n")
+def test_a_worker_decides_what_to_do_without_a_reader(tmp_path):
+    """Its write fails, as it would without us; what is lost makes the exit code one of a failure."""
+    (tmp_path / "talk.py").write_text(
+        "import sys\ntry:\n while True: sys.stderr.write('x' * 1000)\nexcept BrokenPipeError:\n open('told', 'w')\n"
+    )
     command = [sys.executable, "-m", "anyaccel", "run", "--num_accelerators", "1", "talk.py"]
     read_end, write_end = os.pipe()
     with subprocess.Popen(command, cwd=tmp_path, stderr=write_end) as launcher:
         os.close(write_end)
         os.read(read_end, 10)
         os.close(read_end)
-        assert launcher.wait(60) == 0
+        assert launcher.wait(60) == 1
+    assert (tmp_path / "told").exists()
 
 
 def test_the_end_of_a_long_tail_is_shown(tmp_path):

@@ -276,3 +276,43 @@ def test_an_address_that_cannot_be_reached_does_not_hide_one_that_can(addresses)
         Contact(listener.getsockname()[1], "word", addresses).call() as connection,
     ):
         assert connection.getpeername() == listener.getsockname()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "names"),
+    [
+        ("ssh", "localhost 127.0.0.1"),
+        ("ssh", "NAME ::1"),
+        ("openmpi", "127.0.0.1 NAME"),
+        ("elastic", "localhost NAME"),
+    ],
+)
+def test_names_of_one_machine_share_no_core(run, folder, mpirun, names, launcher):
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    hosts = names.replace("NAME", socket.gethostname()).split()
+    (folder / "hosts").write_text("".join(f"{host} slots=1\n" for host in hosts))
+    (folder / "tools" / "mpirun.openmpi").write_text(
+        MPIRUN.replace("0 1 2", "0 1")
+        .replace("SIZE=3", "SIZE=2")
+        .replace("$((rank == 2))", "0")
+        .replace("(1 + (rank > 0))", "((1))")
+        .format(agent=f"'{sys.executable}' -P -m anyaccel.launch.node")
+    )
+    options = {"ssh": [], "openmpi": ["--launcher", "openmpi"], "elastic": ["--max-restarts", "0"]}[launcher]
+    done = run("--hostfile", "hosts", "--bind_cores_to_rank", *options, "worker.py", **mpirun)
+    assert done.returncode == 0, done.stderr
+    first, second = (set(report["cores"]) for report in reports(folder))
+    assert first
+    assert second
+    assert not first & second
+
+
+def test_one_machine_has_its_cores_once(run, folder):
+    cores = len(os.sched_getaffinity(0))
+    (folder / "hosts").write_text(f"localhost slots=1\n127.0.0.1 slots={cores}\n")
+    done = run("--hostfile", "hosts", "--bind_cores_to_rank", "worker.py")
+    assert done.returncode == 2
+    assert f"{cores + 1} workers cannot each have a core of their own" in done.stderr
+    assert "(hosts localhost, 127.0.0.1 are one machine)" in done.stderr
+    assert reports(folder) == []

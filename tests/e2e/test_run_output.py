@@ -3,8 +3,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -135,3 +137,125 @@ def test_debug_says_where_the_logs_are(folder):
     options = ["--num_accelerators", 1, "--log_level", "debug", "--enable_each_rank_log", "logs"]
     done = run(*options, "worker.py", cwd=folder)
     assert re.search(r"anyaccel: log of rank 0: logs/\d+_rank0\.log\n", done.stderr)
+
+
+@pytest.fixture(scope="module")
+def full_disk(tmp_path_factory):
+    """A real file system with four pages."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path_factory.mktemp("full")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.parametrize("hosts", ["", "localhost slots=1\n127.0.0.1 slots=1\n"], ids=["here", "hosts"])
+@pytest.mark.parametrize(
+    ("descriptor", "code"),
+    [
+        (1, "print('x' * 40_000)"),  # all of it is in the pipe when the worker has ended
+        (1, "while True: print('x' * 99)"),
+        (2, "import sys\nprint('x' * 40_000, file=sys.stderr)"),
+        (2, "import sys\nwhile True: print('x' * 99, file=sys.stderr)"),
+    ],
+    ids=["out", "out for ever", "err", "err for ever"],
+)
+def test_output_that_a_full_disk_does_not_take_is_an_error(folder, full_disk, descriptor, code, hosts):
+    (folder / "much.py").write_text(code)
+    (folder / "hosts").write_text(hosts)
+    options = ["--hostfile", "hosts"] if hosts else ["--num_accelerators", 1, "--rank-prefix"]
+    command = [sys.executable, "-m", "anyaccel", "run", *map(str, options), "--no_local_rank", "much.py"]
+    other = {1: "stderr", 2: "stdout"}[descriptor]
+    with open(full_disk / "output", "wb") as file:
+        streams = {{1: "stdout", 2: "stderr"}[descriptor]: file, other: subprocess.PIPE}
+        done = subprocess.run(command, cwd=folder, text=True, timeout=60, **streams)
+    assert (full_disk / "output").stat().st_size > 8_000
+    (full_disk / "output").unlink()
+    assert done.returncode == 1
+    if descriptor == 1:
+        assert (
+            done.stderr.count("anyaccel: error: standard output: No space left on device; output of the workers is")
+            == 1
+        )
+
+
+@pytest.mark.parametrize("hosts", ["", "localhost slots=1\n127.0.0.1 slots=1\n"], ids=["here", "hosts"])
+@pytest.mark.parametrize("descriptor", [1, 2])
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_reader_that_has_gone_is_gone_for_the_workers_too(folder, hosts, descriptor, prefix):
+    """As `anyaccel run ... yes | head -1` does: without a launcher in between SIGPIPE would end it."""
+    (folder / "hosts").write_text(hosts)
+    options = ["--hostfile", "hosts"] if hosts else ["--num_accelerators", "1"]
+    options += ["--rank-prefix"] if prefix else []
+    shell = ["--no_local_rank", "--no_python", "sh", "-c", f"exec yes >&{descriptor}"]
+    read_end, write_end = os.pipe()
+    other = {1: "stderr", 2: "stdout"}[descriptor]
+    streams = {{1: "stdout", 2: "stderr"}[descriptor]: write_end, other: subprocess.DEVNULL}
+    command = [sys.executable, "-m", "anyaccel", "run", *options, *shell]
+    with subprocess.Popen(command, cwd=folder, **streams) as child:
+        os.close(write_end)
+        first = os.read(read_end, 2)
+        os.close(read_end)
+        try:
+            assert child.wait(timeout=60) == 128 + signal.SIGPIPE
+        finally:
+            child.terminate()
+    assert first == (b"[r" if prefix else b"y\n")
+
+
+def test_a_reader_that_has_gone_does_not_end_what_goes_to_log_files(folder):
+    shell = ["--no_local_rank", "--no_python", "seq", "100000"]
+    options = ["--num_accelerators", "1", "--enable_each_rank_log", "logs", "--tee"]
+    command = [sys.executable, "-m", "anyaccel", "run", *options, *shell]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.close()
+        said = child.stderr.read()
+        assert child.wait(timeout=60) == 1
+    assert (
+        said == b"anyaccel: error: standard output: Broken pipe; the job goes on, and its output is in the log files\n"
+    )
+    assert logs(folder / "logs")[0].endswith("\n100000\n")
+
+
+@pytest.mark.parametrize("closed", ["1", "2"])
+def test_output_that_was_closed_by_the_caller_is_not_missed(folder, closed):
+    (folder / "much.py").write_text("import os\nfor d in (1, 2): os.write(d, b'x' * 40_000)")
+    command = [sys.executable, "-m", "anyaccel", "run", "--num_accelerators", "1", "--rank-prefix", "much.py"]
+    shell = ["sh", "-c", f'exec {closed}>&-; exec "$@"', "sh", *command]
+    assert subprocess.run(shell, cwd=folder, capture_output=True, timeout=60).returncode == 0
+
+
+def test_no_link_that_somebody_put_in_place_of_a_log_is_followed(folder, tmp_path, monkeypatch):
+    """The name of a log file can be guessed, and its folder may be one that everybody may write to."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious\n")
+    place = tmp_path / "logs"
+    place.mkdir()
+    # Links for some seconds to come, and a file of another job.
+    for second in range(30):
+        name = time.strftime("%Y%m%d%H%M%S", time.localtime(time.time() + second))
+        (place / f"{name}_rank0.log").symlink_to(victim)
+        (place / f"{name}_rank1.log").write_text("of another job\n")
+    done = run("--num_accelerators", 2, "--enable_each_rank_log", place, "worker.py", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert victim.read_text() == "precious\n"
+    for rank in (0, 1):
+        [log] = place.glob(f"*_rank{rank}.1.log")
+        assert f"out of {rank}" in log.read_text()
+    assert {path.read_text() for path in place.glob("*_rank1.log")} == {"of another job\n"}
+
+
+@pytest.mark.parametrize("options", [[], ["--hostfile", "HOSTS"]], ids=["here", "hosts"])
+def test_a_current_folder_that_was_deleted_is_named(tmp_path, options):
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    (tmp_path / "gone").mkdir()
+    words = [word.replace("HOSTS", str(tmp_path / "hosts")) for word in options]
+    command = [sys.executable, "-m", "anyaccel", "run", *words, "worker.py"]
+    shell = ["sh", "-c", 'rmdir ../gone && exec "$@"', "sh", *command]
+    done = subprocess.run(shell, cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("anyaccel: error: the current folder is not there any more (No such file or directory); cd")

@@ -60,6 +60,15 @@ def _dispatch(argv: list[str]) -> int:
     return code
 
 
+def _about_folder() -> str:
+    """What the system's word for a current folder that has been deleted does not say."""
+    try:
+        os.getcwd()  # noqa: PTH109 - importing pathlib takes 8 ms of each launch
+    except OSError:
+        return "; the current folder is not there any more: cd to one that is, or to the same path again"
+    return ""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 bad usage, else a worker's own."""
     with careful_interrupts() as interrupts:
@@ -90,7 +99,7 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
         return 141
     except OSError as error:
         # Too many open files, no space left, a file that may not be read: the system's word is enough.
-        print(f"anyaccel: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"anyaccel: error: {' '.join(str(error).split())}{_about_folder()}", file=sys.stderr)
         return 1
 
 

@@ -94,6 +94,9 @@ class Agent:
         """End the agent's input: it ends its workers at once."""
         raise NotImplementedError
 
+    def close_output(self) -> None:
+        """What its workers write to standard output arrives nowhere any more: have them learn it."""
+
     def kill(self) -> None:
         """Cut the connection."""
         raise NotImplementedError
@@ -185,6 +188,11 @@ class PipeAgent(Agent):
                 self._stdin.close()
             except OSError:
                 return  # closed all the same
+
+    def close_output(self) -> None:
+        # ssh tells the other side (eow@openssh.com), which closes its end in turn.
+        if self._stdout in self._files:
+            self._files.pop(self._stdout).close()
 
     def kill(self) -> None:
         self.hang_up()

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import selectors
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from anyaccel.errors import UsageError
 from anyaccel.launch.address import own_addresses
 from anyaccel.launch.channel import ConnectionLostError, FrameReader
 
@@ -29,8 +29,13 @@ VARIABLE = "ANYACCEL_CONTACT"
 # Seconds for a caller to say the word, and for an agent to reach one of the launcher's addresses.
 _INTRODUCTION = 10.0
 _CONNECT = 10.0
-# Callers that have not said the word yet; more are refused.
+# Seconds that they have while others wait to be let in. An agent says it as it comes.
+_BRIEF = 1.0
+# Callers that are let in before they have said the word; others wait in the queue of the kernel.
 _MOST_STRANGERS = 4096
+_FEWEST_STRANGERS = 16
+# Open files that are kept for everything else.
+_KEPT_FREE = 48
 # Callers that are let in before agents are heard again.
 _AT_ONCE = 256
 
@@ -99,19 +104,39 @@ class Contact:
         raise ConnectionLostError(f"the launcher cannot be reached at {where}: {why}; a firewall may be in between")
 
 
+def _free_descriptors() -> int:
+    """How many files this process may still open, about."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _MOST_STRANGERS * 2
+    probe = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # the lowest free number
+    os.close(probe)
+    return soft - probe
+
+
 class Reception:
     """Listens for agents, and lets in those that know the word.
+
+    Anybody on the network may connect, and say nothing. The number of such callers is bounded by the limit on open
+    files; when it is reached, those that have been silent for a second make room.
 
     Args:
         hosts: names of the job's hosts: the launcher's addresses that face them are tried first.
         on_hello: called with connection, reader and what the agent said; takes over both.
+        agents: number of those that are expected.
     """
 
     def __init__(
-        self, word: str, hosts: Sequence[str], on_hello: Callable[[socket.socket, FrameReader, Any], None]
+        self,
+        word: str,
+        hosts: Sequence[str],
+        on_hello: Callable[[socket.socket, FrameReader, Any], None],
+        agents: int = 0,
     ) -> None:
         self._on_hello = on_hello
         self._strangers: dict[int, tuple[socket.socket, FrameReader, float]] = {}
+        self._most = max(_FEWEST_STRANGERS, min(_MOST_STRANGERS, _free_descriptors() - agents - _KEPT_FREE))
+        self._is_full = False
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=both)
@@ -120,33 +145,28 @@ class Reception:
 
     def to_read(self) -> list[int]:
         """Descriptors to wait for."""
-        return [] if self._listener.fileno() < 0 else [self._listener.fileno(), *self._strangers]
+        if self._listener.fileno() < 0:
+            return []
+        return [*([] if self._is_full else [self._listener.fileno()]), *self._strangers]
 
     def read(self, descriptor: int) -> None:
-        """Let callers in, or hear one.
-
-        Raises:
-            UsageError: there are more than this process may have open files.
-        """
+        """Let callers in, or hear one."""
         if descriptor != self._listener.fileno():
             self._hear(descriptor)
             return
         for _ in range(_AT_ONCE):
+            self._is_full = len(self._strangers) >= self._most
+            if self._is_full:
+                return
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    raise UsageError(
-                        f"there are too many connections for the limit on open files: {error.strerror}; "
-                        "raise it (ulimit -n), or use fewer ranks"
-                    ) from None
-                return  # nobody is left, or has gone again
+                # Otherwise nobody is left, or has gone again.
+                self._is_full = error.errno in (errno.EMFILE, errno.ENFILE)
+                return
             self._receive(connection)
 
     def _receive(self, connection: socket.socket) -> None:
-        if len(self._strangers) >= _MOST_STRANGERS:
-            connection.close()
-            return
         connection.setblocking(False)
         number = connection.fileno()
         reader = FrameReader(
@@ -181,11 +201,13 @@ class Reception:
             self._strangers.pop(number)[0].close()
 
     def tidy(self) -> None:
-        """Send away those that have not said the word in time."""
-        now = time.monotonic()
+        """Send away those that have not said the word in time, which is short while others wait to be let in."""
+        latest = time.monotonic() + (_INTRODUCTION - _BRIEF if self._is_full else 0)
         for number, (_, _, deadline) in list(self._strangers.items()):
-            if now > deadline:
+            if latest > deadline:
                 self._dismiss(number)
+        # Whoever is let in next is told whether there is room; without strangers, it is agents that take it all.
+        self._is_full = self._is_full and len(self._strangers) >= self._most
 
     def close(self) -> None:
         """Let nobody in any more."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the launcher and an agent, through standard input and error of ssh, or through TCP.
 
-To the agent go two lines of JSON, then one byte a signal (0 is a sign of life). From it come frames in the middle
-of what its workers write to standard error. A frame begins with NUL and a secret word of this job, so that no worker
-can write one by accident:
+To the agent go lines of JSON, then one byte a signal (0 is a sign of life, `guardian.DEAF` no signal either). From it
+come frames in the middle of what its workers write to standard error. A frame begins with NUL and a secret word of this
+job, so that no worker can write one by accident:
 
     NUL anyaccel: WORD : KIND : BASE64 OF JSON newline
 """

@@ -20,12 +20,12 @@ from anyaccel.launch.forward import forwarded_environment
 from anyaccel.launch.front import Front, start_agents
 from anyaccel.launch.hostfile import read_hostfile, select_hosts
 from anyaccel.launch.job import ClusterJob, Host
-from anyaccel.launch.launcher import free_port, say_warnings
+from anyaccel.launch.launcher import current_folder, free_port, say_warnings
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.options import DEFAULT_HOSTFILE, LaunchOptions
 from anyaccel.launch.output import DEBUG, LEVELS, Output
-from anyaccel.launch.runners import Runner, find_runner, require_program, ssh
+from anyaccel.launch.runners import Runner, absolute_paths, find_runner, require_program, ssh
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.task import Task
 from anyaccel.topology import read_machine
@@ -220,7 +220,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
         UsageError: what is asked for cannot be had.
     """
     hosts = find_hosts(options, cluster, os.environ)
-    folder = os.getcwd()  # noqa: PTH109 - importing pathlib takes 8 ms
+    folder = current_folder()
     environment = forwarded_environment(os.environ, cluster.exports, [folder, os.path.expanduser("~")])  # noqa: PTH111
     if options.elastic and options.elastic[1] > len(hosts):
         least, most = options.elastic
@@ -241,7 +241,8 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
     program = require_program(runner, os.environ.get("PATH", os.defpath))
     if runner.name != "ssh":
         return ClusterLaunch(task, cluster, runner, program)
-    start = {name: value for name, value in environment.items() if name in _AT_START}
+    # ssh starts in the home folder.
+    start = absolute_paths({name: value for name, value in environment.items() if name in _AT_START}, folder)
     commands = [
         # An SSH_CONNECTION here is of the user's own login.
         ["env", "-u", "SSH_CONNECTION", *ssh.agent_command(sys.executable)]
@@ -319,8 +320,15 @@ def _run_below(launch: ClusterLaunch) -> int:
         front.on_call(agent)
 
     with many_descriptors(2 * len(front.agents)):
-        front.reception = Reception(task.word, [host.name for host in task.hosts], on_hello)
+        names = [host.name for host in task.hosts]
+        front.reception = Reception(task.word, names, on_hello, agents=len(front.agents))
         command, environment = launch.command(front.reception.contact.encode())
         front.console.line(shlex.join(command), DEBUG)
-        front.launcher = LauncherProcess(command, {**os.environ, **environment}, may_wait=runner.name == "slurm")
+        front.launcher = LauncherProcess(
+            command,
+            {**os.environ, **environment},
+            front.output,
+            front.console,
+            may_wait=runner.name == "slurm",
+        )
         return front.run()

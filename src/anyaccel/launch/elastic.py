@@ -3,7 +3,8 @@
 
 torch starts, watches and restarts the workers. All that is done here is to say what to start, once a host:
 
-    python -m torch.distributed.run [rendezvous] --no-python env ... python -m anyaccel bind [...] -- python -u script
+    python -m torch.distributed.run [rendezvous] --no-python env ... python -m anyaccel bind [...] -- \\
+        python -m anyaccel.launch.rounds python -u script
 
 Who starts this should be the parent of everything below it, as `supervise` is: SIGKILL to torch's process leaves its
 workers alive. Its exit code is 1 whatever the code of the worker that failed.
@@ -88,6 +89,8 @@ def build_command(
         worker += ["env", f"OMP_NUM_THREADS={threads}"] if threads else ["env", "-u", "OMP_NUM_THREADS"]
     if binding is not None:
         worker += [python, "-m", "anyaccel", "bind", *binding, "--"]
+    if max_restarts or least < most:
+        worker += [python, "-m", "anyaccel.launch.rounds"]
     worker += command
     # torch replaces ${local_rank} in every word, and $$ by $.
     words = [word.replace("$", "$$") for word in worker]

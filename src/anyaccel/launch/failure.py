@@ -40,17 +40,21 @@ class Report:
         signal: the first signal that asked to end the job.
         immortal: processes that did not end, described.
         problem: why not all workers could be started.
+        code: the exit code for that problem.
+        loss: where output of the workers was lost, and why.
     """
 
     failure: Failure | None = None
     signal: int | None = None
     immortal: str = ""
     problem: str = ""
+    code: int = 1
+    loss: str = ""
 
     def encode(self) -> Any:
         """Plain values, for marshal and JSON."""
         failure = tuple(vars(self.failure).values()) if self.failure else None
-        return (failure, self.signal, self.immortal[:10_000], self.problem)
+        return (failure, self.signal, self.immortal[:10_000], self.problem, self.code, self.loss)
 
     @classmethod
     def decode(cls, values: Any) -> Report:
@@ -59,8 +63,8 @@ class Report:
         Raises:
             ValueError, TypeError: the values are others.
         """
-        failure, number, immortal, problem = values
-        return cls(failure and decode_failure(failure), number, immortal, problem)
+        failure, number, immortal, problem, code, loss = values
+        return cls(failure and decode_failure(failure), number, immortal, problem, code, loss)
 
 
 def decode_failure(values: Any) -> Failure:

@@ -17,6 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.small_file import read_small_file
 
 # The documented table: docs/launching.md. A test compares it with export_prefixes of every backend.
 PREFIXES: dict[str, tuple[str, ...]] = {
@@ -134,12 +135,9 @@ def _read_file(path: str) -> dict[str, str]:
     """The variables of an environment file; none where it is not there."""
     try:
         # As the variables of a process: bytes that are not UTF-8 are kept.
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            text = file.read()
+        text = read_small_file(path, "environment file", encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except OSError as error:
-        raise UsageError(f"environment file {path!r} cannot be read: {error.strerror}") from None
     return parse_environment_file(text.removeprefix("\ufeff"), path)
 
 

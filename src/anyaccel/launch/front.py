@@ -17,11 +17,13 @@ from collections.abc import Sequence
 from anyaccel.errors import UsageError
 from anyaccel.launch import channel
 from anyaccel.launch.agents import Agent
-from anyaccel.launch.failure import Report, exit_code, explain
-from anyaccel.launch.guardian import SAME_MOMENT
+from anyaccel.launch.conclusion import conclude
+from anyaccel.launch.failure import Report
+from anyaccel.launch.guardian import DEAF
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
-from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output
+from anyaccel.launch.machines import same_machines
+from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output, cannot_write
 from anyaccel.launch.signals import stop_signals
 from anyaccel.launch.streams import BACKLOG
 from anyaccel.launch.task import Task
@@ -38,8 +40,6 @@ _START = 60.0
 _NEXT_READY = 12.0
 # Seconds for a launcher whose agents have all ended to end too; again as many until it is killed.
 _LAST = 1.0
-# Failures of several hosts that come within this time are one event: what was killed is its cause.
-_ONE_EVENT = 0.5
 # Seconds that agents have to end beyond the grace period; then that they have when their input has ended.
 _SLACK = 1.5
 _HARD = 2.0
@@ -61,9 +61,12 @@ class Front:
         self.launcher: LauncherProcess | None = None  # what starts these
         self._task = task
         self._least = least
+        self._dividing: set[Agent] = set()  # those that make another plan
+        self._divided = False
         self._started = False
         self._stop: tuple[int, float] | None = None
         self._ending_at: float | None = None
+        self._cut: list[Output] = []  # those that nothing can be written to any more
         self._step = 0  # of ending: asked, input ended, connection cut
         self._next_beat = 0.0
         self._deadline = 0.0
@@ -84,12 +87,20 @@ class Front:
                     self._wait(wakeup)
                     self._reap()
                     self._advance()
-                code = self._conclude()
+                code = conclude(
+                    self.agents,
+                    self.console,
+                    launchers_problem=self.launcher.problem if self.launcher else "",
+                    stop=self._stop,
+                    cut=bool(self._cut),
+                    lost=self.output.lost or self.console.lost,
+                )
         finally:
             self.abandon()
-        self.console.close(1.0 if self._stop else None)
         self.output.close(1.0 if self._stop else None)
-        return code
+        self._cut_off()
+        self.console.close(1.0 if self._stop else None)
+        return code or int(self.output.lost or self.console.lost)
 
     # starting
 
@@ -113,8 +124,9 @@ class Front:
             agent.ready = data
             if self.launcher:
                 self._deadline = time.monotonic() + _NEXT_READY
-            if all(other.ready for other in self.agents) and self._ending_at is None:
-                self._go()
+            self._dividing.discard(agent)
+            if all(other.ready for other in self.agents) and not self._dividing and self._ending_at is None:
+                self._divide()
         elif kind == channel.REFUSED:
             agent.problem, agent.code = data["message"], data["code"]
             self.end(signal.SIGTERM)
@@ -128,6 +140,27 @@ class Front:
                 agent.failure, agent.failed_at = report.failure, agent.reported_at
             if report.failure or report.problem or report.immortal or report.signal:
                 self.end(report.signal or signal.SIGTERM)
+
+    def _divide(self) -> None:
+        """Every agent is ready: have those that are on one machine divide its cores among all of their workers."""
+        nodes = {host.name: number for number, host in enumerate(self._task.hosts)}
+        found = {nodes[agent.host]: agent.ready or {} for agent in self.agents}
+        try:
+            groups = [] if self._divided else same_machines(self._task, found)
+        except UsageError as error:
+            self.agents[0].problem, self.agents[0].code = str(error), error.exit_code
+            self.end(signal.SIGTERM)
+            return
+        self._divided = True
+        for group in groups:
+            names = ", ".join(self._task.hosts[node].name for node in group)
+            self.console.line(f"hosts {names} are one machine: its cores are divided among all of their workers", DEBUG)
+            for agent in self.agents:
+                if nodes[agent.host] in group:
+                    self._dividing.add(agent)
+                    agent.send(channel.encode_line({"together": group}))
+        if not groups:
+            self._go()
 
     def _go(self) -> None:
         """Every agent is ready: tell all of them where rank 0 is."""
@@ -194,6 +227,10 @@ class Front:
                     events[descriptor] = select.POLLIN
             if (owed := agent.to_write()) is not None:
                 events[owed] = events.get(owed, 0) | select.POLLOUT
+        if may_read and self.launcher:
+            for descriptor in self.launcher.to_read():
+                readers[descriptor] = self.launcher.read
+                events[descriptor] = select.POLLIN
         for descriptor, event in events.items():
             poller.register(descriptor, event)
         strangers = self.reception.to_read() if self.reception else []
@@ -215,6 +252,24 @@ class Front:
                 agent.send(b"")
         for output in outputs:
             output.flush()
+        self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Have the workers learn that what they write arrives no more; say so once."""
+        for output in (self.output, self.console):
+            if not output.problem or output in self._cut:
+                continue
+            self._cut.append(output)
+            if output.lost:
+                said = cannot_write(output, logged=self._task.options.log_dir is not None)
+                self.console.line(f"error: {said}", ERROR)
+            if self.launcher:
+                self.end(signal.SIGTERM)  # there is no way through it to the pipes of the workers
+            for agent in self.agents:
+                if output is self.output:
+                    agent.close_output()
+                elif self._started and agent.running:
+                    agent.send(bytes([DEAF]))
 
     def _reap(self) -> None:
         for agent in self.agents:
@@ -326,53 +381,6 @@ class Front:
             self.reception.close()
         if self.launcher:
             self.launcher.kill()
-
-    def _conclude(self) -> int:
-        """Say what happened; returns the exit code of the job."""
-        for agent in self.agents:
-            report = agent.report
-            if report and report.immortal:
-                self._error(f"host {agent.host}: these processes do not end, not even by SIGKILL: {report.immortal}")
-            if report and report.problem:
-                agent.problem = agent.problem or report.problem
-        problems = {f"host {agent.host}: {agent.problem}": agent.code for agent in self.agents if agent.problem}
-        if self.launcher and self.launcher.problem:
-            problems[self.launcher.problem] = 1
-        for problem in problems:
-            self._error(problem)
-        failed = self._cause()
-        if self._stop and (failed is None or self._stop[1] <= failed.failed_at + SAME_MOMENT):
-            return 128 + self._stop[0]
-        if failed and failed.failure:
-            failure = failed.failure
-            others = failure.others + sum(
-                agent.size
-                for agent in self.agents
-                if agent is not failed and (agent.report is None or agent.reported_at >= failed.failed_at)
-            )
-            for line in explain(failure, f"rank {failure.rank} on host {failed.host}", others):
-                self.console.line(line, ERROR)
-            return exit_code(failure.status)
-        signals = [agent.report.signal for agent in self.agents if agent.report and agent.report.signal]
-        if problems:
-            return max(problems.values())
-        return 128 + signals[0] if signals else 0
-
-    def _error(self, text: str) -> None:
-        self.console.line(f"error: {text}", ERROR)
-
-    def _cause(self) -> Agent | None:
-        """The agent whose worker failed first; of those that failed at once, one whose worker was killed."""
-        for agent in self.agents:
-            # The frame may have been lost in what ssh said; the report at the end has it too.
-            if agent.failure is None and agent.report and agent.report.failure:
-                agent.failure, agent.failed_at = agent.report.failure, time.monotonic()
-        failed = [(agent, agent.failure) for agent in self.agents if agent.failure]
-        if not failed:
-            return None
-        first = min(agent.failed_at for agent, _ in failed)
-        event = [pair for pair in failed if pair[0].failed_at <= first + _ONE_EVENT]
-        return min(event, key=lambda pair: (not os.WIFSIGNALED(pair[1].status), pair[0].failed_at))[0]
 
 
 def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | None = None) -> int:

@@ -25,7 +25,7 @@ from enum import Enum
 from anyaccel import _native
 from anyaccel.launch import processes
 from anyaccel.launch.failure import Failure, Report
-from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions
+from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions, cannot_write
 from anyaccel.launch.streams import Streams
 from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
 
@@ -34,8 +34,12 @@ if TYPE_CHECKING:
     import mmap
     from typing import NoReturn
 
+# What it is called, as `ps -o comm` shows it.
+GUARDIAN_NAME = "anyaccel-guard"
 # Added to a signal number on the control pipe: the workers have it already, it went to the whole group.
 DELIVERED = 0x80
+# A byte on the connection to a launcher that is no signal: what workers write to standard error arrives nowhere.
+DEAF = 0x7F
 # Shared memory for the report: the tail of a worker takes at most 40 kB of it, immortal processes as much.
 REPORT_BYTES = 1 << 17
 # What counts as the same moment: a worker dies of Ctrl-C before the launcher has told us of it.
@@ -45,9 +49,11 @@ KILL_TIMEOUT = 30.0
 # Seconds in which helpers of finished workers (a resource tracker) end by themselves; what stays is named.
 _SETTLE = 0.2
 # Seconds that left-over processes have between SIGTERM and SIGKILL.
-_LEFTOVER_GRACE = 0.8
+LEFTOVER_GRACE = 0.8
 # Seconds beyond the time to wake up after which this process was stopped, or its machine.
 _OVERSLEPT = 2.0
+# Milliseconds.
+_LONGEST_POLL = 86_400_000
 # Descriptors that must be left when all workers run: two to be woken up, the rest to look through /proc.
 _SPARE_DESCRIPTORS = 4
 
@@ -150,6 +156,7 @@ class _Guardian:
         self._output = console
         self._streams = streams
         self._outputs = [*streams.outputs, *([link.output] if link and link.output is not console else [])]
+        self._cut: list[Output] = []  # those that nothing can be written to any more
         self._running: dict[int, int] = {}  # process id -> rank
         self._phase = _Phase.RUNNING
         self._ask_at: float | None = None  # when SIGTERM follows a gentler signal
@@ -161,7 +168,9 @@ class _Guardian:
         self._launcher_gone = False
         self._result = Report()
         self._set_up()
-        self._start(workers, group)
+        # Without a parent that has a number here we are the first process of a PID namespace (`unshare --pid`): the
+        # launcher's group is in another one, and cannot be joined.
+        self._start(workers, group if os.getppid() else 0)
         self._wakeup = self._listen()
 
     def _set_up(self) -> None:
@@ -170,7 +179,7 @@ class _Guardian:
         os.set_blocking(self._control, False)
         try:
             with open("/proc/self/comm", "w") as file:
-                file.write("anyaccel-guard")
+                file.write(GUARDIAN_NAME)
         except OSError:
             return  # /proc may be read-only
 
@@ -222,6 +231,7 @@ class _Guardian:
             self._wait()
         if failure := self._result.failure:
             self._result.failure = replace(failure, tail=self._streams.tail(failure.rank))
+        self._result.loss = "; ".join(filter(None, (output.loss for output in self._streams.outputs)))
         return self._result
 
     def _done(self, now: float) -> bool:
@@ -256,7 +266,8 @@ class _Guardian:
                 poller.register(output.descriptor, events)
         for pipe in self._streams.readable():
             poller.register(pipe, select.POLLIN)
-        timeout = max(0.0, min(deadlines) - now) * 1000 + 1 if deadlines else None
+        # poll() takes at most 24 days: whoever has a later deadline looks again.
+        timeout = min(max(0.0, min(deadlines) - now) * 1000 + 1, _LONGEST_POLL) if deadlines else None
         ready = poller.poll(timeout)
         if timeout is not None and time.monotonic() > now + timeout / 1000 + _OVERSLEPT:
             self._heard_at = time.monotonic()  # we were stopped: the silence may have been ours
@@ -270,6 +281,17 @@ class _Guardian:
                 self._streams.pump(descriptor)
         for output in self._outputs:
             output.flush()
+        self._cut_off()
+
+    def _cut_off(self) -> None:
+        """Have the workers learn that what they write arrives no more."""
+        for output in self._streams.outputs:
+            if output.problem and output not in self._cut:
+                self._cut.append(output)
+                if output.lost and not self._link:  # the launcher of several hosts has its own to say
+                    self._output.line(f"error: {cannot_write(output, logged=self._streams.logged)}", ERROR)
+            if output.problem:
+                self._streams.cut(output)
 
     def _on_signals(self) -> None:
         for number in os.read(self._wakeup, 4096):
@@ -285,6 +307,9 @@ class _Guardian:
             self._lose_launcher()
         self._heard_at = time.monotonic()
         for byte in message.replace(b"\0", b""):
+            if byte == DEAF:
+                self._streams.cut(self._output)
+                continue
             self._stop(byte & ~DELIVERED, delivered=bool(byte & DELIVERED))
 
     def _lose_launcher(self) -> None:
@@ -366,7 +391,7 @@ class _Guardian:
             else:
                 self._kill()
         elif not self._running and self._phase is not _Phase.LEFT_OVER:
-            end = now + _SETTLE + _LEFTOVER_GRACE
+            end = now + _SETTLE + LEFTOVER_GRACE
             if self._phase is _Phase.STOPPING:
                 end = max(end, self._act_at or 0.0)  # the grace period holds for what is below a worker too
             self._phase = _Phase.LEFT_OVER

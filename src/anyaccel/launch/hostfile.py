@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.job import Host
+from anyaccel.launch.small_file import read_small_file
 
 _EXAMPLE = "write one host a line, such as: worker-0 slots=4"
 _NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
@@ -22,9 +23,8 @@ def read_hostfile(path: str) -> dict[str, int]:
     """
     try:
         # Names are ASCII; a comment may be anything.
-        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
-            text = file.read()
-    except OSError as error:
+        text = read_small_file(path, "hostfile", encoding="utf-8-sig")
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise UsageError(f"hostfile {path!r} cannot be read: {error.strerror}; check --hostfile") from None
     return parse_hostfile(text, path)
 

@@ -54,6 +54,7 @@ def make_plan(
     extra_env: Mapping[str, str] | None = None,
     place: Place | None = None,
     device_ids: Sequence[int] | None = None,
+    all_device_ids: Sequence[int] | None = None,
 ) -> LaunchPlan:
     """The plan for `options` on this machine. Starts nothing.
 
@@ -63,6 +64,7 @@ def make_plan(
         extra_env: more variables for every worker. Those of the plan itself win.
         place: where the ranks of this machine stand in the whole job; when left out, they are all.
         device_ids: the devices of this machine that take part; when left out, the first ones.
+        all_device_ids: those of all workers of this machine, where the job has it under several names.
 
     Raises:
         UsageError: what is asked for cannot be had on this machine.
@@ -78,6 +80,7 @@ def make_plan(
         extra_env=extra_env,
         place=place,
         device_ids=device_ids,
+        all_device_ids=all_device_ids,
     )
 
 
@@ -108,6 +111,20 @@ def launch_local(
     return supervise(workers, grace_period, options=output)
 
 
+def current_folder() -> str:
+    """The current folder.
+
+    Raises:
+        UsageError: it has been deleted.
+    """
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the current folder is not there any more ({error.strerror}); cd to one that is, or to the same path again"
+        ) from None
+
+
 def check_script(options: LaunchOptions, search_path: str) -> None:
     """Raise UsageError where the script is not there; what a module name means is left to Python."""
     script = options.script
@@ -115,7 +132,7 @@ def check_script(options: LaunchOptions, search_path: str) -> None:
         return
     if not options.no_python:
         if not os.path.exists(script):
-            raise UsageError(f"script {script!r} does not exist in {os.getcwd()!r}; check the path")
+            raise UsageError(f"script {script!r} does not exist in {current_folder()!r}; check the path")
         return
     folders = search_path.split(os.pathsep)
     names = [script] if "/" in script else [f"{folder or '.'}/{script}" for folder in folders]

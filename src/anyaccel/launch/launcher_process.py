@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from anyaccel import _native
 from anyaccel.launch.failure import describe_end
+from anyaccel.launch.output import Output
 from anyaccel.launch.processes import children, end_all
+from anyaccel.launch.streams import BACKLOG
 
 # Seconds for it to end after SIGKILL.
 _KILL = 5.0
@@ -18,6 +20,9 @@ _KILL = 5.0
 
 class LauncherProcess:
     """The launcher of the agents.
+
+    What the workers write comes through it. It goes on to `output` and `console`: some of these programs exit with 0
+    when they cannot write it (pdsh, Open MPI), others crash.
 
     Attributes:
         may_wait: it may wait for hours until hosts are free, so that no deadline holds before the first agent calls.
@@ -28,7 +33,9 @@ class LauncherProcess:
         OSError: it cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, may_wait: bool) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], output: Output, console: Output, *, may_wait: bool
+    ) -> None:
         self.name = os.path.basename(command[0])  # noqa: PTH119
         self.may_wait = may_wait
         self.problem = ""
@@ -45,8 +52,47 @@ class LauncherProcess:
 
         # A session of its own: what the terminal sends goes through us to the agents, once and in order.
         self._process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=tie
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=tie,
         )
+        assert self._process.stdout and self._process.stderr
+        self._files = {
+            file.fileno(): (file, target)
+            for file, target in ((self._process.stdout, output), (self._process.stderr, console))
+        }
+        for descriptor in self._files:
+            os.set_blocking(descriptor, False)
+
+    def to_read(self) -> Sequence[int]:
+        """Descriptors to wait for."""
+        return list(self._files)
+
+    def read(self, descriptor: int) -> bool:
+        """Pass on what came; False when there was nothing."""
+        file, target = self._files[descriptor]
+        try:
+            data = os.read(descriptor, BACKLOG)
+        except BlockingIOError:
+            return False
+        if data:
+            target.write(data)
+        else:
+            del self._files[descriptor]
+            file.close()
+        return bool(data)
+
+    def _read_last(self) -> None:
+        """What is left in the pipes; a child of it may hold them open for ever."""
+        for descriptor, (file, _) in list(self._files.items()):
+            while descriptor in self._files and self.read(descriptor):
+                continue
+            file.close()
+        self._files.clear()
 
     @property
     def running(self) -> bool:
@@ -57,6 +103,7 @@ class LauncherProcess:
         """Whether it has just ended."""
         if not self.running or self._process.poll() is None:
             return False
+        self._read_last()
         code = self._process.returncode
         status = -code if code < 0 else code << 8
         self.how = f"{self.name} {describe_end(status)}"
@@ -76,5 +123,6 @@ class LauncherProcess:
                 self._process.wait(_KILL)
             except subprocess.TimeoutExpired:
                 self.problem = f"{self.name} does not end, not even by SIGKILL"
+        self._read_last()
         end_all(self._others, _KILL)
         _native.set_child_subreaper(False)

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from anyaccel import _native
 from anyaccel.errors import AnyAccelError, UsageError
@@ -76,16 +77,34 @@ class _Agent:
             is_first = task.place(node).first_rank == 0 and (self._found is None or self._found.local_rank == 0)
             port = free_port(task.options.master_port) if is_first else None
         except (AnyAccelError, OSError) as error:
-            code = error.exit_code if isinstance(error, AnyAccelError) else 1
-            self._output.write(self._tell(channel.REFUSED, {"message": str(error), "code": code}))
-            self._output.close(_FIRST_WORD)
-            return 0
+            return self._refuse(error)
         speaks = self._found is None or self._found.local_rank == 0
-        ready = {"connection": self._connection, "port": port, "plan": plan.render() if speaks else ""}
-        self._output.write(self._tell(channel.READY, ready))
+        ready = {
+            "connection": self._connection,
+            "port": port,
+            "machine": _machine(),
+            "cpus": sorted(os.sched_getaffinity(0)),
+        }
+        self._output.write(self._tell(channel.READY, {**ready, "plan": plan.render() if speaks else ""}))
         master = read_line(self._source, _SIGN_OF_LIFE)
+        if "together" in master:
+            task = replace(task, together=tuple(master["together"]))
+            try:
+                plan = task.plan(node)
+            except AnyAccelError as error:
+                names = ", ".join(task.hosts[other].name for other in task.together)
+                return self._refuse(UsageError(f"{error} (hosts {names} are one machine)"))
+            self._output.write(self._tell(channel.READY, {**ready, "plan": plan.render() if speaks else ""}))
+            master = read_line(self._source, _SIGN_OF_LIFE)
         task = task.with_master(master["address"], master["port"])
         return self._start(task, node, task.plan(node), speaks)
+
+    def _refuse(self, error: Exception) -> int:
+        """Say why this host cannot take part; returns the exit code."""
+        code = error.exit_code if isinstance(error, AnyAccelError) else 1
+        self._output.write(self._tell(channel.REFUSED, {"message": str(error), "code": code}))
+        self._output.close(_FIRST_WORD)
+        return 0
 
     @staticmethod
     def _node(task: Task, found: RankFromEnvironment) -> int:
@@ -126,6 +145,15 @@ class _Agent:
         console.become(name, LEVELS[task.options.log_level])
         supervise(workers, task.options.grace_period, options=task.options, link=link, console=console, host=host)
         return 0  # the launcher knows; a launcher in between would make a failure of its own of another code
+
+
+def _machine() -> str:
+    """What tells this machine from all others, whatever names and containers it has; "" where that is unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def _take_standard_input() -> int:

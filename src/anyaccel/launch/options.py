@@ -11,6 +11,7 @@ from anyaccel.topology import format_cpu_list, parse_cpu_list
 
 # Everything is to be gone 5 s after a failure; the rest of the time is for what the workers leave behind.
 DEFAULT_GRACE_PERIOD = 3.0
+_LONGEST_GRACE_PERIOD = 31_536_000
 
 # Where jobs of some clusters have their hosts, as for `deepspeed`; it need not be there.
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -147,9 +148,10 @@ class LaunchOptions(BindingOptions, OutputOptions):
             raise UsageError(f"--master_port is {self.master_port}, a TCP port is between 1 and 65535")
         if self.module and self.no_python:
             raise UsageError("--module and --no_python contradict each other; use one of them")
-        # `not >=` refuses NaN as well.
-        if not self.grace_period >= 0 or self.grace_period == float("inf"):
-            raise UsageError(f"--grace-period is {self.grace_period}, it must be 0 or more seconds")
+        if not 0 <= self.grace_period <= _LONGEST_GRACE_PERIOD:  # refuses NaN as well
+            raise UsageError(
+                f"--grace-period is {self.grace_period:g}, it must be 0 to {_LONGEST_GRACE_PERIOD} seconds (a year)"
+            )
         if self.max_restarts is not None and self.max_restarts < 0:
             raise UsageError(f"--max-restarts is {self.max_restarts}, it must be 0 or more")
         if self.elastic is not None and not 1 <= self.elastic[0] <= self.elastic[1]:

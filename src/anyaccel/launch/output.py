@@ -14,6 +14,8 @@ from anyaccel.errors import UsageError
 # What a pipe takes at once when it reports that it can be written to.
 _CHUNK = select.PIPE_BUF
 
+_NAMES = {1: "standard output", 2: "standard error"}
+
 # Levels of the launcher's own lines, as in `logging`.
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 DEBUG, INFO, WARNING, ERROR = LEVELS.values()
@@ -46,17 +48,31 @@ class OutputOptions:
             raise UsageError(f"--log_level is {self.log_level!r}, it must be one of {', '.join(LEVELS)}")
 
 
+def cannot_write(output: Output, *, logged: bool) -> str:
+    """The line about an output that failed; `logged`: there are log files."""
+    if logged:
+        return f"{output.loss}; the job goes on, and its output is in the log files"
+    return f"{output.loss}; output of the workers is lost, and what they write there from now on fails"
+
+
 class Output:
     """A queue in front of a descriptor that other processes write to as well.
 
     Args:
         level: lines below it are left out.
         name: what each line begins with.
+
+    Attributes:
+        problem: why nothing can be written any more: the disk is full, the reader is gone. "" while all is well.
+        lost: what a worker wrote has been dropped for that reason.
     """
 
     def __init__(self, descriptor: int = 2, level: int = INFO, name: str = "anyaccel") -> None:
         self._pending = bytearray()
-        self._broken = False
+        self._has_data = False  # what is pending is not only lines of ours
+        self._closed = False
+        self.problem = ""
+        self.lost = False
         self._given = descriptor
         self._level = level
         self._name = name
@@ -67,7 +83,7 @@ class Output:
         try:
             mode = os.fstat(descriptor).st_mode
         except OSError:
-            self._broken = True  # it is closed: nobody is to hear of it
+            self._closed = True  # by whoever started us: nobody is to hear of it
             return descriptor
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -82,6 +98,11 @@ class Output:
         """Whether it writes to descriptor 2."""
         return self._given == 2
 
+    @property
+    def loss(self) -> str:
+        """What was lost and why, as "standard output: No space left on device"; "" for nothing."""
+        return f"{_NAMES.get(self._given, 'the connection')}: {self.problem}" if self.lost else ""
+
     def become(self, name: str, level: int) -> None:
         """Begin lines with another name, and leave out those below another level."""
         self._name, self._level = name, level
@@ -92,15 +113,22 @@ class Output:
         return len(self._pending)
 
     def write(self, data: bytes) -> None:
-        """Queue `data` and pass on what the reader takes now."""
-        if not self._broken:
-            self._pending += data
-            self.flush()
+        """Queue what a worker wrote, and pass on what the reader takes now."""
+        if self.problem:
+            self.lost = self.lost or bool(data)
+        else:
+            self._has_data = True
+            self._queue(data)
 
     def line(self, text: str, level: int = INFO) -> None:
-        """`write` for a message of ours."""
-        if level >= self._level:
-            self.write(f"{self._name}: {text}\n".encode(errors="backslashreplace"))
+        """The same with a message of ours, which is no loss."""
+        if level >= self._level and not self.problem:
+            self._queue(f"{self._name}: {text}\n".encode(errors="backslashreplace"))
+
+    def _queue(self, data: bytes) -> None:
+        if not self._closed:
+            self._pending += data
+            self.flush()
 
     def flush(self) -> None:
         """Pass on what the reader takes now."""
@@ -109,12 +137,14 @@ class Output:
                 written = os.write(self.descriptor, self._pending[:_CHUNK])
             except BlockingIOError:
                 return
-            except OSError:
-                # The reader is gone. The workers go on; what they write goes nowhere.
-                self._broken = True
+            except OSError as error:
+                # Whoever feeds this sees to it that the workers learn of it, as they would without us.
+                self.problem = str(error.strerror)
+                self.lost = self._has_data
                 self._pending.clear()
                 return
             del self._pending[:written]
+        self._has_data = self._has_data and bool(self._pending)
 
     def close(self, timeout: float | None) -> None:
         """Pass on everything, waiting at most `timeout` seconds for the reader (None: no limit)."""

@@ -49,12 +49,16 @@ class Place:
         world_size: number of workers of the whole job; None where those of this machine are all.
         node: number of this machine.
         nodes: number of machines.
+        ahead, behind: number of workers that other names of this machine have, before and after these; cores are
+            divided among all of them.
     """
 
     first_rank: int = 0
     world_size: int | None = None
     node: int = 0
     nodes: int = 1
+    ahead: int = 0
+    behind: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,7 @@ def build_plan(
         extra_env: more variables for every worker.
         place: where the workers of this machine stand in the whole job.
         device_ids: numbers of the visible devices that take part, one worker each; None for the first ones.
-        device_nodes: NUMA node of the device of each local rank, None where unknown; empty without devices.
+        device_nodes: NUMA node of the device of each worker of this machine, None where unknown; empty without devices.
         device_variable: variable that is set to `device_ids`: each worker sees all of them and takes that of its
             LOCAL_RANK; "" where there is none.
         allocator: path of the library to preload; "" for none.
@@ -183,8 +187,10 @@ def build_plan(
     """
     ranks = options.num_accelerators or (len(device_ids) if device_ids is not None else devices)
     inherited = {**environ, **(extra_env or {})}
-    shares = bind_ranks(options, machine, ranks, device_nodes)
+    shares = bind_ranks(options, machine, place.ahead + ranks + place.behind, device_nodes)
     variables, notes, warnings = rank_environments(options, machine, shares, inherited, allocator)
+    own = slice(place.ahead, place.ahead + ranks)
+    variables = variables[own]
     if device_ids is not None and device_variable:
         visible = narrow_devices(device_variable, inherited, device_ids)
         variables = [{**env, device_variable: visible} for env in variables]
@@ -196,7 +202,7 @@ def build_plan(
     master_addr = options.master_addr or "127.0.0.1"
     port = options.master_port or master_port
     bindings = []
-    for local_rank, share in enumerate(shares.ranks):
+    for local_rank, share in enumerate(shares.ranks[own]):
         rank = place.first_rank + local_rank
         env = {
             **(extra_env or {}),

@@ -20,11 +20,13 @@ def plan_here(
     extra_env: Mapping[str, str] | None = None,
     place: Place | None = None,
     device_ids: Sequence[int] | None = None,
+    all_device_ids: Sequence[int] | None = None,
     root: str = "",
 ) -> LaunchPlan:
     """`build_plan` with the devices, their NUMA nodes and the allocator that this machine has.
 
     Args:
+        all_device_ids: those of all workers of this machine, where another name of it has some; see `Place`.
         root: folder with `sys/`, `proc/` and `dev/` of a recorded machine; "" for this one.
 
     Raises:
@@ -40,7 +42,7 @@ def plan_here(
         extra_env=extra_env,
         place=place or Place(),
         device_ids=device_ids,
-        device_nodes=nodes_of_devices(options, machine, environ, root, device_ids),
+        device_nodes=nodes_of_devices(options, machine, environ, root, all_device_ids or device_ids),
         device_variable="" if device_ids is None else find_devices(machine, environ, root).variable,
         allocator=allocator_path(options, environ),
     )

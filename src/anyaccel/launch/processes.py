@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding and ending the processes below this one, through /proc."""
+"""Finding and ending the processes below this one.
+
+They are found through /proc. Where that is missing, or belongs to another PID namespace (`unshare --pid` without
+`--mount-proc`), its numbers mean other processes or none: there the kernel is asked about each number that a child may
+have. That finds children only, which is enough for a subreaper that ends them: what is below comes to it then.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,50 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
+
+# The largest number of a process that Linux can be set to.
+_LARGEST = 1 << 22
+
+
+def proc_is_ours() -> bool:
+    """Whether /proc shows the processes of this PID namespace by the numbers that they have in it."""
+    try:
+        with open("/proc/self/status", "rb") as file:
+            lines = file.read().split(b"\n")
+    except OSError:
+        return False
+    # One number for each namespace, from that of /proc inwards; Linux before 4.1 has no such line.
+    found = next((line.split()[1:] for line in lines if line.startswith(b"NSpid:")), None)
+    if found is None:
+        found = next(line.split()[1:] for line in lines if line.startswith(b"Pid:"))
+    return found == [str(os.getpid()).encode()]
+
+
+def _children_by_number() -> dict[int, str]:
+    """Children of this process without /proc: process id -> state letter, "Z" or "R"."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return {}
+    last = os.fork()
+    if last == 0:
+        os._exit(0)
+    os.waitpid(last, 0)
+    own = os.getpid()
+    # Numbers are given in turn: our children have those since ours, unless all have been given meanwhile.
+    likely = [range(own + 1, last)] if last > own else [range(own + 1, _LARGEST), range(1, last)]
+    return _which_are_children(likely) or _which_are_children([range(1, _LARGEST)])
+
+
+def _which_are_children(numbers: Iterable[range]) -> dict[int, str]:
+    found = {}
+    for pid in (pid for some in numbers for pid in some):
+        try:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            continue
+        found[pid] = "R" if ended is None else "Z"
+    return found
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
@@ -31,12 +80,40 @@ def _all() -> Iterator[tuple[int, str, int]]:
             yield pid, *found
 
 
-def descendants(exclude: Iterable[int] = ()) -> dict[int, str]:
-    """All processes below this one, zombies included: process id -> state letter.
+def parent(pid: int) -> int | None:
+    """The parent of a process; None when it is gone."""
+    found = _stat(pid)
+    return found[1] if found else None
+
+
+def started(pid: int) -> int | None:
+    """When a process was started, in clock ticks since the machine was; None when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except OSError:
+        return None
+
+
+def name(pid: int) -> str:
+    """The name that a process has given itself; "" when it is gone."""
+    try:
+        with open(f"/proc/{pid}/comm", "rb") as file:
+            return file.read().decode(errors="replace").rstrip("\n")
+    except OSError:
+        return ""
+
+
+def descendants(exclude: Iterable[int] = (), root: int | None = None) -> dict[int, str]:
+    """All processes below this one, zombies included: process id -> state letter. Its children where /proc is not ours.
 
     Args:
         exclude: children that are left out, with everything below them.
+        root: all processes below this one instead; only where /proc is ours.
     """
+    if not proc_is_ours():
+        skipped = set(exclude)
+        return {pid: state for pid, state in _children_by_number().items() if pid not in skipped}
     children: dict[int, list[int]] = {}
     states: dict[int, str] = {}
     for pid, state, parent in _all():
@@ -44,7 +121,7 @@ def descendants(exclude: Iterable[int] = ()) -> dict[int, str]:
         children.setdefault(parent, []).append(pid)
     skipped = set(exclude)
     below: dict[int, str] = {}
-    queue = [os.getpid()]
+    queue = [os.getpid() if root is None else root]
     while queue:
         for pid in children.get(queue.pop(), ()):
             if pid not in skipped and pid not in below:
@@ -59,6 +136,8 @@ def children() -> set[int]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()  # the usual case, without a walk through /proc
+    if not proc_is_ours():
+        return set(_children_by_number())
     own = os.getpid()
     return {pid for pid, _, parent in _all() if parent == own}
 
@@ -74,6 +153,8 @@ def send(pids: Iterable[int], number: int) -> None:
 
 def describe(pids: Iterable[int]) -> str:
     """Processes for a message: ``"123 (sleep 40), 124 (python x.py)"``."""
+    if not proc_is_ours():
+        return ", ".join(map(str, sorted(pids)))
     return ", ".join(f"{pid} ({_command(pid)})" for pid in sorted(pids))
 
 

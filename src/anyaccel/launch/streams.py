@@ -20,6 +20,8 @@ _TAIL_BYTES = 1 << 14
 _TAIL_LINES = 20
 # Reads per stream of what is still in its pipe when everything has ended; somebody may write for ever.
 _LAST_READS = 64
+# Names that are tried for a log file: another job may have begun in the same second.
+_MOST_NAMES = 1000
 # A longer line is passed on in parts.
 _LONGEST_LINE = 1 << 16
 
@@ -54,6 +56,11 @@ class Streams:
         self._logs: dict[int, int] = {}
 
     @property
+    def logged(self) -> bool:
+        """Whether there are log files."""
+        return bool(self._logs)
+
+    @property
     def outputs(self) -> list[Output]:
         """The console's descriptors that are written to."""
         return [self._error] if self._output is None else [self._error, self._output]
@@ -65,9 +72,7 @@ class Streams:
             OSError: the system gives no more pipes, or the log file cannot be opened.
         """
         if self._options.log_dir is not None:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY
-            name = f"{self._options.log_dir}/{self._stamp}_rank{rank}.log"
-            self._logs[rank] = os.open(name, flags, 0o666)
+            self._logs[rank], name = _new_log(f"{self._options.log_dir}/{self._stamp}_rank{rank}")
             self._error.line(f"log of rank {rank}: {name}", DEBUG)
         self._tails[rank] = bytearray()
         error = self._pipe(_Stream(rank, self._error if self._shown else None, is_error=True))
@@ -115,6 +120,18 @@ class Streams:
             self._log(stream.rank, data)
         if data and stream.console is not None:
             stream.console.write(_prefixed(stream.rank, data) if self._options.rank_prefix else data)
+
+    def cut(self, output: Output) -> None:
+        """`output` can be written to no more: close the pipes that lead there.
+
+        A worker's next write fails then, as it would if it wrote there itself. What goes to a log file too goes on.
+        """
+        for pipe, stream in list(self._streams.items()):
+            if stream.console is output:
+                stream.console = None
+                if stream.rank not in self._logs:
+                    del self._streams[pipe]
+                    os.close(pipe)
 
     def drain(self, rank: int | None = None) -> None:
         """Pass on what is in the pipes now, of one worker or of all."""
@@ -167,6 +184,27 @@ class Streams:
                 "the job goes on, and what it writes from here on is shown here",
                 WARNING,
             )
+
+
+def _new_log(stem: str) -> tuple[int, str]:
+    """A log file that was not there before: its descriptor and its path.
+
+    Its name can be guessed, and others may be allowed to write to the folder: what they put there, be it a link to a
+    file of ours, is left alone.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY
+    number = 0
+    while True:
+        name = f"{stem}.{number}.log" if number else f"{stem}.log"
+        try:
+            return os.open(name, flags, 0o666), name
+        except FileExistsError:
+            number += 1
+            if number > _MOST_NAMES:
+                raise
 
 
 def _prefixed(rank: int, data: bytes) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import marshal
 import mmap
 import os
+import select
 import signal
 import time
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from anyaccel.launch.worker import STOP_SIGNALS, Worker
 
 # Seconds for a launcher on another host to take what is said at the end.
 _LAST_WORD = 2.0
+# Seconds between two looks at the connection while the guardian, which listens to it otherwise, is stopped.
+_LOOK_AGAIN = 1.0
 _SI_KERNEL = 0x80  # si_code of what the terminal sends, to the whole foreground group
 
 
@@ -62,7 +65,7 @@ def supervise(
             guard(workers, grace_period, control_read, report, group, output, options, link)
         os.close(control_read)
         os.set_blocking(control_write, False)
-        launcher = _Launcher(guardian, control_write, group, len(workers), grace_period, output)
+        launcher = _Launcher(guardian, control_write, group, len(workers), grace_period, output, link)
         status = launcher.watch(stop_signals)
         found = launcher.conclude(status, _read(report[:]), before)
         code = launcher.result(found)
@@ -101,18 +104,34 @@ def _read(report: bytes) -> Report | None:
         return None
 
 
+def _has_hung_up(descriptor: int) -> bool:
+    """Whether the other end of a pipe or connection is closed, whatever is still to be read."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLRDHUP)
+    return bool(poller.poll(0))
+
+
 class _Launcher:
     def __init__(
-        self, guardian: int, control: int, group: int, workers: int, grace_period: float, output: Output
+        self,
+        guardian: int,
+        control: int,
+        group: int,
+        workers: int,
+        grace_period: float,
+        output: Output,
+        link: Link | None,
     ) -> None:
         self._guardian = guardian
         self._control = control
         self._group = group
         self._workers = f"{workers} worker{'' if workers == 1 else 's'}"
+        self._were = "was" if workers == 1 else "were"
         self._grace = grace_period
         self._output = output
+        self._link = link
+        self._guardian_is_stopped = False
         self._stop: tuple[int, float] | None = None  # the first signal, and when it came
-        self._lost = 0  # wait status of a guardian that did not come to its report
 
     @property
     def stopped(self) -> bool:
@@ -123,23 +142,38 @@ class _Launcher:
         """Forward signals until the guardian ends; returns its wait status."""
         awaited = {*stop_signals, signal.SIGCHLD}
         while True:
-            pid, status = os.waitpid(self._guardian, os.WNOHANG)
-            if pid:
+            status = self._look()
+            if status is not None:
                 break
-            if self._stop is None:
-                info = signal.sigwaitinfo(awaited)
-            else:
+            if self._stop is not None:
                 patience = self._stop[1] + self._grace + KILL_TIMEOUT + 5 - time.monotonic()
                 found = signal.sigtimedwait(awaited, max(0.0, patience))
                 if found is None:
                     os.kill(self._guardian, signal.SIGKILL)
                     found = signal.sigwaitinfo([signal.SIGCHLD])
-                info = found
-            self._on_signal(info)
+            elif self._guardian_is_stopped and self._link:
+                found = signal.sigtimedwait(awaited, _LOOK_AGAIN)
+            else:
+                found = signal.sigwaitinfo(awaited)
+            if found:
+                self._on_signal(found)
         # What killed the last worker may have been sent to us too, and not been looked at yet.
         while found := signal.sigtimedwait(awaited, 0):
             self._on_signal(found)
         return status
+
+    def _look(self) -> int | None:
+        """The guardian's wait status when it has ended. One that was stopped is woken up when there is work for it."""
+        while True:
+            pid, status = os.waitpid(self._guardian, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if pid and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
+                return status
+            if not pid:
+                break
+            self._guardian_is_stopped = os.WIFSTOPPED(status)
+        if self._guardian_is_stopped and (self._stop or (self._link and _has_hung_up(self._link.descriptor))):
+            os.kill(self._guardian, signal.SIGCONT)
+        return None
 
     def _on_signal(self, info: signal.struct_siginfo) -> None:
         number = info.si_signo
@@ -166,9 +200,8 @@ class _Launcher:
         """Make sure that nothing is left; returns what happened."""
         if report is None:
             immortal = processes.describe(processes.end_all(before, KILL_TIMEOUT))
-            self._lost = status
-            problem = f"the supervising process {describe_end(status)}; {self._workers} were ended"
-            report = Report(immortal=immortal, problem=problem)
+            problem = f"the supervising process {describe_end(status)}; {self._workers} {self._were} ended"
+            report = Report(immortal=immortal, problem=problem, code=exit_code(status) or 1)
         if self._stop and (report.failure is None or self._is_cause(*self._stop, report.failure)):
             report.failure, report.problem = None, ""
             report.signal = self._stop[0]
@@ -179,8 +212,8 @@ class _Launcher:
         if report.failure:
             return exit_code(report.failure.status)
         if report.problem:
-            return exit_code(self._lost) or 1
-        return 128 + report.signal if report.signal else 0
+            return report.code
+        return 128 + report.signal if report.signal else int(bool(report.loss))
 
     def explain(self, report: Report, host: str) -> None:
         """Say what happened."""

@@ -33,6 +33,7 @@ class Task:
         environment: variables that travel from the launcher.
         folder: working directory of the workers.
         word: secret word of the job, on the launcher's side; it travels apart.
+        together: numbers of the hosts that are this one machine, where the hostfile has several names for it.
     """
 
     options: LaunchOptions
@@ -40,6 +41,7 @@ class Task:
     environment: Mapping[str, str]
     folder: str
     word: str = ""
+    together: tuple[int, ...] = ()
 
     def encode(self) -> dict[str, Any]:
         """Types that JSON has."""
@@ -79,7 +81,9 @@ class Task:
     def place(self, node: int) -> Place:
         """Where the ranks of a host stand among all."""
         first = sum(len(host.slots) for host in self.hosts[:node])
-        return Place(first, self.world_size, node, len(self.hosts))
+        ahead = sum(len(self.hosts[other].slots) for other in self.together if other < node)
+        behind = sum(len(self.hosts[other].slots) for other in self.together if other > node)
+        return Place(first, self.world_size, node, len(self.hosts), ahead, behind)
 
     def node_of_rank(self, rank: int) -> int:
         """Number of the host that a rank is on."""
@@ -112,11 +116,28 @@ class Task:
         Raises:
             UsageError: what is asked for cannot be had there.
         """
-        slots = self.hosts[node].slots
+        slots, everybodys = self._slots(node)
         # A selection that leaves nothing out at the beginning is what LOCAL_RANK says anyway.
         chosen = None if slots == tuple(range(len(slots))) else slots
         options = replace(self.options, num_accelerators=len(slots))
-        return make_plan(options, place=self.place(node), device_ids=chosen)
+        return make_plan(options, place=self.place(node), device_ids=chosen, all_device_ids=everybodys)
+
+    def _slots(self, node: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """The slots of a host as its machine counts them, and those of all hosts that are the same machine.
+
+        Each name of a machine counts from 0; where two have a number in common, the devices of each name come after
+        those of the names before it.
+        """
+        if not self.together:
+            return self.hosts[node].slots, None
+        slots = {other: self.hosts[other].slots for other in self.together}
+        numbers = [slot for found in slots.values() for slot in found]
+        if len(set(numbers)) < len(numbers):
+            first = 0
+            for other, found in slots.items():
+                slots[other] = tuple(first + slot for slot in found)
+                first = slots[other][-1] + 1
+        return slots[node], tuple(slot for found in slots.values() for slot in found)
 
     def workers(self, plan: LaunchPlan, node: int) -> list[Worker]:
         """What to start of a plan on this host: the workers, or torch's elastic launcher for them."""
@@ -150,7 +171,7 @@ class Task:
             endpoint=(plan.master_addr, plan.master_port) if several else None,
             first=node == 0,
             address=self._own_address(plan.master_addr, node) if several else None,
-            binding=options.arguments() if options.bind_cores else None,
+            binding=self._binding(plan) if options.bind_cores else None,
             local_rank_argument=options.local_rank_argument,
             threads=None if options.bind_cores else int(plan.ranks[0].env["OMP_NUM_THREADS"]),
             users_threads=users_threads,
@@ -158,6 +179,14 @@ class Task:
         binding = RankBinding(plan.ranks[0].rank, 0, (), "default", (), {})
         environ = {**os.environ, **self._socket_interface(node)}
         return Worker(binding, tuple(argv), {**environ, **elastic.launcher_environment(environ, options.grace_period)})
+
+    def _binding(self, plan: LaunchPlan) -> list[str]:
+        """Options of `anyaccel bind` on this host."""
+        if not self.together:
+            return self.options.arguments()
+        # The binder below torch knows nothing of the other names of this machine: it is told the cores.
+        cores = tuple(core for binding in plan.ranks for core in binding.cores)
+        return replace(self.options, core_list=cores, smt=False, cores_reserved=0).arguments()
 
     def _own_address(self, master: str, node: int) -> str:
         from anyaccel.launch.address import own_addresses

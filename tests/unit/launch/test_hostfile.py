@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostfiles, and what --include, --exclude and --num_nodes leave of them."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
+from anyaccel.launch import small_file
+from anyaccel.launch.forward import forwarded_environment
 from anyaccel.launch.hostfile import parse_hostfile, read_hostfile, select_hosts
 from anyaccel.launch.job import Host
 
@@ -178,3 +182,51 @@ def test_any_text_is_a_hostfile_or_one_line_of_an_error(text, selection):
             attempt()
         except UsageError as error:
             assert "\n" not in str(error)
+
+
+def test_a_hostfile_may_come_through_a_pipe(tmp_path):
+    read_end, write_end = os.pipe()
+    os.write(write_end, "\ufeffnode1 slots=2\r\n# é\nnode2 slots=1\n".encode())
+    os.close(write_end)
+    try:
+        assert read_hostfile(f"/dev/fd/{read_end}") == {"node1": 2, "node2": 1}
+    finally:
+        os.close(read_end)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("fifo", "is a pipe that nobody writes to; give a file"),
+        ("open fifo", "has not come to its end within 0.1 s; give a file"),
+        ("folder", "Is a directory"),
+        ("endless", "has more than 4 MiB; give a text file"),
+        ("closed", "Permission denied"),
+    ],
+)
+@pytest.mark.parametrize("what", ["hostfile", "environment file"])
+def test_what_is_no_file_is_said_at_once(tmp_path, monkeypatch, kind, message, what):
+    monkeypatch.setattr(small_file, "_PATIENCE", 0.1)
+    monkeypatch.setattr(small_file, "_FOR_A_WRITER", 0.1)
+    path = tmp_path / (".anyaccel_env" if what == "environment file" else "hosts")
+    writer = None
+    if "fifo" in kind:
+        os.mkfifo(path)
+        writer = os.open(path, os.O_RDWR) if "open" in kind else None
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        if os.geteuid() == 0:
+            pytest.skip("root may read everything")
+        path.touch(0)
+    try:
+        with pytest.raises(UsageError, match=f"{what} '{path}' cannot be read: (it )?{message}"):
+            if what == "hostfile":
+                read_hostfile(str(path))
+            else:
+                forwarded_environment({}, folders=[str(tmp_path)])
+    finally:
+        if writer is not None:
+            os.close(writer)

@@ -23,6 +23,7 @@ def test_one_host_meets_on_the_loopback():
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "anyaccel"),
         *("--rdzv-conf", "is_host=1", "--local-addr", "127.0.0.1", "--no-python"),
         *("env", "-u", "OMP_NUM_THREADS", "python", "-m", "anyaccel", "bind", "--smt", "--"),
+        *("python", "-m", "anyaccel.launch.rounds"),
         *("python", "-u", "train.py", "--local_rank=${local_rank}", "--steps", "10"),
     ]
 

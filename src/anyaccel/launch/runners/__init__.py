@@ -26,6 +26,8 @@ from anyaccel.launch.job import ClusterJob
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 # What Open MPI's mpirun is a link to.
 _OPEN_MPI = ("orterun", "prterun", "mpirun.openmpi")
+# Variables that are lists of folders; an empty entry is the current one.
+_FOLDERS = ("PYTHONPATH", "LD_LIBRARY_PATH")
 # A program here needs no path: others find it there too.
 _SYSTEM_FOLDERS = ("/usr/bin", "/bin")
 
@@ -206,12 +208,17 @@ def start_environment(job: ClusterJob) -> dict[str, str]:
     """Variables that the start of the program on a host depends on, ready for the launcher.
 
     Programs start in "/" everywhere (launchers do different things about a folder that is not there: a message of
-    ours is better), so relative entries of PYTHONPATH are made absolute.
+    ours is better), so relative entries are made absolute.
     """
-    found = dict(sorted(job.environment.items()))
-    if found.get("PYTHONPATH"):
-        entries = found["PYTHONPATH"].split(":")
-        found["PYTHONPATH"] = ":".join(os.path.join(job.folder, entry) if entry else job.folder for entry in entries)
+    return absolute_paths(job.environment, job.folder)
+
+
+def absolute_paths(environment: Mapping[str, str], folder: str) -> dict[str, str]:
+    """The same variables, sorted, for a process that starts elsewhere than in `folder`."""
+    found = dict(sorted(environment.items()))
+    for name in _FOLDERS:
+        if found.get(name):
+            found[name] = ":".join(os.path.join(folder, entry) if entry else folder for entry in found[name].split(":"))
     return found
 
 

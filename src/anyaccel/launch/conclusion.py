@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said at the end of a job on several hosts, and its exit code."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from anyaccel.launch.agents import Agent
+from anyaccel.launch.failure import exit_code, explain
+from anyaccel.launch.guardian import SAME_MOMENT
+from anyaccel.launch.output import ERROR, Output
+
+# Failures of several hosts that come within this time are one event: what was killed is its cause.
+_ONE_EVENT = 0.5
+
+
+def conclude(
+    agents: Sequence[Agent],
+    console: Output,
+    *,
+    launchers_problem: str,
+    stop: tuple[int, float] | None,
+    cut: bool,
+    lost: bool,
+) -> int:
+    """Say what happened; returns the exit code of the job.
+
+    Args:
+        agents: what each of them has reported.
+        launchers_problem: that of mpirun, srun or pdsh; "" for none.
+        stop: the first signal that we got, and when.
+        cut: our own standard output or error could not be written.
+        lost: something of the workers was lost by that.
+    """
+    for agent in agents:
+        report = agent.report
+        if report and report.immortal:
+            _error(console, f"host {agent.host}: these processes do not end, not even by SIGKILL: {report.immortal}")
+        if report and report.problem:
+            agent.problem, agent.code = agent.problem or report.problem, report.code
+    problems = {f"host {agent.host}: {agent.problem}": agent.code for agent in agents if agent.problem}
+    if launchers_problem:
+        problems[launchers_problem] = 1
+    for problem in problems:
+        _error(console, problem)
+    failed = _cause(agents)
+    if stop and (failed is None or stop[1] <= failed.failed_at + SAME_MOMENT):
+        return 128 + stop[0]
+    if failed and failed.failure:
+        failure = failed.failure
+        others = failure.others + sum(
+            agent.size
+            for agent in agents
+            if agent is not failed and (agent.report is None or agent.reported_at >= failed.failed_at)
+        )
+        for line in explain(failure, f"rank {failure.rank} on host {failed.host}", others):
+            console.line(line, ERROR)
+        return exit_code(failure.status)
+    reports = [(agent.host, agent.report) for agent in agents if agent.report]
+    losses = [] if cut else [f"host {host}: {report.loss}" for host, report in reports if report.loss]
+    for loss in losses:  # what was cut here fails there, and has been said
+        _error(console, f"{loss}; output of its workers is lost")
+    if problems or losses or lost:
+        return max(problems.values(), default=1)
+    return next((128 + report.signal for _, report in reports if report.signal), 0)
+
+
+def _error(console: Output, text: str) -> None:
+    console.line(f"error: {text}", ERROR)
+
+
+def _cause(agents: Sequence[Agent]) -> Agent | None:
+    """The agent whose worker failed first; of those that failed at once, one whose worker was killed."""
+    for agent in agents:
+        # The frame may have been lost in what ssh said; the report at the end has it too.
+        if agent.failure is None and agent.report and agent.report.failure:
+            agent.failure, agent.failed_at = agent.report.failure, time.monotonic()
+    failed = [(agent, agent.failure) for agent in agents if agent.failure]
+    if not failed:
+        return None
+    first = min(agent.failed_at for agent, _ in failed)
+    event = [pair for pair in failed if pair[0].failed_at <= first + _ONE_EVENT]
+    return min(event, key=lambda pair: (not os.WIFSIGNALED(pair[1].status), pair[0].failed_at))[0]
