@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from anyaccel.launch.guardian import SAME_MOMENT
+from waiting import settled
 
-# What the documentation promises: 5 s after the event nothing is alive.
-GONE_WITHIN = 5.0
+# Seconds that a busy machine may need for what the documentation promises within 5; what is forgotten lives 600.
+GONE_WITHIN = 60.0
 
 WORKER = """
 import os, signal, subprocess, sys, time
@@ -47,7 +48,7 @@ if "1wait" in case and rank == 1:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 if "grandchild" in case:
     # In a session of its own and deaf to SIGTERM: only its descent tells whose it is.
-    code = "import signal, time; signal.signal(15, signal.SIG_IGN); open('deaf', 'w'); time.sleep(60)"
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); open('deaf', 'w'); time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     while not os.path.exists("deaf"):
         time.sleep(0.01)
@@ -63,17 +64,11 @@ while not os.path.exists("go"):
 if "exit3" in case and rank == 1:
     print("something went wrong on rank 1", file=sys.stderr)
     sys.exit(3)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 RUN = [sys.executable, "-m", "anyaccel", "run"]
-
-
-def run_with(setting):
-    """RUN with a constant of the guardian that does not depend on how busy the machine is."""
-    code = f"import sys; from anyaccel.cli import main; from anyaccel.launch import guardian; guardian.{setting}; "
-    return [sys.executable, "-c", f"{code}sys.exit(main(['run', *sys.argv[1:]]))"]
 
 
 def wait_for(file):
@@ -86,12 +81,12 @@ def wait_for(file):
 class Job:
     """A launcher with two workers in a session of its own."""
 
-    def __init__(self, folder, case, *options, terminal=None, prefix=(), setting=""):
+    def __init__(self, folder, case, *options, terminal=None, prefix=()):
         self.folder = folder
         self.tag = uuid.uuid4().hex
         (folder / "worker.py").write_text(WORKER)
         self.log = folder / "log"
-        command = [*(run_with(setting) if setting else RUN), "--num_accelerators", "2", "--no_local_rank"]
+        command = [*RUN, "--num_accelerators", "2", "--no_local_rank"]
         with self.log.open("wb") as log:
             self.launcher = subprocess.Popen(
                 [*prefix, *command, *options, "worker.py", case],
@@ -137,13 +132,13 @@ class Job:
                     found.add(int(entry.name))
         return found
 
-    def end(self, code, within=GONE_WITHIN):
+    def end(self, code):
         """Wait for the end; the exit code is `code` and nothing is left. Returns what was printed."""
-        deadline = time.monotonic() + within
+        deadline = time.monotonic() + GONE_WITHIN
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert not self.alive(), f"still alive after {within} s; the log says\n{self.text()}"
-        assert self.launcher.wait(5) == code, self.text()
+        assert not self.alive(), f"still alive after {GONE_WITHIN} s; the log says\n{self.text()}"
+        assert self.launcher.wait(60) == code, self.text()
         return self.text()
 
     def clean_up(self):
@@ -207,9 +202,11 @@ def test_a_worker_that_ignores_sigterm(job):
 
 
 def test_grace_period(job):
-    started = job("stubborn exit3", "--grace-period", "0.2")
+    started = job("stubborn exit3", "--grace-period", "6")
+    began = time.monotonic()
     started.go()
-    assert "rank 1" in started.end(3, within=2.5)
+    assert "rank 1" in started.end(3)
+    assert time.monotonic() - began > 6  # the default is 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
@@ -283,10 +280,11 @@ def test_a_signal_that_ends_a_worker_before_the_launcher_speaks(job):
 
 def test_a_worker_that_ends_first_does_not_hurry_the_others(job):
     """Rank 1 dies of Ctrl-C before the launcher has told the guardian of it: rank 0 has its time all the same."""
-    started = job("note 1wait", "--grace-period", "60", setting="SAME_MOMENT = 15")
+    started = job("note 1wait", "--grace-period", "60")
+    os.kill(started.guardian, signal.SIGSTOP)  # the launcher wakes it up: it sees both at one moment
     os.kill(started.workers[1], signal.SIGINT)
-    while Path(f"/proc/{started.workers[1]}").exists():
-        time.sleep(0.01)  # until the guardian has seen it
+    stat = Path(f"/proc/{started.workers[1]}/stat")
+    assert settled(lambda: stat.read_text().rpartition(")")[2].split()[0], "Z", 60) == "Z"
     os.kill(started.launcher.pid, signal.SIGINT)
     wait_for(started.folder / "signals-0")
     os.kill(started.workers[0], signal.SIGTERM)
@@ -420,8 +418,11 @@ def test_grandchildren_of_a_worker_that_failed(job):
 
 
 def test_a_helper_that_ends_by_itself_is_not_mentioned(tmp_path):
-    (tmp_path / "helper.py").write_text("import subprocess; subprocess.Popen(['sleep', '0.5'])")
-    command = [*run_with("_SETTLE = 30"), "--num_accelerators", "1", "helper.py"]
+    """As the resource tracker of multiprocessing, which ends with the pipe that its parent held."""
+    (tmp_path / "helper.py").write_text(
+        "import os, subprocess\nsubprocess.Popen(['sh', '-c', 'cat; sleep 0.05'], stdin=subprocess.PIPE)\nos._exit(0)\n"
+    )
+    command = [*RUN, "--num_accelerators", "1", "helper.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -481,7 +482,7 @@ def test_a_reader_that_does_not_read(tmp_path):
             time.sleep(0.01)
         time.sleep(0.3)  # the pipe is full now
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(10) == 128 + signal.SIGTERM
+        assert launcher.wait(60) == 128 + signal.SIGTERM
     os.close(read_end)
 
 
@@ -555,7 +556,7 @@ plan = make_plan(options, extra_env={"MINE": "yes"})
 before = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, [])
 assert launch_local(plan, ["sh", "-c", 'test "$MINE" = yes && exit $RANK'], grace_period=1) == 1
 assert launch_local(plan, lambda binding: ["true"]) == 0
-kill = "kill -9 $PPID; sleep 60"
+kill = "kill -9 $PPID; sleep 600"
 assert launch_local(plan, ["sh", "-c", kill]) == 137
 assert before == (signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, []))
 assert other.poll() is None and gone.wait() == 0
@@ -576,4 +577,4 @@ def test_the_message_of_a_failure_waits_for_a_slow_reader(tmp_path):
         assert launcher.poll() is None
         with open(read_end, "rb") as reader:
             assert b"error: rank 0" in reader.read()
-        assert launcher.wait(10) == 4
+        assert launcher.wait(60) == 4

@@ -26,6 +26,7 @@ from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.options import DEFAULT_HOSTFILE, LaunchOptions
 from anyaccel.launch.output import DEBUG, LEVELS, Output
 from anyaccel.launch.runners import Runner, absolute_paths, find_runner, require_program, ssh
+from anyaccel.launch.signals import stop_signals
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.task import Task
 from anyaccel.topology import read_machine
@@ -319,7 +320,7 @@ def _run_below(launch: ClusterLaunch) -> int:
         agent.attach(connection, reader, front.on_frame)
         front.on_call(agent)
 
-    with many_descriptors(2 * len(front.agents)):
+    with many_descriptors(2 * len(front.agents)), stop_signals() as wakeup:
         names = [host.name for host in task.hosts]
         front.reception = Reception(task.word, names, on_hello, agents=len(front.agents))
         command, environment = launch.command(front.reception.contact.encode())
@@ -331,4 +332,4 @@ def _run_below(launch: ClusterLaunch) -> int:
             front.console,
             may_wait=runner.name == "slurm",
         )
-        return front.run()
+        return front.run(wakeup)

@@ -24,7 +24,7 @@ from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.machines import same_machines
 from anyaccel.launch.output import DEBUG, ERROR, LEVELS, WARNING, Output, cannot_write
-from anyaccel.launch.signals import stop_signals
+from anyaccel.launch.signals import stop_signals, without_stopping
 from anyaccel.launch.streams import BACKLOG
 from anyaccel.launch.task import Task
 
@@ -72,15 +72,16 @@ class Front:
         self._deadline = 0.0
         self._launcher_at: float | None = None  # when it is ended, or killed
 
-    def run(self) -> int:
+    def run(self, wakeup: int) -> int:
         """Watch the job until its end; returns its exit code: 0, that of the first failed worker, or 128 + signal.
 
-        Call it within `stop_signals`.
+        Args:
+            wakeup: what `stop_signals` yielded before the agents or their launcher were started.
         """
         patient = self.launcher is not None and self.launcher.may_wait
         self._deadline = time.monotonic() + (float("inf") if patient else _START)
         try:
-            with stop_signals() as wakeup:
+            with without_stopping():
                 for agent in self.agents:
                     self._introduce(agent)
                 while any(not agent.ended for agent in self.agents) or (self.launcher and self.launcher.running):
@@ -393,7 +394,7 @@ def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | Non
     from anyaccel.launch.agents import PipeAgent
 
     front = Front(task, least)
-    with many_descriptors(3 * len(commands)):
+    with many_descriptors(3 * len(commands)), stop_signals() as wakeup:
         try:
             for host, command in zip(task.hosts, commands, strict=True):
                 front.console.line(f"{host.name}: {' '.join(command)}", DEBUG)
@@ -404,4 +405,4 @@ def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | Non
         except BaseException:
             front.abandon()
             raise
-        return front.run()
+        return front.run(wakeup)

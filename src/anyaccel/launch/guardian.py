@@ -47,7 +47,7 @@ SAME_MOMENT = 0.1
 # Seconds after SIGKILL until we stop waiting: much memory takes a while to free, a stuck disk takes for ever.
 KILL_TIMEOUT = 30.0
 # Seconds in which helpers of finished workers (a resource tracker) end by themselves; what stays is named.
-_SETTLE = 0.2
+_SETTLE = 1.0  # on a busy machine: these have to notice it, and to be given a core
 # Seconds that left-over processes have between SIGTERM and SIGKILL.
 LEFTOVER_GRACE = 0.8
 # Seconds beyond the time to wake up after which this process was stopped, or its machine.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def stop_signals() -> Iterator[int]:
     """Yields a descriptor with the number of each signal that comes: of those that end the launcher, and SIGCHLD.
 
-    SIGTSTP is ignored meanwhile: workers on other hosts would not stop, and would take silence for our end.
+    Enter it before anything is started that has to be ended: a signal that comes earlier ends this process alone.
     """
     read_end, write_end = os.pipe()
     for end in (read_end, write_end):
@@ -30,7 +30,6 @@ def stop_signals() -> Iterator[int]:
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD:
                 old[number] = signal.signal(number, lambda _number, _frame: None)
-        old[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         yield read_end
     finally:
         for number, handler in old.items():
@@ -38,3 +37,16 @@ def stop_signals() -> Iterator[int]:
         signal.set_wakeup_fd(old_wakeup)
         os.close(read_end)
         os.close(write_end)
+
+
+@contextmanager
+def without_stopping() -> Iterator[None]:
+    """Ignores SIGTSTP: workers on other hosts would not stop, and would take silence for our end.
+
+    What is started within would ignore it too, for good.
+    """
+    old = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL if old is None else old)
