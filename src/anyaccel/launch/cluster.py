@@ -15,6 +15,7 @@ from anyaccel.launch.address import are_this_host, is_this_host
 from anyaccel.launch.agents import SocketAgent
 from anyaccel.launch.callback import VARIABLE, Reception
 from anyaccel.launch.channel import FrameReader
+from anyaccel.launch.counts import MOST_HOSTS, brief
 from anyaccel.launch.devices import count_devices
 from anyaccel.launch.forward import forwarded_environment
 from anyaccel.launch.front import Front, start_agents
@@ -77,6 +78,8 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if self.num_nodes is not None and self.num_nodes < 1:
             raise UsageError(f"--num_nodes is {self.num_nodes}, it must be at least 1")
+        if self.num_nodes is not None and self.num_nodes > MOST_HOSTS:
+            raise UsageError(f"--num_nodes is {self.num_nodes}, a job has at most {MOST_HOSTS} hosts; ask for fewer")
         if self.launcher is not None:
             find_runner(self.launcher)  # a name that is none is the first thing to say
         if self.no_ssh and self.launcher:
@@ -160,12 +163,12 @@ def _slurm_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str
     counts = [options.num_accelerators or 1] * len(names)
     if not options.num_accelerators and environ.get("SLURM_TASKS_PER_NODE"):
         try:
-            counts = list(slurm_tasks(environ["SLURM_TASKS_PER_NODE"])[: len(names)])
+            counts = list(slurm_tasks(environ["SLURM_TASKS_PER_NODE"], len(names)))
         except ValueError:
             counts = []
     if len(counts) != len(names):
         raise UsageError(
-            f"SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']} does not say how many tasks each of "
+            f"SLURM_TASKS_PER_NODE={brief(environ['SLURM_TASKS_PER_NODE'])} does not say how many tasks each of "
             f"{len(names)} hosts has; add --num_accelerators N"
         )
     return dict(zip(names, counts, strict=True))
