@@ -25,7 +25,7 @@ from anyaccel.launch.launcher import free_port, say_warnings
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.options import DEFAULT_HOSTFILE, LaunchOptions
-from anyaccel.launch.output import DEBUG, LEVELS, Output
+from anyaccel.launch.output import DEBUG, LEVELS, WARNING, Output
 from anyaccel.launch.runners import Runner, find_runner, require_program, ssh
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.task import Task
@@ -321,6 +321,8 @@ def _run_below(launch: ClusterLaunch) -> int:
         agent.attach(connection, reader, front.on_frame)
         front.on_call(agent)
 
+    for text in runner.warnings(task.hosts, os.environ):
+        front.console.line(f"warning: {text}", WARNING)
     with many_descriptors(2 * len(front.agents)):
         front.reception = Reception(task.word, [host.name for host in task.hosts], on_hello)
         command, environment = launch.command(front.reception.contact.encode())
