@@ -80,3 +80,21 @@ def test_an_interpreter_in_any_folder(hosts: Hosts, launcher: str, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "rank1").exists()
     assert not [path for path in (tmp_path, Path.home(), Path("/")) if (path / "PWNED").exists()]
+
+
+def test_the_script_of_an_environment_is_that_of_the_jobs_folder(hosts: Hosts, tmp_path: Path) -> None:
+    """A login shell begins in another folder, and bash looks for a name in PATH."""
+    (tmp_path / "activate").write_text(f"export PATH={sys.prefix}/bin:$PATH\n")
+    options = ["--venv_script", "activate", WAIT, tmp_path, "--end"]
+    done = hosts.run("ssh", hosts.hostfile(tmp_path), *options)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "rank1").exists()
+
+
+@pytest.mark.parametrize("launcher", ["ssh", pytest.param("openmpi", marks=pytest.mark.slow)])
+def test_a_name_of_rank_0_that_a_host_does_not_know(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
+    """Nothing is started: gloo would look for it for more than a minute."""
+    done = hosts.run(launcher, hosts.hostfile(tmp_path), "--master_addr", "nobody-knows", WAIT, tmp_path, "--end")
+    assert done.returncode == 2, done.stderr
+    assert ": --master_addr 'nobody-knows' leads to no address on node" in done.stderr
+    assert not list(tmp_path.glob("rank*"))

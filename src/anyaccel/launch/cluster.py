@@ -253,7 +253,8 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
             host.name,
             python=sys.executable,
             environment=start,
-            venv_script=options.venv_script,
+            # Sourced in the folder that a login begins in.
+            venv_script=options.venv_script and os.path.join(folder, options.venv_script),  # noqa: PTH118
             ssh_port=cluster.ssh_port,
             launcher_args=shlex.split(cluster.launcher_args),
         )

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_number
+from anyaccel.launch.host_name import is_address, is_name
 from anyaccel.launch.job import Host
 
 _EXAMPLE = "write one host a line, such as: worker-0 slots=4"
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-_ADDRESS_CHARACTERS = frozenset("0123456789abcdefABCDEF:.")
 
 
 def read_hostfile(path: str) -> dict[str, int]:
@@ -71,26 +70,15 @@ def _host(word: str, where: str) -> str:
     user, at, machine = word.rpartition("@")
     if machine.startswith("[") and machine.endswith("]"):
         machine = machine[1:-1]  # ssh and the others take an IPv6 address without
-    if at and not _is_name(user):
+    if at and not is_name(user):
         raise UsageError(f"{where}: {user!r} in {word!r} is not a user name; {_EXAMPLE}")
-    if not (_is_name(machine) or _is_address(machine)):
-        if ":" in machine and _is_name(machine.partition(":")[0]):
+    if not (is_name(machine) or is_address(machine)):
+        if ":" in machine and is_name(machine.partition(":")[0]):
             host, _, count = machine.partition(":")
             example = f"{user}{at}{host} slots={count if count.isdecimal() else 1}"
             raise UsageError(f"{where}: {word!r} is another launcher's way to say it; write: {example}")
         raise UsageError(f"{where}: {word!r} is not the name of a host; {_EXAMPLE}")
     return f"{user}{at}{machine}"
-
-
-def _is_name(text: str) -> bool:
-    """A leading dash would make it an option of ssh."""
-    return bool(text) and text[0] not in "-." and _NAME_CHARACTERS.issuperset(text)
-
-
-def _is_address(text: str) -> bool:
-    """An IPv6 address, with its zone perhaps (fe80::1%eth0)."""
-    address, percent, zone = text.partition("%")
-    return address.count(":") >= 2 and _ADDRESS_CHARACTERS.issuperset(address) and (not percent or _is_name(zone))
 
 
 def _slots(words: Sequence[str], where: str) -> int:

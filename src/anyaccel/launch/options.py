@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.counts import MOST_ON_A_HOST
+from anyaccel.launch.counts import MOST_ON_A_HOST, brief
+from anyaccel.launch.host_name import is_host
 from anyaccel.launch.output import OutputOptions
 from anyaccel.topology import format_cpu_list, parse_cpu_list
 
@@ -149,6 +150,11 @@ class LaunchOptions(BindingOptions, OutputOptions):
             )
         if self.master_addr is not None and not self.master_addr.strip():
             raise UsageError("--master_addr is empty; give an address or leave it out")
+        if self.master_addr is not None and not is_host(self.master_addr):
+            raise UsageError(
+                f"--master_addr is {brief(self.master_addr)}, it must be the name of a host or an address; "
+                "a port goes into --master_port"
+            )
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UsageError(f"--master_port is {self.master_port}, a TCP port is between 1 and 65535")
         if self.module and self.no_python:
