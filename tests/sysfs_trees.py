@@ -55,6 +55,7 @@ class Spec:
         memory_cache_gib: HBM in cache mode, of each node.
         l3: "package", "node" or the number of cores that share one.
         caches: whether the kernel shows caches at all.
+        hidden: nodes with cores, counted from 0, that the kernel does not show, though their CPUs may be online.
         offline: CPUs that are switched off, by their final number.
         allowed, mems: lists of /proc/self/status; all when None.
         cgroup: "v1" or "v2" puts `allowed` and `mems` into a cpuset instead.
@@ -76,6 +77,7 @@ class Spec:
     memory_cache_gib: float = 0.0
     l3: str | int = "package"
     caches: bool = True
+    hidden: tuple[int, ...] = ()
     offline: tuple[int, ...] = ()
     allowed: str | None = None
     mems: str | None = None
@@ -167,9 +169,14 @@ class _Writer:
             frozenset(cpus for _, cpus in alive if cpus),
             {cpu: node_of(core) for core, cpus in alive for cpu in cpus},
             {cpu: core.package for core, cpus in alive for cpu in cpus},
-            tuple(sorted(node_ids)),
+            tuple(sorted(self._seen(node_ids))),
             frozenset(cpu for core, cpus in alive for cpu in cpus if core.efficient),
         )
+
+    def _seen(self, node_ids: tuple[int, ...]) -> list[int]:
+        """The nodes that a reader can know of: those that are shown, or that have online CPUs."""
+        used = {core.node for core in self.cores if set(core.cpus) - self.offline}
+        return [node for index, node in enumerate(node_ids) if index not in self.spec.hidden or index in used]
 
     @staticmethod
     def _kib(gib: float) -> int:
@@ -233,12 +240,15 @@ class _Writer:
 
     def _nodes(self) -> tuple[int, ...]:
         spec = self.spec
+        assert not (spec.hidden and (spec.fake > 1 or spec.nodes > 1)), "hide whole packages"
         with_cores = spec.packages * spec.nodes
         count = with_cores * spec.fake + len(spec.memory)
         ids = spec.node_ids or tuple(range(count))
         assert len(ids) == count, "node_ids must name every node"
         for index, node in enumerate(ids):
             folder = f"sys/devices/system/node/node{node}"
+            if index in spec.hidden:
+                continue
             if index < with_cores * spec.fake:
                 physical = index // spec.fake
                 cpus = [cpu for core in self.cores if core.node == physical for cpu in core.cpus]
@@ -254,7 +264,12 @@ class _Writer:
             self.write(f"{folder}/distance", row)
             if spec.memory_cache_gib:
                 self.write(f"{folder}/memory_side_cache/index1/size", int(spec.memory_cache_gib * 2**30))
-        self.write("sys/devices/system/node/online", format_cpu_list(sorted(ids)))
+        shown = [node for index, node in enumerate(ids) if index not in spec.hidden]
+        self.write("sys/devices/system/node/online", format_cpu_list(sorted(shown)))
+        self.write("sys/devices/system/node/possible", format_cpu_list(sorted(ids)))
+        physical = {node: index // spec.fake for index, node in enumerate(ids)}
+        with_memory = [node for node in ids if physical[node] not in spec.without_memory]
+        self.write("sys/devices/system/node/has_memory", format_cpu_list(sorted(with_memory)))
         if any(memory.told_by in ("fast", "slow") for memory in spec.memory):
             for node in ids[: with_cores * spec.fake]:
                 self.write(f"sys/devices/system/node/node{node}/access1/initiators/read_bandwidth", 262144)
@@ -385,6 +400,10 @@ MACHINES: dict[str, Spec] = {
     "interleaved": Spec(packages=2, cores=8, threads=2, numbering="alternating"),
     "off-line cores": Spec(packages=2, cores=4, threads=2, offline=(1, 5, 9, 10, 15)),
     "off-line cpu 0": Spec(cores=4, threads=2, offline=(0, 4)),
+    # As a PowerEdge R630 was recorded for hwloc's tests with node 0 off-line, and CPU 0 and others beside it.
+    "off-line node 0": Spec(
+        packages=2, cores=12, numbering="alternating", hidden=(0,), offline=(0, 1, 2, 3, 21, 22, 23)
+    ),
     "a node without online cores": Spec(packages=2, cores=2, offline=(2, 3)),
     "smt1": Spec(cores=6),
     "smt2": Spec(cores=6, threads=2),

@@ -20,6 +20,18 @@ class UsageError(AnyAccelError, ValueError):
     exit_code = 2
 
 
+class ProgramNotFoundError(UsageError):
+    """A program that is to be started is not there; the exit code is that of a shell."""
+
+    exit_code = 127
+
+
+class ProgramNotRunnableError(UsageError):
+    """A program that is to be started cannot be run, as it is not executable; the exit code is that of a shell."""
+
+    exit_code = 126
+
+
 class AcceleratorUnavailableError(AnyAccelError, RuntimeError):
     """An accelerator was asked for by name and cannot be used; the message says what to install."""
 

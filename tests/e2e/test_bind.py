@@ -39,7 +39,19 @@ def run(tmp_path: Path) -> Run:
     (tmp_path / "show.py").write_text(SHOW)
 
     def call(*command: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        foreign = ("OMP_", "OMPI_", "PMI", "MPI_", "MV2_", "SLURM_", "GOMP_", "KMP_", "LOCAL_", "TORCHELASTIC")
+        foreign = (
+            "OMP_",
+            "OMPI_",
+            "PMI",
+            "MPI_",
+            "MV2_",
+            "SLURM_",
+            "GOMP_",
+            "KMP_",
+            "LOCAL_",
+            "TORCHELASTIC",
+            "CROSS_",
+        )
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
         done = subprocess.run(
             command, capture_output=True, text=True, cwd=tmp_path, env={**inherited, **env}, timeout=100
@@ -223,3 +235,53 @@ def test_settings_that_conflict(run: Run) -> None:
     assert done.stderr.startswith(f"anyaccel: warning: GOMP_CPU_AFFINITY={other} is about CPUs that are not")
     strict = run(*by_hand, "--strict", "--", "true", code=2, GOMP_CPU_AFFINITY=other)
     assert "because of --strict" in strict.stderr
+
+
+RUN = (sys.executable, "-m", "anyaccel", "run", "--no_local_rank", "--no_python")
+
+
+@two_cores
+@pytest.mark.parametrize("launcher", ["Open MPI", "MPICH", "Intel MPI"])
+def test_below_an_mpi_below_run(run: Run, launcher: str) -> None:
+    """The innermost launcher counts, and what the outer one has set for itself is replaced."""
+    if launcher == "Open MPI":
+        command = mpirun("--bind-to", "none")
+    else:
+        folder = Path(sys.prefix) / "impi" / "bin"
+        program = (
+            shutil.which("mpiexec.hydra", path=str(folder))
+            if launcher == "Intel MPI"
+            else shutil.which("mpiexec.mpich")
+        )
+        if program is None:
+            pytest.skip(f"{launcher} is not installed: apt install mpich, or tools/install_test_tools.sh")
+        command = (program, "-np", "2")
+    done = run(
+        *RUN, "--num_accelerators", "1", *command, *BIND, "--", sys.executable, "show.py", I_MPI_PIN="off", **ROOT
+    )
+    check_division(shown(done))
+    assert "warning" not in done.stderr
+
+
+@two_cores
+def test_below_run_that_binds(run: Run) -> None:
+    run_two = (*RUN, "--num_accelerators", "2")
+    for options in (("--bind_cores_to_rank",), ()):
+        done = run(*run_two, *options, *BIND, "--strict", "--", sys.executable, "show.py")
+        check_division(shown(done))
+        assert done.stderr == ""
+
+
+def test_more_ranks_than_cores_below_an_mpi(run: Run) -> None:
+    """As by hand: nobody shares a core, and nobody is told to switch off a binding that is not there."""
+    program = shutil.which("mpiexec.mpich") or shutil.which("mpiexec.hydra")
+    if program is None:
+        pytest.skip("MPICH is not installed: apt install mpich")
+    cores = len(MACHINE.cores())
+    done = subprocess.run(
+        [program, "-np", str(cores + 1), *BIND, "--", "true"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert said.count("cannot each have a core of their own") == cores + 1
+    assert "already" not in said

@@ -240,8 +240,9 @@ def test_help_shows_examples(run):
         (["--grace-period", "-1", "show.py"], ["-1"]),
         (["missing.py"], ["'missing.py' does not exist"]),
         (["--dry-run", "missing.py"], ["'missing.py' does not exist"]),
-        (["--no_python", "no-such-program-here"], ["not a program in PATH"]),
-        (["--no_python", "./show.py"], ["not an executable file"]),
+        (["--master_addr", "a b", "show.py"], ["--master_addr is 'a b'", "name of a host"]),
+        (["--master_addr", "a" * 64, "show.py"], ["leads to no address on"]),
+        (["--dry-run", "--master_addr", "nobody.invalid", "show.py"], ["'nobody.invalid' leads to no address on"]),
         (["--module", "--no_python", "x"], ["contradict"]),
         (["--json", "show.py"], ["--dry-run"]),
     ],
@@ -250,6 +251,22 @@ def test_mistakes_are_one_line_and_exit_code_2(run, arguments, parts):
     line = only_error(run(*arguments, code=2))
     for part in parts:
         assert part in line
+    assert not list(run.folder.glob("out-*"))
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "part"),
+    [
+        ("no-such-program-here", 127, "is not a program in PATH"),
+        ("./no-such-program", 127, "does not exist in"),
+        ("./show.py", 126, "is not an executable file"),
+        ("/", 126, "is not an executable file"),
+    ],
+)
+def test_a_program_that_cannot_be_run_is_as_in_a_shell(run, program, code, part):
+    assert part in only_error(run("--no_python", program, code=code))
+    (run.folder / "hosts").write_text("localhost slots=1\n")
+    assert part in only_error(run("--hostfile", "hosts", "--no_python", program, code=code))
     assert not list(run.folder.glob("out-*"))
 
 

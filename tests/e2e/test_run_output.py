@@ -133,6 +133,18 @@ def test_workers_run_in_an_environment_that_a_script_makes(folder):
     assert (done.stdout, done.returncode) == ("a value|a  b||$x|", 0)
 
 
+@pytest.mark.parametrize("name", ["activate", "-activate"])
+def test_the_script_of_an_environment_is_not_looked_for_elsewhere(folder, name):
+    """bash would take another one of this name in PATH, and one with a dash for an option."""
+    (folder / name).write_text("export FROM_SCRIPT=mine\n")
+    (folder / "bin").mkdir()
+    (folder / "bin" / name).write_text("export FROM_SCRIPT=another\n")
+    environ = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    command = ["--no_python", "--no_local_rank", "sh", "-c", 'echo "$FROM_SCRIPT"']
+    done = run("--num_accelerators", 1, f"--venv_script={name}", *command, cwd=folder, env=environ)
+    assert (done.stdout, done.returncode) == ("mine\n", 0), done.stderr
+
+
 def test_debug_says_where_the_logs_are(folder):
     options = ["--num_accelerators", 1, "--log_level", "debug", "--enable_each_rank_log", "logs"]
     done = run(*options, "worker.py", cwd=folder)

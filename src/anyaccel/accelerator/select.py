@@ -250,14 +250,24 @@ def _detected() -> tuple[Accelerator, Detection]:
 
 
 def _announce(chosen: str, rows: list[Candidate], fallback: bool) -> None:
-    """Say what was passed over: a warning when that is everything, or something that the user has installed."""
+    """Say what was passed over: a warning where a device or a package is there and not what belongs to it."""
     passed_over = _passed_over(rows)
     if not passed_over:
         return
+    devices = _devices_here() if fallback else ""
+    found = f"{devices} is in this machine; " if devices else ""
     first = os.environ.get("LOCAL_RANK", "0") == "0"  # one process of a job is enough to warn
-    level = logging.WARNING if first and (fallback or any(row.installed for row in rows)) else logging.INFO
+    level = logging.WARNING if first and (devices or any(row.installed for row in rows)) else logging.INFO
     text = "Setting accelerator to %s. Passed over: %s. `anyaccel report` shows more; DS_ACCELERATOR=%s settles it."
-    logger.log(level, text, chosen.upper(), passed_over, chosen)
+    logger.log(level, text, chosen.upper(), found + passed_over, chosen)
+
+
+def _devices_here() -> str:
+    """Devices that could compute, whatever is installed for them; the graphics unit of a processor is no such one."""
+    from anyaccel.topology import details  # few processes need it
+
+    found = [device for device in details.read_devices() if not (device.is_console or device.is_integrated)]
+    return ", ".join(dict.fromkeys(device.label for device in found))
 
 
 def _passed_over(rows: Iterable[Candidate], absent: str = "") -> str:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
+# Characters of what argparse says, which quotes words as they were given.
+_LONGEST = 400
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """argparse makes a formatter for each argument and asks shutil for its width: 14 ms of imports."""
 
@@ -46,7 +50,8 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
+        said = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
+        raise UsageError(f"{said}; see {self.prog} --help")
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
         """Add an argument; the other spelling of a long option is added without being shown in the help."""

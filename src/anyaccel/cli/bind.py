@@ -11,8 +11,10 @@ import sys
 from anyaccel.cli._binding import add_binding_options, binding_options
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
+from anyaccel.launch.ancestors import Ancestors, read_ancestors
 from anyaccel.launch.apply import EXIT_NOT_BOUND, bind_this_process
 from anyaccel.launch.binder import cpus_of_launcher, given_by_hand, plan_rank
+from anyaccel.launch.counts import MOST_ON_A_HOST
 from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
 from anyaccel.launch.options import BindingOptions
 from anyaccel.launch.plan import describe
@@ -61,9 +63,10 @@ def main(argv: list[str]) -> int:
     if not command and not arguments.dry_run:
         raise UsageError("no command was given; put it after --, as in: anyaccel bind -- python train.py")
     options = BindingOptions(**{**binding_options(arguments), "bind_cores": True})
-    found = _place(arguments)
+    ancestors = read_ancestors(os.environ)
+    found = _place(arguments, ancestors)
     machine = read_machine()
-    plan = plan_rank(options, machine, found, os.environ, cpus_of_launcher(found.variable))
+    plan = plan_rank(options, machine, found, os.environ, cpus_of_launcher(ancestors, found.variable), ancestors)
     if arguments.dry_run:
         print(f"topology: {machine.summary()}")
         for binding in plan.ranks:
@@ -88,10 +91,10 @@ def main(argv: list[str]) -> int:
     return _become(command, {**os.environ, **binding.env})
 
 
-def _place(arguments: argparse.Namespace) -> RankFromEnvironment:
+def _place(arguments: argparse.Namespace, ancestors: Ancestors | None) -> RankFromEnvironment:
     rank, size = arguments.local_rank, arguments.local_size
     if rank is None and size is None:
-        return rank_from_environment(os.environ)
+        return rank_from_environment(os.environ, ancestors=ancestors)
     if rank is None and arguments.dry_run:
         rank = 0
     if rank is None or size is None:
@@ -99,6 +102,8 @@ def _place(arguments: argparse.Namespace) -> RankFromEnvironment:
         raise UsageError(f"{given} was given without {missing}; give both, or neither where a launcher says them")
     if not 0 <= rank < size:
         raise UsageError(f"--local_rank is {rank}, it must be at least 0 and below --local_size, which is {size}")
+    if size > MOST_ON_A_HOST:
+        raise UsageError(f"--local_size is {size}, one machine has at most {MOST_ON_A_HOST} processes of a job")
     return given_by_hand(rank, size)
 
 

@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from anyaccel.errors import UsageError
+from anyaccel.launch.ancestors import Ancestors
 from anyaccel.launch.binding import RankShare, Shares, bind_ranks
 from anyaccel.launch.local_rank import RankFromEnvironment
 from anyaccel.launch.memory import memory_policy
@@ -30,6 +32,13 @@ _UNBIND = {
     "jsrun": "jsrun --bind none",
     "Flux": "flux run -o cpu-affinity=off",
 }
+_BY_HAND = "--local_rank"
+# What `anyaccel run` sets beside OMP_NUM_THREADS.
+_OPENMP = ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND")
+# Set by `anyaccel run` (and by DeepSpeed's launcher), and by no other launcher.
+_RUN = "CROSS_SIZE"
+# Launchers that set OMP_NUM_THREADS=1 by themselves where the user set nothing: their own variable, and their name.
+_ONE_THREAD = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_ID": "Ray"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ def plan_rank(
     found: RankFromEnvironment,
     environ: Mapping[str, str],
     launchers_cpus: frozenset[int] | None = None,
+    ancestors: Ancestors | None = None,
 ) -> BinderPlan:
     """The plan that this process takes its part of.
 
@@ -62,13 +72,14 @@ def plan_rank(
         found: the place of this process.
         environ: what the command inherits.
         launchers_cpus: logical CPUs of the launcher that started this process; None where that is not known.
+        ancestors: the processes above, which tell what was set by whom; None where they are not known.
 
     Raises:
         UsageError: it cannot be divided as asked; with strict options, anything that is a warning otherwise.
     """
     allocator = allocator_path(options, environ)
-    environ, overridden = _without_torchruns_threads(environ, found)
-    kept = _is_bound_already(machine, found, environ, launchers_cpus)
+    environ, threads, setter = _without_launchers_threads(environ, found, ancestors)
+    kept = _is_bound_already(machine, found, environ, launchers_cpus, ancestors)
     if kept:
         shares = _keep(options, machine, found)
     else:
@@ -76,9 +87,11 @@ def plan_rank(
     variables, notes, warnings = rank_environments(options, machine, shares, environ, allocator)
     check_strict(options, warnings)
     spoken = []
-    if overridden:
-        threads = variables[found.local_rank]["OMP_NUM_THREADS"]
-        spoken.append(f"OMP_NUM_THREADS=1, which torchrun sets by itself, becomes {threads}, the cores of the rank")
+    becomes = variables[found.local_rank]["OMP_NUM_THREADS"]
+    if threads not in ("", becomes):
+        spoken.append(
+            f"OMP_NUM_THREADS={threads}, which {setter} sets by itself, becomes {becomes}, the cores of the rank"
+        )
     own = found.rank if found.rank is not None else found.local_rank
     ranks = tuple(
         RankBinding(
@@ -87,7 +100,7 @@ def plan_rank(
             machine.allowed_cpus if kept else share.cores,
             share.memory_policy,
             share.memory_nodes,
-            {**_job(found, environ, local_rank), **env},
+            {**_job(found, environ, local_rank, ancestors), **env},
             strict=options.strict,
         )
         for local_rank, (share, env) in enumerate(zip(shares.ranks, variables, strict=True))
@@ -95,49 +108,77 @@ def plan_rank(
     return BinderPlan(ranks, tuple(notes), tuple(warnings), tuple(spoken))
 
 
-def cpus_of_launcher(variable: str) -> frozenset[int] | None:
-    """CPUs of the process that gave `variable` to this process or its parents: a launcher does not bind itself."""
-    pid = os.getppid()
+def cpus_of_launcher(ancestors: Ancestors | None, variable: str) -> frozenset[int] | None:
+    """CPUs of the process that has set `variable` for those below it: a launcher does not bind itself."""
+    pid = ancestors.setter(variable) if ancestors is not None and variable else None
     try:
-        while pid:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                if not any(entry.startswith(f"{variable}=".encode()) for entry in file.read().split(b"\0")):
-                    break
-            with open(f"/proc/{pid}/stat") as stat:
-                pid = int(stat.read().rpartition(")")[2].split()[1])
-    except PermissionError:
-        pass  # a daemon of root: that is the launcher
-    except (OSError, ValueError, IndexError):
-        return None
-    try:
-        return frozenset(os.sched_getaffinity(pid)) if pid else None
+        return None if pid is None else frozenset(os.sched_getaffinity(pid))
     except OSError:
         return None
 
 
-def _without_torchruns_threads(
-    environ: Mapping[str, str], found: RankFromEnvironment
-) -> tuple[Mapping[str, str], bool]:
-    """torchrun sets OMP_NUM_THREADS=1 for several workers where the user set nothing."""
-    if "TORCHELASTIC_RUN_ID" not in environ or found.local_size < 2 or environ.get("OMP_NUM_THREADS") != "1":
-        return environ, False
-    return {name: value for name, value in environ.items() if name != "OMP_NUM_THREADS"}, True
+def _set_together(ancestors: Ancestors | None, one: str, other: str) -> bool:
+    """Whether the same process has set both variables, as far as that can be told."""
+    return ancestors is None or ancestors.generation((one,)) == ancestors.generation((other,))
+
+
+def _without_launchers_threads(
+    environ: Mapping[str, str], found: RankFromEnvironment, ancestors: Ancestors | None
+) -> tuple[Mapping[str, str], str, str]:
+    """The environment without what a launcher says about threads, where the user has said nothing.
+
+    Returns:
+        With it the OMP_NUM_THREADS that was taken out and who had set it, or "" and "".
+    """
+    threads, setter, gone = environ.get("OMP_NUM_THREADS", ""), "", set()
+    for variable, name in _ONE_THREAD.items():
+        # torchrun does so for several workers only; where nobody knows who has set it, it must be able to.
+        may = variable in environ and threads == "1" and (ancestors is not None or found.local_size > 1)
+        # In a worker of Ray the variables of the job are of an older process than those of the training.
+        beside = variable if name == "torchrun" else "LOCAL_RANK"
+        if may and _set_together(ancestors, "OMP_NUM_THREADS", beside):
+            setter, gone = name, {"OMP_NUM_THREADS"}
+    if ancestors is not None and _RUN in environ:
+        gone_with_run = {name for name in _OPENMP if environ.get(name) and _set_together(ancestors, name, _RUN)}
+        if "OMP_NUM_THREADS" in gone_with_run:
+            setter = "anyaccel run"
+        gone |= gone_with_run
+    left = {name: value for name, value in environ.items() if name not in gone}
+    return left, threads if "OMP_NUM_THREADS" in gone else "", setter
 
 
 def _is_bound_already(
-    machine: Machine, found: RankFromEnvironment, environ: Mapping[str, str], launchers_cpus: frozenset[int] | None
+    machine: Machine,
+    found: RankFromEnvironment,
+    environ: Mapping[str, str],
+    launchers_cpus: frozenset[int] | None,
+    ancestors: Ancestors | None,
 ) -> bool:
     """Whether the launcher above gave this process other CPUs than its neighbours."""
+    narrower = launchers_cpus is not None and launchers_cpus > set(machine.allowed_cpus)
     if found.source not in _UNBIND:
-        return False
-    if len(machine.cores()) < found.local_size:
-        return found.local_size > 1
+        return narrower and _is_below_run(found, environ, ancestors)
     if found.source == "Slurm":
         # Its cgroup confines all tasks of a step alike, which is no binding: only masks by task are.
         return environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map")) and "," in environ.get(
             "SLURM_CPU_BIND_LIST", ""
         )
-    return launchers_cpus is not None and launchers_cpus > set(machine.allowed_cpus)
+    if launchers_cpus is None:
+        # Nobody has a core for each here, though the machine may: then they have been given out.
+        return len(machine.cores()) < found.local_size and len(machine.allowed_cpus) < len(machine.cpus)
+    cores = len({cpu.core for cpu in machine.cpus if cpu.id in launchers_cpus})
+    if narrower and cores < found.local_size:
+        raise UsageError(
+            f"{found.local_size} ranks cannot each have a core of their own: {found.source} has only "
+            f"{cores} core{'' if cores == 1 else 's'} here (CPU {format_cpu_list(sorted(launchers_cpus))}); "
+            f"start at most {cores}, or do not bind them"
+        )
+    return narrower
+
+
+def _is_below_run(found: RankFromEnvironment, environ: Mapping[str, str], ancestors: Ancestors | None) -> bool:
+    """Whether `anyaccel run` has started this process, not torchrun, which may be below it."""
+    return found.source != _BY_HAND and _RUN in environ and _set_together(ancestors, _RUN, found.variable)
 
 
 def _keep(options: BindingOptions, machine: Machine, found: RankFromEnvironment) -> Shares:
@@ -145,6 +186,8 @@ def _keep(options: BindingOptions, machine: Machine, found: RankFromEnvironment)
     cores = machine.allowed_cpus if options.smt else tuple(cpu.id for cpu in machine.cores())
     policy, nodes = memory_policy(machine, cores, options.memory_policy)
     share = RankShare(cores, policy, nodes)
+    if found.source not in _UNBIND:  # `anyaccel run` has done all of it
+        return Shares((share,) * found.local_size)
     warning = (
         f"{found.source} has bound this process to CPU {format_cpu_list(machine.allowed_cpus)} already, which is kept; "
         f"to have anyaccel divide the machine among its {found.local_size} ranks: {_UNBIND[found.source]}"
@@ -152,14 +195,31 @@ def _keep(options: BindingOptions, machine: Machine, found: RankFromEnvironment)
     return Shares((share,) * found.local_size, warnings=(warning,))
 
 
-def _job(found: RankFromEnvironment, environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
-    """What torch.distributed wants to know, where the launcher does not say it in those words."""
+def _job(
+    found: RankFromEnvironment, environ: Mapping[str, str], local_rank: int, ancestors: Ancestors | None
+) -> dict[str, str]:
+    """What torch.distributed wants to know, where the launcher does not say it in those words.
+
+    What is there may have been set for another process: by the launcher of the launcher.
+    """
     wanted = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": found.local_size, "LOCAL_SIZE": found.local_size}
     if found.rank is not None and found.world_size is not None:
         wanted |= {"RANK": found.rank - found.local_rank + local_rank, "WORLD_SIZE": found.world_size}
-    return {name: str(value) for name, value in wanted.items() if not environ.get(name)}
+    return {
+        name: str(value)
+        for name, value in wanted.items()
+        if not environ.get(name) or _is_of_another(name, found, ancestors)
+    }
+
+
+def _is_of_another(name: str, found: RankFromEnvironment, ancestors: Ancestors | None) -> bool:
+    if found.source == _BY_HAND:
+        return True
+    if found.source not in _UNBIND or ancestors is None:
+        return False
+    return ancestors.generation((name,)) >= ancestors.generation((found.variable,))
 
 
 def given_by_hand(local_rank: int, local_size: int) -> RankFromEnvironment:
     """A place that the user says."""
-    return RankFromEnvironment(None, None, local_rank, local_size, "--local_rank")
+    return RankFromEnvironment(None, None, local_rank, local_size, _BY_HAND)

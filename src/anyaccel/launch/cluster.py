@@ -15,6 +15,7 @@ from anyaccel.launch.address import are_this_host, is_this_host
 from anyaccel.launch.agents import SocketAgent
 from anyaccel.launch.callback import VARIABLE, Reception
 from anyaccel.launch.channel import FrameReader
+from anyaccel.launch.counts import MOST_HOSTS, brief
 from anyaccel.launch.devices import count_devices
 from anyaccel.launch.forward import forwarded_environment
 from anyaccel.launch.front import Front, start_agents
@@ -24,7 +25,7 @@ from anyaccel.launch.launcher import current_folder, free_port, say_warnings
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.options import DEFAULT_HOSTFILE, LaunchOptions
-from anyaccel.launch.output import DEBUG, LEVELS, Output
+from anyaccel.launch.output import DEBUG, LEVELS, WARNING, Output
 from anyaccel.launch.runners import Runner, absolute_paths, find_runner, require_program, ssh
 from anyaccel.launch.signals import stop_signals
 from anyaccel.launch.supervise import supervise
@@ -78,6 +79,8 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if self.num_nodes is not None and self.num_nodes < 1:
             raise UsageError(f"--num_nodes is {self.num_nodes}, it must be at least 1")
+        if self.num_nodes is not None and self.num_nodes > MOST_HOSTS:
+            raise UsageError(f"--num_nodes is {self.num_nodes}, a job has at most {MOST_HOSTS} hosts; ask for fewer")
         if self.launcher is not None:
             find_runner(self.launcher)  # a name that is none is the first thing to say
         if self.no_ssh and self.launcher:
@@ -161,12 +164,12 @@ def _slurm_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str
     counts = [options.num_accelerators or 1] * len(names)
     if not options.num_accelerators and environ.get("SLURM_TASKS_PER_NODE"):
         try:
-            counts = list(slurm_tasks(environ["SLURM_TASKS_PER_NODE"])[: len(names)])
+            counts = list(slurm_tasks(environ["SLURM_TASKS_PER_NODE"], len(names)))
         except ValueError:
             counts = []
     if len(counts) != len(names):
         raise UsageError(
-            f"SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']} does not say how many tasks each of "
+            f"SLURM_TASKS_PER_NODE={brief(environ['SLURM_TASKS_PER_NODE'])} does not say how many tasks each of "
             f"{len(names)} hosts has; add --num_accelerators N"
         )
     return dict(zip(names, counts, strict=True))
@@ -252,7 +255,8 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
             host.name,
             python=sys.executable,
             environment=start,
-            venv_script=options.venv_script,
+            # Sourced in the folder that a login begins in.
+            venv_script=options.venv_script and os.path.join(folder, options.venv_script),  # noqa: PTH118
             ssh_port=cluster.ssh_port,
             launcher_args=shlex.split(cluster.launcher_args),
         )
@@ -320,6 +324,8 @@ def _run_below(launch: ClusterLaunch) -> int:
         agent.attach(connection, reader, front.on_frame)
         front.on_call(agent)
 
+    for text in runner.warnings(task.hosts, os.environ):
+        front.console.line(f"warning: {text}", WARNING)
     with many_descriptors(2 * len(front.agents)), stop_signals() as wakeup:
         names = [host.name for host in task.hosts]
         front.reception = Reception(task.word, names, on_hello, agents=len(front.agents))

@@ -24,5 +24,10 @@ def program(options: LaunchOptions) -> list[str]:
 
 
 def in_venv(script: str | None) -> list[str]:
-    """What stands before a command that runs with `script` sourced; not through `sh`, conda's scripts want more."""
-    return ["bash", "-c", '. "$0" && exec "$@"', script] if script else []
+    """What stands before a command that runs with `script` sourced; not through `sh`, conda's scripts want more.
+
+    bash looks for a name without a folder in PATH, and takes one that begins with a dash for an option.
+    """
+    if not script:
+        return []
+    return ["bash", "-c", '. "$0" && exec "$@"', script if script.startswith("/") else f"./{script}"]

@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_number
+from anyaccel.launch.host_name import is_address, is_name
 from anyaccel.launch.job import Host
 from anyaccel.launch.small_file import read_small_file
 
 _EXAMPLE = "write one host a line, such as: worker-0 slots=4"
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-_ADDRESS_CHARACTERS = frozenset("0123456789abcdefABCDEF:.")
-_MOST_SLOTS = 1 << 16  # more is a typing mistake
 
 
 def read_hostfile(path: str) -> dict[str, int]:
@@ -71,26 +70,15 @@ def _host(word: str, where: str) -> str:
     user, at, machine = word.rpartition("@")
     if machine.startswith("[") and machine.endswith("]"):
         machine = machine[1:-1]  # ssh and the others take an IPv6 address without
-    if at and not _is_name(user):
+    if at and not is_name(user):
         raise UsageError(f"{where}: {user!r} in {word!r} is not a user name; {_EXAMPLE}")
-    if not (_is_name(machine) or _is_address(machine)):
-        if ":" in machine and _is_name(machine.partition(":")[0]):
+    if not (is_name(machine) or is_address(machine)):
+        if ":" in machine and is_name(machine.partition(":")[0]):
             host, _, count = machine.partition(":")
             example = f"{user}{at}{host} slots={count if count.isdecimal() else 1}"
             raise UsageError(f"{where}: {word!r} is another launcher's way to say it; write: {example}")
         raise UsageError(f"{where}: {word!r} is not the name of a host; {_EXAMPLE}")
     return f"{user}{at}{machine}"
-
-
-def _is_name(text: str) -> bool:
-    """A leading dash would make it an option of ssh."""
-    return bool(text) and text[0] not in "-." and _NAME_CHARACTERS.issuperset(text)
-
-
-def _is_address(text: str) -> bool:
-    """An IPv6 address, with its zone perhaps (fe80::1%eth0)."""
-    address, percent, zone = text.partition("%")
-    return address.count(":") >= 2 and _ADDRESS_CHARACTERS.issuperset(address) and (not percent or _is_name(zone))
 
 
 def _slots(words: Sequence[str], where: str) -> int:
@@ -102,9 +90,10 @@ def _slots(words: Sequence[str], where: str) -> int:
             raise UsageError(f"{where}: {word!r} is not understood; {_EXAMPLE}")
         if key in counts:
             raise UsageError(f"{where}: {key}= is given twice; give it once")
-        if not (value.isascii() and value.isdecimal()) or not 1 <= int(value) <= _MOST_SLOTS:
-            raise UsageError(f"{where}: {word!r}: the number of slots must be 1 to {_MOST_SLOTS}")
-        counts[key] = int(value)
+        count = whole_number(value)
+        if count is None or not 1 <= count <= MOST_ON_A_HOST:
+            raise UsageError(f"{where}: {brief(word)}: the number of slots must be 1 to {MOST_ON_A_HOST}")
+        counts[key] = count
     if "slots" not in counts:
         raise UsageError(f"{where}: host {words[0]!r} has no number of slots; write: {words[0]} slots=1")
     if counts.get("max_slots", counts["slots"]) < counts["slots"]:
@@ -125,8 +114,14 @@ def select_hosts(
         num_nodes: only so many hosts, the first of those; None for all.
 
     Raises:
-        UsageError: both are given, a host or slot is unknown, or nothing is left.
+        UsageError: both are given, a host or slot is unknown, nothing is left, or there are more slots in all than any
+            job has workers.
     """
+    if sum(hosts.values()) > MOST_IN_A_JOB:
+        raise UsageError(
+            f"{sum(hosts.values())} slots on {len(hosts)} hosts: a job has at most {MOST_IN_A_JOB} workers; "
+            "correct slots= in the hostfile"
+        )
     if include and exclude:
         raise UsageError("--include and --exclude contradict each other; use one of them")
     slots = {host: set(range(count)) for host, count in hosts.items()}
@@ -188,9 +183,9 @@ def _parse_slots(text: str, count: int, host: str, where: str) -> set[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         numbers = [first, last] if dash else [first]
-        if not all(number.isascii() and number.isdecimal() for number in numbers):
-            raise UsageError(f"{where}: {part!r} is not a slot number; write slots as 0,2 or 0-3")
-        low, high = int(numbers[0]), int(numbers[-1])
+        low, high = whole_number(numbers[0]), whole_number(numbers[-1])
+        if low is None or high is None:
+            raise UsageError(f"{where}: {brief(part)} is not a slot number; write slots as 0,2 or 0-3")
         if low > high:
             raise UsageError(f"{where}: {part!r} is no range; write it as {high}-{low}")
         if high >= count:

@@ -26,8 +26,9 @@ class ClusterJob:
 
     Attributes:
         hosts: in the order of their ranks.
-        program: argument vector that is started once per host (`pdsh`) or once per rank (MPI, Slurm); its words need
-            no quoting for any shell. With `pdsh`, the word ``%n`` in it stands for the number of the host.
+        program: argument vector that is started once per host (`pdsh`) or once per rank (MPI, Slurm). Its words may
+            be anything: a launcher that gives them to a shell quotes them. With `pdsh`, the word ``%n`` in it stands
+            for the number of the host.
         environment: variables that the start of `program` depends on, and the contact that it calls back; all others
             come to the workers by that call.
         launcher_args: extra arguments for the launcher, before the program.

@@ -11,8 +11,9 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import ProgramNotFoundError, ProgramNotRunnableError, UsageError
 from anyaccel.launch.command import worker_command
+from anyaccel.launch.counts import brief
 from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, LaunchOptions
 from anyaccel.launch.output import LEVELS, WARNING, Output, OutputOptions
 from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
@@ -46,6 +47,18 @@ def free_port(wanted: int | None = None) -> int:
     return port
 
 
+def check_address(address: str) -> None:
+    """Raise UsageError where no name service here knows `address`: workers would wait for rank 0 for minutes."""
+    try:
+        _socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(
+            f"--master_addr {brief(address)} leads to no address on {os.uname().nodename}: {why}; "
+            "give the address of rank 0's host, or a name of it that every host knows"
+        ) from None
+
+
 def make_plan(
     options: LaunchOptions,
     machine: Machine | None = None,
@@ -71,6 +84,8 @@ def make_plan(
     """
     machine = machine or read_machine()
     environ = os.environ if environ is None else environ
+    if options.master_addr is not None:
+        check_address(options.master_addr)
     return plan_here(
         options,
         machine,
@@ -126,7 +141,10 @@ def current_folder() -> str:
 
 
 def check_script(options: LaunchOptions, search_path: str) -> None:
-    """Raise UsageError where the script is not there; what a module name means is left to Python."""
+    """Raise UsageError where the script is not there; what a module name means is left to Python.
+
+    Of a program it is ProgramNotFoundError or ProgramNotRunnableError, with a shell's exit code for that.
+    """
     script = options.script
     if options.module:
         return
@@ -136,9 +154,13 @@ def check_script(options: LaunchOptions, search_path: str) -> None:
         return
     folders = search_path.split(os.pathsep)
     names = [script] if "/" in script else [f"{folder or '.'}/{script}" for folder in folders]
-    if not any(_is_program(name) for name in names):
-        where = "is not an executable file" if "/" in script else "is not a program in PATH"
-        raise UsageError(f"{script!r} {where}; leave --no_python out to run it with Python")
+    if any(_is_program(name) for name in names):
+        return
+    if "/" not in script:
+        raise ProgramNotFoundError(f"{script!r} is not a program in PATH; leave --no_python out to run it with Python")
+    if not os.path.exists(script):
+        raise ProgramNotFoundError(f"program {script!r} does not exist in {os.getcwd()!r}; check the path")
+    raise ProgramNotRunnableError(f"{script!r} is not an executable file; leave --no_python out to run it with Python")
 
 
 def _is_program(path: str) -> bool:

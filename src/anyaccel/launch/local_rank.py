@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.ancestors import Ancestors
+from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_number
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,14 @@ class _Source:
     local_rank: str
     local_sizes: tuple[str, ...] = ()
 
+    @property
+    def variables(self) -> tuple[str, ...]:
+        return (self.rank, self.world_size, self.local_rank, *self.local_sizes)
+
 
 _TORCH = _Source("torch.distributed", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
-# The innermost launcher first: torchrun is started by srun, mpirun starts its daemons with srun, never the other way.
+# Where nothing else tells which launcher is the innermost: torchrun is mostly started by srun or mpirun, and mpirun
+# starts its daemons with srun.
 _SOURCES = (
     _TORCH,
     _Source(
@@ -82,16 +89,24 @@ _SOURCES = (
 )
 
 
-def rank_from_environment(environ: Mapping[str, str], *, launcher_only: bool = False) -> RankFromEnvironment:
+def rank_from_environment(
+    environ: Mapping[str, str], *, launcher_only: bool = False, ancestors: Ancestors | None = None
+) -> RankFromEnvironment:
     """The place of this process, from the variables of torchrun, an MPI, Slurm, PALS, jsrun or Flux.
 
+    Where several launchers have left theirs, the innermost counts: the one that has started this process.
+
     Args:
+        ancestors: the processes above, which tell that; without them it is the first in the order of `_SOURCES`.
         launcher_only: leave RANK, LOCAL_RANK and so on aside; below an MPI launcher they may be inherited.
 
     Raises:
         UsageError: no launcher says it, or what it says is not a rank; names the variables that were looked for.
     """
-    sources = tuple(source for source in _SOURCES if not (launcher_only and source is _TORCH))
+    sources = [source for source in _SOURCES if not (launcher_only and source is _TORCH)]
+    if ancestors is not None:
+        # An MPI on another host, and Slurm, set what they were started with beside what is their own: theirs counts.
+        sources.sort(key=lambda source: (ancestors.generation(source.variables), source is _TORCH))
     incomplete: _Source | None = None
     for source in sources:
         if not environ.get(source.local_rank):
@@ -122,25 +137,26 @@ def rank_from_environment(environ: Mapping[str, str], *, launcher_only: bool = F
     )
 
 
-def slurm_tasks(text: str) -> tuple[int, ...]:
-    """Tasks by node of a text such as ``"2(x3),1"``, which is 2, 2, 2, 1.
+def slurm_tasks(text: str, nodes: int) -> tuple[int, ...]:
+    """Tasks of the first `nodes` nodes of a text such as ``"2(x3),1"``, which is 2, 2, 2, 1.
 
     Raises:
         ValueError: it is no such text.
     """
     found: list[int] = []
     for part in text.split(","):
-        count, _, times = part.strip().partition("(x")
-        if times and not times.endswith(")"):
-            raise ValueError(f"{part!r} has no closing bracket")
-        found += [int(count)] * (int(times[:-1]) if times else 1)
+        tasks, bracket, rest = part.strip().partition("(x")
+        count, times = whole_number(tasks), whole_number(rest.removesuffix(")")) if bracket else 1
+        if count is None or count > MOST_ON_A_HOST or times is None or rest.endswith(")") != bool(bracket):
+            raise ValueError(f"{brief(part)} is not a number of tasks such as 2 or 2(x3)")
+        found += [count] * min(times, nodes - len(found))
     return tuple(found)
 
 
 def _local_size(environ: Mapping[str, str], source: _Source) -> int | None:
     for name in source.local_sizes:
         if environ.get(name):
-            return _number(environ, name)
+            return _number(environ, name, MOST_ON_A_HOST)
     if source.name == "Slurm":
         return _slurm_local_size(environ)
     if source.name == "Flux" and environ.get("FLUX_JOB_SIZE") and environ.get("FLUX_JOB_NNODES"):
@@ -155,12 +171,13 @@ def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
     name = next(filter(environ.get, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")), None)
     if name is None or not environ.get("SLURM_NODEID"):
         return None
-    node = _number(environ, "SLURM_NODEID")
+    node = _number(environ, "SLURM_NODEID", MOST_IN_A_JOB)
     try:
-        return slurm_tasks(environ[name])[node]
+        return slurm_tasks(environ[name], node + 1)[node]
     except (ValueError, IndexError):
         raise UsageError(
-            f"{name}={environ[name]!r} does not say how many tasks node {node} has; give --local_rank and --local_size"
+            f"{name}={brief(environ[name])} does not say how many tasks node {node} has; "
+            "give --local_rank and --local_size"
         ) from None
 
 
@@ -169,8 +186,11 @@ def _size_names(source: _Source) -> tuple[str, ...]:
     return source.local_sizes or others[source.name]
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(environ: Mapping[str, str], name: str, most: int | None = None) -> int:
     text = environ[name].strip()
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"{name}={environ[name]!r} is not a number; give --local_rank and --local_size")
-    return int(text)
+    number = whole_number(text)
+    if number is not None and number <= (number if most is None else most):
+        return number
+    wrong = "is too large a number" if text.isascii() and text.isdecimal() else "is not a number"
+    limit = f" (at most {most})" if most is not None else ""
+    raise UsageError(f"{name}={brief(environ[name])} {wrong}{limit}; give --local_rank and --local_size")

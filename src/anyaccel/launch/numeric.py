@@ -9,7 +9,8 @@ finds the right places, and nobody is pinned who did not ask. The mask of the pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from anyaccel.topology import format_cpu_list
 
@@ -66,10 +67,10 @@ def _on_own_cores(name: str, text: str, cores: Sequence[int]) -> str:
         return _intel(text, cores)
     if name == "GOMP_CPU_AFFINITY":
         named = _gnu_list(text)
-        return format_cpu_list(cores) if named is not None and not named.issubset(cores) else text
+        return format_cpu_list(cores) if _leaves(named, cores) else text
     if name == "OMP_PLACES":
         named = _place_list(text)
-        return places(cores) if named is not None and not named.issubset(cores) else text
+        return places(cores) if _leaves(named, cores) else text
     return text
 
 
@@ -83,8 +84,7 @@ def _intel(text: str, cores: Sequence[int]) -> str:
             found.append("respect")
         elif name.strip().lower() == "proclist" and equals:
             named = _gnu_list(value.strip().strip("[]").replace("{", " ").replace("}", " "))
-            outside = named is not None and not named.issubset(cores)
-            found.append(f"proclist=[{format_cpu_list(cores)}]" if outside else word)
+            found.append(f"proclist=[{format_cpu_list(cores)}]" if _leaves(named, cores) else word)
         else:
             found.append(word)
     return ",".join(found)
@@ -102,35 +102,40 @@ def _split(text: str) -> list[str]:
     return words
 
 
-def _gnu_list(text: str) -> set[int] | None:
+def _leaves(named: Iterable[int] | None, cores: Sequence[int]) -> bool:
+    """Whether CPUs are named that are not among the cores. Stops at the first: a short text may name billions."""
+    own = set(cores)
+    return named is not None and any(cpu not in own for cpu in named)
+
+
+def _gnu_list(text: str) -> Iterator[int] | None:
     """CPUs of ``"0 3 1-2 4-15:2"``; None where it is no such list, which the library itself will say."""
-    found: set[int] = set()
+    found = []
     try:
         for part in text.replace(",", " ").split():
             numbers, _, step = part.partition(":")
             first, dash, last = numbers.partition("-")
-            found.update(range(_number(first), _number(last if dash else first) + 1, _number(step or "1")))
+            found.append(range(_number(first), _number(last if dash else first) + 1, _number(step or "1")))
     except ValueError:
         return None
-    return found
+    return chain.from_iterable(found)
 
 
-def _place_list(text: str) -> set[int] | None:
+def _place_list(text: str) -> Iterator[int] | None:
     """CPUs of ``"{0,1},{2:4}:3:4"``; None for a name such as "cores", and where it is no such list."""
-    found: set[int] = set()
+    found: list[tuple[list[range], range]] = []
     try:
         for part in map(str.strip, _split(text)):
             if part.startswith("!"):
                 continue
             place, closing, rest = part.removeprefix("{").partition("}")
             if closing:
-                inside = {cpu for interval in place.split(",") for cpu in _interval(interval)}
-                found |= {cpu + offset for cpu in inside for offset in _interval(f"0{rest}")}
+                found.append(([_interval(interval) for interval in place.split(",")], _interval(f"0{rest}")))
             else:
-                found |= set(_interval(part))
+                found.append(([_interval(part)], range(1)))
     except ValueError:
         return None
-    return found
+    return (cpu + offset for intervals, offsets in found for cpu in chain(*intervals) for offset in offsets)
 
 
 def _interval(text: str) -> range:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.counts import MOST_ON_A_HOST, brief
+from anyaccel.launch.host_name import is_host
 from anyaccel.launch.output import OutputOptions
 from anyaccel.topology import format_cpu_list, parse_cpu_list
 
@@ -142,8 +144,18 @@ class LaunchOptions(BindingOptions, OutputOptions):
             raise UsageError("no script was given; put it after the options, as in: anyaccel run [options] train.py")
         if self.num_accelerators is not None and self.num_accelerators < 1:
             raise UsageError(f"--num_accelerators is {self.num_accelerators}, it must be at least 1")
+        if self.num_accelerators is not None and self.num_accelerators > MOST_ON_A_HOST:
+            raise UsageError(
+                f"--num_accelerators is {self.num_accelerators}, one host has at most {MOST_ON_A_HOST} workers; "
+                "ask for fewer"
+            )
         if self.master_addr is not None and not self.master_addr.strip():
             raise UsageError("--master_addr is empty; give an address or leave it out")
+        if self.master_addr is not None and not is_host(self.master_addr):
+            raise UsageError(
+                f"--master_addr is {brief(self.master_addr)}, it must be the name of a host or an address; "
+                "a port goes into --master_port"
+            )
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise UsageError(f"--master_port is {self.master_port}, a TCP port is between 1 and 65535")
         if self.module and self.no_python:

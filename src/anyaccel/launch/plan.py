@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.binding import Shares, bind_ranks
+from anyaccel.launch.counts import whole_number
 from anyaccel.launch.devices import narrow_devices
 from anyaccel.launch.numeric import openmp_binding
 from anyaccel.launch.options import BindingOptions, LaunchOptions
@@ -255,7 +256,9 @@ def rank_environments(
     if users_threads:
         least = min(len(share.cores) for share in shares.ranks)
         first = users_threads.partition(",")[0].strip()
-        if options.bind_cores and first.isdigit() and int(first) > least:
+        threads = whole_number(first)
+        too_many = first.isdecimal() if threads is None else threads > least
+        if options.bind_cores and too_many:
             warnings.append(
                 f"OMP_NUM_THREADS={users_threads} is kept as it was set, though a worker has only {least} "
                 f"CPU{'' if least == 1 else 's'}"

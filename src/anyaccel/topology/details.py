@@ -84,6 +84,11 @@ class PciDevice:
         return self.kind == "display" and self.vendor in _CONSOLES
 
     @property
+    def is_integrated(self) -> bool:
+        """Whether it is the graphics unit of an Intel processor, which is at one address on all of them."""
+        return self.kind == "display" and self.vendor == "0x8086" and self.address == "0000:00:02.0"
+
+    @property
     def label(self) -> str:
         """Maker and model as far as they are known here."""
         maker = _VENDORS.get(self.vendor, self.vendor)

@@ -52,30 +52,35 @@ def read_machine(root: Path | str | None = None) -> Machine:
     affinity = affinity.intersection(cpuset or affinity) or affinity
     usable = tuple(cpu for cpu in online if cpu in affinity)
 
-    nodes = _nodes(f"{base}/sys/devices/system/node", set(online))
+    node_folder = f"{base}/sys/devices/system/node"
+    nodes = _nodes(node_folder, set(online))
     numa = bool(nodes)
     if not nodes:
         nodes = (NumaNode(0, online, 0),)
+    if set(online).difference(*(node.cpus for node in nodes)):
+        nodes = _with_hidden(node_folder, cpu_folder, nodes, online)
     if len(nodes) == 1:
         # The node's own figure may leave out memory that was added to a virtual machine while it ran.
-        nodes = (replace(nodes[0], memory_bytes=max(nodes[0].memory_bytes, _meminfo(f"{base}/proc/meminfo"))),)
+        memory = _meminfo(f"{base}/proc/meminfo")
+        if memory > nodes[0].memory_bytes and _has_all_memory(node_folder, nodes[0].id):
+            nodes = (replace(nodes[0], memory_bytes=memory),)
     if any(node.memory_bytes and not node.cpus for node in nodes):
         from anyaccel.topology.memory import tell_memory_kinds  # most machines have no such node
 
         nodes = tell_memory_kinds(nodes, base)
     node_of = {cpu: node.id for node in reversed(nodes) for cpu in node.cpus}
 
-    cpus = _cpus(cpu_folder, online, node_of, nodes[0].id)
+    cpus = _cpus(cpu_folder, online, node_of)
     kinds = _core_kinds(f"{base}/sys/devices", cpus)
     if kinds:
         cpus = tuple(replace(cpu, kind=kinds.get(cpu.core, "")) for cpu in cpus)
     mems = numbers(status.get("Mems_allowed_list"))
-    memory = tuple(
+    usable_memory = tuple(
         node.id
         for node in nodes
         if node.memory_bytes and all(limit is None or node.id in limit for limit in (mems, cpuset_mems))
     )
-    return Machine(cpus, nodes, usable, memory if numa else ())
+    return Machine(cpus, nodes, usable, usable_memory if numa else ())
 
 
 def check_recording(root: Path | str) -> None:
@@ -246,7 +251,7 @@ def _online_cpus(folder: str) -> tuple[int, ...]:
     return tuple(cpu for cpu in found if read_text(f"{folder}/cpu{cpu}/online") != "0")
 
 
-def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int], default_node: int) -> tuple[Cpu, ...]:
+def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int]) -> tuple[Cpu, ...]:
     known = set(online)
     keys: dict[int, tuple[int, int, int]] = {}
     siblings: dict[int, tuple[int, ...]] = {}
@@ -266,7 +271,7 @@ def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int], default
     unlisted = [cpu for cpu in online if cpu not in siblings]
     for cpu in unlisted:
         siblings[cpu] = tuple(other for other in unlisted if keys[other] == keys[cpu])
-    return tuple(Cpu(cpu, *keys[cpu], node=node_of.get(cpu, default_node), siblings=siblings[cpu]) for cpu in online)
+    return tuple(Cpu(cpu, *keys[cpu], node=node_of[cpu], siblings=siblings[cpu]) for cpu in online)
 
 
 def _siblings(topology: str) -> tuple[int, ...] | None:
@@ -287,7 +292,50 @@ def _nodes(folder: str, online: set[int]) -> tuple[NumaNode, ...]:
         path = f"{folder}/node{node}/"
         cpus = tuple(cpu for cpu in listed(path + "cpulist", path + "cpumap") or () if cpu in online)
         distances = [number(word) for word in (read_text(path + "distance") or "").split()]
-        # The table has one column for each online node, in order; another length cannot be attributed.
-        table = dict(zip(ids, distances, strict=True)) if len(distances) == len(ids) else {}
+        # The table has one column for each online node, in order, or for each that there may be; another length
+        # cannot be attributed.
+        columns = ids if len(distances) == len(ids) else _possible_nodes(folder)
+        table = dict(zip(columns, distances, strict=True)) if len(distances) == len(columns) else {}
         nodes.append(NumaNode(node, cpus, _meminfo(path + "meminfo"), table))
     return tuple(nodes)
+
+
+def _possible_nodes(folder: str) -> tuple[int, ...]:
+    return numbers(read_text(f"{folder}/possible")) or ()
+
+
+def _has_all_memory(folder: str, node: int) -> bool:
+    """Whether no other node has memory, also none that is not shown."""
+    return set(numbers(read_text(f"{folder}/has_memory")) or ()) <= {node}
+
+
+def _with_hidden(
+    folder: str, cpu_folder: str, nodes: tuple[NumaNode, ...], online: tuple[int, ...]
+) -> tuple[NumaNode, ...]:
+    """The nodes, with every online CPU in one of them.
+
+    A node that is off-line is not shown, and its CPUs may be online: they are far from the memory of the others. Those
+    of a package come to a node of their own, whose memory nobody tells, where the kernel knows of nodes that it does
+    not show, or shows none of that package; else to the node of their package.
+    """
+    listed = {cpu: node for node in nodes for cpu in node.cpus}
+    if not listed:  # this kernel does not say where CPUs are
+        return (replace(nodes[0], cpus=online), *nodes[1:])
+    packages: dict[int, list[int]] = {}
+    for cpu in online:
+        package = number(read_text(f"{cpu_folder}/cpu{cpu}/topology/physical_package_id"))
+        packages.setdefault(package, []).append(cpu)
+    found = {node.id: node for node in nodes}
+    spare = [node for node in _possible_nodes(folder) if node not in found]
+    for _, members in sorted(packages.items()):
+        own = [cpu for cpu in members if cpu not in listed]
+        if not own:
+            continue
+        home = next((listed[cpu] for cpu in members if cpu in listed), None)
+        if home is not None and not spare:
+            found[home.id] = replace(home, cpus=tuple(sorted([*found[home.id].cpus, *own])))
+            continue
+        node = spare.pop(0) if spare else max(found) + 1
+        table = {other.id: other.distances[node] for other in nodes if node in other.distances}
+        found[node] = NumaNode(node, tuple(own), 0, {**table, node: 10} if table else {})
+    return tuple(found[node] for node in sorted(found))

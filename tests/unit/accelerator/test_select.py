@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,8 @@ from anyaccel.accelerator import (
 )
 from anyaccel.accelerator.backends.cpu import CpuAccelerator
 from anyaccel.errors import AcceleratorUnavailableError, AnyAccelError, UsageError
+from anyaccel.topology import details
+from anyaccel.topology.details import PciDevice
 
 pytestmark = pytest.mark.usefixtures("undecided")
 
@@ -126,7 +129,12 @@ def rows() -> dict[str, select.Candidate]:
 # What is chosen, and why -----------------------------------------------------------------------------------
 
 
-def test_cpu_is_chosen_where_nothing_else_is(no_cuda: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_cpu_is_chosen_where_nothing_else_is(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    integrated = PciDevice("0000:00:02.0", "0x8086", "0x46a6", "display", None)
+    console = PciDevice("0000:02:00.0", "0x1a03", "0x2000", "display", None)
+    monkeypatch.setattr(details, "read_devices", lambda: (integrated, console))
     with caplog.at_level(logging.INFO, "anyaccel"):
         assert type(get_accelerator()) is CpuAccelerator
         assert get_accelerator() is get_accelerator() is anyaccel.get_accelerator()
@@ -138,13 +146,27 @@ def test_cpu_is_chosen_where_nothing_else_is(no_cuda: None, caplog: pytest.LogCa
     assert all(0 <= row.probe_s < 10 and row.why and row.origin == "anyaccel" for row in report.candidates)
     assert is_current_accelerator_supported()
     (record,) = [record for record in caplog.records if "Setting accelerator" in record.message]
-    assert record.levelno == logging.WARNING
+    assert record.levelno == logging.INFO  # there is nothing that the user could have meant
     assert record.message.startswith("Setting accelerator to CPU. Passed over: nothing is installed for xpu.external, ")
+
+
+H100 = PciDevice("0000:11:00.0", "0x10de", "0x2330", "display", 0)
+
+
+def test_a_device_without_its_package_is_a_warning(
+    no_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(details, "read_devices", lambda: (H100, replace(H100, address="0000:12:00.0")))
+    get_accelerator()
+    (record,) = [record for record in caplog.records if "Setting accelerator" in record.message]
+    assert record.levelno == logging.WARNING
+    assert "Passed over: NVIDIA 2330 is in this machine; nothing is installed for xpu.external, " in record.message
 
 
 def test_other_processes_of_a_job_do_not_repeat_the_warning(
     no_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(details, "read_devices", lambda: (H100,))
     monkeypatch.setenv("LOCAL_RANK", "1")
     with caplog.at_level(logging.INFO, "anyaccel"):
         get_accelerator()

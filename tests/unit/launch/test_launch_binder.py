@@ -13,6 +13,7 @@ import pytest
 from anyaccel import _native
 from anyaccel.errors import UsageError
 from anyaccel.launch import apply
+from anyaccel.launch.ancestors import Ancestor, Ancestors
 from anyaccel.launch.binder import BinderPlan, given_by_hand, plan_rank
 from anyaccel.launch.local_rank import RankFromEnvironment
 from anyaccel.launch.options import BindingOptions
@@ -126,15 +127,124 @@ def test_the_thread_count_of_torchrun_is_not_the_users() -> None:
     assert kept.spoken == ()
 
 
+def below_run(*sets: dict[str, str]) -> Ancestors:
+    """What `anyaccel run` has set, and then each process below it."""
+    environ: dict[str, str] = {"DS_ACCELERATOR": "cpu"}
+    line: list[Ancestor] = []
+    for given in (RUN, *sets):
+        line.insert(0, Ancestor(1, dict(environ)))
+        environ |= given
+    return Ancestors(environ, line)
+
+
+RUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "LOCAL_SIZE": "1",
+    "CROSS_SIZE": "1",
+    "OMP_NUM_THREADS": "4",
+    "OMP_PLACES": "{0},{1},{2},{3}",
+    "OMP_PROC_BIND": "false",
+}
+
+
+def test_what_run_has_told_mpirun_is_not_for_its_ranks() -> None:
+    """Their place among the ranks of mpirun is theirs, and so are their cores; nothing of it is the user's wish."""
+    mpirun = {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    found = RankFromEnvironment(1, 2, 1, 2, "Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK")
+    plan = plan_rank(
+        BindingOptions(bind_cores=True, strict=True),
+        machine(),
+        found,
+        {"DS_ACCELERATOR": "cpu", **RUN, **mpirun},
+        frozenset(range(8)),
+        below_run(mpirun),
+    )
+    assert dict(plan.ranks[1].env) == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "LOCAL_SIZE": "2",
+        "OMP_NUM_THREADS": "2",
+        "OMP_PLACES": "{2},{3}",
+        "OMP_PROC_BIND": "false",
+    }
+    assert plan.warnings == plan.notes == ()
+    assert plan.spoken == ("OMP_NUM_THREADS=4, which anyaccel run sets by itself, becomes 2, the cores of the rank",)
+
+
+def test_what_was_set_below_run_is_the_users() -> None:
+    own = {"OMP_NUM_THREADS": "1", "RANK": "7"}
+    mpirun = {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    found = RankFromEnvironment(1, 2, 1, 2, "Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK")
+    environ = {"DS_ACCELERATOR": "cpu", **RUN, **mpirun, **own}
+    plan = plan_rank(BindingOptions(bind_cores=True), machine(), found, environ, None, below_run(mpirun, own))
+    assert plan.ranks[1].env["OMP_NUM_THREADS"] == "1"
+    assert "RANK" not in plan.ranks[1].env
+    assert "OMP_NUM_THREADS=1 is kept as it was set" in plan.notes
+
+
+def test_what_run_has_bound_stays_without_a_word() -> None:
+    run = {**RUN, "LOCAL_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "2"}
+    found = RankFromEnvironment(0, 2, 0, 2, "torch.distributed", "LOCAL_RANK")
+    environ = {"DS_ACCELERATOR": "cpu", **run}
+    ancestors = Ancestors(environ, [Ancestor(1, {"DS_ACCELERATOR": "cpu"})])
+    options = BindingOptions(bind_cores=True, strict=True)
+    plan = plan_rank(options, machine((0,)), found, environ, frozenset(range(8)), ancestors)
+    assert plan.ranks[0].cores == (0,)
+    assert plan.ranks[0].env["OMP_PLACES"] == "{0}"
+    assert (plan.warnings, plan.notes) == ((), ())
+    # Without a binding of its own, what all are confined to is divided.
+    plan = plan_rank(options, machine((0, 1)), found, environ, frozenset((0, 1)), ancestors)
+    assert [binding.cores for binding in plan.ranks] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RUN_ID", "RAY_JOB_ID"])
+def test_one_thread_that_the_user_wants_stays(variable: str) -> None:
+    """Only what has come with the ranks is the launcher's."""
+    launcher = {variable: "none", "LOCAL_RANK": "0"}
+    found = RankFromEnvironment(0, 1, 0, 1, "torch.distributed", "LOCAL_RANK")
+    for users, threads in (({"OMP_NUM_THREADS": "1"}, "1"), ({}, "4")):
+        environ = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **launcher}
+        ancestors = Ancestors(environ, [Ancestor(1, users)])
+        plan = plan_rank(BindingOptions(bind_cores=True), machine(), found, environ, None, ancestors)
+        assert plan.ranks[0].env["OMP_NUM_THREADS"] == threads
+        assert bool(plan.spoken) == (threads == "4")
+
+
+def test_a_place_by_hand_wins_over_what_is_inherited() -> None:
+    environ = {"DS_ACCELERATOR": "cpu", **RUN}
+    plan = plan_rank(BindingOptions(bind_cores=True), machine(), given_by_hand(1, 2), environ)
+    assert {name: plan.ranks[1].env[name] for name in ("LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")} == {
+        "LOCAL_RANK": "1",
+        "LOCAL_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+
+
+@pytest.mark.parametrize("allowed", [(0, 4), (0, 1, 4, 5)])
+def test_more_ranks_than_a_launcher_has_cores(allowed: tuple[int, ...]) -> None:
+    """Also where it has bound them, each to a part of the cores that others have too."""
+    found = RankFromEnvironment(0, 3, 0, 3, "MPICH or Intel MPI", "MPI_LOCALRANKID")
+    environ = {"DS_ACCELERATOR": "cpu"}
+    with pytest.raises(UsageError, match=r"^3 (workers|ranks) cannot each have a core of their own: .* only 2 cores"):
+        plan_rank(BindingOptions(bind_cores=True), machine(allowed), found, environ, frozenset((0, 1, 4, 5)))
+
+
 def test_the_cpus_of_the_launcher() -> None:
     """The launcher is the first process above that does not have the variable."""
     code = (
-        "from anyaccel.launch.binder import cpus_of_launcher as c; print(sorted(c('MARK') or []), c('NO_SUCH') is None)"
+        "import os; from anyaccel.launch.ancestors import read_ancestors; "
+        "from anyaccel.launch.binder import cpus_of_launcher as c; "
+        "a = read_ancestors(os.environ); print(sorted(c(a, 'MARK') or []), c(a, '') is None)"
     )
     last = max(os.sched_getaffinity(0))
     command = ["env", "MARK=1", "sh", "-c", f'taskset -c {last} {sys.executable} -c "{code}"; true']
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == (f"{sorted(os.sched_getaffinity(0))} False\n", "")
+    assert (done.stdout, done.stderr) == (f"{sorted(os.sched_getaffinity(0))} True\n", "")
 
 
 # system calls
@@ -186,6 +296,7 @@ def test_strict_workers_end() -> None:
     code = """
 import os
 from anyaccel.launch import apply
+from anyaccel.launch.ancestors import Ancestor, Ancestors
 from anyaccel.launch.plan import RankBinding
 def refuse(*_): raise PermissionError(1, "Operation not permitted")
 os.sched_setaffinity = refuse

@@ -15,6 +15,11 @@ from anyaccel.launch.options import BindingOptions, parse_core_list
         ({"num_accelerators": 0}, "is 0"),
         ({"num_accelerators": -2}, "is -2"),
         ({"master_addr": " "}, "--master_addr is empty"),
+        ({"master_addr": "a b"}, r"--master_addr is 'a b', it must be the name of a host"),
+        ({"master_addr": "node1 "}, "--master_addr is 'node1 '"),
+        ({"master_addr": "node1\n"}, "--master_addr is"),
+        ({"master_addr": "node1:29500"}, "a port goes into --master_port"),
+        ({"master_addr": "-h"}, "--master_addr is '-h'"),
         ({"master_port": 0}, "is 0"),
         ({"master_port": 65536}, "is 65536"),
         ({"module": True, "no_python": True}, "contradict"),
@@ -36,6 +41,11 @@ from anyaccel.launch.options import BindingOptions, parse_core_list
 def test_refused(values, message):
     with pytest.raises(UsageError, match=message):
         LaunchOptions(**{"script": "x.py", **values})
+
+
+@pytest.mark.parametrize("address", ["node-1.local", "10.0.0.1", "::1", "fe80::1%eth0", "my_host"])
+def test_addresses(address):
+    assert LaunchOptions("x.py", master_addr=address).master_addr == address
 
 
 def test_a_core_list_implies_binding():

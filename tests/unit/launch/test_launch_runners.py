@@ -148,6 +148,23 @@ def test_slurm_asks_for_whole_hosts_outside_of_an_allocation_only():
     assert runner.launcher_environment(job("slurm"), {"SLURM_JOB_ID": "7"}) == CALL
 
 
+@pytest.mark.parametrize(
+    ("cpus", "overcommits", "warns"),
+    [("1(x2)", True, True), ("2,1", True, False), ("2(x2)", False, False), ("", False, False), ("?", False, False)],
+)
+def test_ranks_may_share_the_cpus_of_an_allocation(cpus, overcommits, warns):
+    """`salloc -N2` has one CPU a host, and srun refuses more ranks than CPUs."""
+    runner, environ = RUNNERS["slurm"], {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": cpus}
+    two = job("slurm", hosts=(Host("node1", (0, 1)), Host("node2", (0, 1))))
+    more = {"SLURM_OVERCOMMIT": "1"} if overcommits else {}
+    assert runner.launcher_environment(two, environ) == {**CALL, **more}
+    said = runner.warnings(two.hosts, environ)
+    assert len(said) == warns
+    assert "2 ranks of a host share the 1 CPU that" in "".join(said) or not warns
+    assert "SLURM_OVERCOMMIT" not in runner.launcher_environment(two, {**environ, "SLURM_JOB_CPUS_PER_NODE": "64(x2)"})
+    assert RUNNERS["openmpi"].warnings(two.hosts, environ) == []
+
+
 def test_what_python_needs_to_start_is_given_with_absolute_paths():
     environment = {"PYTHONPATH": "src::/opt/x", "LD_LIBRARY_PATH": ""}
     found = start_environment(job("mpich", environment=environment, folder="/work"))

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.ancestors import Ancestor, Ancestors, read_ancestors
 from anyaccel.launch.local_rank import rank_from_environment, slurm_tasks
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -55,6 +60,72 @@ def test_the_innermost_launcher_counts() -> None:
     assert rank_from_environment({**inner, **TORCHRUN}, launcher_only=True).source == "Open MPI"
 
 
+def started_by(*sets: dict[str, str] | None) -> tuple[dict[str, str], Ancestors]:
+    """The environment of a process, and the processes above it: what each sets for the next, the outermost first.
+
+    None is a process whose environment may not be read; what it hands on is that of the one above it.
+    """
+    environ: dict[str, str] = {}
+    line: list[Ancestor] = []
+    for pid, given in enumerate(sets, 100):
+        line.insert(0, Ancestor(pid, None if given is None else dict(environ)))
+        environ = {**environ, **(given or {})}
+    return environ, Ancestors(environ, line)
+
+
+RUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("source", "sets"),
+    [
+        ("Open MPI", (RUN, OPEN_MPI)),  # `anyaccel run` has started mpirun
+        ("Open MPI", (RUN, OPEN_MPI, {"HOME": "/"}, {})),  # with a shell between mpirun and this process
+        ("torch.distributed", (OPEN_MPI, TORCHRUN)),  # mpirun has started torchrun
+        ("torch.distributed", (RUN, OPEN_MPI, TORCHRUN)),
+        ("Open MPI", (TORCHRUN, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"})),
+        ("Open MPI", (SLURM, OPEN_MPI)),
+        ("Slurm", (OPEN_MPI, SLURM)),  # srun in a job of mpirun
+        ("Slurm", ({**RUN, **SLURM},)),  # slurmstepd, which is not below `anyaccel run`, hands all of it on
+        ("Open MPI", ({**RUN, **OPEN_MPI}, {})),  # Open MPI's daemon on another host
+    ],
+)
+def test_the_launcher_that_started_this_process_counts(source: str, sets: tuple[dict[str, str], ...]) -> None:
+    environ, ancestors = started_by(*sets)
+    assert rank_from_environment(environ, ancestors=ancestors).source == source
+
+
+def test_the_process_that_set_a_variable() -> None:
+    _, ancestors = started_by({"HOME": "/"}, None, {"A": "1"}, {"A": "2", "B": "1"}, {})
+    assert [ancestors.setter(name) for name in ("A", "B")] == [103, 103]
+    assert ancestors.setter("HOME") == 101  # nobody can look further
+    assert ancestors.generation(("A", "HOME")) == 1
+    outside = Ancestors({"A": "1"}, [Ancestor(7, {"A": "1"})])
+    assert (outside.setter("A"), outside.generation(("A",))) == (None, 1)
+
+
+def test_the_processes_above_this_one() -> None:
+    code = (
+        "import os; from anyaccel.launch.ancestors import read_ancestors as r; "
+        "a = r(os.environ); print(a.generation(['NEAR']), a.generation(['FAR']), a.setter('NEAR') == os.getppid())"
+    )
+    # `true` keeps the shells from becoming what they start.
+    far = ["sh", "-c", """FAR=1 sh -c 'NEAR=1 "$@"; true' sh "$@"; true""", "sh", sys.executable, "-c", code]
+    done = subprocess.run(far, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("0 1 True\n", "")
+
+
+@pytest.mark.parametrize("own", ["4711", None])
+def test_a_proc_that_is_not_of_this_namespace_tells_nothing(own: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def readlink(path: str) -> str:
+        if own is None:
+            raise FileNotFoundError(path)
+        return own
+
+    monkeypatch.setattr(os, "readlink", readlink)
+    assert read_ancestors(os.environ) is None
+
+
 def test_a_local_rank_without_its_size_is_looked_for_elsewhere() -> None:
     # A script with `export LOCAL_RANK=$SLURM_LOCALID`.
     assert rank_from_environment({**SLURM, "LOCAL_RANK": "1"}).source == "Slurm"
@@ -77,6 +148,11 @@ def test_ranks_that_are_not_said() -> None:
         ({"SLURM_LOCALID": "0"}, r"SLURM_LOCALID=0 is set.*SLURM_TASKS_PER_NODE with SLURM_NODEID"),
         ({**SLURM, "SLURM_NODEID": "2"}, r"SLURM_STEP_TASKS_PER_NODE='4\(x2\)' does not say how many tasks node 2"),
         ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x"}, "does not say how many tasks node 1"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2000000000(x2)"}, "does not say how many tasks node 1"),
+        ({**SLURM, "SLURM_NODEID": "2000000000"}, r"SLURM_NODEID='2000000000' is too large a number \(at most"),
+        ({"LOCAL_RANK": "0", "LOCAL_SIZE": "1000000000"}, r"LOCAL_SIZE='1000000000' is too large .*at most 65536\)"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1" * 23}, r"LOCAL_WORLD_SIZE='1{23}' is too large a number"),
+        ({**TORCHRUN, "RANK": "9" * 5000}, r"RANK='9{60}'\.\.\. \(5000 characters\) is too large a number; give"),
         (
             {"FLUX_TASK_LOCAL_ID": "0", "FLUX_JOB_SIZE": "3", "FLUX_JOB_NNODES": "2"},
             r"FLUX_TASK_LOCAL_ID=0 is set, but not how many",
@@ -89,7 +165,13 @@ def test_what_cannot_be_told(environ: dict[str, str], message: str) -> None:
 
 
 def test_tasks_by_node() -> None:
-    assert slurm_tasks("2(x3),1") == (2, 2, 2, 1)
-    assert slurm_tasks("4") == (4,)
-    with pytest.raises(ValueError, match="bracket"):
-        slurm_tasks("2(x3")
+    assert slurm_tasks("2(x3),1", 4) == (2, 2, 2, 1)
+    assert slurm_tasks("4", 1) == (4,)
+    assert slurm_tasks("2(x2000000000)", 3) == (2, 2, 2)
+    assert rank_from_environment({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2000000000)"}).local_size == 4
+
+
+@pytest.mark.parametrize("text", ["2(x3", "2(x)", "2)", "2(3)", "x3", "", "-1", "70000", "1(x2000000000000)", "2,,1"])
+def test_what_is_no_number_of_tasks(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a number of tasks"):
+        slurm_tasks(text, 4)

@@ -303,7 +303,7 @@ def test_a_launch_reads_only_what_a_plan_needs():
     wanted = (
         r"/proc/(self/status|meminfo)|/sys/devices/cpu_(core|atom|lowpower)/cpus|/sys/devices/system/cpu/(online"
         r"|cpu\d+/(topology/(physical_package_id|die_id|core_id|core_cpus(_list)?|thread_siblings(_list)?)|cpu_capacity))"
-        r"|/sys/devices/system/node(/(online|node\d+/(cpulist|cpumap|meminfo|distance)))?"
+        r"|/sys/devices/system/node(/(online|has_memory|node\d+/(cpulist|cpumap|meminfo|distance)))?"
     )
     if any(node.memory_bytes and not node.cpus for node in read_machine().nodes):
         pytest.skip("this machine has memory without cores, whose kind has to be found out")

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from anyaccel.launch.binding import spread_cores
+from anyaccel.launch.memory import memory_policy
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Expected, Memory, Spec, build
 
@@ -79,6 +81,8 @@ def specs(draw: st.DrawFn) -> Spec:
     nodes = places * shape.fake + len(shape.memory)
     ids = draw(st.permutations(sorted(draw(st.sets(st.integers(0, 60), min_size=nodes, max_size=nodes)))))
     offline = draw(st.sets(st.sampled_from(cpus), max_size=count - 1))
+    if shape.nodes == shape.fake == 1 and shape.packages > 1 and draw(st.booleans()):
+        shape = replace(shape, hidden=(draw(st.integers(0, shape.packages - 1)),))
     allowed = draw(st.sets(st.sampled_from([cpu for cpu in cpus if cpu not in offline]), min_size=1))
     return replace(
         shape,
@@ -98,6 +102,59 @@ def test_any_numbering_is_read_as_it_was_written(spec: Spec) -> None:
     check(machine, expected)
     wanted = {int(cpu) for cpu in (spec.allowed or "").split(",")} & set(expected.online)
     assert set(machine.allowed_cpus) == wanted
+
+
+def test_cpus_of_a_node_that_is_not_shown_are_not_those_of_another(tmp_path: Path) -> None:
+    """Nine CPUs of package 0 are online, and its node is not: ranks do not mix the packages."""
+    machine, _ = read(MACHINES["off-line node 0"], tmp_path)
+    assert [(node.id, node.cpus, node.memory_bytes) for node in machine.nodes] == [
+        (0, tuple(range(4, 21, 2)), 0),  # nobody says what memory is there
+        (1, tuple(range(5, 20, 2)), 64 << 30),
+    ]
+    assert machine.nearest_nodes(1) == (1,)
+    assert machine.nodes[0].distances == {0: 10, 1: 21}
+    shares, left = spread_cores(machine, 2)
+    assert shares == [tuple(range(4, 19, 2)), tuple(range(5, 20, 2))]
+    assert left == (20,)
+    assert memory_policy(machine, shares[0]) == ("default", ())
+    assert memory_policy(machine, shares[0], "bind") == ("bind", (1,))
+    assert memory_policy(machine, shares[1]) == ("bind", (1,))
+
+
+def test_memory_of_a_node_that_is_not_shown_is_not_that_of_another(tmp_path: Path) -> None:
+    spec = Spec(packages=2, cores=2, hidden=(0,), offline=(0, 1))
+    machine, expected = read(spec, tmp_path)
+    check(machine, expected)
+    assert [(node.id, node.memory_bytes) for node in machine.nodes] == [(1, 64 << 30)]
+
+
+@pytest.mark.parametrize(
+    ("possible", "nodes"),
+    [
+        ("0-1", {0: (0, 1, 3), 1: (2,)}),  # the kernel knows of a node that it does not show
+        ("0", {0: (0, 1, 2, 3)}),  # it shows all: one that was added a moment ago
+        (None, {0: (0, 1, 2, 3)}),
+    ],
+)
+def test_a_cpu_that_no_node_lists(possible: str | None, nodes: dict[int, tuple[int, ...]], tmp_path: Path) -> None:
+    build(Spec(), tmp_path)
+    folder = tmp_path / "sys/devices/system/node"
+    (folder / "node0/cpulist").write_text("0-1,3\n")
+    (folder / "possible").unlink()
+    if possible is not None:
+        (folder / "possible").write_text(f"{possible}\n")
+    machine = read_machine(tmp_path)
+    assert {node.id: node.cpus for node in machine.nodes} == nodes
+    assert {cpu.id: cpu.node for cpu in machine.cpus} == {cpu: node for node in nodes for cpu in nodes[node]}
+
+
+def test_nodes_that_list_no_cpus(tmp_path: Path) -> None:
+    build(Spec(packages=2, caches=False), tmp_path)
+    for node in (0, 1):
+        (tmp_path / f"sys/devices/system/node/node{node}/cpulist").unlink()
+    machine = read_machine(tmp_path)
+    assert {cpu.node for cpu in machine.cpus} == {0}
+    assert machine.nodes[0].cpus == tuple(range(8))
 
 
 @pytest.mark.parametrize("name", ["cpuset", "cpuset v1", "cpuset v2"])

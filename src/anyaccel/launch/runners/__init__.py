@@ -5,6 +5,7 @@
 
     build_command(job: ClusterJob) -> list[str]                     the argument vector, from the job alone
     launcher_environment(job, environ) -> dict[str, str]            variables for the launcher itself, beside its own
+    warnings(hosts, environ) -> list[str]                           optional: what is to be said before the start
 
 docs/add-a-launcher.md goes through one.
 """
@@ -20,7 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.job import ClusterJob
+from anyaccel.launch.job import ClusterJob, Host
 
 # Nobody can answer the questions of many ssh at once, and a host that does not answer should be named soon.
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -72,6 +73,12 @@ class Runner:
         """Variables that the launcher's own process needs on top of `environ`; `os.environ` when left out."""
         environ = os.environ if environ is None else environ
         found: dict[str, str] = self._load().launcher_environment(job, environ)  # type: ignore[attr-defined]
+        return found
+
+    def warnings(self, hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
+        """What is to be said before a job on these hosts is started; most launchers have nothing to say."""
+        ask = getattr(self._load(), "warnings", None)
+        found: list[str] = ask(hosts, environ) if ask else []
         return found
 
     def _load(self) -> object:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from anyaccel.launch.job import ClusterJob
 from anyaccel.launch.runners import check_hosts, ssh_options, start_environment
 
+_NUMBER = "%n"  # pdsh's own word for the number of the host
+
 
 def build_command(job: ClusterJob) -> list[str]:
     """The argument vector of pdsh.
@@ -34,9 +36,13 @@ def build_command(job: ClusterJob) -> list[str]:
     command += ["-w", ",".join(host.name for host in job.hosts), *job.launcher_args, "exec"]
     variables = start_environment(job)
     if variables:
-        words = [shlex.quote(f"{name}={value}").replace("%", "%%") for name, value in variables.items()]
-        command += ["env", *words]
-    return [*command, *job.program]
+        command += ["env", *(_word(f"{name}={value}") for name, value in variables.items())]
+    return [*command, *(word if word == _NUMBER else _word(word) for word in job.program)]
+
+
+def _word(text: str) -> str:
+    """A word as the login shell of a host has to see it, which pdsh is to leave as it is."""
+    return shlex.quote(text).replace("%", "%%")
 
 
 def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[str, str]:

@@ -7,9 +7,11 @@ launcher how it went, so that this does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from anyaccel.launch.job import ClusterJob
+from anyaccel.launch.counts import MOST_HOSTS
+from anyaccel.launch.job import ClusterJob, Host
+from anyaccel.launch.local_rank import slurm_tasks
 from anyaccel.launch.runners import check_hosts, start_environment, unless_given
 
 
@@ -51,8 +53,37 @@ def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[st
     An arbitrary distribution does not tell Slurm how many CPUs each host is to give: one with two ranks may give one.
     On hosts of its own each rank gets the CPUs it asks for, which is one unless `--launcher_args=--cpus-per-task=N`
     says more. In `salloc --exclusive`, ranks may use all CPUs of their host.
+
+    An allocation has one CPU a host unless more are asked for, also where it has several GPUs, and srun refuses more
+    ranks than CPUs there: SLURM_OVERCOMMIT lets them share.
     """
     variables = start_environment(job)
-    if "SLURM_JOB_ID" not in environ and "SLURM_EXCLUSIVE" not in environ:
-        variables["SLURM_EXCLUSIVE"] = "exclusive"
+    if "SLURM_JOB_ID" not in environ:
+        if "SLURM_EXCLUSIVE" not in environ:
+            variables["SLURM_EXCLUSIVE"] = "exclusive"
+        return variables
+    cpus = _cpus_of_hosts(environ)
+    if cpus and max(len(host.slots) for host in job.hosts) > min(cpus):
+        variables["SLURM_OVERCOMMIT"] = "1"
     return variables
+
+
+def warnings(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
+    """Ranks that have to share CPUs in this allocation."""
+    cpus = _cpus_of_hosts(environ) if "SLURM_JOB_ID" in environ else ()
+    most = max(len(host.slots) for host in hosts)
+    if not cpus or most <= max(cpus):
+        return []
+    shared = f"the {max(cpus)} CPU{'' if max(cpus) == 1 else 's'} that this allocation has there"
+    return [
+        f"{most} ranks of a host share {shared} (SLURM_JOB_CPUS_PER_NODE={environ['SLURM_JOB_CPUS_PER_NODE']}); "
+        f"allocate with --ntasks-per-node={most} for a CPU each, --cpus-per-task=N for more, or --exclusive"
+    ]
+
+
+def _cpus_of_hosts(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """CPUs that the allocation has on its hosts; none where it does not say."""
+    try:
+        return slurm_tasks(environ.get("SLURM_JOB_CPUS_PER_NODE", ""), MOST_HOSTS)
+    except ValueError:
+        return ()

@@ -41,7 +41,7 @@ def build_command(
         host: as ssh knows it.
         python: interpreter that has anyaccel on that host.
         environment: variables that the start of Python there depends on; the others travel by themselves.
-        venv_script: file to source before, which brings its own `python`.
+        venv_script: path from the root of a file to source before, which brings its own `python`.
         ssh_port: TCP port of sshd; None for what ssh itself uses.
         launcher_args: more options for ssh; they win over ours.
     """

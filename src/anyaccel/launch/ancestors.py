@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which process above this one has set a variable: launchers that start each other leave all of theirs behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+# More are no chain of launchers; the walk ends in any case.
+_MOST = 256
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """One process above this one.
+
+    Attributes:
+        pid: its process id.
+        environ: what it was started with; None where that may not be read (a daemon of another user).
+    """
+
+    pid: int
+    environ: Mapping[str, str] | None
+
+
+class Ancestors:
+    """The environment of this process and of those above it.
+
+    Args:
+        environ: that of this process.
+        above: the processes above, the nearest first.
+    """
+
+    def __init__(self, environ: Mapping[str, str], above: Sequence[Ancestor]) -> None:
+        self._environ = environ
+        self._above = tuple(above)
+
+    def generation(self, names: Iterable[str]) -> int:
+        """How far above variables have got the values that they have here: 0 where the parent has others.
+
+        Where the whole line has them, its length: they come from outside of what can be seen.
+        """
+        names = tuple(names)
+        own = [self._environ.get(name) for name in names]
+        for generation, ancestor in enumerate(self._above):
+            if ancestor.environ is None or [ancestor.environ.get(name) for name in names] != own:
+                return generation
+        return len(self._above)
+
+    def setter(self, name: str) -> int | None:
+        """The process that has given this variable to the process below it; None where that is not in sight."""
+        generation = self.generation((name,))
+        return self._above[generation].pid if generation < len(self._above) else None
+
+
+def read_ancestors(environ: Mapping[str, str]) -> Ancestors | None:
+    """The processes above this one, as far as /proc shows them; None without a /proc of this PID namespace.
+
+    Args:
+        environ: that of this process, which may have changed since it was started.
+    """
+    try:
+        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115 - importing pathlib takes 8 ms of a launch
+            return None
+    except OSError:
+        return None
+    above: list[Ancestor] = []
+    pid = os.getppid()
+    while pid and len(above) < _MOST:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                variables = _parse(file.read())
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except PermissionError:
+            above.append(Ancestor(pid, None))
+            break
+        except (OSError, ValueError, IndexError):
+            break
+        above.append(Ancestor(pid, variables))
+        pid = parent
+    return Ancestors(environ, above)
+
+
+def _parse(block: bytes) -> dict[str, str]:
+    pairs = (entry.partition(b"=") for entry in block.split(b"\0"))
+    return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs if name}

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many ranks there may be, and the reader of such numbers: more is a mistake, not a reason to fill memory."""
+
+from __future__ import annotations
+
+MOST_ON_A_HOST = 1 << 16
+MOST_HOSTS = 1 << 16
+MOST_IN_A_JOB = 1 << 20
+
+# The largest number that any launcher means has fewer digits.
+_DIGITS = 12
+_SHOWN = 60
+
+
+def whole_number(text: str) -> int | None:
+    """The number that `text` is; None where it is none, or has more digits than a count can have."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS else None
+
+
+def brief(text: str) -> str:
+    """A text from outside, quoted for a message and cut where it is long."""
+    return repr(text) if len(text) <= _SHOWN else f"{text[:_SHOWN]!r}... ({len(text)} characters)"
