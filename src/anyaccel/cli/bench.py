@@ -139,9 +139,9 @@ def _vocabulary(model: str) -> int:
     """Random prompts stay below this token; every vocabulary has at least so many."""
     config = Path(model) / "config.json"
     if config.is_file():
-        found = json.loads(config.read_text()).get("vocab_size")
-        if isinstance(found, int):
-            return found
+        from anyaccel.outside import Values, read_json
+
+        return Values(read_json(config), f"{config}: ").whole("vocab_size", 20000, 1)
     return 20000
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from anyaccel.errors import AnyAccelError, ModelError
+from anyaccel.outside import told
 
 Message = Mapping[str, str]
 
@@ -49,7 +50,6 @@ class ChatTemplate:
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         try:
             from jinja2 import nodes
-            from jinja2.exceptions import TemplateError
             from jinja2.ext import Extension, loopcontrols
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
@@ -72,11 +72,10 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special = dict(special)
-        self._error = TemplateError
         try:
             self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ModelError(f"the model's chat template cannot be read: {error}") from error
+        except Exception as error:  # jinja2 makes a program of it, which can be none in any way
+            raise ModelError(f"the model's chat template cannot be read: {told(error)}") from error
 
     def render(self, messages: Sequence[Message], continue_answer: bool = False) -> str:
         """The conversation as the model has learned to read it, up to where its answer begins.
@@ -93,4 +92,4 @@ class ChatTemplate:
                 **self._special,
             )
         except Exception as error:  # a template is a program: it can fail in any way
-            raise ModelError(f"the model's chat template does not take this conversation: {error}") from error
+            raise ModelError(f"the model's chat template does not take this conversation: {told(error)}") from error

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import json
 import pickle
+import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.runtimes.safetensors_file import read_index
 from anyaccel.inference.tp.apply import take
 from anyaccel.inference.tp.plan import Slice
+from anyaccel.outside import line, shown, told
 
 # What readers raise for files that are not what their name says; unpickling damaged bytes may raise almost anything.
 _DAMAGE = (
@@ -39,17 +42,19 @@ def _index_of(folder: Path, stem: str, suffix: str) -> dict[str, Path]:
     index = folder / f"{stem}{suffix}.index.json"
     if not index.is_file():
         return {}
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index}: not a checkpoint index ({error})") from error
-    for file in set(files.values()):
-        if Path(file).name != file:
-            raise ModelError(f"{index}: names a file outside the folder: {file!r}")
-        if not (folder / file).is_file():
-            raise ModelError(f"{folder / file}: missing, but named by {index.name}")
-    return {tensor: folder / file for tensor, file in files.items()}
+    return {tensor: folder / file for tensor, file in read_index(index).items()}
+
+
+def _refusal(file: Path, error: pickle.UnpicklingError) -> ModelError:
+    """What torch says at length, in a line: what the file would run, or that it is damaged."""
+    found = re.search(r"(?:GLOBAL|Unsupported class) ([\w.]+)", str(error))
+    if found is None:
+        why = line(str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0])
+        return ModelError(f"{file}: cannot be read, truncated or damaged ({why or 'it holds no tensors by name'})")
+    return ModelError(
+        f"{file}: not read, as that would run {shown(found[1])} of the file's choice; convert it to safetensors where "
+        "you trust it"
+    )
 
 
 class Checkpoint:
@@ -79,7 +84,9 @@ class Checkpoint:
                 if file.suffix == ".bin":
                     # Files from before torch 1.6 are no zip archives and cannot be mapped.
                     mapped = zipfile.is_zipfile(file)
-                    data = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+                    with warnings.catch_warnings():  # that the pickle is of another protocol, before an error
+                        warnings.filterwarnings("ignore", "Detected pickle protocol")
+                        data = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
                     if not isinstance(data, dict):
                         raise ModelError(f"{file}: has a {type(data).__name__}, not tensors by name")
                     self._open_files[file] = data
@@ -87,8 +94,10 @@ class Checkpoint:
                     self._open_files[file] = safe_open(file, framework="pt")
             except ModelError:
                 raise
+            except pickle.UnpicklingError as error:
+                raise _refusal(file, error) from error
             except _DAMAGE as error:
-                raise ModelError(f"{file}: cannot be read, truncated or damaged ({error})") from error
+                raise ModelError(f"{file}: cannot be read, truncated or damaged ({told(error)})") from error
         return self._open_files[file]
 
     def _names(self, file: Path) -> list[str]:
@@ -96,6 +105,22 @@ class Checkpoint:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of all tensors.
+
+        Raises:
+            ModelError: a file is damaged, or lacks a tensor that the index says it has.
+        """
+        found = []
+        for name, file in self._files.items():
+            data = self._open(file)
+            try:
+                shape = data[name].shape if isinstance(data, dict) else data.get_slice(name).get_shape()
+                found.append(tuple(shape))
+            except (SafetensorError, LookupError, AttributeError) as error:
+                raise ModelError(f"{file}: tensor {shown(name)} cannot be read ({told(error)})") from error
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors of `.bin` files, mapped where the files can be.
@@ -133,5 +158,5 @@ class Checkpoint:
                 return data.get_tensor(name)  # type: ignore[no-any-return]
             pieces = [view[(slice(None),) * part.dim + (slice(piece.start, piece.stop),)] for piece in part.ranges]
         except (SafetensorError, KeyError, RuntimeError) as error:
-            raise ModelError(f"{file}: tensor {name!r} cannot be read ({error})") from error
+            raise ModelError(f"{file}: tensor {name!r} cannot be read ({told(error)})") from error
         return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]

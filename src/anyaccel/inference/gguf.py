@@ -18,8 +18,10 @@ from typing import Any
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.inference.cache_lock import locked
+from anyaccel.inference.counts import check_gguf
 from anyaccel.inference.gguf_tokenizer import write_tokenizer
 from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.outside import told
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +187,7 @@ def _tokenizer_by_transformers(source: Path, folder: Path) -> None:
         with _one_reader():
             AutoTokenizer.from_pretrained(**_location(source)).save_pretrained(folder)
     except Exception as error:  # the readers raise whatever a damaged file leads them to
-        raise ModelError(f"{source}: transformers cannot read this GGUF file's tokenizer ({error})") from error
+        raise ModelError(f"{source}: transformers cannot read this GGUF file's tokenizer ({told(error)})") from error
 
 
 def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | None) -> None:
@@ -194,11 +196,12 @@ def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | 
 
     if announce is not None:
         announce(f"converting {source.name} once, to {folder.parent}")
+    check_gguf(source)
     try:
         with _one_reader():
             model: Any = AutoModelForCausalLM.from_pretrained(**_location(source), dtype=torch.float32)
     except Exception as error:  # the readers raise whatever a damaged file leads them to
-        raise ModelError(f"{source}: transformers cannot read this GGUF file ({error})") from error
+        raise ModelError(f"{source}: transformers cannot read this GGUF file ({told(error)})") from error
     # The weights are plain now; transformers would refuse to save a model that still calls itself quantised.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

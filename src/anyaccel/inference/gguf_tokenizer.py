@@ -21,6 +21,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.gguf_splits import SPLITS, Step
 from anyaccel.inference.runtimes.gguf_file import GgufFile, StringArray
 from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.outside import Values, shown
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # tokenizer.ggml.token_type
 # The name of a special token in tokenizer_config.json -> in GGUF (whose spelling one of them is), and its default id
@@ -35,22 +36,27 @@ _SPECIAL = {
     "mask_token": ("mask", None),
 }
 _SPACE = "▁"
+_LONGEST_TOKEN = 1 << 13  # characters: the longest of real ones are runs of some hundred spaces
 
 
-class _Vocabulary:
+class _Vocabulary(Values):
     """What the metadata say of the tokens."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path, self._metadata = file.path, file.metadata
-        self.kind = str(self.get("model"))
-        array = self.get("tokens")
-        if not isinstance(array, StringArray) or not array.count:
+        super().__init__(file.metadata, f"{file.path}: tokenizer.ggml.")
+        if not self.has("tokens"):
             raise ModelError(f"{self.path}: its metadata lack tokenizer.ggml.tokens, so that it has no tokenizer")
-        self.tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(file.strings(array))]
-        self.types = self._numbers("token_type")
-        self.scores = self._numbers("scores")
-        array = self.get("merges")
-        self.merges = file.strings(array) if isinstance(array, StringArray) else []
+        self.kind = self.text("model")
+        self.tokens = [text or f"[EMPTY_{number}]" for number, text in enumerate(self._texts(file, "tokens"))]
+        if max(map(len, self.tokens)) > _LONGEST_TOKEN:
+            raise ModelError(f"{self.path}: damaged: a token of {max(map(len, self.tokens))} characters")
+        for name in ("token_type", "scores"):
+            if self.has(name) and len(self.items(name)) < len(self.tokens):
+                raise ModelError(f"{self.path}: damaged: tokenizer.ggml.{name} is not one number for each token")
+        self.types = self.wholes("token_type") if self.has("token_type") else []
+        self.scores = self.numbers("scores") if self.has("scores") else []
+        self.merges = self._texts(file, "merges") if self.has("merges") else []
         self.ids = {text: number for number, text in enumerate(self.tokens)}
         default = self.kind == "llama"
         self.special = {
@@ -59,32 +65,25 @@ class _Vocabulary:
             if (number := self._id(key, usual if default else None)) is not None
         }
 
-    def get(self, name: str) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{name}")
+    def _value(self, name: str) -> Any:
+        return super()._value(f"tokenizer.ggml.{name}")
 
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.get(name)
-        return value if isinstance(value, bool) else default
+    def _texts(self, file: GgufFile, name: str) -> list[str]:
+        array = self.required(name)
+        if not isinstance(array, StringArray) or not array.count:
+            raise ModelError(f"{self.where}{name}={shown(array)} is not a list of texts")
+        return file.strings(array)
 
     def is_called(self, name: str) -> bool:
         """True for models of this name, which the file may be said to be in two places."""
         places = (self._metadata.get(f"general.{key}") for key in ("architecture", "name"))
         return any(name in str(place).lower().replace("-", "") for place in places)
 
-    def _numbers(self, name: str) -> list[Any]:
-        values = self.get(name)
-        if values is None:
-            return []
-        if not isinstance(values, list) or len(values) < len(self.tokens):
-            raise ModelError(f"{self.path}: damaged: tokenizer.ggml.{name} is not one number for each token")
-        return values
-
     def _id(self, key: str, usual: int | None) -> int | None:
-        value = self.get(f"{key}_token_id")
-        for number in (value, usual):
-            if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < len(self.tokens):
-                return number
-        return None
+        name = f"{key}_token_id"
+        # Numbers that no token has are written for none.
+        given = self.whole(name, -1, -1, (1 << 32) - 1)
+        return next((each for each in (given, usual) if each is not None and 0 <= each < len(self.tokens)), None)
 
     def type_of(self, number: int) -> int:
         return self.types[number] if self.types else _NORMAL
@@ -131,7 +130,7 @@ def write_tokenizer(source: Path, folder: Path) -> None:
     elif vocabulary.kind == "llama":
         parts, bos = _sentence_piece(vocabulary)
     else:
-        raise Unsupported(f"reader for GGUF tokenizers of kind {vocabulary.kind!r} ({source})")
+        raise Unsupported(f"reader for GGUF tokenizers of kind {shown(vocabulary.kind)} ({source})")
     adds = {"bos": vocabulary.flag("add_bos_token", bos), "eos": vocabulary.flag("add_eos_token", False)}
     whole = {
         "version": "1.0",
@@ -154,8 +153,8 @@ def write_tokenizer(source: Path, folder: Path) -> None:
     }
     (folder / "tokenizer.json").write_text(json.dumps(whole, ensure_ascii=False), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=1), encoding="utf-8")
-    template = file.metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
+    given = Values(file.metadata, f"{source}: ")
+    if template := given.text("tokenizer.chat_template", ""):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
@@ -184,10 +183,10 @@ def _around(vocabulary: _Vocabulary, adds: dict[str, bool]) -> Step | None:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[dict[str, Any], bool]:
-    name = vocabulary.get("pre")
-    splits = SPLITS.get(name) if isinstance(name, str) else None
+    name = vocabulary.text("pre", "")
+    splits = SPLITS.get(name)
     if splits is None:
-        raise Unsupported(f"rules for cutting a text that GGUF calls {name!r} ({vocabulary.path})")
+        raise Unsupported(f"rules for cutting a text that GGUF calls {shown(name)} ({vocabulary.path})")
     if not vocabulary.merges:
         raise ModelError(f"{vocabulary.path}: its metadata lack tokenizer.ggml.merges, which its tokenizer needs")
     plain: Step = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}

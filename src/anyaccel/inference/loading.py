@@ -13,9 +13,11 @@ from torch import nn
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoint import Checkpoint
+from anyaccel.inference.counts import check_folder
 from anyaccel.inference.gguf import converted
 from anyaccel.inference.tp.apply import LoadedWeights, WeightSource
 from anyaccel.inference.tp.plan import Slice
+from anyaccel.outside import told
 
 if TYPE_CHECKING:
     from anyaccel.inference.runtimes.cpu import NativeModel
@@ -55,7 +57,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # its files can be wrong in any way
-        raise ModelError(f"{folder}: no tokenizer that transformers can read ({error})") from error
+        raise ModelError(f"{folder}: no tokenizer that transformers can read ({told(error)})") from error
 
 
 def skeleton(folder: Path, dtype: torch.dtype) -> Any:
@@ -71,6 +73,8 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    check_folder(folder, lambda: Checkpoint(folder).shapes())
+    config: Any
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "quantization_config", None):
@@ -78,14 +82,14 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
         # Buffers (rotary frequencies, masks) are real: no checkpoint has them.
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.tie_weights()  # the empty weights above were made one by one
+        model.eval()
+        model.name_or_path = str(folder)
+        _read_generation_config(model, folder)
     except ModelError:
         raise
     except Exception as error:  # a configuration can be wrong in any way
-        raise ModelError(f"{folder}: transformers cannot build this model ({error})") from error
-    model.tie_weights()  # the empty weights above were made one by one
-    model.eval()
-    model.name_or_path = str(folder)
-    _read_generation_config(model, folder)
+        raise ModelError(f"{folder}: transformers cannot build this model ({told(error)})") from error
     return model
 
 
@@ -107,12 +111,12 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
             del config.quantization_config  # the native runtime has unpacked it
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.eval()
+        model.name_or_path = str(path)
+        if native.generation_config:
+            model.generation_config = GenerationConfig.from_dict(native.generation_config)
     except Exception as error:  # a configuration can be wrong in any way
-        raise ModelError(f"{path}: transformers cannot build this model ({error})") from error
-    model.eval()
-    model.name_or_path = str(path)
-    if native.generation_config:
-        model.generation_config = GenerationConfig.from_dict(native.generation_config)
+        raise ModelError(f"{path}: transformers cannot build this model ({told(error)})") from error
     return model
 
 
@@ -183,7 +187,7 @@ def _load_whole(folder: Path) -> nn.Module:
         )
         model, info = loaded
     except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise ModelError(f"{folder}: transformers cannot load this checkpoint ({error})") from error
+        raise ModelError(f"{folder}: transformers cannot load this checkpoint ({told(error)})") from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise ModelError(f"{folder}: the checkpoint lacks {len(names)} weights, for example {names[0]!r}")

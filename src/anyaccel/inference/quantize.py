@@ -24,7 +24,7 @@ from anyaccel.inference.runtimes.families import family_of
 from anyaccel.inference.runtimes.formats import GROUPS, Precision
 from anyaccel.inference.runtimes.packing import Checkpoint, checkpoint_of
 from anyaccel.inference.runtimes.sources import BLOCKS, TensorView, entry_of
-from anyaccel.inference.runtimes.spec import weights
+from anyaccel.inference.runtimes.spec import MatrixShape, each_weight
 from anyaccel.inference.safetensors_writer import Planned, SafetensorsWriter
 from anyaccel.inference.stored_values import (
     as_bf16,
@@ -50,6 +50,7 @@ _MODEL_FILES = (
 )
 _MAX_COPIED = 512 << 20
 _CHUNK_BYTES = 16 << 20  # of rows that are quantised at a time
+_NOT_LINEAR = ("embed", "head", "positions", "router", "shared_gate")  # native weights that stay as they are
 
 
 @dataclass(frozen=True)
@@ -171,11 +172,14 @@ class _Work:
         family = family_of(checkpoint.config)
         spec = family.spec(checkpoint.config)
         found = set()
-        for shape in weights(spec)[0]:
-            if shape.name.rsplit(".", 1)[-1] in ("embed", "head", "positions", "router", "shared_gate"):
+        for shape in each_weight(spec):
+            if not isinstance(shape, MatrixShape) or shape.name.rsplit(".", 1)[-1] in _NOT_LINEAR:
                 continue
             alternatives = family.parts(spec, checkpoint.config, shape.name)
-            chosen = next((each for each in alternatives if all(p.tensor in self.source for p in each)), [])
+            chosen = next((each for each in alternatives if all(p.tensor in self.source for p in each)), None)
+            if chosen is None:
+                missing = next(part.tensor for part in alternatives[0] if part.tensor not in self.source)
+                raise ModelError(f"{self.summary.model}: the checkpoint has no tensor {missing!r} of {shape.name}")
             found |= {part.tensor for part in chosen if part.index is None and not part.transposed}
         return found
 

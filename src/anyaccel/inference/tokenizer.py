@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,27 +11,11 @@ from typing import Any
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
 from anyaccel.inference.chat_template import ChatTemplate, Message
+from anyaccel.outside import Values, mapping, read_json, read_text, told, whole
 
 logger = logging.getLogger(__name__)
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file, {} when there is no such file.
-
-    Raises:
-        ModelError: the file holds something else.
-    """
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: cannot be read ({error})") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file}: not a JSON object")
-    return value
 
 
 def _check_text(text: str) -> None:
@@ -45,11 +28,21 @@ def _check_text(text: str) -> None:
         raise UsageError(f"the text is not valid UTF-8: {what} after {text[: error.start][-20:]!r}") from None
 
 
-def _text_of(token: Any) -> str | None:
-    """The text of a special token, which may be stored with its properties."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file, {} when there is no such file."""
+    return read_json(file) if file.exists() else {}
+
+
+def _text_of(values: Values, name: str) -> str | None:
+    """The text of a special token, which may be stored with its properties; None without one."""
+    if values.is_mapping(name):
+        values, name = values.mapping(name), "content"
+    return values.text(name) if values.has(name) else None
+
+
+def _is_librarys(error: BaseException) -> bool:
+    """Whether tokenizers has raised it: a bare Exception, or what a panic of Rust becomes, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 class TextTokenizer:
@@ -67,13 +60,22 @@ class TextTokenizer:
         file = folder / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # what the library raises is a bare Exception
-            raise ModelError(f"{file}: no tokenizer that can be read ({error})") from error
-        config = read_json(folder / "tokenizer_config.json")
-        special = read_json(folder / "special_tokens_map.json") | config
-        self.special = {name: text for name in _SPECIAL if (text := _text_of(special.get(name))) is not None}
+        except BaseException as error:
+            if not _is_librarys(error):
+                raise
+            raise ModelError(f"{file}: no tokenizer that can be read ({told(error)})") from error
+        place = folder / "tokenizer_config.json"
+        given = _read_json(place)
+        config = Values(given, f"{place}: ")
+        place = folder / "special_tokens_map.json"
+        older = Values(_read_json(place), f"{place}: ")
+        special = {name: _text_of(config if name in given else older, name) for name in _SPECIAL}
+        self.special = {name: text for name, text in special.items() if text is not None}
         self._add = {
-            name: (self._tokenizer.token_to_id(self.special[f"{name}_token"]), config.get(f"add_{name}_token"))
+            name: (
+                self._tokenizer.token_to_id(self.special[f"{name}_token"]),
+                config.flag(f"add_{name}_token") if config.has(f"add_{name}_token") else None,
+            )
             for name in ("bos", "eos")
             if f"{name}_token" in self.special
         }
@@ -97,7 +99,7 @@ class TextTokenizer:
             UsageError: the text has bytes that are not UTF-8.
         """
         _check_text(text)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        ids = self._ids(text, special=True)
         bos, wanted = self._add.get("bos", (None, None))
         if bos is not None and wanted is True and ids[:1] != [bos]:
             ids.insert(0, bos)
@@ -124,7 +126,15 @@ class TextTokenizer:
                 raise ModelError("the model has no chat template")
             self._template = ChatTemplate(self._template_source, self.special)
         text = self._template.render(messages)
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._ids(text, special=False)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        except BaseException as error:
+            if not _is_librarys(error):
+                raise
+            raise ModelError(f"the model's tokenizer does not take this text ({told(error)})") from error
         return ids
 
     def decode(self, tokens: list[int]) -> str:
@@ -133,15 +143,18 @@ class TextTokenizer:
         return text
 
 
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+def _template_source(folder: Path, config: Values) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    source = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(source, list):  # several by name
-        named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+        return read_text(file)
+    if not config.has("chat_template"):
+        file = folder / "chat_template.json"
+        config = Values(_read_json(file), f"{file}: ")
+    if config.is_list("chat_template"):  # several by name
+        where = f"{config.where}chat_template: "
+        several = [Values(mapping(each, where[:-2]), where) for each in config.items("chat_template")]
+        return next((each.text("template") for each in several if each.text("name") == "default"), None)
+    return config.text("chat_template", "") or None
 
 
 class TransformersTokenizer:
@@ -171,7 +184,7 @@ class TransformersTokenizer:
                 [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
             )
         except Exception as error:  # a template is a program: it can fail in any way
-            raise ModelError(f"the model's chat template does not take this conversation: {error}") from error
+            raise ModelError(f"the model's chat template does not take this conversation: {told(error)}") from error
         return list(encoded["input_ids"])
 
     def decode(self, tokens: list[int]) -> str:
@@ -213,8 +226,12 @@ def _of_folder(folder: Path) -> TextTokenizer | TransformersTokenizer:
 
 def end_tokens(generation_config: dict[str, Any], config: dict[str, Any]) -> list[int]:
     """Tokens that end a text: of generation_config.json, else of the model's configuration."""
-    value = generation_config.get("eos_token_id")
-    if value is None:
-        value = config.get("eos_token_id")
-    values = value if isinstance(value, list) else [value]
-    return [token for token in values if isinstance(token, int) and token >= 0]
+    for values in (Values(generation_config, "generation_config: "), Values(config, "config: ")):
+        if values.is_list("eos_token_id"):
+            found = [whole(each, f"{values.where}eos_token_id", -1) for each in values.items("eos_token_id")]
+        elif values.has("eos_token_id"):
+            found = [values.whole("eos_token_id", minimum=-1)]
+        else:
+            continue
+        return [token for token in found if token >= 0]  # -1 is written for none
+    return []

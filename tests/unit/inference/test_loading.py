@@ -72,8 +72,9 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
     [
         ({"weight_map": {"m": "../secret.safetensors"}}, "outside the folder"),
         ({"weight_map": {"m": "absent.safetensors"}}, "missing"),
-        ({"weights": {}}, "not a checkpoint index"),
-        ([], "not a checkpoint index"),
+        ({"weight_map": {"m": "x" * 5000}}, "missing"),
+        ({"weights": {}}, "weight_map is missing"),
+        ([], "not a JSON object"),
     ],
 )
 def test_bad_index(index: object, text: str, tmp_path: Path) -> None:

@@ -332,7 +332,7 @@ def test_split_files(tmp_path: Path) -> None:
         writer.close()
     source = gguf_file.GgufSource(tmp_path / "m-00001-of-00002.gguf")
     assert sorted(source.names()) == ["a", "b"]
-    assert source.file_of("b").floats("b") == [2.0] * 8
+    assert source.file_of("b").floats("b", (2, 4)) == [2.0] * 8
     (tmp_path / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(ModelError, match=r"m-00002-of-00002\.gguf: missing"):
         gguf_file.GgufSource(tmp_path / "m-00001-of-00002.gguf")

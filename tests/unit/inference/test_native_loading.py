@@ -164,8 +164,14 @@ def test_what_a_checkpoint_has_too_much_is_said(folder: Path, caplog: pytest.Log
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
-def test_weights_of_other_dtypes_are_unsupported(folder: Path, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "error", "said"),
+    [
+        ("F8_E4M3", Unsupported, "weights of dtype F8_E4M3"),
+        ("I8", ModelError, r"tensor '.*' has integers \(I8\), and config\.json has no quantization_config"),
+    ],
+)
+def test_weights_of_other_dtypes_are_told(folder: Path, dtype: str, error: type[Exception], said: str) -> None:
     file = folder / "model.safetensors"
     data = bytearray(file.read_bytes())
     length = int.from_bytes(data[:8], "little")
@@ -174,7 +180,7 @@ def test_weights_of_other_dtypes_are_unsupported(folder: Path, dtype: str) -> No
         entry["dtype"], entry["shape"] = dtype, [*entry["shape"][:-1], entry["shape"][-1] * 4]
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
-    with pytest.raises(Unsupported, match=f"weights of dtype {dtype}"):
+    with pytest.raises(error, match=said):
         packed(folder)
 
 

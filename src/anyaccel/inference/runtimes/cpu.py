@@ -20,6 +20,7 @@ from anyaccel.inference.runtimes.formats import DEFAULT_GROUP, Precision
 from anyaccel.inference.runtimes.packed_cache import Entry
 from anyaccel.inference.runtimes.spec import DecoderSpec
 from anyaccel.inference.runtimes.spec_json import spec_from_dict
+from anyaccel.outside import Values, line, text
 
 if TYPE_CHECKING:
     from anyaccel import _llm
@@ -245,9 +246,10 @@ def _from_files(path: Path, settings: _Settings) -> tuple[NativeModel, dict[str,
     from anyaccel.inference.runtimes.packing import checkpoint_of
 
     checkpoint = checkpoint_of(path)
-    kinds = checkpoint.config.get("architectures") or []
-    if kinds and not any(str(kind).endswith(_CAUSAL_LMS) for kind in kinds):
-        logger.warning("%s: its config.json says %s; it runs as a causal LM here", path, ", ".join(map(str, kinds)))
+    given = Values(checkpoint.config, f"{path}: config: ").items("architectures")
+    kinds = [text(kind, f"{path}: config: architectures") for kind in given]
+    if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):
+        logger.warning("%s: its config.json says %s; it runs as a causal LM here", path, line(", ".join(kinds)))
     return _packed(settings, checkpoint)
 
 

@@ -11,14 +11,15 @@ from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.model_config import Config
 from anyaccel.inference.runtimes.rope import rope, rope_parameters, rope_parameters_of
 from anyaccel.inference.runtimes.spec import Attention, DecoderSpec, Layer, Mlp, Moe, Norm, QkNorm, Rope
+from anyaccel.outside import MOST, Values, flag, shown
 
 
 def rms(config: Config, name: str = "rms_norm_eps") -> Norm:
-    return Norm("rms", config.number(name))
+    return Norm("rms", config.number(name, minimum=0.0))
 
 
 def layer_norm(config: Config, name: str, bias: bool = True) -> Norm:
-    return Norm("layer", config.number(name), bias=bias)
+    return Norm("layer", config.number(name, minimum=0.0), bias=bias)
 
 
 def attention(
@@ -44,7 +45,7 @@ def attention(
 
 
 def gated(config: Config, bias: bool = False, features: str = "intermediate_size", act: str = "hidden_act") -> Mlp:
-    return Mlp(config.integer(features), config.activation(act), gated=True, bias=bias, out_bias=bias)
+    return Mlp(config.size(features), config.activation(act), gated=True, bias=bias, out_bias=bias)
 
 
 def plain(config: Config, features: int, act: str, bias: bool = True) -> Mlp:
@@ -59,7 +60,7 @@ def pre_norm(norm: Norm, attention: Attention, mlp: Mlp | Moe, **more: Any) -> L
 def max_tokens(config: Config, ropes: tuple[Rope, ...]) -> int:
     """The longest context: dynamic rotary positions reach `dynamic_factor` times as far as the config says."""
     longest = config.integer("max_position_embeddings")
-    return max([longest, *(int(longest * each.dynamic_factor) for each in ropes)])
+    return min(max([longest, *(int(longest * each.dynamic_factor) for each in ropes)]), MOST)
 
 
 def decoder(
@@ -126,10 +127,10 @@ def ministral(config: Config) -> DecoderSpec:
 def ministral3(config: Config) -> DecoderSpec:
     """Mistral, whose queries grow beyond the context of the pretraining: that part is left out, and so forbidden."""
     spec = llama_like(config, [config.window()] * config.layers)
-    parameters = rope_parameters(config)
-    if not parameters.get("llama_4_scaling_beta"):
+    parameters = Values(rope_parameters(config), "config: rope_parameters: ")
+    if not parameters.number("llama_4_scaling_beta", 0.0):
         return spec
-    return dataclasses.replace(spec, max_tokens=int(parameters["original_max_position_embeddings"]))
+    return dataclasses.replace(spec, max_tokens=parameters.whole("original_max_position_embeddings", minimum=1))
 
 
 def _qwen_windows(config: Config) -> list[int]:
@@ -153,7 +154,7 @@ def seed_oss(config: Config) -> DecoderSpec:
 
 
 def arcee(config: Config) -> DecoderSpec:
-    mlp = plain(config, config.integer("intermediate_size"), "hidden_act", config.flag("mlp_bias"))
+    mlp = plain(config, config.size("intermediate_size"), "hidden_act", config.flag("mlp_bias"))
     return llama_like(config, mlp=mlp, bias=config.flag("attention_bias"))
 
 
@@ -172,8 +173,10 @@ def helium(config: Config) -> DecoderSpec:
 def hunyuan(config: Config) -> DecoderSpec:
     parameters = rope_parameters(config)
     dim = config.head_dim
-    if parameters["rope_type"] == "dynamic" and parameters.get("alpha"):  # static all the same
-        parameters["rope_theta"] *= parameters["alpha"] ** (dim / (dim - 2))
+    given = Values(parameters, "config: rope_parameters: ")
+    alpha = given.number("alpha", 0.0, minimum=0.0) if dim > 2 else 0.0
+    if parameters["rope_type"] == "dynamic" and alpha:  # static all the same
+        parameters["rope_theta"] = given.number("rope_theta", above=0.0) * alpha ** (dim / (dim - 2))
         parameters["rope_type"] = "default"
     norm = rms(config)
     heads = attention(config, bias=config.flag("attention_bias"), qk_norm=QkNorm(norm, after_rope=True))
@@ -183,8 +186,10 @@ def hunyuan(config: Config) -> DecoderSpec:
 
 def smollm3(config: Config) -> DecoderSpec:
     """Llama, some of whose layers have no positions."""
-    rotate = config.get("no_rope_layers")
-    if rotate is None:
+    rotate = [flag(each, f"config: no_rope_layers[{at}]") for at, each in enumerate(config.items("no_rope_layers"))]
+    if rotate and len(rotate) < config.layers:
+        raise ModelError(f"config: {len(rotate)} no_rope_layers for {config.layers} layers")
+    if not rotate:
         interval = config.integer("no_rope_layer_interval")
         rotate = [(index + 1) % interval != 0 for index in range(config.layers)]
     each_window = [0] * config.layers
@@ -212,7 +217,7 @@ def granite(config: Config, mlp: Mlp | Moe | None = None) -> DecoderSpec:
         norm,
         (rope(config, config.head_dim),),
         embedding_scale=config.number("embedding_multiplier"),
-        logits_scale=1.0 / config.number("logits_scaling"),
+        logits_scale=1.0 / config.number("logits_scaling", above=0.0),
     )
 
 
@@ -220,7 +225,7 @@ def phi3(config: Config) -> DecoderSpec:
     parameters = rope_parameters(config)
     if parameters["rope_type"] in ("su", "yarn"):  # older names of the same
         parameters["rope_type"] = "longrope"
-        parameters.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
+        parameters.setdefault("original_max_position_embeddings", config.integer("original_max_position_embeddings"))
     norm = rms(config)
     layer = pre_norm(norm, attention(config, window=config.window()), gated(config))
     rotated = rope(config, config.head_dim, partial=True, parameters=parameters)
@@ -259,18 +264,21 @@ def gemma(config: Config) -> DecoderSpec:
 def _gemma_layer(config: Config, **more: Any) -> Layer:
     norm = rms(config)
     scores = attention(
-        config, bias=config.flag("attention_bias"), scale=config.number("query_pre_attn_scalar") ** -0.5, **more
+        config,
+        bias=config.flag("attention_bias"),
+        scale=config.number("query_pre_attn_scalar", above=0.0) ** -0.5,
+        **more,
     )
     mlp = gated(config, act="hidden_activation")
     return pre_norm(norm, scores, mlp, attn_post_norm=norm, mlp_post_norm=norm)
 
 
 def gemma2(config: Config) -> DecoderSpec:
-    softcap = config.number_or("attn_logit_softcapping", 0.0)
+    softcap = config.number("attn_logit_softcapping", 0.0, minimum=0.0)
     each_window = windows(config, config.layer_types(lambda index: index % 2 == 0))
     layers = [_gemma_layer(config, window=window, softcap=softcap) for window in each_window]
     ropes = (rope(config, config.head_dim),)
-    return _gemma(config, layers, ropes, config.number_or("final_logit_softcapping", 0.0))
+    return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0))
 
 
 def gemma3(config: Config) -> DecoderSpec:
@@ -279,16 +287,16 @@ def gemma3(config: Config) -> DecoderSpec:
     each_window = windows(config, config.layer_types(lambda index: (index + 1) % pattern != 0))
     qk_norm = QkNorm(rms(config))
     layers = [_gemma_layer(config, window=window, rope=int(window > 0), qk_norm=qk_norm) for window in each_window]
-    full = rope_parameters_of(config, "full_attention", config.number_or("rope_theta", 1e6), scaled=True)
-    sliding = rope_parameters_of(config, "sliding_attention", config.number_or("rope_local_base_freq", 1e4), False)
+    full = rope_parameters_of(config, "full_attention", config.number("rope_theta", 1e6), scaled=True)
+    sliding = rope_parameters_of(config, "sliding_attention", config.number("rope_local_base_freq", 1e4), False)
     ropes = tuple(rope(config, config.head_dim, parameters=each) for each in (full, sliding))
-    return _gemma(config, layers, ropes, config.number_or("final_logit_softcapping", 0.0))
+    return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0))
 
 
 def olmo(config: Config) -> DecoderSpec:
     """Norms without weights; values clamped after the projections."""
     norm = Norm("layer", 1e-5, weight=False)
-    clip = config.number_or("clip_qkv", 0.0)
+    clip = config.number("clip_qkv", 0.0, minimum=0.0)
     return llama_like(config, norm=norm, bias=config.flag("attention_bias"), clip=clip)
 
 
@@ -314,7 +322,7 @@ def olmo2(config: Config) -> DecoderSpec:
 
 def olmo3(config: Config) -> DecoderSpec:
     each_window = windows(config, config.layer_types(lambda index: (index + 1) % 4 != 0))
-    full = rope_parameters_of(config, "full_attention", config.number_or("rope_theta", 5e5), scaled=True)
+    full = rope_parameters_of(config, "full_attention", config.number("rope_theta", 5e5), scaled=True)
     sliding = rope_parameters_of(config, "sliding_attention", 5e5, scaled=False)
     ropes = tuple(rope(config, config.head_dim, parameters=each) for each in (full, sliding))
     return _olmo2(config, each_window, ropes)
@@ -324,12 +332,14 @@ def exaone4(config: Config) -> DecoderSpec:
     """Norms after attention and MLP only; with windows, layers that see everything have no positions."""
     norm = rms(config)
     each_window = [0] * config.layers
-    if config.get("sliding_window") is not None:
-        pattern = config.get("sliding_window_pattern")
-        if config.get("layer_types") is None and not isinstance(pattern, int):
-            raise Unsupported(f"sliding_window_pattern={pattern!r}")
+    if config.has("sliding_window"):
+        pattern = 0
+        if not config.items("layer_types"):
+            if isinstance(config.required("sliding_window_pattern"), str):  # "LLLG": the first models of this family
+                raise Unsupported(f"sliding_window_pattern={shown(config.text('sliding_window_pattern'))}")
+            pattern = config.integer("sliding_window_pattern")
         each_window = windows(config, config.layer_types(lambda index: (index + 1) % pattern != 0))
-    rotate = [window > 0 or config.get("sliding_window") is None for window in each_window]
+    rotate = [window > 0 or not config.has("sliding_window") for window in each_window]
     layers = [
         Layer(
             attention(config, rope=0 if rotate[index] else -1, window=window, qk_norm=QkNorm(norm)),

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes.decoders import attention, decoder, gated, layer_norm, plain, pre_norm
 from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.model_config import Config
+from anyaccel.inference.runtimes.model_config import MOST_LAYERS, Config
 from anyaccel.inference.runtimes.rope import rope
 from anyaccel.inference.runtimes.spec import DecoderSpec, Layer, Mlp, Norm, QkNorm
+from anyaccel.outside import MOST, items, shown, text, whole
 
 
 def _head_dim(config: Config) -> int:
@@ -25,7 +27,7 @@ def gpt2(config: Config) -> DecoderSpec:
     config.refuse("add_cross_attention")
     norm = layer_norm(config, "layer_norm_epsilon")
     dim = _head_dim(config)
-    mlp = plain(config, config.integer_or("n_inner", 4 * config.hidden), "activation_function")
+    mlp = plain(config, config.size("n_inner", 4 * config.hidden), "activation_function")
     layers = []
     for index in range(config.layers):
         scale = dim**-0.5 if config.flag("scale_attn_weights") else 1.0
@@ -36,16 +38,29 @@ def gpt2(config: Config) -> DecoderSpec:
     return decoder(config, layers, norm, positions=config.integer("max_position_embeddings"))
 
 
+def _neo_kinds(config: Config) -> list[str]:
+    """Which layers have a window: a list, or groups ([["global", "local"], 12])."""
+    if config.has("attention_layers"):
+        given = config.items("attention_layers")
+        return [text(each, "config: attention_layers", ("global", "local")) for each in given]
+    kinds: list[str] = []
+    what = "config: attention_types"
+    for group in config.items("attention_types"):
+        given, times = items(group, what, 2)
+        names = [text(each, what, ("global", "local")) for each in items(given, what)]
+        kinds += names * whole(times, what, 1, MOST_LAYERS)
+        if len(kinds) > MOST_LAYERS * 2:
+            raise ModelError(f"{what}={shown(config.items('attention_types'))}: more than {MOST_LAYERS} layers")
+    return kinds
+
+
 def gpt_neo(config: Config) -> DecoderSpec:
     """GPT-2 without a scale of the scores; every other layer has a window."""
-    kinds = config.get("attention_layers")
-    if kinds is None:
-        groups = config["attention_types"]
-        kinds = [kind for names, times in groups for _ in range(times) for kind in names]
-    if len(kinds) < config.layers or not {*kinds} <= {"global", "local"}:
-        raise ModelError(f"config: attention_types {kinds!r} for {config.layers} layers")
+    kinds = _neo_kinds(config)
+    if len(kinds) < config.layers:
+        raise ModelError(f"config: attention_types of {len(kinds)} layers for {config.layers} layers")
     norm = layer_norm(config, "layer_norm_epsilon")
-    mlp = plain(config, config.integer_or("intermediate_size", 4 * config.hidden), "activation_function")
+    mlp = plain(config, config.size("intermediate_size", 4 * config.hidden), "activation_function")
     layers = []
     for kind in kinds[: config.layers]:
         window = config.integer("window_size") if kind == "local" else 0
@@ -74,7 +89,7 @@ def gpt_bigcode(config: Config) -> DecoderSpec:
         scale=dim**-0.5 if config.flag("scale_attn_weights") else 1.0,
         bias=True,
     )
-    mlp = plain(config, config.integer_or("n_inner", 4 * config.hidden), "activation_function")
+    mlp = plain(config, config.size("n_inner", 4 * config.hidden), "activation_function")
     layers = [pre_norm(norm, heads, mlp)] * config.layers
     return decoder(config, layers, norm, positions=config.integer("max_position_embeddings"))
 
@@ -83,14 +98,14 @@ def gptj(config: Config) -> DecoderSpec:
     dim = _head_dim(config)
     rotated = rope(
         config,
-        config.integer("rotary_dim"),
+        config.size("rotary_dim"),
         interleaved=True,
         parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
     )
     norm = layer_norm(config, "layer_norm_epsilon")
     layer = Layer(
         attention(config, kv_heads=config.heads, head_dim=dim),
-        plain(config, config.integer_or("n_inner", 4 * config.hidden), "activation_function"),
+        plain(config, config.size("n_inner", 4 * config.hidden), "activation_function"),
         attn_norm=norm,
         parallel=True,
     )
@@ -103,7 +118,7 @@ def gpt_neox(config: Config) -> DecoderSpec:
     layer = pre_norm(
         norm,
         attention(config, kv_heads=config.heads, head_dim=dim, bias=config.flag("attention_bias")),
-        plain(config, config.integer("intermediate_size"), "hidden_act"),
+        plain(config, config.size("intermediate_size"), "hidden_act"),
         parallel=config.flag("use_parallel_residual"),
     )
     return decoder(config, [layer] * config.layers, norm, (rope(config, dim, partial=True),))
@@ -120,9 +135,9 @@ def opt(config: Config) -> DecoderSpec:
     layer = pre_norm(
         norm,
         attention(config, rope=-1, kv_heads=config.heads, head_dim=_head_dim(config), bias=bias),
-        plain(config, config.integer("ffn_dim"), "activation_function", bias),
+        plain(config, config.size("ffn_dim"), "activation_function", bias),
     )
-    longest = config.integer("max_position_embeddings")
+    longest = config.integer("max_position_embeddings", maximum=MOST - 2)
     final = None if config.flag("_remove_final_layer_norm") else norm
     return decoder(config, [layer] * config.layers, final, positions=longest + 2, position_offset=2)
 
@@ -154,8 +169,9 @@ def bloom(config: Config) -> DecoderSpec:
 
 def mpt(config: Config) -> DecoderSpec:
     """transformers' module ignores the options refused here; the checkpoints that have them need their own code."""
-    options = config.get("attn_config") or {}
-    wanted = {
+    options = config.mapping("attn_config")
+    given = options.known()
+    wanted: dict[str, Any] = {
         "alibi": True,
         "alibi_bias_max": 8,
         "qk_ln": False,
@@ -163,11 +179,12 @@ def mpt(config: Config) -> DecoderSpec:
         "attn_type": "multihead_attention",
     }
     for name, value in wanted.items():
-        if options.get(name, value) != value:
-            raise Unsupported(f"attn_config {name}={options[name]!r}")
+        if given.get(name, value) != value:
+            raise Unsupported(f"attn_config {name}={shown(given[name])}")
     config.refuse("logit_scale")
-    if not config.flag("no_bias") or config.get("expansion_ratio") != 4:
-        raise Unsupported(f"no_bias={config.get('no_bias')!r} with expansion_ratio={config.get('expansion_ratio')!r}")
+    no_bias, ratio = config.flag("no_bias"), config.integer("expansion_ratio")
+    if not no_bias or ratio != 4:
+        raise Unsupported(f"no_bias={no_bias} with expansion_ratio={ratio}")
     dim = _head_dim(config)
     power = 2 ** math.ceil(math.log2(config.heads))
     slopes = [2 ** (-8 * (index + 1) / power) for index in range(power)]
@@ -179,9 +196,9 @@ def mpt(config: Config) -> DecoderSpec:
         rope=-1,
         kv_heads=config.heads,
         head_dim=dim,
-        scale=options.get("softmax_scale") or dim**-0.5,
+        scale=options.number("softmax_scale", 0.0) or dim**-0.5,
         alibi=tuple(slopes),
-        clip=options.get("clip_qkv") or 0.0,
+        clip=options.number("clip_qkv", 0.0, minimum=0.0),
     )
     layers = [pre_norm(norm, heads, Mlp(4 * config.hidden, "gelu", gated=False))] * config.layers
     return decoder(config, layers, norm, max_tokens=config.integer("max_seq_len"))
@@ -204,7 +221,7 @@ def falcon(config: Config) -> DecoderSpec:
     slopes = tuple(_bf16(slope) * dim**-0.5 for slope in _alibi_slopes(config.heads)) if alibi else ()
     layer = Layer(
         attention(config, rope=-1 if alibi else 0, kv_heads=kv_heads, head_dim=dim, bias=bias, alibi=slopes),
-        plain(config, config.integer_or("ffn_hidden_size", 4 * config.hidden), "activation", bias),
+        plain(config, config.size("ffn_hidden_size", 4 * config.hidden), "activation", bias),
         attn_norm=norm,
         mlp_norm=None if parallel and norms == 1 else norm,
         parallel=parallel,
@@ -218,7 +235,7 @@ def phi(config: Config) -> DecoderSpec:
     norm = layer_norm(config, "layer_norm_eps")
     layer = Layer(
         attention(config, bias=True, qk_norm=QkNorm(norm) if config.flag("qk_layernorm") else None),
-        plain(config, config.integer("intermediate_size"), "hidden_act"),
+        plain(config, config.size("intermediate_size"), "hidden_act"),
         attn_norm=norm,
         parallel=True,
     )
@@ -253,7 +270,7 @@ def starcoder2(config: Config) -> DecoderSpec:
     layer = pre_norm(
         norm,
         attention(config, window=config.window(), bias=bias),
-        plain(config, config.integer("intermediate_size"), "hidden_act", bias),
+        plain(config, config.size("intermediate_size"), "hidden_act", bias),
     )
     return decoder(config, [layer] * config.layers, norm, (rope(config, config.head_dim),))
 
@@ -263,6 +280,6 @@ def nemotron(config: Config) -> DecoderSpec:
     layer = pre_norm(
         norm,
         attention(config, bias=config.flag("attention_bias")),
-        plain(config, config.integer("intermediate_size"), "hidden_act", config.flag("mlp_bias")),
+        plain(config, config.size("intermediate_size"), "hidden_act", config.flag("mlp_bias")),
     )
     return decoder(config, [layer] * config.layers, norm, (rope(config, config.head_dim, partial=True),))

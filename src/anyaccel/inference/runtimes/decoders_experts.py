@@ -11,6 +11,7 @@ from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.model_config import Config
 from anyaccel.inference.runtimes.rope import rope, rope_parameters, yarn_mscale
 from anyaccel.inference.runtimes.spec import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, QkNorm, Rope
+from anyaccel.outside import Values, shown, whole
 
 _MOST_EXPERTS = 2048  # so that a damaged config does not fill the memory
 
@@ -31,7 +32,7 @@ def mixtral(config: Config) -> DecoderSpec:
 def _sparse(config: Config, moe: Moe, dense: Mlp) -> list[Mlp | Moe]:
     """Qwen's choice of the layers with experts."""
     step = config.integer("decoder_sparse_step")
-    only = config.get("mlp_only_layers") or []
+    only = [whole(each, "config: mlp_only_layers") for each in config.items("mlp_only_layers")]
     return [moe if index not in only and (index + 1) % step == 0 else dense for index in range(config.layers)]
 
 
@@ -88,7 +89,7 @@ def gpt_oss(config: Config) -> DecoderSpec:
     for name, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         if config.number(name) != value:
             raise Unsupported(f"{name}={config.number(name)}")
-    expert = Mlp(config.integer("intermediate_size"), "swiglu_oai", gated=True, bias=True, out_bias=True)
+    expert = Mlp(config.size("intermediate_size"), "swiglu_oai", gated=True, bias=True, out_bias=True)
     moe = _moe(
         config,
         "num_local_experts",
@@ -109,24 +110,25 @@ def gpt_oss(config: Config) -> DecoderSpec:
 
 def _latent_attention(config: Config) -> Attention:
     """Multi-head latent attention (DeepSeek-V2, 2024)."""
-    nope, rotated = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    nope, rotated = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
     latent_norm = Norm("rms", 1e-6)  # not the config's
-    q_rank = config.integer_or("q_lora_rank", 0)
+    q_rank = config.size("q_lora_rank") if config.has("q_lora_rank") else 0
     bias = config.flag("attention_bias")
     scale: float = (nope + rotated) ** -0.5
     parameters = rope_parameters(config)
     if parameters["rope_type"] != "default" and parameters.get("mscale_all_dim"):
-        scale *= yarn_mscale(float(parameters["factor"]), float(parameters["mscale_all_dim"])) ** 2
+        given = Values(parameters, "config: rope_parameters: ")
+        scale *= yarn_mscale(given.number("factor", above=0.0), given.number("mscale_all_dim")) ** 2
     return Attention(
         heads=config.heads,
         kv_heads=config.heads,
         head_dim=nope + rotated,
-        value_dim=config.integer("v_head_dim"),
+        value_dim=config.size("v_head_dim"),
         scale=scale,
         rope=0,
         qkv_bias=bias,
         out_bias=bias,
-        mla=Mla(q_rank, config.integer("kv_lora_rank"), nope, rotated, latent_norm if q_rank else None, latent_norm),
+        mla=Mla(q_rank, config.size("kv_lora_rank"), nope, rotated, latent_norm if q_rank else None, latent_norm),
     )
 
 
@@ -138,14 +140,14 @@ def _after_dense(config: Config, heads: Attention, dense: Mlp, moe: Moe) -> list
 
 
 def _shared(config: Config, expert: Mlp) -> Mlp:
-    features = expert.features * config.integer("n_shared_experts")
+    features = expert.features * config.integer("n_shared_experts", maximum=_MOST_EXPERTS)
     return Mlp(features, expert.activation, gated=True, bias=expert.bias, out_bias=expert.bias)
 
 
 def deepseek_v2(config: Config) -> DecoderSpec:
-    method = config.get("topk_method")
+    method = config.text("topk_method")
     if method not in ("greedy", "group_limited_greedy"):
-        raise Unsupported(f"topk_method {method!r}")
+        raise Unsupported(f"topk_method {shown(method)}")
     grouped = method == "group_limited_greedy"
     bias = config.flag("mlp_bias")
     moe = _moe(

@@ -16,6 +16,7 @@ from anyaccel.inference.runtimes import decoders_experts as experts
 from anyaccel.inference.runtimes import names
 from anyaccel.inference.runtimes.family import Family
 from anyaccel.inference.runtimes.mapping import Part, Unsupported
+from anyaccel.outside import shown
 
 __all__ = ["FAMILIES", "Family", "Part", "Unsupported", "family_of"]
 
@@ -29,7 +30,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise Unsupported(f"model_type {kind!r}")
+        raise Unsupported(f"model_type {shown(kind)}")
     return family
 
 

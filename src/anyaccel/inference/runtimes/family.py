@@ -11,6 +11,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes.mapping import Names, Part
 from anyaccel.inference.runtimes.model_config import Config
 from anyaccel.inference.runtimes.spec import DecoderSpec
+from anyaccel.outside import Values, told
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,7 @@ class Family:
         """
         values = config
         if self.text:
-            values = config.get(self.text) or {}
-            if not isinstance(values, Mapping):
-                raise ModelError(f"config: {self.text}={values!r} is not an object")
+            values = Values(config, "config: ").mapping(self.text).known()
             # These are the outer level's.
             own = ("quantization_config", "tie_word_embeddings")
             values = {name: value for name, value in values.items() if name not in own}
@@ -57,7 +56,7 @@ class Family:
         except ModelError:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
-            raise ModelError(f"config: a value is of a wrong kind ({type(error).__name__}: {error})") from error
+            raise ModelError(f"config: a value is of a wrong kind ({type(error).__name__}: {told(error)})") from error
 
     def parts(self, spec: DecoderSpec, config: Mapping[str, Any], name: str) -> list[list[Part]]:
         """Where the rows of the native weight `name` are: alternatives, the first whose tensors all exist is taken."""

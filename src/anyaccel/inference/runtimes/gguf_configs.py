@@ -3,84 +3,107 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes.gguf_file import GgufSource
 from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.inference.runtimes.model_config import MOST_LAYERS
+from anyaccel.outside import MOST, Values, flag, line, number, shown, whole
 
 
-class Values:
-    """The metadata of one architecture."""
+class Metadata(Values):
+    """The metadata of one architecture; counts are checked against the file's own tensors."""
 
     def __init__(self, source: GgufSource) -> None:
+        path = source.files[0].path
         self.source = source
-        self.path = source.files[0].path
-        self.architecture = str(source.metadata.get("general.architecture"))
+        self.architecture = Values(source.metadata, f"{path}: ").text("general.architecture")
+        super().__init__(source.metadata, f"{path}: {line(self.architecture)}.")
+        self.path = path
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.source.metadata.get(f"{self.architecture}.{name}", default)
+    def _value(self, name: str) -> Any:
+        return super()._value(f"{self.architecture}.{name}")
 
-    def __getitem__(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise ModelError(f"{self.path}: its metadata lack {self.architecture}.{name}")
-        return value
+    def count(self, name: str, default: int | None = None, minimum: int = 0, maximum: int = MOST) -> int:
+        """A whole number; one for each layer is one where they are all alike."""
+        if self.is_list(name):
+            each = [whole(value, self.where + name) for value in self.items(name)]
+            if len(set(each)) != 1:
+                raise Unsupported(f"layers of different sizes ({self.where}{name})")
+            return whole(each[0], self.where + name, minimum, maximum)
+        return self.whole(name, default, minimum, maximum)
 
-    def count(self, name: str, default: int | None = None) -> int:
-        value = self[name] if default is None else self.get(name, default)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
-            value = value[0]
-        if isinstance(value, list):
-            raise Unsupported(f"layers of different sizes ({self.path}: {self.architecture}.{name})")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 40:
-            raise ModelError(f"{self.path}: {self.architecture}.{name} is {value!r}, not a count")
-        return value
+    def has_tensor(self, name: str) -> bool:
+        return name in self.source
 
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self[name] if default is None else self.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ModelError(f"{self.path}: {self.architecture}.{name} is {value!r}, not a number")
-        return float(value)
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Of a tensor that must be there."""
+        return self.source.file_of(tensor).infos[tensor].shape
 
-    def has(self, tensor: str) -> bool:
-        return tensor in self.source
+    @functools.cached_property
+    def layers(self) -> int:
+        """Layers that the file has tensors for."""
+        count = self.count("block_count", minimum=1)
+        if count > MOST_LAYERS or not any(name.startswith(f"blk.{count - 1}.") for name in self.source.names()):
+            raise ModelError(f"{self.where}block_count={count}, but the file has no tensor of layer {count - 1}")
+        return count
 
-    @property
+    @functools.cached_property
     def heads(self) -> int:
-        return self.count("attention.head_count")
+        return self.count("attention.head_count", minimum=1, maximum=self._largest)
 
-    @property
+    @functools.cached_property
+    def kv_heads(self) -> int:
+        return self.count("attention.head_count_kv", self.heads, 1, self._largest)
+
+    @functools.cached_property
+    def hidden(self) -> int:
+        """Columns of the embedding."""
+        columns = self.shape("token_embd.weight")[1]
+        return self.count("embedding_length", minimum=columns, maximum=columns)
+
+    @functools.cached_property
     def head_dim(self) -> int:
-        return self.count("attention.key_length", self.count("embedding_length") // max(self.heads, 1))
+        return self.count("attention.key_length", max(self.hidden // self.heads, 1), 1, self._largest)
+
+    @functools.cached_property
+    def _largest(self) -> int:
+        """The largest dimension of all tensors: no count of heads, features or experts is above it."""
+        return max(max(info.shape, default=1) for file in self.source.files for info in file.infos.values())
+
+    def features(self, name: str) -> int:
+        """Rows of a matrix, or how many matrices there are."""
+        return self.count(name, minimum=1, maximum=self._largest)
 
 
-Extra = Callable[[Values, dict[str, Any]], None]
+Extra = Callable[[Metadata, dict[str, Any]], None]
 
 
-def biases(values: Values, config: dict[str, Any]) -> None:
-    config["attention_bias"] = values.has("blk.0.attn_q.bias")
-    config["mlp_bias"] = values.has("blk.0.ffn_up.bias")
+def biases(values: Metadata, config: dict[str, Any]) -> None:
+    config["attention_bias"] = values.has_tensor("blk.0.attn_q.bias")
+    config["mlp_bias"] = values.has_tensor("blk.0.ffn_up.bias")
 
 
-def qwen_moe(values: Values, config: dict[str, Any]) -> None:
-    config["num_experts"] = values.count("expert_count")
-    config["num_experts_per_tok"] = values.count("expert_used_count")
-    config["moe_intermediate_size"] = values.count("expert_feed_forward_length")
+def qwen_moe(values: Metadata, config: dict[str, Any]) -> None:
+    config["num_experts"] = values.features("expert_count")
+    config["num_experts_per_tok"] = values.features("expert_used_count")
+    config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
     config["decoder_sparse_step"] = 1
     config["norm_topk_prob"] = config["model_type"] == "qwen3_moe"  # llama.cpp normalises there too
     if config["model_type"] == "qwen2_moe":
-        config["shared_expert_intermediate_size"] = values.count("expert_shared_feed_forward_length")
+        config["shared_expert_intermediate_size"] = values.features("expert_shared_feed_forward_length")
 
 
-def gemma(values: Values, config: dict[str, Any]) -> None:
+def gemma(values: Metadata, config: dict[str, Any]) -> None:
     config["head_dim"] = values.head_dim
     config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
 
 
-def gemma2(values: Values, config: dict[str, Any]) -> None:
+def gemma2(values: Metadata, config: dict[str, Any]) -> None:
     # Not in the file: llama.cpp knows the 27 B model by its number of layers, too.
     large = config["num_hidden_layers"] == 46
     config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
@@ -90,18 +113,19 @@ def gemma2(values: Values, config: dict[str, Any]) -> None:
     config["layer_types"] = _pattern(config["num_hidden_layers"], 2)
 
 
-def gemma3(values: Values, config: dict[str, Any]) -> None:
+def gemma3(values: Metadata, config: dict[str, Any]) -> None:
     large = config["num_hidden_layers"] == 62
     config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
     config["sliding_window"] = values.count("attention.sliding_window", 4096)
     config["attn_logit_softcapping"] = config["final_logit_softcapping"] = None
-    pattern = values.get("attention.sliding_window_pattern", 6)
-    if isinstance(pattern, list):
-        config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+    pattern = "attention.sliding_window_pattern"
+    if values.is_list(pattern):
+        each = [flag(local, values.where + pattern) for local in values.items(pattern)]
+        config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in each]
     else:
-        config["layer_types"] = _pattern(config["num_hidden_layers"], int(pattern))
+        config["layer_types"] = _pattern(values.layers, values.whole(pattern, 6, 1))
     full = {"rope_type": "default", **config.pop("rope_scaling", {}), "rope_theta": config.pop("rope_theta")}
-    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10000.0)}
+    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10000.0, above=0.0)}
     config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
 
 
@@ -110,80 +134,90 @@ def _pattern(layers: int, every: int) -> list[str]:
     return ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
 
 
-def partial(values: Values, config: dict[str, Any]) -> None:
-    config["partial_rotary_factor"] = values.count("rope.dimension_count", values.head_dim) / values.head_dim
+def partial(values: Metadata, config: dict[str, Any]) -> None:
+    config["partial_rotary_factor"] = (
+        values.count("rope.dimension_count", values.head_dim, 1, values.head_dim) / values.head_dim
+    )
 
 
-def phi3(values: Values, config: dict[str, Any]) -> None:
+def phi3(values: Metadata, config: dict[str, Any]) -> None:
     config["sliding_window"] = values.count("attention.sliding_window", 0) or None
     config["original_max_position_embeddings"] = values.count(
         "rope.scaling.original_context_length", config["max_position_embeddings"]
     )
-    if values.has("rope_factors_long.weight"):
+    if values.has_tensor("rope_factors_long.weight"):
+        rotated = values.count("rope.dimension_count", values.head_dim, 1, values.head_dim)
         config["rope_scaling"] = {
             "rope_type": "longrope",
-            "short_factor": values.source.file_of("rope_factors_short.weight").floats("rope_factors_short.weight"),
-            "long_factor": values.source.file_of("rope_factors_long.weight").floats("rope_factors_long.weight"),
+            "short_factor": _factors(values, "rope_factors_short.weight", rotated // 2),
+            "long_factor": _factors(values, "rope_factors_long.weight", rotated // 2),
         }
-        factor = values.get("rope.scaling.attn_factor")
-        if factor is not None:
-            config["rope_scaling"]["attention_factor"] = float(factor)
+        factor = "rope.scaling.attn_factor"
+        if values.has(factor):
+            config["rope_scaling"]["attention_factor"] = values.number(factor)
 
 
-def granite(values: Values, config: dict[str, Any]) -> None:
+def granite(values: Metadata, config: dict[str, Any]) -> None:
     config["embedding_multiplier"] = values.number("embedding_scale", 1.0)
     config["residual_multiplier"] = values.number("residual_scale", 1.0)
     config["attention_multiplier"] = values.number("attention.scale", values.head_dim**-0.5)
     config["logits_scaling"] = values.number("logit_scale", 1.0)
 
 
-def starcoder2(values: Values, config: dict[str, Any]) -> None:
-    config["use_bias"] = values.has("blk.0.attn_q.bias")
+def starcoder2(values: Metadata, config: dict[str, Any]) -> None:
+    config["use_bias"] = values.has_tensor("blk.0.attn_q.bias")
     config["hidden_act"] = "gelu_pytorch_tanh"
     config["sliding_window"] = None  # the file does not have it
 
 
-def stablelm(values: Values, config: dict[str, Any]) -> None:
-    if values.has("blk.0.attn_q_norm.weight"):
+def stablelm(values: Metadata, config: dict[str, Any]) -> None:
+    if values.has_tensor("blk.0.attn_q_norm.weight"):
         raise Unsupported(f"norm of queries and keys in a StableLM GGUF file ({values.path})")
-    config["use_qkv_bias"] = values.has("blk.0.attn_q.bias")
-    config["use_parallel_residual"] = not values.has("blk.0.ffn_norm.weight")
+    config["use_qkv_bias"] = values.has_tensor("blk.0.attn_q.bias")
+    config["use_parallel_residual"] = not values.has_tensor("blk.0.ffn_norm.weight")
     config["qk_layernorm"] = False
 
 
-def cohere(values: Values, config: dict[str, Any]) -> None:
+def cohere(values: Metadata, config: dict[str, Any]) -> None:
     config["logit_scale"] = values.number("logit_scale", 1.0)
-    config["use_qk_norm"] = values.has("blk.0.attn_q_norm.weight")
+    config["use_qk_norm"] = values.has_tensor("blk.0.attn_q_norm.weight")
 
 
-def gpt2(values: Values, config: dict[str, Any]) -> None:
+def gpt2(values: Metadata, config: dict[str, Any]) -> None:
     config["activation_function"] = "gelu_new"
     for name in ("rope_theta", "hidden_act", "head_dim", "num_key_value_heads"):
         config.pop(name, None)
 
 
-def rope_scaling(values: Values, config: Mapping[str, Any]) -> dict[str, Any]:
-    kind = values.get("rope.scaling.type", "none")
-    if values.has("rope_freqs.weight"):
-        return _llama3_scaling(values, config)
+def _factors(values: Metadata, name: str, count: int) -> list[float]:
+    """The divisors of the rotary frequencies."""
+    found = values.source.file_of(name).floats(name, (count,))
+    return [number(each, f"{values.path}: tensor {name!r}: factor", above=0.0) for each in found]
+
+
+def rope_scaling(values: Metadata) -> dict[str, Any]:
+    kind = values.text("rope.scaling.type", "none")
+    if values.has_tensor("rope_freqs.weight"):
+        return _llama3_scaling(values)
     if kind == "linear":
-        return {"rope_type": "linear", "factor": values.number("rope.scaling.factor")}
+        return {"rope_type": "linear", "factor": values.number("rope.scaling.factor", above=0.0)}
     if kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": values.number("rope.scaling.factor")}
-        if values.get("rope.scaling.original_context_length") is not None:
+        scaling = {"rope_type": "yarn", "factor": values.number("rope.scaling.factor", above=0.0)}
+        if values.has("rope.scaling.original_context_length"):
             scaling["original_max_position_embeddings"] = values.count("rope.scaling.original_context_length")
         for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-            if values.get(f"rope.scaling.{key}") is not None:
+            if values.has(f"rope.scaling.{key}"):
                 scaling[name] = values.number(f"rope.scaling.{key}")
         return scaling
     if kind in ("none", "longrope"):  # longrope's factors are tensors: see phi3
         return {}
-    raise Unsupported(f"rope.scaling.type {kind!r} ({values.path})")
+    raise Unsupported(f"rope.scaling.type {shown(kind)} ({values.path})")
 
 
-def _llama3_scaling(values: Values, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3_scaling(values: Metadata) -> dict[str, Any]:
     """Llama 3.1 and later: the file has the divisor of each frequency, not the parameters that they come from."""
-    factors = values.source.file_of("rope_freqs.weight").floats("rope_freqs.weight")
+    rotated = values.count("rope.dimension_count", values.head_dim, 2, values.head_dim)
+    factors = _factors(values, "rope_freqs.weight", rotated // 2)
     scaling = {
         "rope_type": "llama3",
         "factor": max(factors),
@@ -191,9 +225,9 @@ def _llama3_scaling(values: Values, config: Mapping[str, Any]) -> dict[str, Any]
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    dim = 2 * len(factors)
+    dim, theta = 2 * len(factors), values.number("rope.freq_base", 10000.0, above=0.0)
     for index, found in enumerate(factors):
-        wavelength = 2 * math.pi * config["rope_theta"] ** (2 * index / dim)
+        wavelength = 2 * math.pi * theta ** (2 * index / dim)
         smooth = (8192 / wavelength - 1.0) / 3.0
         expected = 1 / ((1 - min(max(smooth, 0.0), 1.0)) / max(factors) + min(max(smooth, 0.0), 1.0))
         if not math.isclose(found, expected, rel_tol=1e-3):

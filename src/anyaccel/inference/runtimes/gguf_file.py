@@ -18,11 +18,19 @@ from anyaccel.inference.runtimes.gguf_blocks import GgufBlocks
 from anyaccel.inference.runtimes.gguf_types import BLOCK_BYTES, GGML_TYPES, UNREAD
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.sources import BLOCKS, MappedFile, TensorView
+from anyaccel.outside import Values, shown, told
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MAX_COUNT = 1 << 24  # of tensors and of metadata: far more than any file has
+# Far more than any file has: what a damaged count may cost.
+_MAX_TENSORS = 1 << 20
+_MAX_PAIRS = 1 << 16
+_MAX_ARRAY = 1 << 22  # entries: a vocabulary has some hundred thousand
+_MAX_NAME = 1 << 16  # bytes of a key or a tensor's name
 _MAX_DIMENSIONS = 4
+_MAX_SPLITS = 99999  # what the names have digits for
+# The least bytes of a metadata value and of a tensor's entry: a file cannot have more of them than fit into it.
+_LEAST_PAIR, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,15 @@ class _Reader:
         self.at = end
         return value
 
+    def name(self) -> str:
+        """A key, or the name of a tensor."""
+        at = self.at
+        length = self.scalar("Q")
+        if length > _MAX_NAME:
+            raise ModelError(f"{self.path}: truncated or damaged: a name of {length} bytes, at byte {at}")
+        self.at = at
+        return self.string()
+
     def string(self) -> str:
         length = self.scalar("Q")
         end = self._end(length)
@@ -81,6 +98,8 @@ class _Reader:
         if kind != _ARRAY:
             raise ModelError(f"{self.path}: damaged: a metadata value of unknown type {kind}")
         of, count = self.scalar("I"), self.scalar("Q")
+        if count > _MAX_ARRAY:
+            raise ModelError(f"{self.path}: truncated or damaged: a metadata array of {count} entries")
         if of in _SCALARS:
             code = _SCALARS[of]
             end = self._end(count * struct.calcsize(code))
@@ -102,6 +121,9 @@ class StringArray:
     count: int
     begin: int
     end: int
+
+    def __repr__(self) -> str:
+        return f"an array of {self.count} texts"
 
 
 class GgufFile:
@@ -127,11 +149,16 @@ class GgufFile:
         if version not in (2, 3):
             raise Unsupported(f"reader for version {version} of GGUF, 2 and 3 are known ({path})")
         tensors, pairs = reader.scalar("Q"), reader.scalar("Q")
-        if max(tensors, pairs) > _MAX_COUNT:
-            raise ModelError(f"{path}: damaged: it would have {tensors} tensors and {pairs} metadata values")
+        size = self.file.size
+        if tensors > min(_MAX_TENSORS, size // _LEAST_TENSOR) or pairs > min(_MAX_PAIRS, size // _LEAST_PAIR):
+            raise ModelError(
+                f"{path}: truncated or damaged: {tensors} tensors and {pairs} metadata values in {size} bytes"
+            )
         self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            key = reader.string()
+            key = reader.name()
+            if key in self.metadata:
+                raise ModelError(f"{path}: damaged: it has metadata {shown(key)} twice")
             self.metadata[key] = reader.value(reader.scalar("I"))
         self.infos = self._read_infos(reader, tensors)
         self.file.drop(0, reader.at)
@@ -152,31 +179,28 @@ class GgufFile:
                 found.append(data[at + 8 : end].decode())
                 at = end
         except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path}: damaged: its metadata have a string that is not UTF-8 ({error})") from None
+            raise ModelError(f"{self.path}: damaged: a string of its metadata is not UTF-8 ({told(error)})") from None
         return found
 
     def _read_infos(self, reader: _Reader, count: int) -> dict[str, Info]:
-        found = []
+        found: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(count):
-            name = reader.string()
+            name = reader.name()
+            if name in found:
+                raise ModelError(f"{self.path}: damaged: it has tensor {shown(name)} twice")
             dimensions = reader.scalar("I")
             if not 0 <= dimensions <= _MAX_DIMENSIONS:
-                raise ModelError(f"{self.path}: tensor {name!r}: damaged: {dimensions} dimensions")
+                raise ModelError(f"{self.path}: tensor {shown(name)}: damaged: {dimensions} dimensions")
             shape = tuple(reversed([reader.scalar("Q") for _ in range(dimensions)]))
-            found.append((name, shape, reader.scalar("I"), reader.scalar("Q")))
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-            raise ModelError(f"{self.path}: damaged: general.alignment is {alignment!r}, not a power of two")
+            found[name] = (shape, reader.scalar("I"), reader.scalar("Q"))
+        alignment = Values(self.metadata, f"{self.path}: damaged: ").whole("general.alignment", 32, 1)
+        if alignment & (alignment - 1):
+            raise ModelError(f"{self.path}: damaged: general.alignment={alignment} is not a power of two")
         begin = reader.at + -reader.at % alignment
-        infos: dict[str, Info] = {}
-        for name, shape, kind, offset in found:
-            if name in infos:
-                raise ModelError(f"{self.path}: damaged: it has tensor {name!r} twice")
-            infos[name] = self._info(name, shape, kind, begin + offset)
-        return infos
+        return {name: self._info(name, shape, kind, begin + at) for name, (shape, kind, at) in found.items()}
 
     def _info(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Info:
-        where = f"{self.path}: tensor {name!r}"
+        where = f"{self.path}: tensor {shown(name)}"
         if kind not in GGML_TYPES:
             raise Unsupported(f"tensor type {UNREAD.get(kind, kind)} of GGUF ({where})")
         type_name, values, size = GGML_TYPES[kind]
@@ -207,11 +231,15 @@ class GgufFile:
             strides[dimension] = strides[dimension + 1] * info.shape[dimension + 1]
         return TensorView(where, info.type, info.shape, tuple(strides), self.file.address + info.begin)
 
-    def floats(self, name: str) -> list[float]:
-        """All values of a small float32 tensor."""
+    def floats(self, name: str, shape: tuple[int, ...]) -> list[float]:
+        """All values of a small float32 tensor of this shape.
+
+        Raises:
+            ModelError: it is something else.
+        """
         info = self.infos[name]
-        if info.type != "f32":
-            raise ModelError(f"{self.path}: tensor {name!r} is {info.type}, not f32")
+        if info.type != "f32" or info.shape != shape:
+            raise ModelError(f"{self.path}: tensor {name!r} is {info.type} of shape {info.shape}, not f32 of {shape}")
         data = self.file.bytes(info.begin, info.end - info.begin)
         return list(struct.unpack_from(f"<{(info.end - info.begin) // 4}f", data))
 
@@ -227,7 +255,7 @@ class GgufSource:
         for file in self.files:
             for name in file.infos:
                 if name in self._of:
-                    raise ModelError(f"{file.path}: has tensor {name!r}, and so has {self._of[name].path.name}")
+                    raise ModelError(f"{file.path}: has tensor {shown(name)}, and so has {self._of[name].path.name}")
                 self._of[name] = file
 
     def __contains__(self, name: str) -> bool:
@@ -259,8 +287,8 @@ class GgufSource:
 
 def _siblings(first: GgufFile) -> Iterator[Path]:
     """The other files of a model that was split (`name-00001-of-00003.gguf`)."""
-    count = first.metadata.get("split.count", 1)
-    if not isinstance(count, int) or count <= 1:
+    count = Values(first.metadata, f"{first.path}: damaged: ").whole("split.count", 1, maximum=_MAX_SPLITS)
+    if count <= 1:
         return
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})", first.path.stem)
     if match is None or int(match[3]) != count:

@@ -13,10 +13,13 @@ from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes import gguf_configs as extras
-from anyaccel.inference.runtimes.gguf_configs import Extra, Values
-from anyaccel.inference.runtimes.gguf_file import GgufSource, StringArray
+from anyaccel.inference.runtimes.gguf_configs import Extra, Metadata
+from anyaccel.inference.runtimes.gguf_file import GgufSource
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.sources import RenamedSource, TensorSource
+from anyaccel.outside import Values, shown
+
+_NO_TOKEN = (1 << 32) - 1  # stands for none in the number of a token
 
 
 @dataclass(frozen=True)
@@ -198,43 +201,41 @@ def open_gguf(path: Path) -> GgufModel:
         Unsupported: an architecture or a feature that is not in the tables here.
     """
     source = GgufSource(path)
-    values = Values(source)
+    values = Metadata(source)
     architecture = ARCHITECTURES.get(values.architecture)
     if architecture is None:
-        raise Unsupported(f"mapping for the GGUF architecture {values.architecture!r} ({path})")
-    if values.get("expert_count") and values.architecture == "llama":
+        raise Unsupported(f"mapping for the GGUF architecture {shown(values.architecture)} ({path})")
+    if values.whole("expert_count", 0) and values.architecture == "llama":
         architecture = _MIXTRAL
     config = _config(values, architecture)
-    return GgufModel(config, _generation(source), RenamedSource(source, _names(values, architecture)))
+    return GgufModel(config, _generation(values), RenamedSource(source, _names(values, architecture)))
 
 
-def _config(values: Values, architecture: Architecture) -> dict[str, Any]:
+def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
     embedding = values.source.file_of("token_embd.weight").infos["token_embd.weight"]
     if len(embedding.shape) != 2:
         raise ModelError(f"{values.path}: tensor 'token_embd.weight' has shape {embedding.shape}, not two dimensions")
-    eps = "layer_norm_epsilon" if values.get("attention.layer_norm_rms_epsilon") is None else "layer_norm_rms_epsilon"
+    eps = "layer_norm_rms_epsilon" if values.has("attention.layer_norm_rms_epsilon") else "layer_norm_epsilon"
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
         "vocab_size": embedding.shape[0],
-        "hidden_size": values.count("embedding_length"),
-        "num_hidden_layers": values.count("block_count"),
+        "hidden_size": values.hidden,
+        "num_hidden_layers": values.layers,
         "num_attention_heads": values.heads,
-        "num_key_value_heads": values.count("attention.head_count_kv", values.heads),
-        "max_position_embeddings": values.count("context_length"),
+        "num_key_value_heads": values.kv_heads,
+        "max_position_embeddings": values.count("context_length", minimum=1),
         "head_dim": values.head_dim,
-        "rope_theta": values.number("rope.freq_base", 10000.0),
+        "rope_theta": values.number("rope.freq_base", 10000.0, above=0.0),
         "hidden_act": "silu",
-        "tie_word_embeddings": not values.has("output.weight"),
-        architecture.norm_eps: values.number(f"attention.{eps}"),
+        "tie_word_embeddings": not values.has_tensor("output.weight"),
+        architecture.norm_eps: values.number(f"attention.{eps}", minimum=0.0),
     }
-    if values.get("feed_forward_length") is not None:
-        config["intermediate_size"] = values.count("feed_forward_length")
-    if min(config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]) < 1:
-        raise ModelError(f"{values.path}: its metadata have no layers, heads or hidden size")
+    if values.has("feed_forward_length"):
+        config["intermediate_size"] = values.features("feed_forward_length")
     if architecture is _MIXTRAL:
-        config["num_local_experts"] = values.count("expert_count")
-        config["num_experts_per_tok"] = values.count("expert_used_count")
-    scaling = extras.rope_scaling(values, config)
+        config["num_local_experts"] = values.features("expert_count")
+        config["num_experts_per_tok"] = values.features("expert_used_count")
+    scaling = extras.rope_scaling(values)
     if scaling:
         config["rope_scaling"] = scaling
     for extra in architecture.extra:
@@ -245,22 +246,27 @@ def _config(values: Values, architecture: Architecture) -> dict[str, Any]:
     return config
 
 
-def _generation(source: GgufSource) -> dict[str, Any]:
+_ONE_TOKEN = {"bos_token_id": "bos", "pad_token_id": "padding"}
+
+
+def _generation(values: Metadata) -> dict[str, Any]:
     """The generation config: which tokens begin and end a text."""
-    get = source.metadata.get
-    ends = [get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    found = {
-        "bos_token_id": get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": sorted({end for end in ends if isinstance(end, int)}) or None,
-        "pad_token_id": get("tokenizer.ggml.padding_token_id"),
-    }
-    return {name: value for name, value in found.items() if value is not None and not isinstance(value, StringArray)}
+    tokens = Values(values.source.metadata, f"{values.path}: ")
+
+    def ids(*names: str) -> list[int]:
+        keys = [f"tokenizer.ggml.{name}_token_id" for name in names]
+        # For none, -1 or the largest number is written.
+        return sorted({tokens.whole(key, None, -1, _NO_TOKEN) for key in keys if tokens.has(key)} - {-1, _NO_TOKEN})
+
+    found: dict[str, Any] = {name: each[0] for name, key in _ONE_TOKEN.items() if (each := ids(key))}
+    ends = ids("eos", "eot")
+    return found | ({"eos_token_id": ends} if ends else {})
 
 
 Name = tuple[str, dict[str, Any], int | None]
 
 
-def _names(values: Values, architecture: Architecture) -> dict[str, Name]:
+def _names(values: Metadata, architecture: Architecture) -> dict[str, Name]:
     """Hugging Face's name -> the file's name, what has to be changed, entry of a stacked tensor."""
     found: dict[str, Name] = {}
 
@@ -274,24 +280,27 @@ def _names(values: Values, architecture: Architecture) -> dict[str, Name]:
             if conv1d and suffix == "weight":
                 changes["transposed"] = True
             if rows is not None:
-                if shape[0] != len(rows):
-                    raise ModelError(f"{values.path}: tensor {there!r} has {shape[0]} rows, not {len(rows)}")
+                if shape[:1] != (len(rows),):
+                    raise ModelError(f"{values.path}: tensor {there!r} of shape {shape} has not {len(rows)} rows")
                 changes["order"] = rows
             if architecture.norms_less_one and module.endswith("norm") and suffix == "weight":
                 changes["plus"] = -1.0
             if "{expert}" not in module:
                 found[f"{module}.{suffix}"] = (there, changes, None)
                 continue
-            for expert in range(shape[0]):
+            if len(shape) < 2 or shape[0] != experts:
+                raise ModelError(f"{values.path}: tensor {there!r} of shape {shape} is not one of {experts} experts")
+            for expert in range(experts):
                 found[f"{module.format(expert=expert)}.{suffix}"] = (there, changes, expert)
 
     for module, stored in architecture.modules.items():
         add(module, stored)
     queries = keys = None
+    experts = values.whole("expert_count", 0)
     if architecture.permuted:
-        queries = _interleaved(values.heads, values.head_dim)
-        keys = _interleaved(values.count("attention.head_count_kv", values.heads), values.head_dim)
-    for layer in range(values.count("block_count")):
+        queries = _interleaved(values, "blk.0.attn_q.weight", values.heads)
+        keys = _interleaved(values, "blk.0.attn_k.weight", values.kv_heads)
+    for layer in range(values.layers):
         prefix = architecture.prefix.format(layer=layer)
         for module, stored in architecture.layer.items():
             rows = {"attn_q": queries, "attn_k": keys}.get(stored)
@@ -299,7 +308,10 @@ def _names(values: Values, architecture: Architecture) -> dict[str, Name]:
     return found
 
 
-def _interleaved(heads: int, head_dim: int) -> list[int]:
+def _interleaved(values: Metadata, tensor: str, heads: int) -> list[int]:
     """Where a head's row is stored: halves of Hugging Face's head became the even and the odd rows of GGUF's."""
+    head_dim, shape = values.head_dim, values.shape(tensor)
+    if shape[:1] != (heads * head_dim,):
+        raise ModelError(f"{values.path}: tensor {tensor!r} of shape {shape} has not {heads} x {head_dim} rows")
     half = head_dim // 2
     return [head * head_dim + 2 * row + part for head in range(heads) for part in (0, 1) for row in range(half)]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,8 @@ from anyaccel.inference.runtimes.sources import (
     entry_of,
     folder_source,
 )
-from anyaccel.inference.runtimes.spec import MatrixShape, VectorShape, weights
+from anyaccel.inference.runtimes.spec import MatrixShape, VectorShape, each_weight, weights
+from anyaccel.outside import read_json, told
 
 if TYPE_CHECKING:
     from anyaccel import _llm
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _BLOCK_ROWS = 16
 # Read, packed and given back at a time: what is in memory beside the packed weights.
 _CHUNK_BYTES = 4 << 20
-_MAX_JSON = 64 << 20
 
 _WEIGHT = re.compile(r"\.(weight|bias)$")
 _BUFFER = re.compile(r"\.(attn|attention)\.bias$")  # a mask that old checkpoints of GPT-2 and GPT-NeoX have
@@ -70,21 +69,6 @@ def checkpoint_of(path: Path) -> Checkpoint:
 
     source = quantised_source(folder_source(path), config)
     return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file of reasonable size."""
-    try:
-        if path.stat().st_size > _MAX_JSON:
-            raise ModelError(f"{path}: {path.stat().st_size} bytes are too many for a configuration")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{path}: not JSON that can be read ({error})") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return found
 
 
 def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: bool) -> Checkpoint:
@@ -128,16 +112,24 @@ class Plan:
         self.config = checkpoint.config
         self.family = family_of(checkpoint.config)
         self.whole = self.family.spec(checkpoint.config)
+        self._known: set[str] = set()  # tensors that the model's weights may be called
+        # All weights are found before anything is made of them: a count of layers or experts that the file has no
+        # tensors for ends here, at the first one that is missing.
+        found: dict[str, list[_Tensor]] = {}
+        self._whole_matrices: dict[str, MatrixShape] = {}
+        for shape in each_weight(self.whole):
+            if isinstance(shape, MatrixShape):
+                self._whole_matrices[shape.name] = shape
+                found[shape.name] = self._find(shape.name, shape.rows, shape.cols)
+            else:
+                found[shape.name] = self._find(shape.name, shape.count, None)
         self.spec = shard(self.whole, rank, size) if size > 1 else self.whole
         self._slices = slices(self.whole, rank, size)
-        self._whole_matrices = {each.name: each for each in weights(self.whole)[0]}
-        self._whole_vectors = {each.name: each for each in weights(self.whole)[1]}
         matrices, self.vectors = weights(self.spec)
-        self._parts: dict[str, list[_Tensor]] = {}
+        mine = [each.name for each in matrices]
+        mine += [each.name for each in self.vectors if not self._slice(each.name).zero]
+        self._parts = {name: found[name] for name in mine}
         self.matrices = [self._with_format(shape, precision) for shape in matrices]
-        for vector in self.vectors:
-            if not self._slice(vector.name).zero:
-                self._parts[vector.name] = self._find(vector.name, self._whole_vectors[vector.name].count, None)
 
     def shapes(self) -> dict[str, Any]:
         """The weights as `_llm.Model` takes them."""
@@ -158,16 +150,10 @@ class Plan:
         """Weights of the decoder's layers that the configuration does not know: unexpected ones."""
         found = [part.name for name, parts in self._parts.items() if name.startswith("layers.") for part in parts]
         layers = re.split(r"\d", found[0], maxsplit=1)[0]
-        known = {
-            part.tensor
-            for weight in (*self._whole_matrices, *self._whole_vectors)
-            for alternative in self.family.parts(self.whole, self.config, weight)
-            for part in alternative
-        }
         return [
             name
             for name in self.source.names()
-            if name.startswith(layers) and name not in known and _WEIGHT.search(name) and not _BUFFER.search(name)
+            if name.startswith(layers) and name not in self._known and _WEIGHT.search(name) and not _BUFFER.search(name)
         ]
 
     def _slice(self, name: str) -> WeightSlice:
@@ -176,12 +162,12 @@ class Plan:
     def _with_format(self, shape: MatrixShape, precision: Precision) -> MatrixShape:
         whole = self._whole_matrices[shape.name]
         cols = self._slice(shape.name).cols or range(whole.cols)
-        parts = self._parts[shape.name] = self._find(shape.name, whole.rows, whole.cols)
-        return choose(shape, precision, [stored_format(each.tensor, cols) for each in parts])
+        return choose(shape, precision, [stored_format(each.tensor, cols) for each in self._parts[shape.name]])
 
     def _find(self, name: str, rows: int, cols: int | None) -> list[_Tensor]:
         """The parts of a native weight: the first alternative whose tensors all exist."""
         alternatives = self.family.parts(self.whole, self.config, name)
+        self._known.update(part.tensor for each in alternatives for part in each)
         chosen = next((each for each in alternatives if all(part.tensor in self.source for part in each)), None)
         if chosen is None:
             missing = next(part.tensor for part in alternatives[0] if part.tensor not in self.source)
@@ -272,7 +258,9 @@ class Plan:
                 except (ValueError, OverflowError) as error:
                     if isinstance(error, ModelError):
                         raise
-                    raise ModelError(f"{part.tensor.where}: cannot be packed as {shape.format} ({error})") from error
+                    raise ModelError(
+                        f"{part.tensor.where}: cannot be packed as {shape.format} ({told(error)})"
+                    ) from error
                 at += len(chunk)
                 self._give_back(part, chunk)
                 progress.add(len(chunk) * shape.cols, shape)

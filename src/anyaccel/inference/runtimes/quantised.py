@@ -20,10 +20,12 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.sources import SafetensorsSource, Tensor, TensorSource
+from anyaccel.outside import Values, shown
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where value i of a word is: its inverse is 0 2 4 6 1 3 5 7
 _GROUPS = (128, 64, 32)
 _GROUPS_OF_8_BITS = (32, 16)
+_INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
 
 def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
@@ -33,12 +35,13 @@ def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
         Unsupported: a method or layout that does not map to the native formats; the message names it.
         ModelError: the tensors do not fit together.
     """
-    settings = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not settings:
+    given = Values(config, "config: ")
+    outer = given.mapping("quantization_config")
+    settings = outer if outer.known() else given.mapping("text_config").mapping("quantization_config")
+    if not settings.known():
+        refuse_integers(source)
         return source
-    if not isinstance(settings, Mapping):
-        raise ModelError(f"config: quantization_config={settings!r} is not an object")
-    method = settings.get("quant_method")
+    method = settings.text("quant_method", "")
     if not isinstance(source, SafetensorsSource):
         raise Unsupported(f"reader for {method} weights in files other than safetensors")
     if method == "gptq":
@@ -47,7 +50,20 @@ def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
         return _Awq(source, settings)
     if method == "compressed-tensors":
         return _CompressedTensors(source, settings)
-    raise Unsupported(f"reader for quantization {method!r}")
+    raise Unsupported(f"reader for quantization {shown(method)}")
+
+
+def refuse_integers(source: TensorSource) -> None:
+    """Raise for integers in place of weights: nothing says what they stand for, and as numbers they would be wrong."""
+    if not isinstance(source, SafetensorsSource):
+        return
+    for name in source.names():
+        file, entry = source.entry(name)
+        if name.endswith(".weight") and entry.dtype in _INTEGERS:
+            raise ModelError(
+                f"{file.path}: tensor {shown(name)} has integers ({entry.dtype}), and config.json has no "
+                "quantization_config that says what they stand for"
+            )
 
 
 @dataclass(frozen=True)
@@ -123,7 +139,7 @@ class _Layout:
 
     suffixes: tuple[str, ...] = ()  # of the tensor that holds the values
 
-    def __init__(self, source: SafetensorsSource, settings: Mapping[str, Any]) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
         self.source = source
         self.settings = settings
         self.stems = {
@@ -204,11 +220,11 @@ class _Layout:
             raise ModelError(f"{self.where(name)}: {what}")
 
 
-def _bits(settings: Mapping[str, Any], name: str = "bits") -> int:
-    bits = settings.get(name)
+def _bits(settings: Values, name: str = "bits") -> int:
+    bits = settings.whole(name, minimum=1, maximum=64)
     if bits not in (4, 8):
-        raise Unsupported(f"reader for {settings.get('quant_method')} weights of {bits} bits")
-    return int(bits)
+        raise Unsupported(f"reader for {settings.text('quant_method')} weights of {bits} bits")
+    return bits
 
 
 def _unpacked(words: Any, bits: int, axis: int, order: Sequence[int] | None = None) -> Any:
@@ -241,12 +257,12 @@ def _groups(stem: str, cols: int, groups: int) -> int:
 class _Gptq(_Layout):
     suffixes = (".qweight",)
 
-    def __init__(self, source: SafetensorsSource, settings: Mapping[str, Any]) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
         super().__init__(source, settings)
         self.bits = _bits(settings)
-        kind = settings.get("checkpoint_format") or "gptq"
+        kind = settings.text("checkpoint_format", "") or "gptq"
         if kind not in ("gptq", "gptq_v2"):
-            raise Unsupported(f"reader for the GPTQ checkpoint format {kind!r}")
+            raise Unsupported(f"reader for the GPTQ checkpoint format {shown(kind)}")
         self.offset = 1 if kind == "gptq" else 0
 
     def zeros(self, stem: str) -> Any:
@@ -276,7 +292,7 @@ class _Gptq(_Layout):
         if name not in self.source:
             return None
         index = self.array(name, ("I32", "I64"), 1)
-        self.check(len(index) == cols, name, f"{len(index)} entries for {cols} columns")
+        self.check(len(index) == cols > 0, name, f"{len(index)} entries for {cols} columns")
         self.check(int(index.min()) >= 0 and int(index.max()) < groups, name, f"groups up to {index.max()} of {groups}")
         return None if (index == numpy.arange(cols) // group).all() else index
 
@@ -291,13 +307,13 @@ class _Gptq(_Layout):
 class _Awq(_Layout):
     suffixes = (".qweight",)
 
-    def __init__(self, source: SafetensorsSource, settings: Mapping[str, Any]) -> None:
+    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
         super().__init__(source, settings)
         if _bits(settings) != 4:
             raise Unsupported("reader for AWQ weights of 8 bits")
-        version = str(settings.get("version") or "gemm").lower()
+        version = (settings.text("version", "") or "gemm").lower()
         if version != "gemm":
-            raise Unsupported(f"reader for AWQ's version {version!r}, only 'gemm' is known")
+            raise Unsupported(f"reader for AWQ's version {shown(version)}, only 'gemm' is known")
 
     def zeros(self, stem: str) -> Any:
         return _unpacked(self.array(f"{stem}.qzeros", ("I32",)), 4, 1, _AWQ_ORDER)
@@ -332,10 +348,10 @@ class _Awq(_Layout):
 class _CompressedTensors(_Layout):
     suffixes = (".weight_packed", ".weight")
 
-    def __init__(self, source: SafetensorsSource, settings: Mapping[str, Any]) -> None:
-        kind = settings.get("format")
+    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+        kind = settings.text("format", "")
         if kind not in ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"):
-            raise Unsupported(f"reader for the compressed-tensors format {kind!r}")
+            raise Unsupported(f"reader for the compressed-tensors format {shown(kind)}")
         super().__init__(source, settings)
 
     def is_quantised(self, name: str) -> bool:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
+from anyaccel.outside import Values, mapping, read_json, shown, text, told
 
 # safetensors' names -> those of `_llm` and bytes a value. The others below are no weights by themselves.
 FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f64", 8)}
@@ -17,6 +19,7 @@ _OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, 
 }
 _MAX_HEADER = 100_000_000  # what safetensors accepts
 _MAX_DIMENSION = 1 << 62
+_MAX_DIMENSIONS = 32
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def safetensors_entries(read: Any, size: int, path: Path | str) -> tuple[dict[st
     try:
         parsed = json.loads(bytes(read(8, length)).decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: damaged: the header is not JSON ({error})") from None
+        raise ModelError(f"{path}: damaged: the header is not JSON ({told(error)})") from None
     if not isinstance(parsed, dict):
         raise ModelError(f"{path}: damaged: the header is not a JSON object")
     metadata = parsed.pop("__metadata__", None) or {}
@@ -70,7 +73,7 @@ def safetensors_entries(read: Any, size: int, path: Path | str) -> tuple[dict[st
     at = begin
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != at:
-            raise ModelError(f"{path}: damaged: tensor {name!r} begins at byte {entry.begin}, not at {at}")
+            raise ModelError(f"{path}: damaged: tensor {shown(name)} begins at byte {entry.begin}, not at {at}")
         at = entry.end
     if at > size:
         raise ModelError(f"{path}: truncated: {size} bytes of {at}")
@@ -81,23 +84,25 @@ def safetensors_entries(read: Any, size: int, path: Path | str) -> tuple[dict[st
 
 def _entry(path: Path | str, name: str, value: object, begin: int) -> Entry:
     def wrong(why: str) -> ModelError:
-        return ModelError(f"{path}: tensor {name!r}: {why}")
+        return ModelError(f"{path}: tensor {shown(name)}: {why}")
 
     if not isinstance(value, dict):
         raise wrong("damaged: its entry in the header is not an object")
     dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or (dtype not in FLOATS and dtype not in _OTHERS):
-        raise wrong(f"its dtype {dtype!r} is unknown")
+        raise wrong(f"its dtype {shown(dtype)} is unknown")
     size = FLOATS[dtype][1] if dtype in FLOATS else _OTHERS[dtype]
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
-        raise wrong(f"damaged: its shape {shape!r} is not a list of sizes")
+        raise wrong(f"damaged: its shape {shown(shape)} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
-        raise wrong(f"damaged: data_offsets {offsets!r} are not two offsets")
+        raise wrong(f"damaged: data_offsets {shown(offsets)} are not two offsets")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise wrong(f"damaged: {len(shape)} dimensions")
     wanted = size
     for extent in shape:
         wanted *= extent
     if offsets[1] - offsets[0] != wanted:
-        raise wrong(f"damaged: {offsets[1] - offsets[0]} bytes do not fit {dtype} of shape {shape}")
+        raise wrong(f"damaged: {offsets[1] - offsets[0]} bytes do not fit {dtype} of shape {shown(shape)}")
     return Entry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 
@@ -126,16 +131,18 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{index}: not a checkpoint index ({error})") from error
+    """Tensor -> the file that has it, of an index file.
+
+    Raises:
+        ModelError: it is damaged, or names a file that is not there or outside the folder.
+    """
+    given = mapping(Values(read_json(index), f"{index}: ").required("weight_map"), f"{index}: weight_map")
+    files = {tensor: text(file, f"{index}: {shown(tensor)}") for tensor, file in given.items()}
     if not files:
         raise ModelError(f"{index}: the index names no tensors")
     for file in sorted(set(files.values())):
         if Path(file).name != file:
-            raise ModelError(f"{index}: names a file outside the folder: {file!r}")
-        if not (index.parent / file).is_file():
-            raise ModelError(f"{index.parent / file}: missing, but named by {index.name}")
+            raise ModelError(f"{index}: names a file outside the folder: {shown(file)}")
+        if not os.path.isfile(index.parent / file):  # noqa: PTH113  also of a name that is too long
+            raise ModelError(f"{index.parent / shown(file)[1:-1]}: missing, but named by {index.name}")
     return files

@@ -25,6 +25,7 @@ from anyaccel.inference.runtimes.safetensors_file import (
     read_index,
     safetensors_entries,
 )
+from anyaccel.outside import shown
 
 __all__ = [
     "BLOCKS",
@@ -154,7 +155,7 @@ class SafetensorsSource:
                     self._tensors[name] = (file, entry)
         for name, file_name in (named or {}).items():
             if name not in self._tensors:
-                raise ModelError(f"{folder / file_name}: has no tensor {name!r}, which {index.name} says it has")
+                raise ModelError(f"{folder / file_name}: has no tensor {shown(name)}, which {index.name} says it has")
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors

@@ -6,6 +6,7 @@ Torch-free. `dataclasses.asdict(spec)` is what `_llm.Model` takes; names of weig
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -225,74 +226,88 @@ class VectorShape:
 
 
 def weights(spec: DecoderSpec) -> tuple[list[MatrixShape], list[VectorShape]]:
-    """Every weight that the runtime wants for `spec`, with this rank's sizes; formats are the caller's to choose.
+    """Every weight that the runtime wants for `spec`, as `each_weight` gives them."""
+    found = list(each_weight(spec))
+    matrices = [shape for shape in found if isinstance(shape, MatrixShape)]
+    return matrices, [shape for shape in found if isinstance(shape, VectorShape)]
+
+
+def each_weight(spec: DecoderSpec) -> Iterator[MatrixShape | VectorShape]:
+    """The weights with this rank's sizes, one after another; formats are the caller's to choose.
+
+    A spec may come from a damaged config: who looks each weight up in the file as it comes stops at the first layer or
+    expert that the file lacks, however many the config says there are.
 
     Rows of `qkv` are queries, keys, values; of `gate_up` gates, ups; of `q_b` and `kv_b` (MLA) as in DeepSeek's own
     q_b_proj and kv_b_proj, `kv_a` as in kv_a_proj_with_mqa (latent, then rotated part).
     """
-    matrices = [MatrixShape("embed", spec.vocab_count or spec.vocab, spec.hidden)]
-    vectors: list[VectorShape] = []
-
-    def norm(name: str, kind: Norm | None, count: int) -> None:
-        if kind is not None and kind.weight:
-            vectors.append(VectorShape(f"{name}.weight", count))
-        if kind is not None and kind.bias:
-            vectors.append(VectorShape(f"{name}.bias", count))
-
-    def linear(name: str, rows: int, cols: int, bias: bool) -> None:
-        matrices.append(MatrixShape(name, rows, cols))
-        if bias:
-            vectors.append(VectorShape(f"{name}.bias", rows))
-
-    def mlp(name: str, part: Mlp) -> None:
-        linear(f"{name}.gate_up", part.features * (2 if part.gated else 1), spec.hidden, part.bias)
-        linear(f"{name}.down", spec.hidden, part.features, part.out_bias)
-
+    vocabulary = spec.vocab_count or spec.vocab
+    yield MatrixShape("embed", vocabulary, spec.hidden)
     if not spec.tied:
-        matrices.append(MatrixShape("head", spec.vocab_count or spec.vocab, spec.hidden))
+        yield MatrixShape("head", vocabulary, spec.hidden)
     if spec.head_bias:
-        vectors.append(VectorShape("head.bias", spec.vocab_count or spec.vocab))
+        yield VectorShape("head.bias", vocabulary)
     if spec.positions:
-        matrices.append(MatrixShape("positions", spec.positions, spec.hidden))
-    norm("embed_norm", spec.embedding_norm, spec.hidden)
-    norm("final_norm", spec.final_norm, spec.hidden)
+        yield MatrixShape("positions", spec.positions, spec.hidden)
+    yield from _norm("embed_norm", spec.embedding_norm, spec.hidden)
+    yield from _norm("final_norm", spec.final_norm, spec.hidden)
     for index, layer in enumerate(spec.layers):
-        at = f"layers.{index}"
-        a = layer.attention
-        norm(f"{at}.attn_norm", layer.attn_norm, spec.hidden)
-        norm(f"{at}.attn_post_norm", layer.attn_post_norm, spec.hidden)
-        norm(f"{at}.mlp_norm", layer.mlp_norm, spec.hidden)
-        norm(f"{at}.mlp_post_norm", layer.mlp_post_norm, spec.hidden)
-        if a.mla is not None:
-            m = a.mla
-            if m.q_rank:
-                linear(f"{at}.q_a", m.q_rank, spec.hidden, a.qkv_bias)
-                norm(f"{at}.q_a_norm", m.q_norm, m.q_rank)
-            linear(f"{at}.q_b", a.heads * a.head_dim, m.q_rank or spec.hidden, False)
-            linear(f"{at}.kv_a", m.kv_rank + m.rope_dim, spec.hidden, a.qkv_bias)
-            norm(f"{at}.kv_a_norm", m.kv_norm, m.kv_rank)
-            linear(f"{at}.kv_b", a.heads * (m.nope_dim + a.value_dim), m.kv_rank, False)
-        else:
-            rows = a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
-            linear(f"{at}.qkv", rows, spec.hidden, a.qkv_bias)
-        if a.qk_norm is not None:
-            each = a.qk_norm.across or a.qk_norm.own_weights
-            norm(f"{at}.q_norm", a.qk_norm.norm, a.head_dim * (a.heads if each else 1))
-            norm(f"{at}.k_norm", a.qk_norm.norm, a.head_dim * (a.kv_heads if each else 1))
-        if a.sinks:
-            vectors.append(VectorShape(f"{at}.sinks", a.heads))
-        linear(f"{at}.o", spec.hidden, a.heads * a.value_dim, a.out_bias)
-        if isinstance(layer.mlp, Mlp):
-            mlp(f"{at}.mlp", layer.mlp)
-        else:
-            moe = layer.mlp
-            linear(f"{at}.router", moe.experts, spec.hidden, moe.router_bias)
-            if moe.choice_bias:
-                vectors.append(VectorShape(f"{at}.router.choice_bias", moe.experts))
-            for expert in range(moe.experts):
-                mlp(f"{at}.experts.{expert}", moe.expert)
-            if moe.shared is not None:
-                mlp(f"{at}.shared", moe.shared)
-            if moe.shared_gate:
-                matrices.append(MatrixShape(f"{at}.shared_gate", 1, spec.hidden))
-    return matrices, vectors
+        yield from _of_layer(spec, f"layers.{index}", layer)
+
+
+def _norm(name: str, kind: Norm | None, count: int) -> Iterator[VectorShape]:
+    if kind is not None and kind.weight:
+        yield VectorShape(f"{name}.weight", count)
+    if kind is not None and kind.bias:
+        yield VectorShape(f"{name}.bias", count)
+
+
+def _linear(name: str, rows: int, cols: int, bias: bool) -> Iterator[MatrixShape | VectorShape]:
+    yield MatrixShape(name, rows, cols)
+    if bias:
+        yield VectorShape(f"{name}.bias", rows)
+
+
+def _mlp(name: str, part: Mlp, hidden: int) -> Iterator[MatrixShape | VectorShape]:
+    yield from _linear(f"{name}.gate_up", part.features * (2 if part.gated else 1), hidden, part.bias)
+    yield from _linear(f"{name}.down", hidden, part.features, part.out_bias)
+
+
+def _of_layer(spec: DecoderSpec, at: str, layer: Layer) -> Iterator[MatrixShape | VectorShape]:
+    a, hidden = layer.attention, spec.hidden
+    yield from _norm(f"{at}.attn_norm", layer.attn_norm, hidden)
+    yield from _norm(f"{at}.attn_post_norm", layer.attn_post_norm, hidden)
+    yield from _norm(f"{at}.mlp_norm", layer.mlp_norm, hidden)
+    yield from _norm(f"{at}.mlp_post_norm", layer.mlp_post_norm, hidden)
+    if a.mla is not None:
+        m = a.mla
+        if m.q_rank:
+            yield from _linear(f"{at}.q_a", m.q_rank, hidden, a.qkv_bias)
+            yield from _norm(f"{at}.q_a_norm", m.q_norm, m.q_rank)
+        yield from _linear(f"{at}.q_b", a.heads * a.head_dim, m.q_rank or hidden, False)
+        yield from _linear(f"{at}.kv_a", m.kv_rank + m.rope_dim, hidden, a.qkv_bias)
+        yield from _norm(f"{at}.kv_a_norm", m.kv_norm, m.kv_rank)
+        yield from _linear(f"{at}.kv_b", a.heads * (m.nope_dim + a.value_dim), m.kv_rank, False)
+    else:
+        rows = a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
+        yield from _linear(f"{at}.qkv", rows, hidden, a.qkv_bias)
+    if a.qk_norm is not None:
+        each = a.qk_norm.across or a.qk_norm.own_weights
+        yield from _norm(f"{at}.q_norm", a.qk_norm.norm, a.head_dim * (a.heads if each else 1))
+        yield from _norm(f"{at}.k_norm", a.qk_norm.norm, a.head_dim * (a.kv_heads if each else 1))
+    if a.sinks:
+        yield VectorShape(f"{at}.sinks", a.heads)
+    yield from _linear(f"{at}.o", hidden, a.heads * a.value_dim, a.out_bias)
+    if isinstance(layer.mlp, Mlp):
+        yield from _mlp(f"{at}.mlp", layer.mlp, hidden)
+        return
+    moe = layer.mlp
+    yield from _linear(f"{at}.router", moe.experts, hidden, moe.router_bias)
+    if moe.choice_bias:
+        yield VectorShape(f"{at}.router.choice_bias", moe.experts)
+    for expert in range(moe.experts):
+        yield from _mlp(f"{at}.experts.{expert}", moe.expert, hidden)
+    if moe.shared is not None:
+        yield from _mlp(f"{at}.shared", moe.shared, hidden)
+    if moe.shared_gate:
+        yield MatrixShape(f"{at}.shared_gate", 1, hidden)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from anyaccel.errors import ModelError
 from anyaccel.inference.tp.layers import RowParallelLinear
 from anyaccel.inference.tp.plan import Slice, TensorParallelPlan
 
@@ -72,6 +73,11 @@ def apply(
     made_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     for name, parameter in list(model.named_parameters()):
         tensor = source.read(name, parameter.shape, plan.slices.get(name))
+        if parameter.is_floating_point() and not tensor.is_floating_point():
+            raise ModelError(
+                f"tensor {name!r} has integers ({tensor.dtype}), and the model's configuration does not say what they "
+                "stand for"
+            )
         # Out of the file into this rank's own memory, dense, on its own memory node.
         kind = _kind(model, name, dtype) if tensor.is_floating_point() else tensor.dtype
         tensor = tensor.to(device, kind, copy=source.mapped, memory_format=torch.contiguous_format)
