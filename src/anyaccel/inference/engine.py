@@ -31,6 +31,8 @@ Progress = Callable[[int, int], object]
 class InferenceEngine(nn.Module):
     """A model that is ready for inference on this rank; call it as the Hugging Face model.
 
+    Whatever it does not have itself is the model's: it can be a pipeline's model, or another one's assistant.
+
     Attributes:
         module: the Hugging Face model; its layers run natively, or hold this rank's shards.
         plan: which parts of its own weights those are; nothing is planned where the native runtime divides them.
@@ -61,6 +63,16 @@ class InferenceEngine(nn.Module):
         self.why = why
         self.native = native
 
+    def __getattr__(self, name: str) -> Any:
+        """The model's, for names that are not the engine's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
     @property
     def tp_size(self) -> int:
         """Ranks that share this model."""
@@ -80,6 +92,10 @@ class InferenceEngine(nn.Module):
     def generation_config(self) -> Any:
         """The defaults of `generate`, which may be changed."""
         return self.module.generation_config
+
+    @generation_config.setter
+    def generation_config(self, value: Any) -> None:
+        self.module.generation_config = value
 
     @property
     def device(self) -> torch.device:
@@ -276,7 +292,12 @@ def _torch_engine(
         source = weights_for(module, folder)
     plan = make_plan(module, rank, settings.tensor_parallel.tp_size)
     for name, reason in plan.whole.items():
-        logger.info("%s stays whole on every rank: %s", name, reason)
+        logger.info("%s stays whole on every rank: %s", name or "all of it", reason)
+    if plan.size > 1 and not plan.row_parallel:
+        logger.warning(
+            "%s: nothing of it can be divided, each of %d ranks has all of it (%s)",
+            *(type(module).__name__, plan.size, next(iter(plan.whole.values()))),
+        )
     total = sum(_local_bytes(plan, name, p, dtype) for name, p in module.named_parameters())
     done = 0
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import numbers
+import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +49,14 @@ class Generation:
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
 
+def whole_number(name: str, value: Any) -> int:
+    """`value` as an int; UsageError where it is none, such as 1.5, True or a text."""
+    if not isinstance(value, bool):
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise UsageError(f"{name}={value!r}: must be a whole number")
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is chosen, under Hugging Face's names; temperature 0 takes the likeliest.
@@ -62,6 +73,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise UsageError(f"{name}={value!r}: must be a number")
+        for name in ("top_k", "seed"):
+            whole_number(name, getattr(self, name))
         if not 0 <= self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature}: must be 0 (greedy) or above")
         if not 0 <= self.top_k < 2**31:
@@ -100,7 +117,7 @@ def check_prompt(ids: Sequence[int], max_new_tokens: int, vocabulary: int, limit
     if min(ids) < 0 or max(ids) >= vocabulary:
         token = min(ids) if min(ids) < 0 else max(ids)
         raise UsageError(f"token {token} is outside the model's vocabulary of {vocabulary}")
-    if max_new_tokens < 1:
+    if whole_number("max_new_tokens", max_new_tokens) < 1:
         raise UsageError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     if limit and len(ids) + max_new_tokens > limit:
         raise UsageError(
@@ -202,7 +219,7 @@ def generate_tokens(
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     if input_ids.dim() != 1:
         raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
-    ids = [int(token) for token in input_ids.tolist()]
+    ids = [whole_number("a token of the prompt", token) for token in input_ids.tolist()]
     config = engine.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or 0
     check_prompt(ids, max_new_tokens, config.vocab_size, limit)

@@ -3,19 +3,28 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.inference.generate import whole_number
 
 if TYPE_CHECKING:
     from anyaccel.inference.runtimes.cpu import NativeModel
 
 
+def check_whole(name: str, numbers: torch.Tensor) -> None:
+    """Raise UsageError for numbers of tokens or positions that are not of a whole type."""
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
+        raise UsageError(f"{name} of dtype {numbers.dtype}: must be whole numbers; convert them with .long()")
+
+
 def check_tokens(ids: torch.Tensor, vocabulary: int) -> None:
-    """Raise UsageError for a token that the model does not have."""
+    """Raise UsageError for a token that the model does not have, and for what is no number of a token."""
+    check_whole("input_ids", ids)
     if ids.numel() == 0:
         return
     lowest, highest = (int(value) for value in torch.aminmax(ids))
@@ -62,14 +71,15 @@ def sampling_options(**given: Any) -> dict[str, Any]:
         "no_repeat_ngram_size": (lambda v: 0 <= v < 2**31, "must be 0 (off) or above, and below 2**31"),
     }
     warpers = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+    whole = ("top_k", "no_repeat_ngram_size")
     for name, (fits, text) in ranges.items():
         value = values.get(name)
         if value is None or (name in warpers and not sample):
             values.pop(name, None)
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+        elif isinstance(value, bool) or not isinstance(value, numbers.Real) or not fits(value):
             raise UsageError(f"{name}={value!r}: {text}")
+        elif name in whole:
+            values[name] = whole_number(name, value)
     if "no_repeat_ngram_size" in values:
-        values["no_repeat_ngram"] = int(values.pop("no_repeat_ngram_size"))
-    if "top_k" in values:
-        values["top_k"] = int(values["top_k"])
+        values["no_repeat_ngram"] = values.pop("no_repeat_ngram_size")
     return values

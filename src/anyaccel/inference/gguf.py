@@ -192,14 +192,18 @@ def _tokenizer_by_transformers(source: Path, folder: Path) -> None:
 
 def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | None) -> None:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from anyaccel.inference.loading import pad_within_vocabulary
 
     if announce is not None:
         announce(f"converting {source.name} once, to {folder.parent}")
     check_gguf(source)
     try:
         with _one_reader():
-            model: Any = AutoModelForCausalLM.from_pretrained(**_location(source), dtype=torch.float32)
+            config = AutoConfig.from_pretrained(**_location(source))
+            pad_within_vocabulary(config)
+            model: Any = AutoModelForCausalLM.from_pretrained(**_location(source), config=config, dtype=torch.float32)
     except Exception as error:  # the readers raise whatever a damaged file leads them to
         raise ModelError(f"{source}: transformers cannot read this GGUF file ({told(error)})") from error
     # The weights are plain now; transformers would refuse to save a model that still calls itself quantised.

@@ -293,6 +293,7 @@ def _new_columns(cache: NativeCache, mask: torch.Tensor | None, rows: int, token
 def _check_positions(cache: NativeCache, position_ids: torch.Tensor | None, new_BT: torch.Tensor) -> None:
     if position_ids is None:
         return
+    native_generate.check_whole("position_ids", position_ids)
     lengths_B1 = torch.tensor(cache.lengths(), dtype=torch.int64)[:, None]
     natural_BT = lengths_B1 + new_BT.long().cumsum(1) - 1
     given = position_ids.to("cpu", torch.int64)

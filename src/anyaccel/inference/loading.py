@@ -79,6 +79,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if getattr(config, "quantization_config", None):
             raise ModelError(f"{folder}: its weights are quantised ({_method(config)}), which is not supported")
+        pad_within_vocabulary(config)
         # Buffers (rotary frequencies, masks) are real: no checkpoint has them.
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -109,6 +110,7 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
             config = AutoConfig.for_model(values.pop("model_type"), **values)
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # the native runtime has unpacked it
+        pad_within_vocabulary(config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.eval()
@@ -118,6 +120,17 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     except Exception as error:  # a configuration can be wrong in any way
         raise ModelError(f"{path}: transformers cannot build this model ({told(error)})") from error
     return model
+
+
+def pad_within_vocabulary(config: Any) -> None:
+    """No padding token where the vocabulary has not the one that is named: a family's default may be outside (Phi-3's).
+
+    A module only learns from it which row gets no gradient; nn.Embedding refuses such a row.
+    """
+    text = config.get_text_config()
+    pad, vocabulary = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(vocabulary, int) and not -vocabulary <= pad < vocabulary:
+        text.pad_token_id = None
 
 
 def _method(config: Any) -> str:

@@ -16,7 +16,14 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.inference import ranks
-from anyaccel.inference.generate_checks import check_context, check_memory, check_tokens, sampling_options
+from anyaccel.inference.generate import whole_number
+from anyaccel.inference.generate_checks import (
+    check_context,
+    check_memory,
+    check_tokens,
+    check_whole,
+    sampling_options,
+)
 from anyaccel.inference.native_loop import Job, not_finite, run
 from anyaccel.inference.stopping import StopStrings
 
@@ -28,6 +35,7 @@ __all__ = [
     "check_context",
     "check_memory",
     "check_tokens",
+    "check_whole",
     "generate",
     "not_finite",
     "sampling_options",
@@ -83,6 +91,8 @@ def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
     kwargs = call.kwargs
     seed, generator, tokenizer = (kwargs.pop(name, None) for name in ("seed", "generator", "tokenizer"))
     inputs = call.inputs if call.inputs is not None else kwargs.get("input_ids")
+    if isinstance(inputs, torch.Tensor):
+        check_whole("input_ids", inputs)
     strange = _strange_arguments(call, inputs)
     config = model_kwargs = None
     if not strange:
@@ -112,7 +122,7 @@ def _strange_arguments(call: Call, inputs: Any) -> str:
     """The name of an argument that the native loop does not know; empty when there is none."""
     if call.args and any(value is not None for value in call.args):
         return "a positional argument"
-    if not isinstance(inputs, torch.Tensor) or inputs.dim() != 2 or inputs.is_floating_point():
+    if not isinstance(inputs, torch.Tensor) or inputs.dim() != 2:
         return "generation without input_ids"
     if call.logits_processor:
         return "logits_processor"
@@ -208,6 +218,9 @@ def _prepare(
     module: Any, call: Call, config: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, tokenizer: Any
 ) -> Job:
     native: NativeModel = module._native
+    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
+        if getattr(config, name) is not None:
+            whole_number(name, getattr(config, name))
     columns = input_ids.shape[1]
     if not input_ids.numel():
         raise UsageError(f"the prompt is empty: input_ids have shape {tuple(input_ids.shape)}")

@@ -391,3 +391,89 @@ def test_token_iterator_gives_the_ids_of_generate(engine: InferenceEngine) -> No
         IDS[:1], max_new_tokens=9, do_sample=True, temperature=1.3, top_p=0.9, top_k=0, seed=5, pad_token_id=0
     )
     assert one == two[0, 5:].tolist()
+
+
+_WHOLE = ("top_k", "no_repeat_ngram_size", "max_new_tokens", "min_new_tokens", "max_length", "min_length")
+
+
+@pytest.mark.parametrize("value", [1.5, 2.0, True, "2"])
+@pytest.mark.parametrize("name", [*_WHOLE, "num_return_sequences"])
+def test_counts_that_are_not_whole_are_refused(name: str, value: object, engine: InferenceEngine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 4} if name not in ("max_new_tokens", "max_length") else {}
+    # Some are refused by transformers before we see them, in its own words.
+    with pytest.raises((UsageError, ValueError, TypeError), match=rf"{name}|must be|not supported"):
+        engine.generate(IDS[:1], do_sample=True, **options, **{name: value})
+
+
+def test_counts_of_other_whole_types_are_taken(engine: InferenceEngine) -> None:
+    numpy = pytest.importorskip("numpy")
+    options = {"do_sample": True, "seed": 3}
+    want = engine.generate(IDS[:1], max_new_tokens=4, top_k=5, temperature=0.5, **options)
+    got = engine.generate(
+        IDS[:1], max_new_tokens=numpy.int64(4), top_k=numpy.int32(5), temperature=numpy.float32(0.5), **options
+    )
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bool])
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+def test_tokens_that_are_not_whole_are_refused(dtype: torch.dtype, runtime: str, engine: InferenceEngine) -> None:
+    if runtime == "torch":  # a tied embedding is packed; transformers' own refuses such tokens, too
+        engine = anyaccel.init_inference(family_cases.build("gpt2"), dtype="fp32", runtime="torch")
+    ids = IDS[:1].to(dtype)
+    with pytest.raises(UsageError, match=r"input_ids of dtype torch.*: must be whole numbers"):
+        engine(ids)
+    with pytest.raises(UsageError, match=r"input_ids of dtype torch.*: must be whole numbers"):
+        engine.generate(ids, max_new_tokens=2, do_sample=False, attention_mask=torch.ones(1, 5), pad_token_id=0)
+    with pytest.raises(UsageError, match=r"a token of the prompt=.*: must be a whole number"):
+        list(generate_tokens(engine, ids[0], max_new_tokens=2))
+
+
+def test_positions_that_are_not_whole_are_refused(engine: InferenceEngine) -> None:
+    with pytest.raises(UsageError, match=r"position_ids of dtype torch.float32: must be whole numbers"):
+        engine(IDS[:1], position_ids=torch.arange(5.0)[None] + 0.4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 1.5}, {"seed": 1.0}, {"max_new_tokens": 2.5}, {"temperature": "1"}, {"top_p": True}]
+)
+def test_options_of_generate_tokens_have_their_types(options: dict[str, Any], engine: InferenceEngine) -> None:
+    with pytest.raises(UsageError, match=rf"{next(iter(options))}=.*: must be a"):
+        list(generate_tokens(engine, IDS[0], **({"max_new_tokens": 2} | options)))
+
+
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+def test_an_engine_passes_for_its_model(runtime: str, reference: Any) -> None:
+    """As an assistant, of transformers' own model or of an engine, and in a pipeline."""
+    import copy
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    engine = anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime=runtime)
+    draft = anyaccel.init_inference(family_cases.build("llama"), dtype="fp32", runtime=runtime)
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(IDS[:1])}
+    want = reference.generate(IDS[:1], **options)
+    for model in (reference, engine, engine.module):
+        for assistant in (draft, draft.module):
+            assert torch.equal(model.generate(IDS[:1], assistant_model=assistant, **options), want)
+
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(131)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    texts = [
+        pipeline("text-generation", model=model, tokenizer=tokenizer)(
+            "w5 w17 w99", max_new_tokens=4, do_sample=False, return_full_text=False
+        )
+        for model in (reference, engine)
+    ]
+    assert texts[0] == texts[1]
+
+    assert engine.get_input_embeddings() is engine.module.get_input_embeddings()
+    assert engine.can_generate() and engine.name_or_path == engine.module.name_or_path
+    engine.generation_config = copy.deepcopy(engine.generation_config)
+    assert engine.module.generation_config is engine.generation_config
+    with pytest.raises(AttributeError, match="nothing_of_this_name"):
+        _ = engine.nothing_of_this_name
+    with pytest.raises(AttributeError):
+        _ = InferenceEngine.__new__(InferenceEngine).module

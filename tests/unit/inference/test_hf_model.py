@@ -218,13 +218,16 @@ def test_torch_compile_leaves_it_as_it_is(engine: InferenceEngine) -> None:
 
 
 def test_weights_in_memory_are_taken_over() -> None:
-    """About 90 MiB in fp32, packed to half of it: at no time is there much more than the model itself."""
+    """About 90 MiB in fp32, packed to half of it: at no time is there much more than the model itself.
+
+    One of its layers is copied to try it before anything is taken.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     from anyaccel.accelerator.host_memory import RESIDENT_SET
 
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8
+        vocab_size=8192, hidden_size=512, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     size = sum(parameter.numel() for parameter in model.parameters()) * 4

@@ -163,8 +163,11 @@ def test_plan_needs_no_weights_and_says_what_it_leaves_whole() -> None:
     plan = make_plan(model, 0, 2)
     assert "model.layers.0.mlp.down_proj" in plan.row_parallel
     assert "across heads" in plan.whole["model.layers.0.self_attn"]
-    with pytest.raises(ModelError, match="cannot be divided"):
-        make_plan(torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2)])), 0, 2)
+    plan = make_plan(torch.nn.Sequential(torch.nn.ModuleList([torch.nn.Linear(2, 2)])), 0, 2)
+    assert plan.whole == {"0": "no block of Sequential has linears that can be divided"}
+    plan = make_plan(torch.nn.Linear(2, 2), 0, 2)
+    assert plan.whole == {"": "Linear has no list of layers with plain linears"}
+    assert not plan.slices and not plan.row_parallel
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:

@@ -426,3 +426,45 @@ def test_what_types_run_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     screen.lines = []
     describe_weights(load_native(tmp_path / "model.gguf"), screen)
     assert screen.lines == []  # bf16 was asked for, and is what runs
+
+
+def test_a_small_vocabulary_is_enough_for_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family's default for a token, such as Phi-3's padding 32000, may be outside of the file's vocabulary."""
+    import torch
+
+    import anyaccel
+    from anyaccel.inference.loading import native_skeleton
+
+    monkeypatch.setenv("ANYACCEL_PACKED_CACHE_BYTES", "0")
+    for name in MODELS:
+        path = tmp_path / f"{name}.gguf"
+        model = hugging_face_model(name)
+        write_gguf(path, name, model)
+        opened: Any = open_gguf(path)
+        assert native_skeleton(path, opened, torch.float32).config.vocab_size == COMMON["vocab_size"]
+        if name == "phi3":
+            ids = torch.tensor([[5, 17, 90, 3, 64, 28, 11]])
+            with torch.inference_mode():
+                engine = anyaccel.init_inference(path, dtype="fp32", runtime="native")
+                torch.testing.assert_close(engine(ids).logits, model.eval()(ids).logits, rtol=1e-3, atol=1e-3)
+            assert engine.generate(ids, max_new_tokens=2, do_sample=False).shape == (1, 9)
+
+
+def test_padding_outside_of_the_vocabulary_is_none(tmp_path: Path) -> None:
+    import json
+
+    import torch
+    import transformers
+
+    import anyaccel
+
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON)).eval()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": 96}))
+    ids = torch.tensor([[5, 17, 90]])
+    with torch.inference_mode():
+        expected = model(ids).logits
+        for runtime in ("native", "torch"):
+            engine = anyaccel.init_inference(tmp_path, dtype="fp32", runtime=runtime)
+            torch.testing.assert_close(engine(ids).logits, expected, rtol=1e-4, atol=1e-4)

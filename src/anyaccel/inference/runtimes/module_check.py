@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from anyaccel.inference.runtimes.mapping import Unsupported
-
-# Ways to compute the same attention.
-_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_", "paged|")
+from anyaccel.inference.runtimes.module_state import ATTENTION, compare_state, restore_buffers
 
 
 def check_unmodified(model: nn.Module) -> None:
@@ -26,7 +24,7 @@ def check_unmodified(model: nn.Module) -> None:
     if kind not in _causal_lms(config):
         raise Unsupported(f"code for {kind.__module__}.{kind.__qualname__}, which is no causal LM of transformers")
     attention = getattr(config, "_attn_implementation", None)
-    if attention is not None and not str(attention).startswith(_ATTENTION):
+    if attention is not None and not str(attention).startswith(ATTENTION):
         raise Unsupported(f"code for the attention implementation {attention!r}")
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})"
@@ -34,7 +32,10 @@ def check_unmodified(model: nn.Module) -> None:
             raise Unsupported(f"code for forward hooks ({where})")
         if "forward" in vars(module):
             raise Unsupported(f"code for a forward that was replaced ({where})")
-    _compare(model, _as_configured(model))
+    plain = _as_configured(model)
+    _compare(model, plain)
+    restore_buffers(plain)
+    compare_state(model, plain)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
     if tied and head is not None and head.weight is not embedding.weight:

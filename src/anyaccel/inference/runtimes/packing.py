@@ -25,7 +25,7 @@ from anyaccel.inference.runtimes.sources import (
     entry_of,
     folder_source,
 )
-from anyaccel.inference.runtimes.spec import MatrixShape, VectorShape, each_weight, weights
+from anyaccel.inference.runtimes.spec import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
 from anyaccel.outside import read_json, told
 
 if TYPE_CHECKING:
@@ -82,8 +82,10 @@ def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: 
         raise Unsupported("model without a config")
     if config is None and not isinstance(own, Mapping):
         from anyaccel.inference.runtimes.module_check import check_unmodified
+        from anyaccel.inference.runtimes.module_probe import check_computes_the_same
 
         check_unmodified(model)
+        check_computes_the_same(model, own.to_dict())
     values = dict(own) if isinstance(own, Mapping) else own.to_dict()
     generation = getattr(model, "generation_config", None)
     return Checkpoint(ModuleSource(model, release), values, generation.to_dict() if generation is not None else {})
@@ -103,15 +105,20 @@ class _Tensor:
 class Plan:
     """Which tensors' rows go where in the packed weights of one rank.
 
+    Args:
+        whole: what is computed, where that is not all that the checkpoint's config says.
+
     Raises:
         Unsupported, ModelError: see `load_native`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, precision: Precision, rank: int, size: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, precision: Precision, rank: int, size: int, whole: DecoderSpec | None = None
+    ) -> None:
         self.source = checkpoint.source
         self.config = checkpoint.config
         self.family = family_of(checkpoint.config)
-        self.whole = self.family.spec(checkpoint.config)
+        self.whole = whole or self.family.spec(checkpoint.config)
         self._known: set[str] = set()  # tensors that the model's weights may be called
         # All weights are found before anything is made of them: a count of layers or experts that the file has no
         # tensors for ends here, at the first one that is missing.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from anyaccel import _llm
+from anyaccel.errors import UsageError
 
 TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -117,7 +118,9 @@ class PackedEmbedding(_Packed):
         self._stand_in(shape, dtype)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[...] -> [..., embedding_dim]. Raises UsageError for a token out of the vocabulary."""
+        """[...] -> [..., embedding_dim]. Raises UsageError for a token out of the vocabulary, or of no whole type."""
+        if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
+            raise UsageError(f"input_ids of dtype {input_ids.dtype}: must be whole numbers; convert them with .long()")
         ids = input_ids.to(torch.int64).contiguous()
         y = torch.empty(*ids.shape, self.embedding_dim, dtype=self.weight.dtype)
         self.packed.copy_rows(ids.data_ptr(), ids.numel(), y.data_ptr(), TYPES[y.dtype])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from anyaccel.errors import ModelError, UsageError
+from anyaccel.errors import UsageError
 from anyaccel.inference.tp.partition import HeadShard, split_features, split_heads
 
 # How the rows of one linear for query, key and value are laid out, by the attention class that splits them.
@@ -119,35 +119,31 @@ def _as_linear(name: str, module: nn.Module) -> _Linear | None:
     return _Linear(name, weight, transposed, getattr(module, "bias", None) is not None)
 
 
-def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Name and list of the decoder layers: the ModuleList that holds the most linears.
-
-    Raises:
-        ModelError: the model has no list of layers.
-    """
-    best: tuple[int, str, nn.ModuleList] | None = None
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """Name and list of the decoder layers: the ModuleList that holds the most linears; None where none holds any."""
+    best: tuple[str, nn.ModuleList] | None = None
+    most = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList):
             linears = sum(_as_linear("", child) is not None for child in module.modules())
-            if best is None or linears > best[0]:
-                best = (linears, name, module)
-    if best is None or best[0] == 0:
-        raise ModelError(
-            f"{type(model).__name__} has no list of decoder layers with linears: cannot be tensor-parallel"
-        )
-    return best[1], best[2]
+            if linears > most:
+                most, best = linears, (name, module)
+    return best
 
 
 def make_plan(model: nn.Module, rank: int, size: int) -> TensorParallelPlan:
     """Plan the shards of rank `rank` of `size`. The model may be on the meta device; it is not changed.
 
-    Raises:
-        ModelError: no block of the model can be divided, or its linears are not plain ones.
+    What cannot be divided stays whole on every rank, all of it if need be (Mamba, BitNet).
     """
     plan = TensorParallelPlan(rank, size)
     if size == 1:
         return plan
-    prefix, layers = decoder_layers(model)
+    found = decoder_layers(model)
+    if found is None:
+        plan.whole[""] = f"{type(model).__name__} has no list of layers with plain linears"
+        return plan
+    prefix, layers = found
     styles = getattr(model, "_tp_plan", None) or {}
     for name, module in layers.named_modules(prefix=prefix):
         linears = [
@@ -170,10 +166,7 @@ def make_plan(model: nn.Module, rank: int, size: int) -> TensorParallelPlan:
         except (_Whole, UsageError) as why:
             plan.whole[name] = str(why)
     if not plan.row_parallel:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(plan.whole.items())[:2])
-        raise ModelError(
-            f"{type(model).__name__} cannot be divided among {size} ranks: {reasons or 'no linears found'}"
-        )
+        plan.whole.setdefault(prefix, f"no block of {type(model).__name__} has linears that can be divided")
     return plan
 
 

@@ -60,7 +60,10 @@ class AutoTP:
 
 
 def _plan(model: nn.Module) -> TensorParallelPlan:
-    return make_plan(model, rank=0, size=2)
+    plan = make_plan(model, rank=0, size=2)
+    if not plan.row_parallel:
+        raise ModelError(f"{type(model).__name__} cannot be divided: {next(iter(plan.whole.values()))}")
+    return plan
 
 
 cover(globals())

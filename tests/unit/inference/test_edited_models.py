@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model in memory that somebody edited, in whatever place, answers as it was edited: natively or by its own code."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.masking_utils import create_causal_mask
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+
+import anyaccel
+import family_cases
+from anyaccel.inference.runtimes.families import FAMILIES
+from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.inference.runtimes.module_check import check_unmodified
+from anyaccel.inference.runtimes.module_probe import check_computes_the_same
+
+IDS = torch.randint(3, 131, (2, 24), generator=torch.Generator().manual_seed(7))
+
+
+def _set(path: str, value: Any) -> Callable[[Any], None]:
+    """Give `path` of the model, of each layer where it has a `*`, another value: of the old one where it is a function.
+
+    A number in a path is an index, or a key where there is a mapping.
+    """
+
+    def edit(model: Any) -> None:
+        *above, name = path.split(".")
+        places = [model]
+        for part in above:
+            if part == "*":
+                places = [each for place in places for each in place]
+            else:
+                places = [place[part] if isinstance(place, dict) else getattr(place, part) for place in places]
+        for place in places:
+            old = place[name] if isinstance(place, dict) else getattr(place, name, None)
+            new = value(old) if isinstance(value, types.LambdaType) else value
+            if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+                old.copy_(new)
+            elif isinstance(place, dict):
+                place[name] = new
+            else:
+                setattr(place, name, new)
+
+    return edit
+
+
+def _sdpa(model: Any) -> None:
+    model.set_attn_implementation("sdpa")
+
+
+def _both(*edits: Callable[[Any], None]) -> Callable[[Any], None]:
+    def edit(model: Any) -> None:
+        for each in edits:
+            each(model)
+
+    return edit
+
+
+def _shadowed(path: str, name: str, change: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], None]:
+    """Put a function of the instance before the method `name` of its class."""
+
+    def edit(model: Any) -> None:
+        module = model.get_submodule(path)
+        setattr(module, name, types.MethodType(change(getattr(type(module), name)), module))
+
+    return edit
+
+
+def _scaled(factor: float) -> Callable[[Any], Any]:
+    return lambda old: old * factor
+
+
+def _swapped(model: Any) -> None:
+    model.model.layers = nn.ModuleList(reversed(model.model.layers))
+
+
+def _repeated(model: Any) -> None:
+    """The first layer instead of the second, with a cache of its own."""
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    model.model.layers[1].self_attn.layer_idx = 1
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.1
+
+
+def _own_activation(model: Any) -> None:
+    for block in model.transformer.h:
+        vars(block.mlp.act)["forward"] = torch.tanh
+
+
+def _own_config(model: Any) -> None:
+    """A copy of the configuration in one module, with other values."""
+    model.config = copy.deepcopy(model.config)
+    model.config.final_logit_softcapping = 0.5
+
+
+_ATTN = "model.layers.*.self_attn"
+
+# Family case, what is edited, how.
+EDITS: list[tuple[str, str, Callable[[Any], None]]] = [
+    ("llama", "is_causal", _both(_sdpa, _set(f"{_ATTN}.is_causal", False))),
+    ("llama", "scaling", _set(f"{_ATTN}.scaling", _scaled(0.3))),
+    ("llama", "inv_freq", _set("model.rotary_emb.inv_freq", _scaled(0.5))),
+    ("llama", "attention_scaling", _set("model.rotary_emb.attention_scaling", 1.4)),
+    ("llama", "variance_epsilon", _set("model.layers.*.input_layernorm.variance_epsilon", 0.5)),
+    ("llama", "final variance_epsilon", _set("model.norm.variance_epsilon", 0.5)),
+    ("llama", "config.rms_norm_eps", _set("config.rms_norm_eps", 0.5)),
+    ("llama", "config.rope_theta", _set("config.rope_theta", 7.0)),
+    ("llama", "config.rope_parameters.rope_theta", _set("config.rope_parameters.rope_theta", 7.0)),
+    ("llama", "config.rope_parameters", _set("config.rope_parameters", {"rope_type": "linear", "factor": 4.0})),
+    ("llama", "config.hidden_act", _set("config.hidden_act", "relu")),
+    ("llama", "config.num_attention_heads", _set("config.num_attention_heads", 12)),
+    ("llama", "config.num_hidden_layers", _set("config.num_hidden_layers", 1)),
+    ("llama", "act_fn", _set("model.layers.*.mlp.act_fn", nn.Tanh())),
+    ("llama", "max_norm", _set("model.embed_tokens.max_norm", 0.5)),
+    ("llama", "swapped layers", _swapped),
+    ("llama", "copied layer", _repeated),
+    ("gemma2", "a config of its own", _own_config),
+    ("llama-yarn", "attention_scaling", _set("model.rotary_emb.attention_scaling", 0.7)),
+    ("llama-llama3", "inv_freq", _set("model.rotary_emb.inv_freq", _scaled(0.5))),
+    ("llama-longrope", "original_inv_freq", _set("model.rotary_emb.long_inv_freq", torch.ones(4))),
+    ("llama-head-dim", "act_fn", _set("model.layers.*.mlp.act_fn", lambda _: nn.SiLU())),
+    ("mistral", "sliding_window", _set("config.sliding_window", 2)),
+    ("qwen2-windows", "sliding_window", _set(f"{_ATTN}.sliding_window", 2)),
+    ("qwen3", "q_norm", _set(f"{_ATTN}.q_norm.variance_epsilon", 0.5)),
+    ("smollm3", "use_rope", _set(f"{_ATTN}.use_rope", lambda old: not old)),
+    ("gemma", "embed_scale", _set("model.embed_tokens.embed_scale", _scaled(0.5))),
+    ("gemma2", "scalar_embed_scale", _set("model.embed_tokens.embed_scale", _scaled(0.5))),
+    ("gemma2", "eps", _set("model.layers.*.post_attention_layernorm.eps", 0.5)),
+    ("gemma2-softcaps", "attn_logit_softcapping", _set(f"{_ATTN}.attn_logit_softcapping", 0.2)),
+    ("gemma2-softcaps", "config.final_logit_softcapping", _set("config.final_logit_softcapping", 0.5)),
+    ("gemma3", "embed_scale", _set("model.embed_tokens.embed_scale", _scaled(0.5))),
+    ("gemma3", "config.layer_types", _set("config.layer_types", ["full_attention", "sliding_attention"])),
+    ("granite", "residual_multiplier", _set("model.layers.*.residual_multiplier", 0.9)),
+    ("granite", "embedding_multiplier", _set("model.embedding_multiplier", 2.0)),
+    ("granite", "config.logits_scaling", _set("config.logits_scaling", 8.0)),
+    ("granite", "config.attention_multiplier", _set("config.attention_multiplier", 0.9)),
+    ("cohere", "logit_scale", _set("logit_scale", 3.0)),
+    ("cohere", "config.logit_scale", _set("config.logit_scale", 3.0)),
+    ("olmo-clip", "config.clip_qkv", _set("config.clip_qkv", 0.1)),
+    ("phi3", "scaling", _set(f"{_ATTN}.scaling", _scaled(0.3))),
+    ("glm4_moe", "routed_scaling_factor", _set("model.layers.1.mlp.gate.routed_scaling_factor", 4.0)),
+    ("deepseek_v3", "topk_group", _set("model.layers.1.mlp.gate.topk_group", 4)),
+    ("mixtral", "top_k", _set("model.layers.*.mlp.gate.top_k", 1)),
+    ("qwen2_moe", "top_k", _set("model.layers.*.mlp.gate.top_k", 1)),
+    ("qwen3_moe", "norm_topk_prob", _set("model.layers.*.mlp.gate.norm_topk_prob", False)),
+    ("gpt_oss", "alpha", _set("model.layers.*.mlp.experts.alpha", 0.5)),
+    ("gpt_oss", "limit", _set("model.layers.*.mlp.experts.limit", 0.05)),
+    ("gpt2", "scaling", _set("transformer.h.*.attn.scaling", 0.9)),
+    ("gpt2", "act", _own_activation),
+    ("gpt2", "eps", _set("transformer.ln_f.eps", 0.9)),
+    ("gpt2", "a method", _shadowed("transformer.h.0.mlp", "forward", lambda f: lambda self, x: 2 * f(self, x))),
+    ("gptj", "scale_attn", _set("transformer.h.*.attn.scale_attn", 1.0)),
+    ("gptj", "embed_positions", _set("transformer.h.*.attn.embed_positions", _scaled(0.5))),
+    ("gpt_neo", "mask", _set("transformer.h.*.attn.attention.bias", lambda old: torch.ones_like(old))),
+    ("gpt_neox", "use_parallel_residual", _set("gpt_neox.layers.*.use_parallel_residual", False)),
+    ("opt", "scaling", _set("model.decoder.layers.*.self_attn.scaling", 0.9)),
+    ("opt", "do_layer_norm_before", _set("model.decoder.layers.*.do_layer_norm_before", False)),
+    ("opt", "offset", _set("model.decoder.embed_positions.offset", 5)),
+    ("bloom", "inv_norm_factor", _set("transformer.h.*.self_attention.inv_norm_factor", 0.9)),
+    ("falcon-alibi", "inv_norm_factor", _set("transformer.h.*.self_attention.inv_norm_factor", 0.9)),
+    ("falcon", "act", _set("transformer.h.*.mlp.act", nn.ReLU())),
+    ("mpt", "softmax_scale", _set("transformer.blocks.*.attn.softmax_scale", 0.9)),
+]
+# What the modules do not look at any more once they are built, or not with this attention.
+_SILENT = (
+    *("config.rms_norm_eps", "config.rope_theta", "config.rope_parameters", "config.rope_parameters.rope_theta"),
+    *("config.hidden_act", "config.num_attention_heads", "config.attention_multiplier", "config.logit_scale"),
+    *("sliding_window", "inv_norm_factor"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Models so small are slower with more, by far where the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@functools.cache
+def _built(case: str) -> Any:
+    return family_cases.build(case)
+
+
+def _edited(case: str, edit: Callable[[Any], None]) -> Any:
+    model = copy.deepcopy(_built(case))
+    with torch.no_grad():
+        edit(model)
+    return model
+
+
+def _logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(ids).logits
+
+
+def _answers_as_edited(model: Any, usual: torch.Tensor | None) -> Any:
+    expected = _logits(copy.deepcopy(model))
+    if usual is not None:
+        assert not torch.allclose(expected, usual, rtol=1e-2, atol=1e-2)
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    torch.testing.assert_close(_logits(engine), expected, rtol=1e-3, atol=1e-3)
+    return engine
+
+
+@functools.cache
+def _usual(case: str) -> torch.Tensor:
+    return _logits(copy.deepcopy(_built(case)))
+
+
+@pytest.mark.parametrize(("case", "name", "edit"), EDITS, ids=[f"{case}-{name}" for case, name, _ in EDITS])
+def test_an_edited_model_answers_as_it_was_edited(case: str, name: str, edit: Callable[[Any], None]) -> None:
+    engine = _answers_as_edited(_edited(case, edit), None if name in _SILENT else _usual(case))
+    if engine.runtime != "native":
+        assert engine.why
+
+
+def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(*args, **kwargs) * 2
+
+
+def _no_rotation(q: Any, k: Any, *_args: Any, **_kwargs: Any) -> Any:
+    return q, k
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "name", "change"),
+    [
+        ("llama", modeling_llama.LlamaMLP, "forward", _twice),
+        ("llama", modeling_llama.LlamaRMSNorm, "forward", _twice),
+        ("llama", modeling_llama, "apply_rotary_pos_emb", lambda _: _no_rotation),
+        (
+            "mistral",
+            modeling_mistral,
+            "create_sliding_window_causal_mask",
+            lambda _: create_causal_mask,
+        ),
+    ],
+    ids=["mlp", "norm", "rope", "window"],
+)
+def test_patched_classes_and_functions_count(
+    case: str, place: Any, name: str, change: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, usual = copy.deepcopy(_built(case)), _usual(case)
+    monkeypatch.setattr(place, name, change(getattr(place, name)))
+    engine = _answers_as_edited(model, usual)
+    assert "the logits of a few tokens differ by" in engine.why
+
+
+def test_hooks_of_all_modules_count() -> None:
+    model, usual = copy.deepcopy(_built("llama")), _usual("llama")
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, _inputs, output: output * 2 if isinstance(module, modeling_llama.LlamaMLP) else None
+    )
+    try:
+        engine = _answers_as_edited(model, usual)
+    finally:
+        hook.remove()
+    assert "the logits of a few tokens differ by" in engine.why
+
+
+def test_a_model_that_fails_is_not_answered_for() -> None:
+    model = _edited("llama", _set(f"{_ATTN}.head_dim", 5))
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    assert engine.runtime == "torch"
+    with pytest.raises(RuntimeError):
+        engine(IDS)
+
+
+_ONE_EACH = [name for name in FAMILIES if name in family_cases.CASES]
+
+
+@pytest.mark.parametrize("case", [*_ONE_EACH, "llama-dynamic", "phi3-longrope", "olmo3-yarn"])
+def test_models_that_nobody_edited_pass(case: str, tmp_path: Any) -> None:
+    """Also those that have been used, trained, converted or loaded."""
+    model = copy.deepcopy(_built(case))
+    config = model.config.to_dict()
+    check_unmodified(model)
+    check_computes_the_same(model, config)
+    short, long = IDS[:, :3], torch.cat([IDS, IDS], 1)
+    for ids in (long, short, long):
+        _logits(model, ids)
+    model.generate(short, max_new_tokens=2, do_sample=False, attention_mask=torch.ones_like(short))
+    model.train()
+    check_unmodified(model)
+    assert model.training
+    for dtype in (torch.bfloat16, torch.float16):
+        check_unmodified(copy.deepcopy(model).to(dtype))
+        check_unmodified(copy.deepcopy(model).to(dtype).float())
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16", attn_implementation="eager")
+    check_unmodified(loaded)
+
+
+def test_the_probe_leaves_the_model_as_it_was() -> None:
+    for case in ("llama-longrope", "qwen2_moe"):
+        model = copy.deepcopy(_built(case))
+        state = model.state_dict(keep_vars=True)
+        before = {name: (id(each), each.data_ptr(), each.clone()) for name, each in state.items()}
+        buffers = {name: each.clone() for name, each in model.named_buffers()}
+        check_computes_the_same(model, model.config.to_dict())
+        for name, (number, address, value) in before.items():
+            now = model.state_dict(keep_vars=True)[name]
+            assert (id(now), now.data_ptr()) == (number, address) and torch.equal(now, value)
+        assert all(torch.equal(each, buffers[name]) for name, each in model.named_buffers())
+        assert len(model.model.layers) == 2
+
+
+def test_a_window_of_one_token_is_right_with_a_cache_too() -> None:
+    """transformers' cache of such a window shows all tokens; the whole text at once is what counts."""
+    config = transformers.MistralConfig(**family_cases.common(sliding_window=1))
+    torch.manual_seed(3)
+    model = transformers.MistralForCausalLM(config).eval()
+    expected = _logits(model)
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    assert engine.runtime == "native"
+    torch.testing.assert_close(_logits(engine), expected, rtol=1e-4, atol=1e-4)
+    found, cache = [], None
+    for first, last in ((0, 9), (9, 10), (10, 12), (12, 24)):
+        output = engine(IDS[:, first:last], past_key_values=cache)
+        cache = output.past_key_values
+        found.append(output.logits)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_asking_for_the_native_runtime_names_the_edit() -> None:
+    model = _edited("llama", _set(f"{_ATTN}.scaling", 0.9))
+    with pytest.raises(Unsupported, match=r"code for scaling=0\.9 of module 'model\.layers\.0\.self_attn'"):
+        anyaccel.init_inference(model, dtype="fp32", runtime="native")
+    assert torch.equal(_logits(model), _logits(model))  # nothing was taken
