@@ -24,8 +24,8 @@ _MOST_WORKERS = 8
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """More than there are cores: many a test waits for other processes."""
-    return min(len(os.sched_getaffinity(0)) + 1, _MOST_WORKERS)
+    """Two a core: many a test waits for other processes."""
+    return min(2 * len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -133,7 +133,7 @@ def test_every_class_of_error_is_in_troubleshooting() -> None:
     from anyaccel import errors
 
     text = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
-    told = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? *\| (\d) \|", text, re.MULTILINE)
+    told = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? *\| (\d+) \|", text, re.MULTILINE)
     public = {each.__name__: each for each in vars(errors).values() if isinstance(each, type)}
     assert {name for name, _, _ in told} == public.keys()
     for name, also, code in told:

@@ -54,7 +54,7 @@ def check_computes_the_same(model: Any, config: Mapping[str, Any]) -> None:
         return
     part = replace(spec, layers=spec.layers[:count], vocab=min(spec.vocab, _VOCABULARY))
     used = _tensors(family, part, config)
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+    if any(not parameter.is_cpu for parameter in model.parameters()):
         return  # packing refuses it
     twin = _Copier(model, used, part).copy()
     checkpoint = Checkpoint(TorchSource(twin.state_dict(keep_vars=True)), dict(config), {})
