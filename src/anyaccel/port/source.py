@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import tempfile
 import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,29 +80,40 @@ def write_bytes(path: str, data: bytes, seen: bytes) -> None:
     """
     real = Path(os.path.realpath(path))
     temporary: Path | None = None
-    try:
-        status = real.stat()
-        if not os.access(real, os.W_OK):
-            raise UnreadableError("cannot be written: it is read-only")
-        if real.read_bytes() != seen:
-            raise UnreadableError("has changed since it was read; left as it is")
-        descriptor, name = tempfile.mkstemp(dir=real.parent, prefix=".anyaccel-port-")
-        temporary = Path(name)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.chmod(status.st_mode & 0o7777)
-        with contextlib.suppress(OSError):
-            os.chown(temporary, status.st_uid, status.st_gid)
-        temporary.replace(real)
-        temporary = None
-    except OSError as error:
-        raise UnreadableError(f"cannot be written: {_reason(error)}") from None
-    finally:
-        if temporary is not None:
+    with _undisturbed():
+        try:
+            status = real.stat()
+            if not os.access(real, os.W_OK):
+                raise UnreadableError("cannot be written: it is read-only")
+            if real.read_bytes() != seen:
+                raise UnreadableError("has changed since it was read; left as it is")
+            descriptor, name = tempfile.mkstemp(dir=real.parent, prefix=".anyaccel-port-")
+            temporary = Path(name)
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.chmod(status.st_mode & 0o7777)
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                os.chown(temporary, status.st_uid, status.st_gid)
+            temporary.replace(real)
+            temporary = None
+        except OSError as error:
+            raise UnreadableError(f"cannot be written: {_reason(error)}") from None
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    temporary.unlink()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and SIGTERM wait until a file is whole: an exception at any line could leave the temporary file behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _reason(error: OSError) -> str:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -340,6 +341,40 @@ def test_where_threads_are_no_process_is_forked(tmp_path: Path) -> None:
     assert [outcome.after for outcome in outcomes] == [PORTED.encode()] * 8
 
 
+def test_an_interruption_at_any_line_of_a_write(tmp_path: Path) -> None:
+    """Ctrl-C at the first, second, third... line that the write executes: the file is whole, and alone."""
+    file = tmp_path / "file.py"
+    lines = 0
+    for number in range(1, 200):
+        file.write_bytes(b"old")
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: object, number: int = number) -> Any:
+            nonlocal lines
+            if frame.f_code.co_filename != source.__file__:
+                return None
+            lines += event == "line"
+            if event == "line" and lines == number:
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        interrupted = False
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            source.write_bytes(str(file), b"new", b"old")
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+        assert [path.name for path in tmp_path.iterdir()] == ["file.py"], f"after line {number}"
+        assert file.read_bytes() in (b"old", b"new")
+        if lines < number:
+            break
+        assert interrupted, f"the one after line {number} was lost"
+    assert 20 < lines < 199
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interruption_leaves_whole_files(tmp_path: Path, number: int) -> None:
     body = "".join(f"def f{i}(x):\n    return x.cuda()\n\n\n" for i in range(40))
@@ -358,7 +393,7 @@ def test_interruption_leaves_whole_files(tmp_path: Path, number: int) -> None:
     while time.monotonic() < deadline and all(path.read_bytes() == before for path in tmp_path.glob("*.py")):
         time.sleep(0.02)
     os.killpg(process.pid, number)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == (130 if number == signal.SIGINT else 128 + signal.SIGTERM)
     assert "Traceback" not in err
     contents = {path.read_bytes() for path in tmp_path.iterdir()}
