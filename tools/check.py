@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,17 +40,19 @@ NATIVE = {
 
 
 def changed_files(base: str | None) -> list[Path]:
-    """Files that differ from `base`, or from the last commit, or that the last commit changed."""
+    """Files that differ from `base`, or from the last commit, or that the last commit changed; deleted ones too."""
 
     def git(*arguments: str) -> list[str]:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=False)
         if done.returncode:
-            raise SystemExit(f"check: git {' '.join(arguments)}: {done.stderr.strip()}")
-        return done.stdout.splitlines()
+            why = done.stderr.decode(errors="replace").strip().splitlines() or ["it failed"]
+            raise SystemExit(f"check: git {' '.join(arguments)}: {why[0]}")
+        return [os.fsdecode(name) for name in done.stdout.split(b"\0") if name]
 
-    names = git("diff", "--name-only", base or "HEAD") + git("ls-files", "--others", "--exclude-standard")
+    names_of = ("diff", "--name-only", "--no-renames", "-z")
+    names = git(*names_of, base or "HEAD", "--") + git("ls-files", "--others", "--exclude-standard", "-z")
     if not names and base is None:
-        names = git("diff", "--name-only", "HEAD~1", "HEAD")
+        names = git("diff-tree", "--root", "--no-commit-id", "-r", *names_of[1:], "HEAD")
     return [ROOT / name for name in dict.fromkeys(names)]
 
 
@@ -64,11 +68,18 @@ def module_name(file: Path) -> str:
 
 
 def imports(file: Path) -> set[str]:
-    """Modules that a file imports anywhere in it, `a.b` for `from a import b` too: b may be a module."""
+    """Modules that a file imports anywhere in it, `a.b` for `from a import b` too: b may be a module.
+
+    Of a file that is no Python none: ruff says what is wrong with it.
+    """
     own = module_name(file).split(".")
     package = own if file.name == "__init__.py" else own[:-1]
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return found
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -90,11 +101,13 @@ def touched_tests(changed: Iterable[Path]) -> list[list[Path]]:
     for file in changed:
         if file.suffix == ".py" and file.exists():
             near.add(file)
+        elif file.suffix == ".py":  # deleted: who still imports it?
+            names.add(module_name(file))
         elif file.is_relative_to(ROOT / "csrc"):
             names |= set(NATIVE.get(file.relative_to(ROOT / "csrc").parts[0], ()))
         elif file.suffix not in (".cpp", ".h"):  # data, pages, the Makefile: what names the file reads it
-            named = {each for each in files if file.name in each.read_text(encoding="utf-8")}
-            near |= {each for each in named if each.is_relative_to(ROOT / "tests")}
+            named = {each for each in files if each.is_relative_to(ROOT / "tests") and mentions(each, file.name)}
+            near |= named
     near |= {user for name in names for user in users.get(name, ())}
     seen: set[Path] = set()
     distances = []
@@ -102,8 +115,18 @@ def touched_tests(changed: Iterable[Path]) -> list[list[Path]]:
         seen |= near
         tests = [each for each in sorted(near) if each.name.startswith("test_")]
         distances.append([each for each in tests if each.is_relative_to(ROOT / "tests" / "unit")])
-        near = {user for file in near for user in users.get(module_name(file), ())} - seen
+        beside = {file.parent for file in near if file.name == "conftest.py"}  # pytest gives it to all below
+        near = {user for file in near for user in users.get(module_name(file), ())}
+        near |= {each for each in files if each.name.startswith("test_") and beside & set(each.parents)}
+        near -= seen
     return [tests for tests in distances if tests]
+
+
+def mentions(file: Path, name: str) -> bool:
+    try:
+        return os.fsencode(name) in file.read_bytes()
+    except OSError:
+        return False
 
 
 def lint_commands(changed: Sequence[Path]) -> list[list[str]]:
@@ -119,45 +142,71 @@ def lint_commands(changed: Sequence[Path]) -> list[list[str]]:
     return commands
 
 
-def run(command: Sequence[str], deadline: float) -> tuple[int | None, str]:
-    """Exit code and output; None where the time is up, and then nothing of the command is left."""
-    left = max(deadline - time.monotonic(), 0.1)
-    ended = ["timeout", "--kill-after=5", f"{left:.1f}", *command]  # its whole process group
-    done = subprocess.run(ended, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
-    return (None if done.returncode in (124, 137) else done.returncode), done.stdout
+class Commands:
+    """What is under way, each command in a session of its own, so that nothing of it is left when it is ended."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self._running: list[subprocess.Popen[str]] = []
+
+    def run(self, command: Sequence[str]) -> tuple[int | None, str]:
+        """Exit code and output; None where the time is up, and the command was ended."""
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+        self._running.append(process)
+        try:
+            output, _ = process.communicate(timeout=max(self.deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            end(process)
+            return None, process.communicate()[0]
+        return process.returncode, output
+
+    def end_all(self) -> None:
+        for process in self._running:
+            end(process)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", help="commit or branch to compare with (default: the last commit)")
-    parser.add_argument("--seconds", type=float, default=90, help="time for all of it (default: 90)")
-    parser.add_argument("--list", action="store_true", help="name the tests and end")
-    options = parser.parse_args(arguments)
-    deadline = time.monotonic() + options.seconds
-    changed = changed_files(options.base)
-    distances = touched_tests(changed)
-    if options.list:
-        for distance, tests in enumerate(distances):
-            for test in tests:
-                print(distance, test.relative_to(ROOT))
-        return 0
-    print(f"check: {len(changed)} changed files, {sum(map(len, distances))} files of unit tests", flush=True)
-    failed = 0
+def end(process: subprocess.Popen[str]) -> None:
+    """Ask the processes of a session to end, and kill what has not in five seconds."""
+    for number, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+
+def check(
+    changed: Sequence[Path], distances: Sequence[Sequence[Path]], commands: Commands, least: float
+) -> tuple[int, list[Path]]:
+    """How many commands failed, and the files of tests that there was no time for.
+
+    Args:
+        least: seconds that must be left for tests that are not the nearest: with less, hardly any would end.
+    """
+    failed, late = 0, list[Path]()
     with ThreadPoolExecutor() as pool:
-        lints = [(command, pool.submit(run, command, deadline)) for command in lint_commands(changed)]
-        late = []
-        for tests in distances:
-            if deadline - time.monotonic() < 0.3 * options.seconds and tests is not distances[0]:
-                late += tests  # there may be time for a part of them, and no telling for which
-                continue
-            names = [str(test.relative_to(ROOT)) for test in tests]
-            parallel = ["-n", "auto", "--dist", "loadfile"] if len(names) > 2 else []
-            code, output = run([sys.executable, "-m", "pytest", "-q", "-m", "not slow", *parallel, *names], deadline)
-            print(output, end="", flush=True)
-            if code is None:
-                late += tests
-            elif code not in (0, 5):  # 5: all tests of these files are slow ones
-                failed += 1
+        lints = [(command, pool.submit(commands.run, command)) for command in lint_commands(changed)]
+        try:
+            for tests in distances:
+                if commands.deadline - time.monotonic() < least and tests is not distances[0]:
+                    late += tests
+                    continue
+                names = [str(test.relative_to(ROOT)) for test in tests]
+                parallel = ["-n", "auto", "--dist", "loadfile"] if len(names) > 2 else []
+                # The first failure ends it: what comes after might use up the time, and nobody would read of it.
+                code, output = commands.run(
+                    [sys.executable, "-m", "pytest", "-qx", "-m", "not slow", *parallel, *names]
+                )
+                print(output, end="", flush=True)
+                if code is None:
+                    late += tests
+                elif code not in (0, 5):  # 5: all tests of these files are slow ones
+                    failed += 1
+        except BaseException:
+            commands.end_all()
+            raise
         for command, future in lints:
             code, output = future.result()
             name = Path(command[0]).name
@@ -167,6 +216,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failed += 1
                 print(output, end="")
                 print(f"check: {name} failed")
+    return failed, late
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", help="commit or branch to compare with (default: the last commit)")
+    parser.add_argument("--seconds", type=float, default=90, help="time for all of it (default: 90)")
+    parser.add_argument("--list", action="store_true", help="name the tests and end")
+    options = parser.parse_args(arguments)
+    commands = Commands(time.monotonic() + options.seconds)
+    changed = changed_files(options.base)
+    distances = touched_tests(changed)
+    if options.list:
+        for distance, tests in enumerate(distances):
+            for test in tests:
+                print(distance, test.relative_to(ROOT))
+        return 0
+    print(f"check: {len(changed)} changed files, {sum(map(len, distances))} files of unit tests", flush=True)
+    try:
+        failed, late = check(changed, distances, commands, 0.3 * options.seconds)
+    except KeyboardInterrupt:
+        commands.end_all()
+        print("check: interrupted")
+        return 130
     if any(file.suffix in (".cpp", ".h") for file in changed):
         print("check: C++ has changed: `make test-native` builds and runs its tests")
     if late:
@@ -176,5 +249,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--list | head` is no error
     os.chdir(ROOT)
     sys.exit(main())
