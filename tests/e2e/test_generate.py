@@ -251,14 +251,15 @@ def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
     assert str(kept["text"]).startswith(CLEAR[1])
 
 
-def test_default_model_is_not_converted() -> None:
+def test_default_model_is_not_converted(tmp_path: Path) -> None:
     """Its weights are packed from the file; only its tokenizer is written in another form."""
     arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9", "--quiet")
-    result = answer(PROMPTS[2], *arguments, "--seed", "3")
+    cache = {"ANYACCEL_CACHE_DIR": str(tmp_path)}
+    result = answer(PROMPTS[2], *arguments, "--seed", "3", **cache)
     assert 1 <= len(result["tokens"]) <= 12
-    assert result["tokens"] == answer(PROMPTS[2], *arguments, "--seed", "3")["tokens"]
+    assert result["tokens"] == answer(PROMPTS[2], *arguments, "--seed", "3", **cache)["tokens"]
     assert str(result["model"]).endswith(".gguf")
-    assert not (Path(os.environ["ANYACCEL_CACHE_DIR"]) / "models").exists()
+    assert not (tmp_path / "models").exists()
 
 
 @pytest.mark.parametrize(
