@@ -15,7 +15,7 @@ DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
+.PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
 .PHONY: bench-peers clean test-native
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
@@ -59,7 +59,10 @@ $(STAMP)-build: $(STAMP)-demo $(STAMP)-native
 	@touch $@
 
 setup: ## make .venv with everything that the demo needs
-	@$(MAKE) --no-print-directory -j2 PARALLEL=yes $(STAMP)-build
+	@$(MAKE) --no-print-directory -j2 PARALLEL=yes built
+
+built: $(STAMP)-build
+	@:
 
 demo: setup ## generate text with a real LLM on two bound workers
 	$(BIN)/anyaccel generate "$(DEMO_PROMPT)" --tp $(DEMO_TP)
