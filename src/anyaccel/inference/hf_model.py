@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from anyaccel.inference.runtimes.cpu import NativeModel
 
 _ADVICE = "load the model with runtime='torch' for it"
+# Of the loss alone: transformers' own takes them beside the logits and the labels.
+_OF_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
 
 
 class NativeCausalLM:
@@ -61,7 +64,8 @@ class NativeCausalLM:
             Logits of hidden positions are 0.
 
         Raises:
-            UsageError: an argument cannot be answered, tokens are out of the vocabulary, or the context overflows.
+            UsageError: an argument cannot be answered or is not known, tokens are out of the vocabulary, or the
+                context overflows.
         """
         if torch.compiler.is_compiling():  # nothing here is torch's to compile: run it as it is
             return torch.compiler.disable(self.forward)(  # type: ignore[no-untyped-call]
@@ -76,6 +80,7 @@ class NativeCausalLM:
         }.items():
             if value is not None and value is not False:
                 raise UsageError(f"{name}: the native runtime keeps these to itself; {_ADVICE}")
+        self._check_others(kwargs)
         if input_ids is None or input_ids.dim() != 2:
             raise UsageError("input_ids of shape [rows, tokens] are needed")
         config: Any = self.config  # type: ignore[attr-defined]
@@ -84,6 +89,7 @@ class NativeCausalLM:
         cache = NativeCache.adopt(past_key_values, native.model, native.spec.max_tokens)
         cache.begin(rows)
         new_BT = _new_columns(cache, attention_mask, rows, tokens)
+        _check_columns(cache, kwargs.pop("cache_position", None), tokens)
         _check_positions(cache, position_ids, new_BT)
         native_generate.check_tokens(input_ids[new_BT], native.whole_spec.vocab)
         kept = range(tokens) if isinstance(logits_to_keep, int) and not logits_to_keep else None
@@ -92,6 +98,8 @@ class NativeCausalLM:
         cache.kept_BT = torch.cat([cache.kept_BT, new_BT], dim=1)
         loss = None
         if labels is not None:
+            if getattr(config, "output_router_logits", False):
+                raise UsageError(f"labels: the loss of the router is not known to the native runtime; {_ADVICE}")
             loss = self.loss_function(  # type: ignore[attr-defined]
                 logits=logits, labels=labels, vocab_size=config.get_text_config().vocab_size, **kwargs
             )
@@ -101,6 +109,21 @@ class NativeCausalLM:
             loss=loss, logits=logits, past_key_values=cache if use_cache or past_key_values is not None else None
         )
         return output.to_tuple() if return_dict is False else output
+
+    def _check_others(self, kwargs: dict[str, Any]) -> None:
+        """Refuse arguments of the model's own forward that change what it computes, and unknown ones."""
+        for name, value in kwargs.items():
+            if value is None or name in _OF_LOSS or name == "cache_position":
+                continue
+            if (name == "is_causal" and value is True) or (name.startswith("output_") and value is False):
+                continue
+            if name == "token_type_ids":  # many tokenizers give it; few models take it, and for those 0 may mean text
+                kinds = inspect.signature(super().forward).parameters  # type: ignore[misc]
+                if name not in kinds or ("mm_encoder_outputs" in kinds and not bool(torch.as_tensor(value).any())):
+                    continue
+            raise UsageError(
+                f"{name}={_short(value)}: an argument that the native runtime does not know; leave it out, or {_ADVICE}"
+            )
 
     def _logits(
         self, cache: NativeCache, input_ids: torch.Tensor, new_BT: torch.Tensor, columns: Sequence[int]
@@ -303,6 +326,22 @@ def _check_positions(cache: NativeCache, position_ids: torch.Tensor | None, new_
             "position_ids differ from 0, 1, 2, ... of the tokens that attention_mask shows; "
             f"the native runtime has only those: leave them out, or {_ADVICE}"
         )
+
+
+def _check_columns(cache: NativeCache, cache_position: torch.Tensor | None, tokens: int) -> None:
+    past = cache.get_seq_length()
+    if cache_position is not None and cache_position.tolist() != list(range(past, past + tokens)):
+        raise UsageError(
+            f"cache_position={_short(cache_position)}: new tokens follow the cached ones, here from {past} to "
+            f"{past + tokens - 1}; leave it out, or {_ADVICE}"
+        )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.dim():
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _keep(logits_to_keep: int | torch.Tensor) -> Any:

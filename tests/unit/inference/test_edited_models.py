@@ -338,3 +338,56 @@ def test_asking_for_the_native_runtime_names_the_edit() -> None:
     with pytest.raises(Unsupported, match=r"code for scaling=0\.9 of module 'model\.layers\.0\.self_attn'"):
         anyaccel.init_inference(model, dtype="fp32", runtime="native")
     assert torch.equal(_logits(model), _logits(model))  # nothing was taken
+
+
+def _tied(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def _shared(path: str) -> Callable[[Any], None]:
+    """The second layer has what the first one has there."""
+
+    def edit(model: Any) -> None:
+        above, _, name = path.rpartition(".")
+        first, second = (layer.get_submodule(above) if above else layer for layer in model.model.layers)
+        setattr(second, name, getattr(first, name))
+
+    return edit
+
+
+def _same_layer(model: Any) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+def _large_llama() -> Any:
+    """Of weights that the heap gives back to the system, so that reading them afterwards is not right by chance."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **family_cases.common(vocab_size=4000, hidden_size=192, intermediate_size=600, tie_word_embeddings=False)
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("edit", "runtime"),
+    [
+        (_tied, "native"),
+        (_shared("mlp.up_proj.weight"), "native"),
+        (_shared("input_layernorm.weight"), "native"),
+        (_shared("mlp"), "native"),
+        (_same_layer, "torch"),  # both have the first one's place in the cache
+    ],
+    ids=["head", "weight", "norm", "mlp", "layer"],
+)
+def test_a_parameter_in_two_places_is_kept_until_both_are_packed(edit: Callable[[Any], None], runtime: str) -> None:
+    model = _large_llama()
+    edit(model)
+    expected = model(IDS, use_cache=False).logits.detach()
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    assert engine.runtime == runtime
+    torch.testing.assert_close(_logits_at_once(engine), expected, rtol=1e-3, atol=1e-3)
+
+
+def _logits_at_once(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(IDS, use_cache=False).logits

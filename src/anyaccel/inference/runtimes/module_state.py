@@ -79,7 +79,7 @@ def compare_state(model: nn.Module, plain: nn.Module) -> None:
     """
     pairs = dict(_configs(model, plain))
     usual_modules = dict(plain.named_modules(remove_duplicate=False))
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):  # a module in two places may suit one of them
         difference = _difference(module, usual_modules[name], pairs)
         if difference and "RotaryEmbedding" in type(module).__name__:
             difference = _difference(_refreshed(module), usual_modules[name], pairs)

@@ -229,20 +229,26 @@ class Plan:
                 for part in self._parts[following]:
                     self.source.will_need(part.name)
             self._fill_matrix(model, shape, progress)
-            self._release(shape.name, last)
+            self._release(last.get(shape.name, ()))
         for vector in self.vectors:
             self._fill_vector(model, vector)
-            self._release(vector.name, last)
+            self._release(last.get(vector.name, ()))
         progress.end()
 
-    def _last_uses(self) -> dict[str, str]:
-        """Tensor -> the native weight that needs it last."""
+    def _last_uses(self) -> dict[str, list[str]]:
+        """Native weight -> tensors whose memory it needs last: one parameter of a module may have several names."""
         order = [*(each.name for each in self.matrices), *(each.name for each in self.vectors)]
-        return {part.name: name for name in order for part in self._parts.get(name, [])}
+        tensors = {part.name: self.source.tensor(part.name) for name in order for part in self._parts.get(name, [])}
+        memory = {name: each.address if isinstance(each, TensorView) else name for name, each in tensors.items()}
+        last = {memory[part.name]: name for name in order for part in self._parts.get(name, [])}
+        found: dict[str, list[str]] = {}
+        for name in tensors:
+            found.setdefault(last[memory[name]], []).append(name)
+        return found
 
-    def _release(self, name: str, last: Mapping[str, str]) -> None:
-        for tensor in {part.name for part in self._parts.get(name, []) if last[part.name] == name}:
-            self.source.release(tensor)
+    def _release(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.source.release(name)
 
     def _pieces(self, name: str) -> Iterator[tuple[_Tensor, Rows]]:
         """The rank's rows of a native weight, in order: tensors and their rows."""
