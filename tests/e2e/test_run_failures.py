@@ -281,11 +281,18 @@ def test_a_signal_that_ends_a_worker_before_the_launcher_speaks(job):
 def test_a_worker_that_ends_first_does_not_hurry_the_others(job):
     """Rank 1 dies of Ctrl-C before the launcher has told the guardian of it: rank 0 has its time all the same."""
     started = job("note 1wait", "--grace-period", "60")
-    os.kill(started.guardian, signal.SIGSTOP)  # the launcher wakes it up: it sees both at one moment
+
+    def state(pid):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    # The launcher wakes the guardian up when it runs again: that one sees both at one moment.
+    for pid in (started.launcher.pid, started.guardian):
+        os.kill(pid, signal.SIGSTOP)
+        assert settled(lambda pid=pid: state(pid), "T", 60) == "T"
     os.kill(started.workers[1], signal.SIGINT)
-    stat = Path(f"/proc/{started.workers[1]}/stat")
-    assert settled(lambda: stat.read_text().rpartition(")")[2].split()[0], "Z", 60) == "Z"
+    assert settled(lambda: state(started.workers[1]), "Z", 60) == "Z"
     os.kill(started.launcher.pid, signal.SIGINT)
+    os.kill(started.launcher.pid, signal.SIGCONT)
     wait_for(started.folder / "signals-0")
     os.kill(started.workers[0], signal.SIGTERM)
     assert "error: rank" not in started.end(128 + signal.SIGINT)

@@ -15,7 +15,8 @@ from waiting import wait_for
 RUN = [sys.executable, "-m", "anyaccel", "run", "--no_local_rank"]
 TWO_HOSTS = "localhost slots=1\n127.0.0.1 slots=1\n"
 # Each worker writes its process id, and waits.
-SLEEP = ["--no_python", "sh", "-c", "echo $$ >tmp$RANK && mv tmp$RANK rank$RANK && exec sleep 600"]
+WRITE = "echo $$ >tmp$RANK && mv tmp$RANK rank$RANK && "
+SLEEP = "exec sleep 600"
 
 
 def parent(pid):
@@ -27,12 +28,11 @@ def start(tmp_path):
     """Start a job that waits; gives the launcher and the guardian of each rank."""
     children = []
 
-    def go(hosts, *options):
+    def go(hosts, *options, then=SLEEP):
         (tmp_path / "hosts").write_text(TWO_HOSTS)
         where = ["--hostfile", "hosts"] if hosts else ["--num_accelerators", "2"]
-        child = subprocess.Popen(
-            [*RUN, *where, *map(str, options), *SLEEP], cwd=tmp_path, stderr=subprocess.PIPE, text=True
-        )
+        command = [*RUN, *where, *map(str, options), "--no_python", "sh", "-c", WRITE + then]
+        child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
         children.append(child)
         files = [tmp_path / f"rank{rank}" for rank in (0, 1)]
         wait_for(lambda: all(file.exists() for file in files), "both workers run")
@@ -47,14 +47,55 @@ def start(tmp_path):
 @pytest.mark.parametrize(("hosts", "number"), [(False, signal.SIGTERM), (True, signal.SIGTERM), (True, signal.SIGKILL)])
 def test_a_guardian_that_is_stopped_does_its_work_when_there_is_some(start, hosts, number):
     launcher, guardians = start(hosts, "--grace-period", 1)
-    os.kill(guardians[0], signal.SIGSTOP)
-    wait_for(lambda: Path(f"/proc/{guardians[0]}/stat").read_text().rpartition(")")[2].split()[0] == "T", "it stops")
+    stop(guardians[0])
     asked = time.monotonic()
     launcher.send_signal(number)
     launcher.communicate(timeout=60)  # nothing of the job holds standard error open
     assert launcher.returncode == (128 + number if number == signal.SIGTERM else -number)
     # Not by the last resort, which comes after the 30 s that a process may take to end.
     assert time.monotonic() - asked < 25
+
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: state(pid) == "T", "it stops")
+
+
+@pytest.mark.parametrize("hosts", [False, True], ids=["here", "hosts"])
+def test_a_worker_that_is_killed_while_the_guardian_is_stopped(start, tmp_path, hosts):
+    launcher, guardians = start(hosts, "--grace-period", 1)
+    stop(guardians[0])
+    os.kill(int((tmp_path / "rank0").read_text()), signal.SIGKILL)
+    _, errors = launcher.communicate(timeout=60)  # it used to wait for ever
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert "error: rank 0" in errors
+
+
+def test_workers_that_end_well_while_the_guardian_is_stopped(start, tmp_path):
+    launcher, guardians = start(False, then="while test -e rank$RANK; do sleep 0.1; done")
+    stop(guardians[0])
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}").unlink()
+    launcher.communicate(timeout=60)
+    assert launcher.returncode == 0
+
+
+def test_a_guardian_that_is_stopped_while_it_ends_a_job(tmp_path):
+    """Rank 0 has failed and is reaped, rank 1 is deaf: only the grace period is left to wait for."""
+    shell = "trap '' TERM; test $RANK = 1 || exit 7; echo $PPID >tmp; mv tmp guardian; while :; do sleep 1; done"
+    command = [*RUN, "--num_accelerators", "2", "--grace-period", "3", "--no_python", "sh", "-c", shell]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        wait_for((tmp_path / "guardian").exists, "rank 1 runs")
+        guardian = int((tmp_path / "guardian").read_text())
+        children = Path(f"/proc/{guardian}/task/{guardian}/children")
+        wait_for(lambda: len(children.read_text().split()) == 1, "rank 0 is reaped")
+        stop(guardian)
+        launcher.communicate(timeout=60)
+        assert launcher.returncode == 7
 
 
 @pytest.mark.parametrize("hosts", [False, True], ids=["here", "hosts"])

@@ -16,6 +16,7 @@ import marshal
 import os
 import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,9 @@ DELIVERED = 0x80
 DEAF = 0x7F
 # Shared memory for the report: the tail of a worker takes at most 40 kB of it, immortal processes as much.
 REPORT_BYTES = 1 << 17
+# Behind it, in the same memory: when the guardian has something to do at the latest, so that the launcher can tell
+# whether one that is stopped is missed. Seconds of time.monotonic(), 0 for nothing; one store of the processor.
+DUE = struct.Struct("d")
 # What counts as the same moment: a worker dies of Ctrl-C before the launcher has told us of it.
 SAME_MOMENT = 0.1
 # Seconds after SIGKILL until we stop waiting: much memory takes a while to free, a stuck disk takes for ever.
@@ -109,7 +113,7 @@ def guard(
     Args:
         grace_period: seconds between asking workers to end and killing them.
         control: read end of the launcher's pipe: one byte a signal, end of file when the launcher is gone.
-        report: shared memory that gets the encoded Report.
+        report: shared memory that gets the encoded Report, and when there is something to do.
         group: process group of the launcher; 0 when its leader is outside our PID namespace.
         console: standard error.
         options: where the workers' output goes.
@@ -118,7 +122,8 @@ def guard(
     code = 70  # EX_SOFTWARE, with a traceback
     try:
         try:
-            result = _Guardian(workers, grace_period, control, group, Streams(options, console), console, link).run()
+            streams = Streams(options, console)
+            result = _Guardian(workers, grace_period, control, report, group, streams, console, link).run()
         except _StartError as error:
             result = Report(problem=str(error), immortal=_end_everything())
         report.write(marshal.dumps(result.encode()))
@@ -144,6 +149,7 @@ class _Guardian:
         workers: Sequence[Worker],
         grace_period: float,
         control: int,
+        shared: mmap.mmap,
         group: int,
         streams: Streams,
         console: Output,
@@ -151,6 +157,7 @@ class _Guardian:
     ) -> None:
         self._grace = grace_period
         self._control = control
+        self._shared = shared
         self._link = link
         self._heard_at = time.monotonic()
         self._output = console
@@ -268,6 +275,7 @@ class _Guardian:
             poller.register(pipe, select.POLLIN)
         # poll() takes at most 24 days: whoever has a later deadline looks again.
         timeout = min(max(0.0, min(deadlines) - now) * 1000 + 1, _LONGEST_POLL) if deadlines else None
+        DUE.pack_into(self._shared, REPORT_BYTES, min(deadlines, default=0.0))
         ready = poller.poll(timeout)
         if timeout is not None and time.monotonic() > now + timeout / 1000 + _OVERSLEPT:
             self._heard_at = time.monotonic()  # we were stopped: the silence may have been ours

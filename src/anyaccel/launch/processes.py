@@ -142,6 +142,11 @@ def children() -> set[int]:
     return {pid for pid, _, parent in _all() if parent == own}
 
 
+def states_of_children(parent: int) -> dict[int, str]:
+    """Children of another process: process id -> state letter; only where /proc is ours."""
+    return {pid: state for pid, state, its_parent in _all() if its_parent == parent}
+
+
 def send(pids: Iterable[int], number: int) -> None:
     """Send a signal to processes; those that are gone, or belong to another user, are passed over."""
     for pid in pids:

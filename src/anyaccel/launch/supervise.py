@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from anyaccel import _native
 from anyaccel.launch import processes
 from anyaccel.launch.failure import Failure, Report, describe_end, exit_code, explain
-from anyaccel.launch.guardian import DELIVERED, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link, guard
+from anyaccel.launch.guardian import DELIVERED, DUE, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link, guard
 from anyaccel.launch.output import ERROR, LEVELS, Output, OutputOptions
 from anyaccel.launch.worker import STOP_SIGNALS, Worker
 
 # Seconds for a launcher on another host to take what is said at the end.
 _LAST_WORD = 2.0
-# Seconds between two looks at the connection while the guardian, which listens to it otherwise, is stopped.
+# Seconds between two looks at what the guardian sees otherwise, while it is stopped.
 _LOOK_AGAIN = 1.0
 _SI_KERNEL = 0x80  # si_code of what the terminal sends, to the whole foreground group
 
@@ -49,7 +49,7 @@ def supervise(
     _open_standard_descriptors()
     options = options or OutputOptions()
     control_read, control_write = os.pipe()
-    report = mmap.mmap(-1, REPORT_BYTES)  # shared with what is forked
+    report = mmap.mmap(-1, REPORT_BYTES + DUE.size)  # shared with what is forked
     output = console or Output(2, LEVELS[options.log_level])
     stop_signals = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     # An ignored SIGCHLD, which a parent may hand down, would make the kernel forget exit codes.
@@ -65,9 +65,9 @@ def supervise(
             guard(workers, grace_period, control_read, report, group, output, options, link)
         os.close(control_read)
         os.set_blocking(control_write, False)
-        launcher = _Launcher(guardian, control_write, group, len(workers), grace_period, output, link)
+        launcher = _Launcher(guardian, control_write, report, group, len(workers), grace_period, output, link)
         status = launcher.watch(stop_signals)
-        found = launcher.conclude(status, _read(report[:]), before)
+        found = launcher.conclude(status, _read(report[:REPORT_BYTES]), before)
         code = launcher.result(found)
         if link:
             link.output.write(link.conclude(found))
@@ -116,6 +116,7 @@ class _Launcher:
         self,
         guardian: int,
         control: int,
+        shared: mmap.mmap,
         group: int,
         workers: int,
         grace_period: float,
@@ -124,6 +125,7 @@ class _Launcher:
     ) -> None:
         self._guardian = guardian
         self._control = control
+        self._shared = shared
         self._group = group
         self._workers = f"{workers} worker{'' if workers == 1 else 's'}"
         self._were = "was" if workers == 1 else "were"
@@ -151,7 +153,7 @@ class _Launcher:
                 if found is None:
                     os.kill(self._guardian, signal.SIGKILL)
                     found = signal.sigwaitinfo([signal.SIGCHLD])
-            elif self._guardian_is_stopped and self._link:
+            elif self._guardian_is_stopped:
                 found = signal.sigtimedwait(awaited, _LOOK_AGAIN)
             else:
                 found = signal.sigwaitinfo(awaited)
@@ -171,9 +173,19 @@ class _Launcher:
             if not pid:
                 break
             self._guardian_is_stopped = os.WIFSTOPPED(status)
-        if self._guardian_is_stopped and (self._stop or (self._link and _has_hung_up(self._link.descriptor))):
+        if self._guardian_is_stopped and (self._stop or self._guardian_is_missed()):
             os.kill(self._guardian, signal.SIGCONT)
         return None
+
+    def _guardian_is_missed(self) -> bool:
+        """Whether a guardian that is stopped has work: it alone is told of the end of a worker, and keeps the time."""
+        if self._link and _has_hung_up(self._link.descriptor):
+            return True
+        (due,) = DUE.unpack_from(self._shared, REPORT_BYTES)
+        if 0 < due <= time.monotonic() or not processes.proc_is_ours():
+            return True  # without /proc nobody can tell
+        states = processes.states_of_children(self._guardian).values()
+        return not states or "Z" in states
 
     def _on_signal(self, info: signal.struct_siginfo) -> None:
         number = info.si_signo
