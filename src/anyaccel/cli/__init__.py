@@ -10,6 +10,7 @@ import sys
 
 from anyaccel._version import __version__
 from anyaccel.cli._interrupts import Interrupts, careful_interrupts
+from anyaccel.cli._streams import drop_output, output_fails, standard_streams, written
 from anyaccel.errors import AnyAccelError
 
 # Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
@@ -71,8 +72,13 @@ def _about_folder() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 bad usage, else a worker's own."""
-    with careful_interrupts() as interrupts:
-        return _exit_code(sys.argv[1:] if argv is None else argv, interrupts)
+    with standard_streams(), careful_interrupts() as interrupts:
+        try:
+            return written(_exit_code(sys.argv[1:] if argv is None else argv, interrupts))
+        except SystemExit as leaving:  # of argparse, which may have printed help
+            if code := written(0):
+                leaving.code = leaving.code or code
+            raise
 
 
 def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
@@ -94,10 +100,11 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
         print(f"anyaccel: error: {said}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader went away (`| head`). Python would complain again while flushing at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()  # the reader went away (`| head`)
         return 141
     except OSError as error:
+        if output_fails():  # `written` says it
+            return 1
         # Too many open files, no space left, a file that may not be read: the system's word is enough.
         print(f"anyaccel: error: {' '.join(str(error).split())}{_about_folder()}", file=sys.stderr)
         return 1

@@ -134,6 +134,9 @@ class InferenceEngine(nn.Module):
         drift apart. `seed=` or `generator=` may be given.
         """
         if self.native is None:
+            from anyaccel.inference.generate_checks import check_arguments
+
+            check_arguments({name: value for name, value in kwargs.items() if name != "attention_mask"})
             seed, generator = kwargs.pop("seed", None), kwargs.pop("generator", None)
             ranks.in_step(kwargs, self.group)
             if seed is not None or generator is not None:

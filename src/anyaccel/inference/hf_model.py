@@ -81,8 +81,9 @@ class NativeCausalLM:
             if value is not None and value is not False:
                 raise UsageError(f"{name}: the native runtime keeps these to itself; {_ADVICE}")
         self._check_others(kwargs)
-        if input_ids is None or input_ids.dim() != 2:
+        if input_ids is None:
             raise UsageError("input_ids of shape [rows, tokens] are needed")
+        native_generate.check_input_ids(input_ids)
         config: Any = self.config  # type: ignore[attr-defined]
         native: NativeModel = self._native
         rows, tokens = input_ids.shape
@@ -302,12 +303,13 @@ def _new_columns(cache: NativeCache, mask: torch.Tensor | None, rows: int, token
     if mask is None:
         return torch.ones(rows, tokens, dtype=torch.bool)
     past = cache.get_seq_length()
+    native_generate.check_arguments({"attention_mask": mask})
     if mask.dim() != 2 or mask.shape[0] not in (1, rows) or mask.shape[1] != past + tokens:
         raise UsageError(
             f"attention_mask of shape {tuple(mask.shape)}: needs [{rows}, {past + tokens}], a 0 or 1 for each of "
             f"{past} cached and {tokens} new tokens"
         )
-    bits_BT = mask.cpu().expand(rows, -1) != 0
+    bits_BT = native_generate.mask_bits(mask).expand(rows, -1)
     if not torch.equal(bits_BT[:, :past], cache.kept_BT):
         raise UsageError("attention_mask differs from the earlier one in tokens that are in the cache already")
     return bits_BT[:, past:].contiguous()
@@ -345,4 +347,10 @@ def _short(value: Any) -> str:
 
 
 def _keep(logits_to_keep: int | torch.Tensor) -> Any:
-    return slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep.cpu()
+    if isinstance(logits_to_keep, int):
+        return slice(-logits_to_keep, None)
+    if isinstance(logits_to_keep, torch.Tensor):
+        return logits_to_keep.cpu()
+    raise UsageError(
+        f"logits_to_keep={logits_to_keep!r}: must be a whole number (the last so many; 0: all) or a tensor of positions"
+    )

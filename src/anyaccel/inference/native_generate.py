@@ -7,6 +7,7 @@ What the loop does not know goes to their own `generate`, which then calls the n
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.inference import ranks
-from anyaccel.inference.generate import whole_number
 from anyaccel.inference.generate_checks import (
+    check_arguments,
     check_context,
+    check_input_ids,
     check_memory,
     check_tokens,
     check_whole,
+    mask_bits,
     sampling_options,
 )
 from anyaccel.inference.native_loop import Job, not_finite, run
@@ -32,11 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call",
+    "check_arguments",
     "check_context",
+    "check_input_ids",
     "check_memory",
     "check_tokens",
     "check_whole",
     "generate",
+    "mask_bits",
     "not_finite",
     "sampling_options",
     "seeded",
@@ -89,10 +95,25 @@ class Call:
 def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
     """Run `call` natively, or through `own`, Hugging Face's generate."""
     kwargs = call.kwargs
+    check_arguments(vars(call.generation_config) if call.generation_config is not None else {})
+    check_arguments(
+        kwargs
+        | {
+            "streamer": call.streamer,
+            "stopping_criteria": call.stopping_criteria,
+            "logits_processor": call.logits_processor,
+        }
+    )
     seed, generator, tokenizer = (kwargs.pop(name, None) for name in ("seed", "generator", "tokenizer"))
     inputs = call.inputs if call.inputs is not None else kwargs.get("input_ids")
-    if isinstance(inputs, torch.Tensor):
-        check_whole("input_ids", inputs)
+    if inputs is not None:
+        check_input_ids(inputs)
+        if inputs.element_size() < 4:  # the answer's tokens would not fit
+            inputs = inputs.long()
+            if call.inputs is not None:
+                call.inputs = inputs
+            else:
+                kwargs["input_ids"] = inputs
     strange = _strange_arguments(call, inputs)
     config = model_kwargs = None
     if not strange:
@@ -122,7 +143,7 @@ def _strange_arguments(call: Call, inputs: Any) -> str:
     """The name of an argument that the native loop does not know; empty when there is none."""
     if call.args and any(value is not None for value in call.args):
         return "a positional argument"
-    if not isinstance(inputs, torch.Tensor) or inputs.dim() != 2:
+    if inputs is None:
         return "generation without input_ids"
     if call.logits_processor:
         return "logits_processor"
@@ -198,9 +219,8 @@ def seeded(seed: Any, generator: torch.Generator | None) -> Iterator[None]:
 def _seed(config: Any, seed: Any, generator: torch.Generator | None) -> int:
     """The seed that was given, or one of torch's random state, which moves on by it."""
     if seed is not None:
-        if isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**64:
-            raise UsageError(f"seed={seed!r}: must be a whole number of 64 bits")
-        return seed % 2**64
+        check_arguments({"seed": seed})
+        return operator.index(seed) % 2**64
     if config is not None and not config.do_sample and generator is None:
         return 0
     return int(torch.randint(2**63 - 1, (), generator=generator))
@@ -218,9 +238,7 @@ def _prepare(
     module: Any, call: Call, config: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, tokenizer: Any
 ) -> Job:
     native: NativeModel = module._native
-    for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length", "num_return_sequences"):
-        if getattr(config, name) is not None:
-            whole_number(name, getattr(config, name))
+    check_arguments(vars(config))  # the model's own generation_config is part of it
     columns = input_ids.shape[1]
     if not input_ids.numel():
         raise UsageError(f"the prompt is empty: input_ids have shape {tuple(input_ids.shape)}")
@@ -230,7 +248,7 @@ def _prepare(
         mask = _mask_of_padding(input_ids, pads, ends)
     if mask.shape != input_ids.shape:
         raise UsageError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}")
-    shown = mask.cpu() != 0
+    shown = mask_bits(mask)
     check_tokens(input_ids.cpu()[shown], native.whole_spec.vocab)
     prompts = [ids[keep].tolist() for ids, keep in zip(input_ids.cpu(), shown, strict=True)]
     for row, prompt in enumerate(prompts):

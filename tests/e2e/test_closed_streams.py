@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Standard streams that are closed or full: no result is lost in silence, no error is mixed with one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WORKER = """
+import os, sys
+place = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+with open(f"seen-{os.environ['RANK']}", "w") as file:
+    file.write(" ".join(place))
+print("out")
+print("err", file=sys.stderr)
+"""
+
+
+def command(redirection: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "anyaccel", *arguments]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(shell, cwd=cwd, env=env, capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.parametrize(
+    ("redirection", "reason"), [(">&-", "it is closed"), (">/dev/full", "No space left on device")]
+)
+@pytest.mark.parametrize("arguments", [["--version"], ["topo"], ["port", "--help"], ["ops", "--json"]])
+def test_output_that_cannot_be_written_is_one_line_and_a_failure(redirection, reason, arguments):
+    done = command(redirection, *arguments)
+    said = f"anyaccel: error: standard output cannot be written ({reason})\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_a_closed_or_full_error_stream_takes_nothing_from_the_result(redirection, smollm2):
+    options = ("generate", "Hi", "--model", str(smollm2), "--max-new-tokens", "2", "--seed", "0")
+    plain, done = command("", *options), command(redirection, *options)
+    assert plain.returncode == 0, plain.stderr
+    assert plain.stdout.strip() and "generated 2 tokens" in plain.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (0, plain.stdout, "")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_an_error_does_not_go_to_the_output_when_the_error_stream_is_closed(redirection):
+    done = command(redirection, "generate", "Hi", "--model", "/nonexistent")
+    assert (done.returncode, done.stdout) == (2, "")
+    done = command(redirection, "unknown")
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_closed_input_is_an_empty_one(smollm2):
+    done = command("<&-", "generate", "-", "--model", str(smollm2))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1 and "the prompt is empty" in done.stderr
+    done = command("<&-", "chat", "-q", "--model", str(smollm2))
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_workers_have_three_streams_whatever_was_closed(tmp_path):
+    (tmp_path / "worker.py").write_text(WORKER)
+    done = command("<&- >&- 2>&-", "run", "--num_accelerators", "2", "--no_local_rank", "worker.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    for rank in range(2):
+        place = (tmp_path / f"seen-{rank}").read_text().split()
+        assert place[:2] == ["/dev/null", "/dev/null"]
+        assert place[2].startswith("pipe:")  # the launcher's, which keeps the last lines of a failure
