@@ -48,21 +48,27 @@ _DEEPEST = 8
 def restore_buffers(plain: Any) -> None:
     """Give the buffers of a model on the meta device that no checkpoint has the values that its configuration gives.
 
-    transformers computes them so, too, after it has loaded a model.
+    transformers computes them so, too, after it has loaded a model. Those of a type for which its code fails (of
+    Gemma 3n without its vision part, say) stay on the meta device, and are not compared.
     """
     for module in plain.modules():
         names = [name for name, each in module._buffers.items() if each is not None and each.is_meta]
         names = [name for name in names if name in module._non_persistent_buffers_set]
         if not names:
             continue
+        before = {name: module._buffers[name] for name in names}
         results = []
-        for fill in (0, 1):  # what is not written shows as a difference
-            for name in names:
-                empty = torch.empty_like(module._buffers[name], device="cpu")
-                module._buffers[name] = empty.fill_(fill)
-            with torch.no_grad():
-                plain._init_weights(module)
-            results.append([module._buffers[name] for name in names])
+        try:
+            for fill in (0, 1):  # what is not written shows as a difference
+                for name in names:
+                    empty = torch.empty_like(module._buffers[name], device="cpu")
+                    module._buffers[name] = empty.fill_(fill)
+                with torch.no_grad():
+                    plain._init_weights(module)
+                results.append([module._buffers[name] for name in names])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            module._buffers.update(before)
+            continue
         for name, first, second in zip(names, *results, strict=True):
             if not torch.equal(first, second):
                 module._buffers[name] = first.to("meta")
