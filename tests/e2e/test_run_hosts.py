@@ -204,6 +204,26 @@ def test_each_host_may_be_started_by_hand(folder):
     ]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for each")
+@pytest.mark.parametrize("by_list", [False, True], ids=["the machine", "lists by hand"])
+def test_hosts_that_are_started_by_hand_on_one_machine_divide_it(folder, by_list):
+    (folder / "hosts").write_text(f"localhost slots=1\n{socket.gethostname()} slots=1\n")
+    cores = sorted(os.sched_getaffinity(0))
+    at = ["--hostfile", "hosts", "--no_ssh", "--master_addr", "127.0.0.1", "--master_port", ranks.free_port()]
+    children = []
+    for rank in (0, 1):
+        given = ["--bind_core_list", str(cores[-1 - rank])] if by_list else []
+        argv = command(*at, "--bind_cores_to_rank", *given, "--node_rank", rank, "worker.py")
+        children.append(subprocess.Popen(argv, cwd=folder, stderr=subprocess.PIPE, text=True))
+    errors = [child.communicate(timeout=60)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0], errors
+    found = [report["cores"] for report in reports(folder)]
+    assert not set(found[0]) & set(found[1])
+    if by_list:
+        assert found == [[cores[-1]], [cores[-2]]]
+        assert all("are one machine, and this run divides the cores that it was given" in error for error in errors)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -31,6 +31,16 @@ def are_this_host(names: Sequence[str]) -> list[bool]:
     ]
 
 
+def means_whoever_asks(name: str) -> bool:
+    """Whether a name, such as `localhost`, means another host on each host. Its own name does not."""
+    if name.lower() in (socket.gethostname().lower(), "localhost"):
+        return name.lower() == "localhost"
+    found = [address for _, address in _addresses(name)]
+    return bool(found) and all(
+        address in ("127.0.0.1", "::1") or (address == name and name.startswith("127.")) for address in found
+    )
+
+
 def own_addresses(hosts: Sequence[str]) -> list[str]:
     """Addresses of this host, those that face `hosts` first."""
     found = []

@@ -8,7 +8,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.address import are_this_host, is_this_host
@@ -16,7 +16,7 @@ from anyaccel.launch.agents import SocketAgent
 from anyaccel.launch.callback import VARIABLE, Reception
 from anyaccel.launch.channel import FrameReader
 from anyaccel.launch.counts import MOST_HOSTS, brief
-from anyaccel.launch.devices import count_devices
+from anyaccel.launch.devices import count_devices, find_devices
 from anyaccel.launch.forward import forwarded_environment
 from anyaccel.launch.front import Front, start_agents
 from anyaccel.launch.hostfile import read_hostfile, select_hosts
@@ -24,6 +24,7 @@ from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.launch.launcher import current_folder, free_port, say_warnings
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
+from anyaccel.launch.machines import names_of_this_machine
 from anyaccel.launch.options import DEFAULT_HOSTFILE, LaunchOptions
 from anyaccel.launch.output import DEBUG, LEVELS, WARNING, Output
 from anyaccel.launch.runners import Runner, absolute_paths, find_runner, require_program, ssh
@@ -184,6 +185,7 @@ class ClusterLaunch:
         program: path of the runner's program.
         node: number of this host, where it starts its workers by itself.
         commands: with ssh, the argument vector of each host's agent.
+        warnings: what is to be said before workers are started.
     """
 
     task: Task
@@ -192,6 +194,7 @@ class ClusterLaunch:
     program: str = ""
     node: int = 0
     commands: tuple[tuple[str, ...], ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def command(self, contact: str) -> tuple[tuple[str, ...], dict[str, str]]:
         """The argument vector of mpirun, srun or pdsh, and its environment on top of ours.
@@ -274,7 +277,33 @@ def _by_hand(task: Task, cluster: ClusterOptions) -> ClusterLaunch:
     port = task.options.master_port or _DEFAULT_PORT
     if node == 0:
         free_port(port)
-    return ClusterLaunch(task.with_master(task.options.master_addr or "127.0.0.1", port), cluster, node=node)
+    launch = ClusterLaunch(task.with_master(task.options.master_addr or "127.0.0.1", port), cluster, node=node)
+    return _among_names(launch) if nodes > 1 else launch
+
+
+def _among_names(launch: ClusterLaunch) -> ClusterLaunch:
+    """The same where other hosts of the job are this machine too: its cores are divided among all of their workers."""
+    task, options = launch.task, launch.task.options
+    named = launch.cluster.hostfile is not None or os.path.exists(DEFAULT_HOSTFILE)  # noqa: PTH110
+    names = [host.name if named else "" for host in task.hosts]
+    try:
+        together = names_of_this_machine(names, launch.node, options.master_addr or "")
+    except UsageError:
+        if options.bind_cores:
+            raise
+        together = []
+    if len(together) < 2:
+        return launch
+    machine = read_machine()
+    who = f"hosts {', '.join(task.hosts[number].name for number in together)} are one machine"
+    if options.core_list is not None or len(machine.allowed_cpus) < len(machine.cpus):
+        # Each run may have been given cores of its own, and none knows those of the others.
+        text = f"{who}, and this run divides the cores that it was given among its own workers; give each run others"
+        return replace(launch, warnings=(text,) if options.bind_cores else ())
+    # The same holds for devices.
+    variable = find_devices(machine, os.environ).variable
+    task = replace(task, together=tuple(together), own_devices=bool(variable and os.environ.get(variable)))
+    return replace(launch, task=task)
 
 
 def run_cluster(options: LaunchOptions, cluster: ClusterOptions) -> int:
@@ -296,10 +325,18 @@ def _run_here(launch: ClusterLaunch) -> int:
     task = launch.task
     task.enter()
     host = task.hosts[launch.node].name if len(task.hosts) > 1 else ""
-    plan = task.plan(launch.node)
+    try:
+        plan = task.plan(launch.node)
+    except UsageError as error:
+        if not task.together:
+            raise
+        names = ", ".join(task.hosts[other].name for other in task.together)
+        raise UsageError(f"{error} (hosts {names} are one machine)") from None
     name = f"anyaccel on {host}" if host else "anyaccel"
     say_warnings(plan, task.options, name)
     console = Output(2, LEVELS[task.options.log_level], name)
+    for warning in launch.warnings:
+        console.line(f"warning: {warning}", WARNING)
     workers = task.workers(plan, launch.node)
     return supervise(workers, task.options.grace_period, options=task.options, console=console, host=host)
 

@@ -262,7 +262,8 @@ class Front:
                 continue
             self._cut.append(output)
             if output.lost:
-                said = cannot_write(output, logged=self._task.options.log_dir is not None)
+                # Whether those of other hosts can be written, these say.
+                said = cannot_write(output, logged=self._task.options.log_dir is not None, every_log=False)
                 self.console.line(f"error: {said}", ERROR)
             if self.launcher:
                 self.end(signal.SIGTERM)  # there is no way through it to the pipes of the workers

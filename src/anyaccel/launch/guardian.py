@@ -297,7 +297,8 @@ class _Guardian:
             if output.problem and output not in self._cut:
                 self._cut.append(output)
                 if output.lost and not self._link:  # the launcher of several hosts has its own to say
-                    self._output.line(f"error: {cannot_write(output, logged=self._streams.logged)}", ERROR)
+                    text = cannot_write(output, logged=self._streams.logged, every_log=self._streams.every_log)
+                    self._output.line(f"error: {text}", ERROR)
             if output.problem:
                 self._streams.cut(output)
 

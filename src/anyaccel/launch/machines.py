@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
+from anyaccel.launch.address import are_this_host, is_this_host, means_whoever_asks
 from anyaccel.launch.task import Task
 from anyaccel.topology import format_cpu_list
 
@@ -39,3 +40,35 @@ def same_machines(task: Task, ready: Mapping[int, Mapping[str, Any]]) -> list[li
                     "others too; give them the same CPUs (one cpuset), or none in common"
                 )
     return [nodes for nodes in groups.values() if len(nodes) > 1]
+
+
+def names_of_this_machine(names: Sequence[str], node: int, master: str) -> list[int]:
+    """Hosts of a job that are the machine of this process, by number, ascending; with --no_ssh, where nobody can ask.
+
+    Args:
+        names: of all hosts; "" where it is not known.
+        node: number of the host that this process is.
+        master: address of rank 0, of host 0.
+
+    Raises:
+        UsageError: a name means another machine on each of them, and may mean this one.
+    """
+    if means_whoever_asks(master):
+        return list(range(len(names)))  # rank 0 is reached through the loopback
+    machines = [name.rpartition("@")[2] for name in names]
+    asked = [machine for machine in machines if machine]
+    here = dict(zip(asked, are_this_host(asked), strict=True))
+    relative = {machine for machine in asked if here[machine] and means_whoever_asks(machine)}
+    found = []
+    for number, machine in enumerate(machines):
+        if number == node or (machine in here and machine not in relative and here[machine]):
+            found.append(number)
+        elif machine in relative and (number == 0 or machines[node] in relative):
+            if machines[node] in relative or is_this_host(master):
+                found.append(number)
+        elif machine in relative:
+            raise UsageError(
+                f"host {names[number]} is another machine on each host, and may be that of host {names[node]}; "
+                "write the name of its machine into the hostfile"
+            )
+    return found

@@ -48,10 +48,16 @@ class OutputOptions:
             raise UsageError(f"--log_level is {self.log_level!r}, it must be one of {', '.join(LEVELS)}")
 
 
-def cannot_write(output: Output, *, logged: bool) -> str:
-    """The line about an output that failed; `logged`: there are log files."""
+def cannot_write(output: Output, *, logged: bool, every_log: bool = True) -> str:
+    """The line about an output that failed.
+
+    Args:
+        logged: there are log files, and one of them may still be written.
+        every_log: all of them can be, as far as is known.
+    """
     if logged:
-        return f"{output.loss}; the job goes on, and its output is in the log files"
+        which = "the log files" if every_log else "those log files that can be written"
+        return f"{output.loss}; the job goes on, and its output is in {which}"
     return f"{output.loss}; output of the workers is lost, and what they write there from now on fails"
 
 

@@ -54,10 +54,11 @@ class Streams:
         self._streams: dict[int, _Stream] = {}
         self._tails: dict[int, bytearray] = {}
         self._logs: dict[int, int] = {}
+        self.every_log = True  # none has failed
 
     @property
     def logged(self) -> bool:
-        """Whether there are log files."""
+        """Whether there are log files that can be written."""
         return bool(self._logs)
 
     @property
@@ -176,12 +177,16 @@ class Streams:
                 data = data[os.write(self._logs[rank], data) :]
         except OSError as error:
             os.close(self._logs.pop(rank))
+            self.every_log = False
             for stream in self._streams.values():
                 if stream.rank == rank and stream.console is None:
                     stream.console = self._error if stream.is_error else self._output
+            shown = "what it writes from here on is shown here"
+            if self._output is not None and self._output.problem:
+                shown = "what it writes to standard output is lost, which cannot be written either"
             self._error.line(
                 f"warning: the log of rank {rank} in {self._options.log_dir} cannot be written: {error.strerror}; "
-                "the job goes on, and what it writes from here on is shown here",
+                f"the job goes on, and {shown}",
                 WARNING,
             )
 

@@ -34,6 +34,7 @@ class Task:
         folder: working directory of the workers.
         word: secret word of the job, on the launcher's side; it travels apart.
         together: numbers of the hosts that are this one machine, where the hostfile has several names for it.
+        own_devices: each of these was given devices of its own by who started it.
     """
 
     options: LaunchOptions
@@ -42,6 +43,7 @@ class Task:
     folder: str
     word: str = ""
     together: tuple[int, ...] = ()
+    own_devices: bool = False
 
     def encode(self) -> dict[str, Any]:
         """Types that JSON has."""
@@ -128,7 +130,7 @@ class Task:
         Each name of a machine counts from 0; where two have a number in common, the devices of each name come after
         those of the names before it.
         """
-        if not self.together:
+        if not self.together or self.own_devices:
             return self.hosts[node].slots, None
         slots = {other: self.hosts[other].slots for other in self.together}
         numbers = [slot for found in slots.values() for slot in found]

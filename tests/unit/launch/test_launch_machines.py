@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts that are one machine divide its cores and devices; nobody gets what another has."""
 
+import socket
+
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.launch import launcher
+from anyaccel.launch import address, launcher
 from anyaccel.launch.job import Host
-from anyaccel.launch.machines import same_machines
+from anyaccel.launch.machines import names_of_this_machine, same_machines
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.task import Task
 from anyaccel.topology import Cpu, Machine, NumaNode
@@ -79,3 +81,51 @@ def test_names_of_one_machine_divide_its_cores_and_devices(monkeypatch, slots, c
         visible = plan.ranks[0].env.get("ZE_AFFINITY_MASK", "3,4,5,6").split(",")
         devices += [visible[binding.local_rank] for binding in plan.ranks]
     assert len(set(devices)) == len(devices)
+
+
+ADDRESSES = {
+    "localhost": "127.0.0.1",
+    "127.0.0.1": "127.0.0.1",
+    "a": "10.0.0.1",
+    "10.0.0.1": "10.0.0.1",
+    "a-too": "10.0.0.1",
+    "b": "10.0.0.2",
+    "10.0.0.2": "10.0.0.2",
+}
+
+
+@pytest.mark.parametrize("its_name", ["a", "elsewhere"])
+@pytest.mark.parametrize(
+    ("names", "node", "master", "found"),
+    [
+        (["a", "b"], 0, "a", [0]),
+        (["a", "b", "a-too"], 0, "a", [0, 2]),
+        (["a", "b", "user@a-too"], 2, "10.0.0.1", [0, 2]),
+        (["localhost", "a"], 0, "10.0.0.1", [0, 1]),
+        (["localhost", "a"], 1, "10.0.0.1", [0, 1]),
+        (["localhost", "a"], 1, "10.0.0.2", [1]),  # host 0 runs on b, and calls itself localhost
+        (["localhost", "127.0.0.1", "b"], 1, "10.0.0.1", [0, 1]),
+        (["localhost", "b"], 0, "127.0.0.1", [0, 1]),  # rank 0 can be reached from this machine only
+        (["", "", ""], 1, "localhost", [0, 1, 2]),
+        (["", "", ""], 1, "10.0.0.1", [1]),
+        (["pod", "b"], 0, "10.0.0.1", [0]),  # no such name
+        (["b", "localhost"], 1, "10.0.0.2", [1]),
+        (["a", "localhost"], 0, "10.0.0.1", "host localhost is another machine on each host"),
+    ],
+)
+def test_names_of_this_machine_where_nobody_can_ask(monkeypatch, its_name, names, node, master, found):
+    """This machine has the address 10.0.0.1."""
+
+    def answer(name, *_, **__):
+        if name not in ADDRESSES:
+            raise socket.gaierror(socket.EAI_NONAME, "no such name")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ADDRESSES[name], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    monkeypatch.setattr(socket, "gethostname", lambda: its_name)
+    monkeypatch.setattr(address, "_is_ours", lambda _, number: number in ("10.0.0.1", "127.0.0.1"))
+    if isinstance(found, str):
+        with pytest.raises(UsageError, match=found):
+            names_of_this_machine(names, node, master)
+    else:
+        assert names_of_this_machine(names, node, master) == found
