@@ -32,7 +32,7 @@ def import_torch() -> None:
     Raises:
         AcceleratorUnavailableError: torch is not installed, or it is damaged.
     """
-    if "torch" in sys.modules:
+    if "torch" in sys.modules and _broken is None:
         return
     _import_alone()
     if os.environ.get(_VARIABLE) in (None, "1"):
@@ -47,8 +47,14 @@ def _import_alone() -> None:
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "0"
     try:
-        importlib.import_module("torch")
-    except (Exception, SystemExit) as error:  # a damaged installation may raise anything
+        torch = importlib.import_module("torch")
+        for name in ("Tensor", "device", "dtype", "nn"):
+            if not hasattr(torch, name):  # a folder of that name is found first, or half of torch has been removed
+                place = torch.__file__ or ", ".join(torch.__path__)
+                raise ImportError(f"{place} is not torch, or not all of it: it has no {name}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a damaged installation may raise anything
         if not _is_missing(error):
             _broken = error
         raise _unusable(error) from error

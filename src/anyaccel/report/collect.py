@@ -7,10 +7,12 @@ are there all the same.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import platform
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from anyaccel import env
@@ -80,13 +82,31 @@ def _versions() -> dict[str, str | None]:
     }
     for package in (*_PACKAGES, *_VENDOR_PACKAGES):
         try:
-            found[package] = metadata.version(package)
+            found[package] = _version(package)
         except metadata.PackageNotFoundError:
             if package in _PACKAGES:
                 found[package] = None
         except Exception as error:  # noqa: BLE001  a damaged installation: its METADATA is missing or no text
             found[package] = f"unknown ({_reason(error)})"
     return found
+
+
+def _version(package: str) -> str:
+    """The version of what an import would find, which need not be what is installed first under that name."""
+    version = metadata.version(package)
+    try:
+        spec = importlib.util.find_spec(package) if package in _PACKAGES else None
+    except (ImportError, ValueError):  # what cannot be imported is said by the part that needs it
+        return version
+    if spec is None or not spec.submodule_search_locations:
+        return version
+    installed = metadata.distribution(package)
+    place = Path(next(iter(spec.submodule_search_locations))).resolve()
+    editable = '"editable"' in (installed.read_text("direct_url.json") or "")
+    if editable or place == Path(str(installed.locate_file(package))).resolve():
+        return version
+    beside = next(iter(metadata.distributions(name=package, path=[str(place.parent)])), None)
+    return beside.version if beside else f"unknown ({place} is imported, not the installed {version})"
 
 
 def _accelerator() -> dict[str, Any]:

@@ -135,15 +135,17 @@ def test_cpu_is_chosen_where_nothing_else_is(
     integrated = PciDevice("0000:00:02.0", "0x8086", "0x46a6", "display", None)
     console = PciDevice("0000:02:00.0", "0x1a03", "0x2000", "display", None)
     monkeypatch.setattr(details, "read_devices", lambda: (integrated, console))
+    started = time.monotonic()
     with caplog.at_level(logging.INFO, "anyaccel"):
         assert type(get_accelerator()) is CpuAccelerator
         assert get_accelerator() is get_accelerator() is anyaccel.get_accelerator()
+    passed = time.monotonic() - started
     report = detection_report()
     assert (report.chosen, [row.name for row in report.candidates]) == ("cpu", OURS)
     cuda, cpu = report.candidates[-2:]
     assert (cuda.available, cuda.chosen, cpu.available, cpu.chosen) == (False, False, True, True)
     assert "CUDA_Accelerator requires a CUDA or ROCm build of torch" in cuda.reason
-    assert all(0 <= row.probe_s < 10 and row.why and row.origin == "anyaccel" for row in report.candidates)
+    assert all(0 <= row.probe_s <= passed and row.why and row.origin == "anyaccel" for row in report.candidates)
     assert is_current_accelerator_supported()
     (record,) = [record for record in caplog.records if "Setting accelerator" in record.message]
     assert record.levelno == logging.INFO  # there is nothing that the user could have meant
@@ -335,9 +337,8 @@ def test_a_package_that_asks_for_the_accelerator_while_it_is_imported(no_cuda: N
     extensions.add("eager")
     source = (extensions.folder / f"{name}.py").read_text()
     (extensions.folder / f"{name}.py").write_text(source + "\nimport anyaccel\nFOUND = anyaccel.get_accelerator()\n")
-    started = time.monotonic()
-    assert importlib.import_module(name).FOUND._name == "eager"
-    assert time.monotonic() - started < 10
+    assert importlib.import_module(name).FOUND._name == "eager"  # one that waits is passed over after its deadline
+    assert not [row.reason for row in rows().values() if "no answer" in row.reason]
 
 
 def test_one_that_yields_to_another(

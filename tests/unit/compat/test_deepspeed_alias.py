@@ -537,3 +537,25 @@ def test_runners_give_the_launchers_command(kind, program):
 def test_scripts_parse_deepspeeds_arguments():
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     assert parser.parse_args(["--deepspeed", "--deepspeed_config", "c.json"]).deepspeed_config == "c.json"
+
+
+@pytest.mark.parametrize(
+    ("policy", "flags"),
+    [("bind", ["-m", "0,2"]), ("preferred", ["-p", "0,2"]), ("interleave", ["-i", "0,2"]), ("", [])],
+)
+def test_each_memory_policy_has_its_flag_of_numactl(policy, flags, monkeypatch):
+    from anyaccel.compat.deepspeed.utils import numa
+
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    monkeypatch.setattr(numa, "memory_policy", lambda machine, cores: (policy, (0, 2)))
+    assert numa.get_numactl_cmd("0-3", 2, 1) == (2, ["numactl", *flags, "-C", "2-3"])
+
+
+@pytest.mark.parametrize("cores", ["0-3", None])
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 1), (2, 5), (1, -1), (0, 0), (-1, 0)])
+def test_numactl_of_a_rank_that_is_not_there_is_an_error(cores, ranks, rank, monkeypatch):
+    from anyaccel.compat.deepspeed.utils.numa import get_numactl_cmd
+
+    monkeypatch.delenv("KMP_AFFINITY", raising=False)
+    with pytest.raises(ValueError, match=rf"local_rank={rank}|num_local_procs={ranks}"):
+        get_numactl_cmd(cores, ranks, rank)

@@ -243,8 +243,11 @@ def test_slots_that_a_launcher_cannot_choose_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["OpenMPIRunner", "MPICHRunner"])
 def test_the_command_line_starts_the_script(kind: str, tmp_path: Path) -> None:
+    # A file a rank: launchers may mix the lines of their ranks' output.
     (tmp_path / "show.py").write_text(
-        "import os, sys\nprint(os.getcwd(), sys.argv[1], os.environ['MINE'], os.environ['LOCAL_RANK'], flush=True)\n"
+        "import os, sys\n"
+        "with open('seen-' + os.environ['LOCAL_RANK'], 'x') as file:\n"
+        "    print(os.getcwd(), sys.argv[1], os.environ['MINE'], file=file)\n"
     )
     args = runner.parse_args(["--bind_cores_to_rank", "show.py", "a b"])
     own = getattr(multinode_runner, kind)(args, "", {"localhost": 2})
@@ -255,9 +258,21 @@ def test_the_command_line_starts_the_script(kind: str, tmp_path: Path) -> None:
     command = own.get_cmd(environment, {"localhost": 2})
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{tmp_path} a b 64(x2) $HOME {rank}" for rank in range(2)]
+    seen = {path.name: path.read_text() for path in tmp_path.glob("seen-*")}
+    assert seen == {f"seen-{rank}": f"{tmp_path} a b 64(x2) $HOME\n" for rank in range(2)}
 
 
 def test_a_runner_of_ones_own_needs_nothing_but_the_script() -> None:
     own = Own(SimpleNamespace(user_args=["--x"], user_script="script.py"), "world")  # type: ignore[arg-type]
     assert (own.user_arguments, own.user_script, own.name) == (["--x"], "script.py", "Own")
+
+
+def test_slots_of_a_list_are_sorted_as_numbers() -> None:
+    assert runner.parse_node_config_list("w-0:16,8,1@w-0:9") == {"w-0": [1, 8, 9, 16]}
+
+
+@pytest.mark.parametrize(("launcher", "unused"), [("ssh", False), ("slurm", False), ("pdsh", True), ("openmpi", True)])
+def test_without_a_hostfile_most_launchers_are_left_aside(launcher: str, unused: bool, tmp_path: Path) -> None:
+    arguments = ["--launcher", launcher, "--hostfile", str(tmp_path / "none"), "script.py"]
+    assert runner._needs_no_launcher(runner.parse_args(arguments)) is unused
+    assert not runner._needs_no_launcher(runner.parse_args(["--force_multi", *arguments]))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +134,43 @@ def test_a_missing_package_is_one_line_and_a_mistake_of_ours_a_traceback(
         monkeypatch.setattr("anyaccel.cli._dispatch", raising(ImportError("cannot import name 'x'", name=name)))
         with pytest.raises(ImportError, match="cannot import name"):
             main([])
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("", "is not torch, or not all of it: it has no Tensor); pip install --force-reinstall torch"),
+        (
+            "class Odd(BaseException): pass\nraise Odd('no licence')",
+            "torch is installed and cannot be imported (Odd: no licence); pip install --force-reinstall torch",
+        ),
+    ],
+    ids=["hollow", "base"],
+)
+def test_another_torch_that_is_found_first(source: str, reason: str, tmp_path: Path) -> None:
+    other = tmp_path / "torch"
+    other.mkdir()
+    (other / "__init__.py").write_text(source)
+    before = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+    code = (
+        before + "from anyaccel.cli import main\nfor name in ('report', 'ops', 'ops'):\n    print('exit', main([name]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.split("exit 1\n")[0]
+    assert reason in text and "\ntopology\n" in text
+    assert f"{other} is imported, not the installed {metadata.version('torch')}" in text
+    assert done.stdout.endswith("exit 1\nexit 1\nexit 1\n")
+    assert [line.startswith("anyaccel: error: ") and reason in line for line in done.stderr.splitlines()] == [True] * 2
+
+
+def test_the_version_is_that_of_what_an_import_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    shown = collecting.collect(with_torch=False)["versions"]["gguf"]
+    assert shown.startswith(f"unknown ({tmp_path / 'gguf'} is imported, not the installed ")
+    (tmp_path / "gguf-9.8.7.dist-info").mkdir()
+    (tmp_path / "gguf-9.8.7.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: gguf\nVersion: 9.8.7\n")
+    assert collecting.collect(with_torch=False)["versions"]["gguf"] == "9.8.7"

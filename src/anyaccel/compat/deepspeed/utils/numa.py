@@ -71,8 +71,12 @@ def get_numactl_cmd(bind_core_list: str | None, num_local_procs: int, local_rank
         bind_core_list: CPUs to divide, as in ``0-27,32-59``; None for one of each physical core that is allowed.
 
     Raises:
-        ValueError: the list is none, there is not a core for each rank, or KMP_AFFINITY is set.
+        ValueError: the list is none, there is not a core for each rank, no such rank, or KMP_AFFINITY is set.
     """
+    if num_local_procs < 1:
+        raise ValueError(f"num_local_procs={num_local_procs}: must be at least 1")
+    if not 0 <= local_rank < num_local_procs:
+        raise ValueError(f"local_rank={local_rank}: must be from 0 to {num_local_procs - 1}")
     if "KMP_AFFINITY" in os.environ:
         raise ValueError("KMP_AFFINITY is set, which takes the cores out of numactl's hands: unset KMP_AFFINITY")
     machine = read_machine()
