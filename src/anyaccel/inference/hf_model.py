@@ -279,6 +279,9 @@ def make_native(
         group: ranks that share `native`.
     """
     module.eval()
+    for each in module.modules():
+        vars(each).pop("_compiled_call_impl", None)  # of the module as it was
+    module.zero_grad(set_to_none=True)  # gradients of weights that are gone
     module.to_empty(device="meta")
     module.requires_grad_(False)
     module.__class__ = _native_class(type(module))  # type: ignore[arg-type]

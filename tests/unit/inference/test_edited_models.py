@@ -13,7 +13,9 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import create_causal_mask
+from transformers.models.gemma import modeling_gemma
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral import modeling_mistral
 
@@ -22,6 +24,8 @@ import family_cases
 from anyaccel.inference.runtimes.families import FAMILIES
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.module_check import check_unmodified
+from anyaccel.inference.runtimes.module_code import check_code
+from anyaccel.inference.runtimes.module_probe import _difference as difference
 from anyaccel.inference.runtimes.module_probe import check_computes_the_same
 
 IDS = torch.randint(3, 131, (2, 24), generator=torch.Generator().manual_seed(7))
@@ -254,7 +258,7 @@ def test_patched_classes_and_functions_count(
     model, usual = copy.deepcopy(_built(case)), _usual(case)
     monkeypatch.setattr(place, name, change(getattr(place, name)))
     engine = _answers_as_edited(model, usual)
-    assert "the logits of a few tokens differ by" in engine.why
+    assert engine.why.endswith(f"{name}, which was replaced")
 
 
 def test_hooks_of_all_modules_count() -> None:
@@ -266,7 +270,185 @@ def test_hooks_of_all_modules_count() -> None:
         engine = _answers_as_edited(model, usual)
     finally:
         hook.remove()
-    assert "the logits of a few tokens differ by" in engine.why
+    assert "code for hooks of all modules" in engine.why
+
+
+_attention = modeling_llama.LlamaAttention.forward
+
+
+def _second_layer(self: Any, *args: Any, **kwargs: Any) -> Any:
+    out, weights = _attention(self, *args, **kwargs)
+    return out * (2 if self.layer_idx == 1 else 1), weights
+
+
+def _long(self: Any, *args: Any, **kwargs: Any) -> Any:
+    out, weights = _attention(self, *args, **kwargs)
+    return out * (2 if out.shape[1] > 100 else 1), weights
+
+
+_causal = modeling_llama.LlamaForCausalLM.forward
+
+
+def _banned(self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = _causal(self, *args, **kwargs)
+    output.logits[..., 7:50] = float("-inf")
+    return output
+
+
+@functools.wraps(modeling_llama.LlamaMLP.forward)
+def _in_disguise(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(self.up_proj(x))
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "new"),
+    [
+        (modeling_llama.LlamaAttention, "forward", _second_layer),
+        (modeling_llama.LlamaAttention, "forward", _long),
+        (modeling_llama.LlamaForCausalLM, "forward", _banned),
+        (modeling_llama.LlamaMLP, "forward", _in_disguise),
+        (modeling_llama.LlamaRMSNorm, "forward", modeling_gemma.GemmaRMSNorm.forward),
+        (modeling_llama, "rotate_half", functools.partial(lambda x: x)),
+        (modeling_llama, "LlamaMLP", type("LlamaMLP", (modeling_llama.LlamaMLP,), {"__module__": __name__})),
+        (nn.Linear, "forward", _twice(nn.Linear.forward)),
+        (nn.functional, "linear", lambda x, w, b=None: x @ w.T),
+        (masking_utils, "create_causal_mask", masking_utils.create_bidirectional_mask),
+    ],
+    ids=["layer", "length", "vocabulary", "wraps", "swap", "partial", "class", "linear", "F", "mask"],
+)
+def test_code_that_was_replaced_is_found_wherever_it_counts(
+    place: Any, name: str, new: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a layer, for a length or in a part of the vocabulary that a few tokens do not show."""
+    model = _built("llama")
+    check_code(model)
+    monkeypatch.setattr(place, name, new)
+    with pytest.raises(Unsupported, match=f"{name}, which was replaced|where the architecture has {name}"):
+        check_unmodified(model)
+
+
+def test_logits_that_are_not_finite_are_compared() -> None:
+    ones = torch.ones(2, 3)
+    for value in (float("inf"), float("-inf"), float("nan")):
+        other = ones.clone()
+        other[1, 2] = value
+        assert not difference(ones, other) <= 1e9
+        assert not difference(other, ones) <= 1e9
+        assert not difference(-other, other) <= 1e9 or value != value
+        assert difference(other, other.clone()) == 0
+
+
+def _scores(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any) -> Any:
+    return modeling_llama.eager_attention_forward(module, q, k, v, mask, scaling=3 * scaling)
+
+
+def _named_attention(model: Any) -> None:
+    model.config._attn_implementation = "flex_attention_mine"
+
+
+def _one_layers_attention(model: Any) -> None:
+    model.config._attn_implementation = "eager"
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(model.config)
+    attention.config._attn_implementation = "flex_attention_mine"
+
+
+def _known_attention(model: Any) -> None:
+    model.set_attn_implementation("sdpa")
+    AttentionInterface._global_mapping["sdpa"] = _scores
+
+
+@pytest.mark.parametrize("edit", [_named_attention, _one_layers_attention, _known_attention])
+def test_an_attention_that_somebody_registered_counts(
+    edit: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {**AttentionInterface._global_mapping, "flex_attention_mine": _scores}
+    masks = {**AttentionMaskInterface._global_mapping, "flex_attention_mine": masking_utils.eager_mask}
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", own)
+    monkeypatch.setattr(AttentionMaskInterface, "_global_mapping", masks)
+    engine = _answers_as_edited(_edited("llama", edit), _usual("llama"))
+    assert engine.runtime == "torch"
+
+
+def _bias_as_buffer(model: Any) -> None:
+    linear = model.model.layers[1].mlp.down_proj
+    del linear._parameters["bias"]
+    linear.register_buffer("bias", torch.arange(linear.out_features) / 4.0)
+
+
+def _persistent_frequencies(model: Any) -> None:
+    rotary = model.model.rotary_emb
+    rotary.register_buffer("inv_freq", rotary.inv_freq * torch.tensor([1.0, *[0.0] * (len(rotary.inv_freq) - 1)]))
+
+
+@pytest.mark.parametrize("edit", [_bias_as_buffer, _persistent_frequencies])
+def test_buffers_that_no_checkpoint_of_it_has_count(edit: Callable[[Any], None]) -> None:
+    engine = _answers_as_edited(_edited("llama", edit), _usual("llama"))
+    assert engine.runtime == "torch" and "buffer" in engine.why
+
+
+def _asked(**more: bool) -> Callable[[Any], None]:
+    def edit(model: Any) -> None:
+        model.set_attn_implementation("eager")
+        model(IDS, **more)
+
+    return edit
+
+
+def _trained(model: Any) -> None:
+    model.train()
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    with torch.enable_grad():
+        model(IDS, labels=IDS).loss.backward()
+    model.eval()
+
+
+def _compiled(model: Any) -> None:
+    model.compile(backend="eager")
+    model(IDS)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("case", "use"),
+    [
+        ("llama", _asked(output_hidden_states=True)),
+        ("gpt2", _asked(output_attentions=True)),
+        ("mixtral", _asked(output_router_logits=True)),
+        ("llama", _trained),
+        ("gpt2", _trained),
+        ("llama", _compiled),
+    ],
+    ids=["hidden states", "attentions", "routers", "trained", "trained-gpt2", "compiled"],
+)
+def test_what_transformers_leaves_behind_is_no_edit(case: str, use: Callable[[Any], None]) -> None:
+    engine = _answers_as_edited(_edited(case, use), None)
+    assert engine.runtime == "native", engine.why
+
+
+def test_a_hook_beside_those_of_transformers_counts() -> None:
+    model = _edited("llama", _asked(output_hidden_states=True))
+    model.model.layers[1].mlp.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    assert _answers_as_edited(model, _usual("llama")).runtime == "torch"
+
+
+@pytest.mark.parametrize("runtime", ["native", "torch"])
+@pytest.mark.parametrize("how", ["wrapped", "in place", "forward"])
+def test_a_compiled_model_answers(how: str, runtime: str) -> None:
+    model = copy.deepcopy(_built("llama"))
+    if runtime == "torch":
+        model.model.layers[1].input_layernorm.variance_epsilon = 0.3
+    expected = _logits(copy.deepcopy(model))
+    if how == "wrapped":
+        model = torch.compile(model, backend="eager")
+    elif how == "in place":
+        model.compile(backend="eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="eager")
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    for _ in range(2):
+        torch.testing.assert_close(_logits(engine), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_model_that_fails_is_not_answered_for() -> None:

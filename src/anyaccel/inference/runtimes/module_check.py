@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.module_state import ATTENTION, compare_state, restore_buffers
+from anyaccel.inference.runtimes.module_code import check_code, check_implementations, is_transformers_hook
+from anyaccel.inference.runtimes.module_state import compare_state, restore_buffers
 
 
 def check_unmodified(model: nn.Module) -> None:
@@ -23,17 +24,17 @@ def check_unmodified(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     if kind not in _causal_lms(config):
         raise Unsupported(f"code for {kind.__module__}.{kind.__qualname__}, which is no causal LM of transformers")
-    attention = getattr(config, "_attn_implementation", None)
-    if attention is not None and not str(attention).startswith(ATTENTION):
-        raise Unsupported(f"code for the attention implementation {attention!r}")
     for name, module in model.named_modules():
         where = f"module {name!r} ({type(module).__name__})"
-        if module._forward_hooks or module._forward_pre_hooks:
+        check_implementations(getattr(module, "config", None), f" in {where}" if name else "")
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if not all(map(is_transformers_hook, hooks)):
             raise Unsupported(f"code for forward hooks ({where})")
         if "forward" in vars(module):
             raise Unsupported(f"code for a forward that was replaced ({where})")
     plain = _as_configured(model)
     _compare(model, plain)
+    check_code(model)
     restore_buffers(plain)
     compare_state(model, plain)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few tokens through a model in memory and through the native decoder, before its weights are taken over.
 
-`module_state` finds what a module holds; this finds what its code computes: classes, functions and registries that were
-patched, hooks for all modules, values of a configuration that the two read in different ways. It runs the first layers,
-all kinds of them where that is a small part, in float32 and with some of the vocabulary.
+`module_state` finds what a module holds and `module_code` what was patched; this finds what both miss, for instance
+values of a configuration that the two read in different ways. It runs the first layers, all kinds of them where that is
+a small part, in float32 and with some of the vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -76,15 +78,22 @@ def check_computes_the_same(model: Any, config: Mapping[str, Any]) -> None:
             text = f"{type(error).__name__}: {error}".splitlines()[0][:120]
             raise Unsupported(f"code for a model whose own code fails ({text})") from error
         ours = _native_logits(native, ids_BT, tokens, part.vocab)
-        if not bool(theirs.isfinite().all()):
-            return  # of no use for either
-        difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
+        difference = _difference(ours, theirs)
         if difference <= _TOLERANCE:
             return
     raise Unsupported(
         f"code for what {type(model).__name__} computes here: the logits of a few tokens differ by {difference:.2g} "
         "of the largest (were classes or functions of transformers replaced?)"
     )
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of the largest; infinities and NaN must be in the same places."""
+    finite = theirs.isfinite()
+    if not torch.equal(ours.where(~finite, 0.0).nan_to_num(7.0), theirs.where(~finite, 0.0).nan_to_num(7.0)):
+        return math.inf
+    ours, theirs = ours.where(finite, 0.0), theirs.where(finite, 0.0)
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
 
 
 def _tensors(family: Family, spec: DecoderSpec, config: Mapping[str, Any]) -> set[str]:
@@ -140,6 +149,8 @@ class _Copier:
             if id(value) in self.configs:
                 vars(twin)[attribute] = self.configs[id(value)]
         vars(twin)["training"] = False
+        # Hooks that are left are transformers' own, to train and to record outputs; what is compiled is the original.
+        vars(twin).update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), _compiled_call_impl=None)
         prefix = f"{name}." if name else ""
         in_vocabulary = any(module is each for each in self.vocabulary)
         if in_vocabulary and hasattr(module, "padding_idx"):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.inference.runtimes.module_code import ATTENTION, is_compiled_call
 
 # nn.Module's own: hooks, which module_check looks at, registries, and `training`, which inference switches off.
 _MACHINERY = frozenset(vars(nn.Module()))
@@ -29,7 +30,8 @@ _NOTES = frozenset((
     "_loss_function", "loss_function", "_tp_plan", "_ep_plan", "_pp_plan", "_tp_size", "_device_mesh", "dtype",
     "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules", "_skip_keys_device_placement",
     "_dtype", "all_tied_weights_keys", "_tied_weights_keys", "_keys_to_ignore_on_load_missing",
-    "_keys_to_ignore_on_load_unexpected", "_ddp_params_and_buffers_to_ignore",
+    "_keys_to_ignore_on_load_unexpected", "_ddp_params_and_buffers_to_ignore", "_output_capturing_hooks_installed",
+    "_require_grads_hook", "_require_grads_hooks",
 ))
 # fmt: on
 # How long a rotary embedding has seen texts to be, or may: read by the frequencies that change with it alone.
@@ -39,8 +41,6 @@ _CHANGING = ("dynamic", "longrope")
 _DESCRIPTIONS = frozenset(
     ("dtype", "torch_dtype", "transformers_version", "architectures", "name_or_path", "use_cache", "return_dict")
 )
-# Ways to compute the same attention.
-ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_", "paged|")
 _ROUNDINGS = (torch.bfloat16, torch.float16)
 _DEEPEST = 8
 
@@ -114,18 +114,23 @@ def _difference(module: nn.Module, usual: nn.Module, configs: Mapping[int, int])
             continue
         if name not in ours:
             return f"a missing attribute {name!r}"
-        chosen = name == "_attn_implementation" and str(ours[name]).startswith(ATTENTION)
+        chosen = name == "_attn_implementation" and ATTENTION.fullmatch(str(ours[name])) is not None
         if not chosen and not _same(ours[name], value, configs):
             return f"{name}={_short(ours[name])}"
     kind: Any = type(module)
     for name in ours.keys() - theirs.keys() - skipped:
+        if name == "_compiled_call_impl" and (ours[name] is None or is_compiled_call(ours[name])):
+            continue
         if hasattr(kind, name) or name in _names_used(kind):
             return f"an attribute {name!r}"
-    persistent = module._buffers.keys() - module._non_persistent_buffers_set  # weights, as far as this is concerned
+    weights = usual._buffers.keys() - usual._non_persistent_buffers_set  # as far as this is concerned
     for name, buffer in usual._buffers.items():
         mine = module._buffers.get(name)
-        if name not in persistent and not _same(mine, buffer, configs):
+        if (name not in weights or mine is None) and not _same(mine, buffer, configs):
             return f"the buffer {name!r}"
+    for name in module._buffers.keys() - usual._buffers.keys():
+        if name in usual._parameters or hasattr(kind, name) or name in _names_used(kind):
+            return f"a buffer {name!r}"
     return ""
 
 

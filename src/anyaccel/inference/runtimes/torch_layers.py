@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,18 @@ from anyaccel import _llm
 from anyaccel.errors import UsageError
 
 TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def _eagerly(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Run native code as it is where torch compiles what is around it: nothing there is torch's to compile."""
+
+    @functools.wraps(forward)
+    def run(self: nn.Module, *args: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(forward)(self, *args)  # type: ignore[no-untyped-call,no-any-return]
+        return forward(self, *args)
+
+    return run
 
 
 class _Packed(nn.Module):
@@ -57,6 +70,7 @@ class PackedLinear(_Packed):
         self._native_bias = None if bias_O is None or reduce is not None else bias_O.float().contiguous()
         self.bias_address = 0 if self._native_bias is None else self._native_bias.data_ptr()
 
+    @_eagerly
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         kind = TYPES.get(x.dtype)
@@ -86,6 +100,7 @@ class PackedRMSNorm(nn.Module):
         self.eps = self.variance_epsilon = eps
         self._factor = factor_H.float().contiguous()
 
+    @_eagerly
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
         kind = TYPES.get(x.dtype)
@@ -117,6 +132,7 @@ class PackedEmbedding(_Packed):
         self.scale = scale
         self._stand_in(shape, dtype)
 
+    @_eagerly
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[...] -> [..., embedding_dim]. Raises UsageError for a token out of the vocabulary, or of no whole type."""
         if input_ids.is_floating_point() or input_ids.is_complex() or input_ids.dtype == torch.bool:
@@ -142,6 +158,7 @@ class PackedExperts(nn.Module):
         self.num_experts = len(up)
         self.up, self.down = up, down  # no submodules: there may be thousands
 
+    @_eagerly
     def forward(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Each token through its experts, and the sum of what they say by their weights.
 
@@ -170,6 +187,7 @@ class PackedParallelExperts(nn.Module):
         self.linears = linears  # no submodules
         self.num_experts = len(linears)
 
+    @_eagerly
     def forward(self, x_SH: torch.Tensor, expert_size: Any) -> torch.Tensor:
         """Rows sorted by expert, of which each has `expert_size` -> [rows, out]."""
         counts = [int(count) for count in expert_size]
