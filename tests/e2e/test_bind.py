@@ -285,3 +285,12 @@ def test_more_ranks_than_cores_below_an_mpi(run: Run) -> None:
     said = done.stdout + done.stderr
     assert said.count("cannot each have a core of their own") == cores + 1
     assert "already" not in said
+
+
+@two_cores
+def test_what_a_bind_above_has_bound_is_kept(run: Run) -> None:
+    twice = (*BIND, "--local_rank", "1", "--local_size", "2", "--", *BIND, "--strict", "--")
+    once = shown(run(*twice[: len(BIND) + 5], sys.executable, "show.py"))
+    done = run(*twice, sys.executable, "show.py")
+    assert shown(done) == once
+    assert done.stderr == ""

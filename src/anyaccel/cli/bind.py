@@ -13,7 +13,7 @@ from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
 from anyaccel.launch.ancestors import Ancestors, read_ancestors
 from anyaccel.launch.apply import EXIT_NOT_BOUND, bind_this_process
-from anyaccel.launch.binder import cpus_of_launcher, given_by_hand, plan_rank
+from anyaccel.launch.binder import BOUND, bound_mark, cpus_of_launcher, given_by_hand, plan_rank
 from anyaccel.launch.counts import MOST_ON_A_HOST
 from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
 from anyaccel.launch.options import BindingOptions
@@ -88,7 +88,8 @@ def main(argv: list[str]) -> int:
         _say(f"{'error' if options.strict else 'warning'}: {problem}")
     if problems and options.strict:
         return EXIT_NOT_BOUND
-    return _become(command, {**os.environ, **binding.env})
+    mark = {} if problems else {BOUND: bound_mark(found, os.sched_getaffinity(0))}
+    return _become(command, {**os.environ, **binding.env, **mark})
 
 
 def _place(arguments: argparse.Namespace, ancestors: Ancestors | None) -> RankFromEnvironment:

@@ -7,7 +7,7 @@ All processes of a machine make the same plan from the same facts, each takes it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
@@ -37,6 +37,8 @@ _BY_HAND = "--local_rank"
 _OPENMP = ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND")
 # Set by `anyaccel run` (and by DeepSpeed's launcher), and by no other launcher.
 _RUN = "CROSS_SIZE"
+# What `anyaccel bind` leaves behind for one below it: the place and the CPUs that it gave to this process.
+BOUND = "ANYACCEL_BOUND"
 # Launchers that set OMP_NUM_THREADS=1 by themselves where the user set nothing: their own variable, and their name.
 _ONE_THREAD = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_ID": "Ray"}
 
@@ -79,9 +81,10 @@ def plan_rank(
     """
     allocator = allocator_path(options, environ)
     environ, threads, setter = _without_launchers_threads(environ, found, ancestors)
-    kept = _is_bound_already(machine, found, environ, launchers_cpus, ancestors)
+    ours = _is_below_bind(found, environ, frozenset(machine.allowed_cpus), ancestors)
+    kept = ours or _is_bound_already(machine, found, environ, launchers_cpus, ancestors)
     if kept:
-        shares = _keep(options, machine, found)
+        shares = _keep(options, machine, found, ours=ours)
     else:
         shares = bind_ranks(options, machine, found.local_size, nodes_of_devices(options, machine, environ))
     variables, notes, warnings = rank_environments(options, machine, shares, environ, allocator)
@@ -106,6 +109,11 @@ def plan_rank(
         for local_rank, (share, env) in enumerate(zip(shares.ranks, variables, strict=True))
     )
     return BinderPlan(ranks, tuple(notes), tuple(warnings), tuple(spoken))
+
+
+def bound_mark(found: RankFromEnvironment, cpus: Iterable[int]) -> str:
+    """The value of BOUND for a process of this place that may use these CPUs."""
+    return f"{found.local_rank}/{found.local_size}:{format_cpu_list(sorted(cpus))}"
 
 
 def cpus_of_launcher(ancestors: Ancestors | None, variable: str) -> frozenset[int] | None:
@@ -138,11 +146,13 @@ def _without_launchers_threads(
         beside = variable if name == "torchrun" else "LOCAL_RANK"
         if may and _set_together(ancestors, "OMP_NUM_THREADS", beside):
             setter, gone = name, {"OMP_NUM_THREADS"}
-    if ancestors is not None and _RUN in environ:
-        gone_with_run = {name for name in _OPENMP if environ.get(name) and _set_together(ancestors, name, _RUN)}
-        if "OMP_NUM_THREADS" in gone_with_run:
-            setter = "anyaccel run"
-        gone |= gone_with_run
+    for variable, name in ((_RUN, "anyaccel run"), (BOUND, "anyaccel bind")):
+        if ancestors is None or variable not in environ:
+            continue
+        gone_with_it = {other for other in _OPENMP if environ.get(other) and _set_together(ancestors, other, variable)}
+        if "OMP_NUM_THREADS" in gone_with_it:
+            setter = name
+        gone |= gone_with_it
     left = {name: value for name, value in environ.items() if name not in gone}
     return left, threads if "OMP_NUM_THREADS" in gone else "", setter
 
@@ -181,12 +191,26 @@ def _is_below_run(found: RankFromEnvironment, environ: Mapping[str, str], ancest
     return found.source != _BY_HAND and _RUN in environ and _set_together(ancestors, _RUN, found.variable)
 
 
-def _keep(options: BindingOptions, machine: Machine, found: RankFromEnvironment) -> Shares:
-    """This process stays where it is; what the others have is not known."""
+def _is_below_bind(
+    found: RankFromEnvironment, environ: Mapping[str, str], cpus: frozenset[int], ancestors: Ancestors | None
+) -> bool:
+    """Whether `anyaccel bind` has bound this process for the same place, with no other launcher between the two."""
+    mark = environ.get(BOUND)
+    if found.source == _BY_HAND or mark != bound_mark(found, cpus):
+        return False
+    return ancestors is None or ancestors.generation((BOUND,)) <= ancestors.generation((found.variable,))
+
+
+def _keep(options: BindingOptions, machine: Machine, found: RankFromEnvironment, *, ours: bool) -> Shares:
+    """This process stays where it is; what the others have is not known.
+
+    Args:
+        ours: `anyaccel bind` has bound it.
+    """
     cores = machine.allowed_cpus if options.smt else tuple(cpu.id for cpu in machine.cores())
     policy, nodes = memory_policy(machine, cores, options.memory_policy)
     share = RankShare(cores, policy, nodes)
-    if found.source not in _UNBIND:  # `anyaccel run` has done all of it
+    if ours or found.source not in _UNBIND:  # `anyaccel run` or `bind` has done all of it
         return Shares((share,) * found.local_size)
     warning = (
         f"{found.source} has bound this process to CPU {format_cpu_list(machine.allowed_cpus)} already, which is kept; "
