@@ -157,6 +157,7 @@ def statm() -> int:
 def test_the_peak_where_the_kernel_refuses_a_reset(
     resident: host_memory.ResidentSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    resident.reset_peak()  # what tests before this one have used does not count, where the kernel allows that
     monkeypatch.setattr(host_memory, "_CLEAR_REFS", str(tmp_path / "missing" / "clear_refs"))
     block = bytearray(96 * MIB)
     resident.reset_peak()
@@ -167,7 +168,8 @@ def test_the_peak_where_the_kernel_refuses_a_reset(
     seen = resident.current()
     del block
     assert resident.peak() == max(start, seen)
-    bytearray(256 * MIB)  # exceeds the old mark, and is caught though no call saw it
+    above = host_memory._high_water_mark() - resident.current() + 128 * MIB
+    bytearray(above)  # exceeds the old mark, and is caught though no call saw it
     assert resident.peak() - start > 100 * MIB
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 import anyaccel
 import family_cases
 from anyaccel.errors import UsageError
+from anyaccel.inference.runtimes import cpu
 
 IDS = torch.tensor([[5, 6, 7, 9, 11]])
 
@@ -153,7 +155,8 @@ def test_a_model_whose_loading_was_interrupted_says_so() -> None:
     assert torch.equal(model(IDS).logits, expected)  # nothing was taken yet
 
 
-def test_engines_of_one_process_promise_the_memory_once() -> None:
+def test_engines_of_one_process_promise_the_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_models", weakref.WeakValueDictionary())  # other tests' models have their shares
     first = anyaccel.init_inference(_llama(), dtype="fp32")
     second = anyaccel.init_inference(_llama(), dtype="fp32")
     third = anyaccel.init_inference(_llama(), dtype="fp32")
