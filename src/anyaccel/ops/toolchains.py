@@ -11,10 +11,12 @@ import shlex
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from anyaccel import env
 from anyaccel.errors import OpBuildError
@@ -118,7 +120,8 @@ def run_all(
             while waiting and len(running) < jobs:
                 index, command = waiting.pop()
                 announce(shlex.join(command))
-                running.append((index, _Process(command, variables, folder)))
+                with _interrupted_later():  # until then, nobody would know what to kill
+                    running.append((index, _Process(command, variables, folder)))
             for index, process in list(running):
                 code = process.popen.poll()
                 if code is None:
@@ -142,6 +145,23 @@ def run_all(
         for _, process in running:
             process.close()
     return outputs
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """A Ctrl-C that comes inside raises at the end. A mask of signals would not do: torch's threads have their own."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _number, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(signal.SIGINT, came[0])
 
 
 class _Process:

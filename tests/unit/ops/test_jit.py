@@ -258,15 +258,34 @@ def test_processes_at_once_build_once(sources, compiler, process):
 
 
 def test_ctrl_c_ends_the_compilers_and_leaves_nothing(sources, compiler, process, cache):
-    compiler.delay("sleep 60 & echo $! >> $0.children; wait")
+    compiler.delay("sleep 600 & echo $! >> $0.children; wait")
     builder = process()
     children = Path(f"{compiler.script}.children")
     wait_for(lambda: children.exists() and children.read_text().endswith("\n"), "the compiler does not start")
     builder.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in builder.communicate(timeout=60)[1]
+    printed = builder.communicate(timeout=60)[1]
+    assert printed.endswith("KeyboardInterrupt\n")
+    assert "ignored" not in printed
     ended = [*compiler.pids(), int(children.read_text())]
     wait_for(lambda: not any(map(is_running, ended)), f"processes {ended} go on")
     assert folders(cache) == []
+
+
+def test_ctrl_c_while_a_compiler_is_started_ends_it_too(monkeypatch):
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGINT)  # before anyone has been told of the process
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    with pytest.raises(KeyboardInterrupt):
+        toolchains.run_all([["sleep", "600"]] * 2, jobs=2, seconds=600)
+    assert len(started) == 1
+    assert not is_running(started[0])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("harm", ["truncated", "changed", "removed", "manifest"])
