@@ -25,7 +25,9 @@ COMMAND = (sys.executable, "-m", "anyaccel", "chat")
 
 
 def piped(lines: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*COMMAND, *arguments], input=lines, capture_output=True, text=True, timeout=110)
+    """With one thread: two wait for each other most of the time when other tests have the cores."""
+    command = [*COMMAND, "--threads", "1", *arguments]
+    return subprocess.run(command, input=lines, capture_output=True, text=True, timeout=110)
 
 
 def test_answers_from_a_pipe_and_what_was_said_before(smollm2: Path) -> None:
@@ -66,7 +68,8 @@ def test_second_turn_has_the_tokens_of_a_whole_conversation(smollm2: Path) -> No
         "import argparse, sys\n"
         "from anyaccel.cli import _llm, _model_options, _screen, chat\n"
         "from anyaccel.inference.generate import Generation\n"
-        "options = chat.build_parser().parse_args(['--model', sys.argv[1], '--dtype', 'fp32', '--kv-cache', 'fp32'])\n"
+        "options = chat.build_parser().parse_args(['--model', sys.argv[1], '--dtype', 'fp32', '--kv-cache', 'fp32',"
+        " '--threads', '1'])\n"
         "backend = _llm.open_backend(options, _screen.Screen(False))\n"
         "assert backend.runtime == 'native' and 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "assert 'numpy' not in sys.modules\n"

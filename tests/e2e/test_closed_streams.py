@@ -38,7 +38,7 @@ def test_output_that_cannot_be_written_is_one_line_and_a_failure(redirection, re
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
 def test_a_closed_or_full_error_stream_takes_nothing_from_the_result(redirection, smollm2):
-    options = ("generate", "Hi", "--model", str(smollm2), "--max-new-tokens", "2", "--seed", "0")
+    options = ("generate", "Hi", "--model", str(smollm2), "--threads", "1", "--max-new-tokens", "2", "--seed", "0")
     plain, done = command("", *options), command(redirection, *options)
     assert plain.returncode == 0, plain.stderr
     assert plain.stdout.strip() and "generated 2 tokens" in plain.stderr

@@ -58,7 +58,7 @@ def answer(*arguments: str, **env: str) -> dict[str, object]:
 
 def greedy_tokens(folder: str, dtype: str) -> list[list[int]]:
     """The first 16 greedy tokens for each of three prompts."""
-    engine = anyaccel.init_inference(folder, dtype=dtype, tensor_parallel={"tp_size": comm.get_world_size()})
+    engine = anyaccel.init_inference(folder, dtype=dtype, threads=1, tensor_parallel={"tp_size": comm.get_world_size()})
     tokenizer = load_tokenizer(Path(folder))
     engine.module.generation_config.eos_token_id = None
     return [
@@ -245,7 +245,7 @@ def test_two_ranks_take_torch_for_what_the_native_runtime_lacks(smollm2: Path, t
 
 def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
     """The default model's blocks of 4 bits, without a conversion, say what the converted model says."""
-    options = ("--max-new-tokens", "16", "--dtype", "fp32")
+    options = ("--max-new-tokens", "16", "--dtype", "fp32", "--threads", "1")
     assert answer(PROMPTS[0], *options)["tokens"] == answer(PROMPTS[0], *options, "--model", str(smollm2))["tokens"]
     kept = answer(CLEAR[0], "--max-new-tokens", "16", "--dtype", "auto")
     assert str(kept["text"]).startswith(CLEAR[1])
@@ -253,7 +253,7 @@ def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
 
 def test_default_model_is_not_converted(tmp_path: Path) -> None:
     """Its weights are packed from the file; only its tokenizer is written in another form."""
-    arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9", "--quiet")
+    arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9", "--threads", "1")
     cache = {"ANYACCEL_CACHE_DIR": str(tmp_path)}
     result = answer(PROMPTS[2], *arguments, "--seed", "3", **cache)
     assert 1 <= len(result["tokens"]) <= 12
