@@ -574,12 +574,16 @@ def many_in_random_order(group: Group) -> None:
 
 def rounding(group: Group) -> None:
     """Sums of random values: the same bits on every rank, and near the exact ones."""
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
         given = [torch.randn(30_001, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in group.members]
         tensor = given[group.rank].clone()
         dist.all_reduce(tensor, group=group.group)
-        exact = torch.stack(given).double().sum(0)
-        torch.testing.assert_close(tensor.double(), exact, rtol=tolerance, atol=tolerance)
+        parts = torch.stack(given).double()
+        # Each of the additions rounds a partial sum, in whatever order they are (Higham, 2002, section 4.2); oneCCL
+        # cuts bf16 off instead on processors without instructions for it, which may be off by twice as much.
+        most = group.size * torch.finfo(dtype).eps * parts.abs().sum(0)
+        off = (tensor.double() - parts.sum(0)).abs() - most
+        assert bool((off <= 0).all()), f"{dtype}: element {int(off.argmax())} is off by more than rounding"
         everyones = [torch.empty_like(tensor) for _ in given]
         dist.all_gather(everyones, tensor, group=group.group)
         for rank, other in enumerate(everyones):

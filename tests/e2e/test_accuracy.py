@@ -51,7 +51,8 @@ def test_greedy_text_in_bf16_is_that_of_fp32(smollm2: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_perplexity_is_within_the_limits() -> None:
-    """Of 20,480 tokens: bf16 0.5 %, int8 1 %, int4 4 % of Hugging Face's in bf16."""
-    done = subprocess.run([sys.executable, str(PERPLEXITY), "--json"], capture_output=True, text=True, timeout=3500)
+    """Of 8,192 tokens: bf16 0.5 %, int8 1 %, int4 4 % of Hugging Face's in bf16, which takes most of the time."""
+    command = [sys.executable, str(PERPLEXITY), "--json", "--tokens", "8192"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3500)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["tokens"] == 20_480
+    assert json.loads(done.stdout)["tokens"] == 8192

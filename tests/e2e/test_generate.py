@@ -253,8 +253,9 @@ def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
 
 def test_default_model_is_not_converted(tmp_path: Path) -> None:
     """Its weights are packed from the file; only its tokenizer is written in another form."""
-    arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9", "--threads", "1")
+    arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9")
     cache = {"ANYACCEL_CACHE_DIR": str(tmp_path)}
+    arguments += ("--threads", "1", "--quiet")
     result = answer(PROMPTS[2], *arguments, "--seed", "3", **cache)
     assert 1 <= len(result["tokens"]) <= 12
     assert result["tokens"] == answer(PROMPTS[2], *arguments, "--seed", "3", **cache)["tokens"]

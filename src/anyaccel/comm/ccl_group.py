@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from anyaccel.comm import ccl
-from anyaccel.comm.python_group import Message, PythonGroup, Wait
+from anyaccel.comm.python_group import Message, PythonGroup, Wait, divide_by
 from anyaccel.errors import CommError, CommTimeoutError, UsageError
 
 # Codes of oneapi/ccl/types.hpp.
@@ -229,10 +229,7 @@ class CclGroup(PythonGroup):
 
         def divide() -> None:
             wait()
-            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                tensor.div_(self._size)
-            else:
-                tensor.div_(self._size, rounding_mode="trunc")
+            divide_by(tensor, self._size)
 
         return divide
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from anyaccel import env
-from anyaccel.comm.python_group import Message, PythonGroup, Wait
+from anyaccel.comm.python_group import Message, PythonGroup, Wait, divide_by
 from anyaccel.errors import AnyAccelError, CommError
 
 logger = logging.getLogger(__name__)
@@ -211,10 +211,7 @@ class HierarchicalGroup(PythonGroup):
             return
         self._reduce_leaders(tensor, kind)
         if op == ReduceOp.AVG:
-            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                tensor.div_(self._size)
-            else:
-                tensor.div_(self._size, rounding_mode="trunc")
+            divide_by(tensor, self._size)
 
     def _reduce_leaders(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> None:
         half = tensor.dtype in (torch.bfloat16, torch.float16)

@@ -414,6 +414,13 @@ class PythonGroup(dist.ProcessGroup):
         self._line.close()
 
 
+def divide_by(total: torch.Tensor, count: int) -> None:
+    """Make the mean of a sum, in place; of integers, towards zero."""
+    if total.dtype.is_complex:
+        total = torch.view_as_real(total)  # torch's own quotient may differ by one bit in the last elements
+    total.div_(count, rounding_mode=None if total.dtype.is_floating_point else "trunc")
+
+
 def _loaded(tensor: torch.Tensor) -> Target:
     """A target that has the tensor's values already."""
     target = Target(tensor)
