@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import time
 from collections.abc import Callable, Iterator
@@ -49,3 +50,14 @@ def locked_if_free(path: Path) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def remove_if_free(folder: Path) -> None:
+    """Remove an entry of a cache, unless somebody makes it at the moment."""
+    import shutil
+
+    lock = folder.with_name(f"{folder.name}.lock")
+    with contextlib.suppress(OSError), locked_if_free(lock) as free:
+        if free:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.unlink(missing_ok=True)

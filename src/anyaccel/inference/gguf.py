@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import glob
 import hashlib
 import importlib
 import json
@@ -17,16 +19,17 @@ from typing import Any
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, ModelError
-from anyaccel.inference.cache_lock import locked
+from anyaccel.inference.cache_lock import locked, remove_if_free
 from anyaccel.inference.counts import check_gguf
 from anyaccel.inference.gguf_tokenizer import write_tokenizer
+from anyaccel.inference.identity import identity
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.outside import told
 
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "anyaccel.json"
-_FORMAT = 3  # raise it when a conversion changes, so that old ones are made again
+_FORMAT = 4  # raise it when a conversion changes, so that old ones are made again
 
 
 # Fills a folder from a file, and says what takes a while.
@@ -34,8 +37,7 @@ _Save = Callable[[Path, Path, Callable[[str], object] | None], None]
 
 
 def _fingerprint(source: Path) -> dict[str, object]:
-    status = source.stat()
-    return {"format": _FORMAT, "source": str(source), "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+    return {"format": _FORMAT, "source": identity(source)}
 
 
 def _is_complete(folder: Path, fingerprint: dict[str, object]) -> bool:
@@ -110,7 +112,19 @@ def _made_once(source: Path, kind: str, announce: Callable[[str], object] | None
     with locked(parent / f"{folder.name}.lock"):
         if not _is_complete(folder, fingerprint):  # another process may have made it meanwhile
             _make(source, folder, fingerprint, save, announce)
+            _remove_former(folder, source)
     return folder
+
+
+def _remove_former(folder: Path, source: Path) -> None:
+    """Remove what was made of the file that was at `source` before."""
+    for other in folder.parent.glob(f"{glob.escape(source.stem)}-*"):
+        if other == folder or not (other / _MANIFEST).is_file():
+            continue
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            made_from = json.loads((other / _MANIFEST).read_bytes())["made_from"]
+            if made_from["format"] == _FORMAT and made_from["source"]["path"] == str(source):
+                remove_if_free(other)
 
 
 @contextmanager

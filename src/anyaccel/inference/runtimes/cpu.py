@@ -168,7 +168,11 @@ def _entry(path: Path, settings: _Settings) -> Entry | None:
 
     if env.ANYACCEL_PACKED_CACHE_BYTES.get() == 0:
         return None
-    return Entry(path, {"precision": asdict(settings.precision), "rank": settings.rank, "size": settings.size})
+    try:
+        return Entry(path, {"precision": asdict(settings.precision), "rank": settings.rank, "size": settings.size})
+    except OSError as error:  # of a file that the model may do without
+        logger.warning("%s: packed weights are not kept (%s)", path, error)
+        return None
 
 
 def _make(spec: dict[str, Any], shapes: Mapping[str, Any], settings: _Settings) -> _llm.Model:

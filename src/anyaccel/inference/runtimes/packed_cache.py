@@ -2,8 +2,8 @@
 """Packed models in the user's cache folder: what is read instead of packing again, and instead of parsing anything big.
 
 `<cache folder>/packed/<model>-<key>/` has `weights` (one block, as `_llm.Model` has it in memory) and `model.json` (the
-specs, the configs, the shapes, a checksum of the weights and one of itself). The key is made of the source's files
-(path, sizes, times), the precision, the rank and the version of the layout; packed weights are the same for every
+specs, the configs, the shapes, a checksum of the weights and one of itself). The key is made of what `identity` tells
+of the source's files, the precision, the rank and the version of the layout; packed weights are the same for every
 instruction set. Entries are made beside and renamed, under a lock; the folder is the user's own (0700).
 
 Each read is checked in full: the checksum is computed while the bytes are in the processor's cache, which makes reading
@@ -25,14 +25,15 @@ from typing import Any
 
 from anyaccel import env
 from anyaccel._version import __version__
-from anyaccel.inference.cache_lock import locked, locked_if_free
+from anyaccel.inference.cache_lock import locked, remove_if_free
+from anyaccel.inference.identity import has_changed, identity, source_path
 from anyaccel.inference.runtimes import spec
 from anyaccel.inference.runtimes.gguf_types import HELD
 
 logger = logging.getLogger(__name__)
 
 # Raise it when the packed layout, how formats are chosen or what `model.json` says changes.
-VERSION = 2
+VERSION = 3
 _WEIGHTS = "weights"
 _MODEL = "model.json"
 _SPARE_DISK = 1 << 30  # bytes that are left free
@@ -56,39 +57,6 @@ def _version() -> str:
     return f"{VERSION} {__version__} {hashlib.blake2b(f'{fields} {formats}'.encode(), digest_size=4).hexdigest()}"
 
 
-def files_of(source: Path) -> list[Path]:
-    """What decides about the result: weights and configs of a folder, or a file and the others it was split into."""
-    if source.is_dir():
-        wanted = {
-            "config.json",
-            "generation_config.json",
-            "model.safetensors.index.json",
-            "pytorch_model.bin.index.json",
-        }
-        with os.scandir(source) as entries:
-            return sorted(
-                Path(e.path) for e in entries if e.name in wanted or e.name.endswith((".safetensors", ".bin"))
-            )
-    if "-of-" in source.name:
-        stem = source.name.rsplit("-of-", 1)[0].rsplit("-", 1)[0]
-        return sorted(source.parent.glob(f"{stem}-*-of-*.gguf"))
-    return [source]
-
-
-def fingerprint(source: Path) -> dict[str, Any]:
-    """What identifies a source without reading it.
-
-    Raises:
-        OSError: it is gone.
-    """
-    source = source.resolve()
-    files = []
-    for path in files_of(source):
-        status = path.stat()
-        files.append([path.name, status.st_size, status.st_mtime_ns])
-    return {"path": str(source), "files": files}
-
-
 class Entry:
     """The place of one packed model; it may or may not be there.
 
@@ -98,11 +66,11 @@ class Entry:
     """
 
     def __init__(self, source: Path, what: Mapping[str, Any]) -> None:
-        self.made_from = {"version": _version(), "source": fingerprint(source), **what}
+        self.made_from = {"version": _version(), "source": identity(source), **what}
         text = json.dumps(self.made_from, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self.root = env.cache_dir() / "packed"
-        self.folder = self.root / f"{source.resolve().stem}-{key}"
+        self.folder = self.root / f"{source_path(source).stem}-{key}"
         self.weights = self.folder / _WEIGHTS
         self._lock = self.root / f"{self.folder.name}.lock"
 
@@ -190,8 +158,7 @@ def _read_model(path: Path) -> dict[str, Any] | None:
 
 def _is_current(model: Mapping[str, Any]) -> bool:
     try:
-        source = model["made_from"]["source"]
-        return bool(model["made_from"]["version"] == _version() and fingerprint(Path(source["path"])) == source)
+        return model["made_from"]["version"] == _version() and not has_changed(model["made_from"]["source"])
     except (OSError, KeyError, TypeError):
         return False
 
@@ -207,7 +174,7 @@ def prune(root: Path, coming: int = 0) -> None:
             continue
         model = _read_model(folder / _MODEL)
         if model is None or not _is_current(model):
-            _remove_unlocked(folder)
+            remove_if_free(folder)
             continue
         with contextlib.suppress(OSError):
             kept.append(((folder / _MODEL).stat().st_mtime, int(model["weight_bytes"]), folder))
@@ -216,15 +183,5 @@ def prune(root: Path, coming: int = 0) -> None:
         if total <= env.ANYACCEL_PACKED_CACHE_BYTES.get():
             return
         logger.info("%s: removed, the least recently used packed model", folder)
-        _remove_unlocked(folder)
+        remove_if_free(folder)
         total -= size
-
-
-def _remove_unlocked(folder: Path) -> None:
-    import shutil
-
-    lock = folder.with_name(f"{folder.name}.lock")
-    with contextlib.suppress(OSError), locked_if_free(lock) as free:
-        if free:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.unlink(missing_ok=True)
