@@ -226,13 +226,16 @@ def _native_engine(
     Raises:
         Unsupported: the native runtime lacks something that the model needs.
     """
+    from anyaccel.inference.frozen import shapes_of
     from anyaccel.inference.hf_model import make_native
     from anyaccel.inference.runtimes.cpu import load_native
     from anyaccel.inference.runtimes.mapping import Unsupported
+    from anyaccel.inference.runtimes.module_code import check_code
 
     tp_size = settings.tensor_parallel.tp_size
     if not ranks.one_host(group):
         raise Unsupported("tensor parallelism over several hosts")
+    shapes = shapes_of(model) if isinstance(model, nn.Module) else None
     try:
         native = ranks.together(
             group,
@@ -257,7 +260,8 @@ def _native_engine(
         module = model
     else:
         module = native_skeleton(Path(model).expanduser(), native, settings.torch_dtype)
-    make_native(module, native, settings.torch_dtype, group)
+        check_code(module)
+    make_native(module, native, settings.torch_dtype, group, shapes)
     return InferenceEngine(module, TensorParallelPlan(rank, tp_size), settings, group, "native", "", native)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
 from anyaccel.inference import native_generate
+from anyaccel.inference.frozen import check_code_is, code_of, freeze, refuse_state_dict
 from anyaccel.inference.hf_cache import NativeCache
 
 if TYPE_CHECKING:
@@ -29,13 +30,14 @@ _OF_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
 class NativeCausalLM:
     """Mixed into a model's own class by `make_native`.
 
-    The module keeps its structure and configuration; its parameters are on the meta device.
+    The module keeps its structure and configuration; its parameters have no values, and what is below it is `frozen`.
     """
 
     # Any: transformers evaluates the annotations of its models' classes.
     _native: Any  # NativeModel
     _native_dtype: Any  # torch.dtype
     _native_group: Any  # dist.ProcessGroup | None
+    _native_code: Any  # dict[type, Callable]
 
     def forward(
         self,
@@ -64,8 +66,8 @@ class NativeCausalLM:
             Logits of hidden positions are 0.
 
         Raises:
-            UsageError: an argument cannot be answered or is not known, tokens are out of the vocabulary, or the
-                context overflows.
+            UsageError: an argument cannot be answered or is not known, tokens are out of the vocabulary, the context
+                overflows, or the code of a layer's class was replaced.
         """
         if torch.compiler.is_compiling():  # nothing here is torch's to compile: run it as it is
             return torch.compiler.disable(self.forward)(  # type: ignore[no-untyped-call]
@@ -88,6 +90,8 @@ class NativeCausalLM:
         native: NativeModel = self._native
         rows, tokens = input_ids.shape
         cache = NativeCache.adopt(past_key_values, native.model, native.spec.max_tokens)
+        if not cache.get_seq_length():
+            check_code_is(self._native_code)
         cache.begin(rows)
         new_BT = _new_columns(cache, attention_mask, rows, tokens)
         _check_columns(cache, kwargs.pop("cache_position", None), tokens)
@@ -187,14 +191,16 @@ class NativeCausalLM:
             tokenizer: needed with stop_strings.
 
         Raises:
-            UsageError: an empty prompt, tokens out of the vocabulary, a context or a cache that overflows.
+            UsageError: an empty prompt, tokens out of the vocabulary, a context or a cache that overflows; the code of
+                a layer's class was replaced.
             ModelError: the logits are NaN.
         """
         call = native_generate.Call(
             inputs, generation_config, logits_processor, stopping_criteria, args, streamer, kwargs
         )
+        check_code_is(self._native_code)
         own = super().generate  # type: ignore[misc]
-        return native_generate.generate(self, call, own)
+        return native_generate.generate(self, call, own, type(self).__bases__[1])
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *_args: Any, **_kwargs: Any
@@ -253,11 +259,21 @@ class NativeCausalLM:
     def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         self._fixed("save_pretrained()")
 
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._fixed("state_dict()")
+
+    def load_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._fixed("load_state_dict()")
+
+    # Of a module that this one is in: an engine, say.
+    def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._fixed("load_state_dict()")
+
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         self._fixed("resize_token_embeddings()")
 
     def _fixed(self, what: str) -> NoReturn:
-        raise UsageError(f"{what}: the weights are packed for the native runtime; do it before init_inference")
+        refuse_state_dict(what)
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         self._fixed("pickle or deepcopy")
@@ -270,31 +286,28 @@ def _native_class(kind: Any) -> type[nn.Module]:
 
 
 def make_native(
-    module: nn.Module, native: NativeModel, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+    module: nn.Module,
+    native: NativeModel,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    shapes: Mapping[int, torch.Size] | None = None,
 ) -> nn.Module:
     """Let `native` compute what `module` does; the module's own weights are let go of.
 
     Args:
         dtype: of the logits.
         group: ranks that share `native`.
+        shapes: of the module's weights before they were packed, by id().
     """
     module.eval()
     for each in module.modules():
         vars(each).pop("_compiled_call_impl", None)  # of the module as it was
     module.zero_grad(set_to_none=True)  # gradients of weights that are gone
-    module.to_empty(device="meta")
-    module.requires_grad_(False)
+    module._native_code = code_of(module)  # type: ignore[assignment]
+    freeze(module, shapes or {})
     module.__class__ = _native_class(type(module))  # type: ignore[arg-type]
     module._native, module._native_dtype, module._native_group = native, dtype, group  # type: ignore[assignment]
-    for child in (*module.children(), module.get_input_embeddings()):  # type: ignore[operator]
-        child.register_forward_pre_hook(_refuse)
     return module
-
-
-def _refuse(module: nn.Module, _args: Any) -> NoReturn:
-    raise UsageError(
-        f"{type(module).__name__}: the layers run in the native runtime; call the whole model, or {_ADVICE}"
-    )
 
 
 def _new_columns(cache: NativeCache, mask: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor:

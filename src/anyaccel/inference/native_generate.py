@@ -27,6 +27,7 @@ from anyaccel.inference.generate_checks import (
     mask_bits,
     sampling_options,
 )
+from anyaccel.inference.generate_code import replaced
 from anyaccel.inference.native_loop import Job, not_finite, run
 from anyaccel.inference.stopping import StopStrings
 
@@ -92,8 +93,8 @@ class Call:
     kwargs: dict[str, Any]
 
 
-def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
-    """Run `call` natively, or through `own`, Hugging Face's generate."""
+def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> Any:
+    """Run `call` natively, or through `own`, Hugging Face's generate for models of the class `kind`."""
     kwargs = call.kwargs
     check_arguments(vars(call.generation_config) if call.generation_config is not None else {})
     check_arguments(
@@ -114,7 +115,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any]) -> Any:
                 call.inputs = inputs
             else:
                 kwargs["input_ids"] = inputs
-    strange = _strange_arguments(call, inputs)
+    strange = _strange_arguments(call, inputs) or replaced(module, kind)
     config = model_kwargs = None
     if not strange:
         given = {name: value for name, value in kwargs.items() if name != "input_ids"}

@@ -40,10 +40,15 @@ def is_transformers_hook(hook: Any) -> bool:
     return code is not None and code.co_filename.startswith(_TRANSFORMERS) and code.co_name in _RECORDERS
 
 
-def is_compiled_call(value: Any) -> bool:
-    """Whether `Module.compile` has made it: it computes what the module does."""
+def is_compiled_call(value: Any, original: Any = nn.Module._call_impl) -> bool:
+    """Whether torch.compile has made it of a module's method (`Module.compile`'s), so that it computes the same."""
     own = getattr(value, "_torchdynamo_orig_callable", None)
-    return getattr(own, "__func__", None) is nn.Module._call_impl and _is_installed(nn.Module._call_impl)
+    return getattr(own, "__func__", None) is original and _is_installed(nn.Module._call_impl)
+
+
+def is_genuine(value: Any, name: str) -> bool:
+    """Whether a function is what torch, transformers or Python were installed with, under this name."""
+    return _is_installed(value) and _is_named(value, name)
 
 
 def check_code(model: nn.Module) -> None:

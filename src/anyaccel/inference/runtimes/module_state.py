@@ -24,7 +24,7 @@ from anyaccel.inference.runtimes.module_code import ATTENTION, is_compiled_call
 _MACHINERY = frozenset(vars(nn.Module()))
 # What transformers notes about how a model was loaded, may be trained or is described.
 # fmt: off
-_NOTES = frozenset((
+NOTES = frozenset((
     "_is_hf_initialized", "gradient_checkpointing", "_gradient_checkpointing_func", "is_gradient_checkpointing",
     "generation_config", "name_or_path", "warnings_issued", "model_tags", "hf_device_map", "_weight_conversions",
     "_loss_function", "loss_function", "_tp_plan", "_ep_plan", "_pp_plan", "_tp_size", "_device_mesh", "dtype",
@@ -104,11 +104,11 @@ def _configs(model: Any, plain: Any) -> Iterator[tuple[int, int]]:
 def _difference(module: nn.Module, usual: nn.Module, configs: Mapping[int, int]) -> str:
     """Name and value of what differs first; empty when nothing does."""
     ours, theirs = _state(module), _state(usual)
-    skipped = _NOTES
+    skipped = NOTES
     if "RotaryEmbedding" in type(module).__name__ and not any(
         kind in str(getattr(module, "rope_type", "")) for kind in _CHANGING
     ):
-        skipped = _NOTES | _LENGTHS
+        skipped = NOTES | _LENGTHS
     for name, value in theirs.items():
         if name in skipped:
             continue
