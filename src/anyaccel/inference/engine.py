@@ -17,6 +17,7 @@ from anyaccel.errors import UsageError
 from anyaccel.inference import ranks
 from anyaccel.inference.config import QUANTISED, InferenceConfig
 from anyaccel.inference.loading import model_folder, native_skeleton, skeleton, weights_for
+from anyaccel.inference.stand_in import StandIn
 from anyaccel.inference.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.tp.plan import TensorParallelPlan, make_plan
 
@@ -180,6 +181,8 @@ def init_inference(
     if not on_host and (settings.runtime in ("native", "torch") or settings.dtype in QUANTISED):
         asked = f"runtime={settings.runtime!r}" if settings.runtime != "auto" else f"dtype={settings.dtype!r}"
         raise UsageError(f"{asked} is for the CPU; this accelerator is {get_accelerator().device_name()}")
+    if isinstance(model, nn.Module) and any(isinstance(p, StandIn) for p in model.parameters()):
+        raise UsageError(f"{type(model).__name__}: its weights have been packed before; load the model again")
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
     why = ""
@@ -290,6 +293,8 @@ def _torch_engine(
     """Through the model's own code, divided by `tp`, with packed linears or as it is."""
     # What is not quantised, and arithmetic, of a model with quantised linears.
     dtype = torch.bfloat16 if settings.dtype in ("auto", *QUANTISED) else settings.torch_dtype
+    if packed and (replaced := _replaced_layers(settings)):
+        packed, why = False, why or f"code for {replaced}"
     source: WeightSource
     if isinstance(model, nn.Module):
         module, source = model.eval(), LoadedWeights(model)
@@ -323,6 +328,21 @@ def _torch_engine(
         pack(module, "bf16" if settings.dtype == "auto" else settings.dtype, settings.group_size)
         engine.runtime = "torch"
     return engine
+
+
+def _replaced_layers(settings: InferenceConfig) -> str:
+    """What of torch's layers somebody has replaced, so that no packed ones may take their places."""
+    from anyaccel.inference.runtimes.module_code import replaced_in_torch
+
+    replaced = replaced_in_torch()
+    if replaced and settings.dtype in QUANTISED:
+        raise UsageError(
+            f"dtype={settings.dtype!r} needs packed layers, which do without {replaced}; undo that, or choose "
+            "dtype='bf16'"
+        )
+    if replaced:
+        logger.warning("packed layers have no code for %s: the model's own stay as they are", replaced)
+    return replaced
 
 
 def _local_bytes(plan: TensorParallelPlan, name: str, parameter: nn.Parameter, dtype: torch.dtype) -> int:

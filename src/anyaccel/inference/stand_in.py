@@ -38,14 +38,19 @@ class StandIn(torch.Tensor):
         cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run what asks for no values; raise UsageError for everything else."""
-        kind = func.overloadpacket
+        kind, kwargs = func.overloadpacket, kwargs or {}
         first = args[0] if args else None
         if not isinstance(first, StandIn) or kind not in _MAKE | _VIEW:
-            found = first if isinstance(first, StandIn) else _first(args, kwargs or {})
+            # What torch takes apart may come down to shapes: in inference mode that is left to us.
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            found = first if isinstance(first, StandIn) else _first(args, kwargs)
             raise UsageError(found.told if found is not None else "the values of a packed weight are asked for")
-        with torch._C._DisableTorchDispatch():
-            result = func(*args, **(kwargs or {}))
-        return _of(result, first.told) if kind in _VIEW else result
+        like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device="meta")
+        if kind in _MAKE:
+            return func(like, *args[1:], **{"device": first.device, **kwargs})
+        return _made(func(like, *args[1:], **kwargs).shape, first.dtype, first.device, first.told)
 
     @property
     def data(self) -> torch.Tensor:
@@ -59,6 +64,12 @@ class StandIn(torch.Tensor):
         self._refuse()
 
     def tolist(self) -> NoReturn:
+        self._refuse()
+
+    def __deepcopy__(self, _memo: Any) -> NoReturn:
+        self._refuse()
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         self._refuse()
 
     def _refuse(self) -> NoReturn:
@@ -79,8 +90,11 @@ def _first(*values: Any) -> StandIn | None:
     return None
 
 
-def _of(tensor: torch.Tensor, told: str) -> StandIn:
-    made = torch.Tensor._make_subclass(StandIn, tensor)
+def _made(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, told: str) -> StandIn:
+    one = torch.empty((), dtype=dtype, device=device)
+    if dtype.is_floating_point:
+        one.fill_(float("nan"))  # for whoever reads the memory itself
+    made = torch.Tensor._make_subclass(StandIn, one.expand(shape))
     made.told = told
     return made
 
@@ -91,9 +105,6 @@ def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | 
     Args:
         told: of the UsageError that reading or writing it raises.
     """
-    one = torch.empty((), dtype=dtype, device=device)
-    if dtype.is_floating_point:
-        one.fill_(float("nan"))  # for whoever reads the memory itself
-    made = nn.Parameter(_of(one.expand(shape), told), requires_grad=False)
-    made.told = told  # type: ignore[attr-defined]
-    return made
+    parameter = nn.Parameter(_made(shape, dtype, device, told), requires_grad=False)
+    parameter.told = told  # type: ignore[attr-defined]
+    return parameter

@@ -261,7 +261,7 @@ def test_weights_exist_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pack(model, "bf16", 32)
     assert there == [3, 2, 1]
     assert all(each() is None for each in own)
-    assert sum(p.numel() for p in model.parameters()) == 0
+    assert all(each.untyped_storage().nbytes() <= 4 for each in model.parameters())
     assert all(buffer.untyped_storage().nbytes() <= 256 for buffer in model.buffers())
 
 

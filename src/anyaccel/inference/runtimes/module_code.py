@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from anyaccel.inference.runtimes.mapping import Unsupported
 
@@ -49,6 +50,50 @@ def is_compiled_call(value: Any, original: Any = nn.Module._call_impl) -> bool:
 def is_genuine(value: Any, name: str) -> bool:
     """Whether a function is what torch, transformers or Python were installed with, under this name."""
     return _is_installed(value) and _is_named(value, name)
+
+
+def replaced_in_torch() -> str:
+    """What of torch's code, which packed layers stand for, was replaced or is hooked; empty when nothing is."""
+    machinery: Any = nn.modules.module
+    if machinery._global_forward_hooks or machinery._global_forward_pre_hooks:
+        return "hooks of all modules"
+    for kind in (nn.Linear, nn.Embedding, Conv1D):
+        if not is_own_method(kind, "forward"):
+            return f"{kind.__name__}.forward, which was replaced"
+    for name in ("_wrapped_call_impl", "_call_impl"):
+        if not is_own_method(nn.Module, name):
+            return f"nn.Module.{name}, which was replaced"
+    if vars(nn.Module)["__call__"] is not nn.Module._wrapped_call_impl:
+        return "nn.Module.__call__, which was replaced"
+    for place, name in ((nn.functional, "linear"), (nn.functional, "embedding"), (nn.functional, "rms_norm")):
+        value = getattr(place, name)
+        if not _is_installed(value) or getattr(value, "__name__", "") != name:
+            return f"torch.nn.functional.{name}, which was replaced"
+    return ""
+
+
+def is_own_method(kind: type, name: str) -> bool:
+    """Whether a class, of anybody's, has the method that it was written with."""
+    base = next(each for each in kind.__mro__ if name in vars(each))
+    value = vars(base)[name]
+    innermost = inspect.unwrap(value)
+    if not inspect.isfunction(innermost) or innermost.__qualname__ != f"{base.__qualname__}.{name}":
+        return False
+    if base.__module__.startswith(("torch.", "transformers.")):
+        file = getattr(sys.modules.get(base.__module__), "__file__", None)
+        return _is_installed(value) and innermost.__code__.co_filename == file
+    made = vars(base).get("__init__")
+    files = {each for each in _files(value, 0) if not each.startswith(_INSTALLED)}
+    return not inspect.isfunction(made) or files <= {made.__code__.co_filename}
+
+
+def has_own_experts(config: Any) -> bool:
+    """Whether the experts that a configuration names are computed as transformers does it."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    registry: Any = ALL_EXPERTS_FUNCTIONS
+    function = registry.get(getattr(config, "_experts_implementation", None), None)
+    return function is None or _is_installed(function)
 
 
 def check_code(model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 
 from anyaccel import _llm, comm
 from anyaccel.inference.config import QUANTISED
+from anyaccel.inference.runtimes.module_code import has_own_experts, is_own_method
 from anyaccel.inference.runtimes.torch_layers import (
     TYPES,
     PackedEmbedding,
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _FORMATS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 # nn.Linear's own forward under another name.
-_PLAIN_SUBCLASSES = frozenset({"FalconLinear"})
+_PLAIN_SUBCLASSES = frozenset({"FalconLinear", "Conv1D"})
 _NOT_RUN = frozenset({"__init__", "_init_weights", "reset_parameters", "tie_weights"})
 _ROUTERS = frozenset({"gate", "gating", "shared_expert_gate"})
 _MOST_EXPERTS = 1024  # an MLP's gate has more features
@@ -91,18 +92,18 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
                 done.kept[name] = "it chooses experts by small differences"
                 continue
             own = "int8" if child is head and precision in QUANTISED else precision
-            linear = packed[id(child)] = _pack_linear(child, own, group_size)
+            linear = packed[id(child)] = _pack_linear(child, own, group_size, name)
             done.linears += 1
             done.bytes += linear.packed.bytes
             if id(child.weight) not in shared:
                 child.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
             setattr(parent, short, linear)
-        elif (experts := _pack_experts(child, precision, group_size)) is not None:
+        elif (experts := _pack_experts(child, precision, group_size, name)) is not None:
             packed[id(child)] = experts
             done.experts += 1
             done.bytes += sum(each.packed.bytes for each in (*experts.up, *experts.down))
             setattr(parent, short, experts)
-        elif (parallel := _pack_parallel_experts(child, precision, group_size)) is not None:
+        elif (parallel := _pack_parallel_experts(child, precision, group_size, name)) is not None:
             packed[id(child)] = parallel
             done.experts += 1
             done.bytes += sum(each.packed.bytes for each in parallel.linears)
@@ -133,7 +134,8 @@ def _pack_embedding(
     module: nn.Module, embedding: Any, head: Any, precision: str, read: Mapping[type, set[str]], done: Packed
 ) -> None:
     """Give the embedding the matrix of the head that it is tied to, or when quantised one of its own."""
-    places = [(parent, short) for _, parent, short, child in _children(module) if child is embedding]
+    found = [(name, parent, short) for name, parent, short, child in _children(module) if child is embedding]
+    places = [(parent, short) for _, parent, short in found]
     scale = _embedding_scale(embedding)
     if scale is None or any(_is_read(read, parent, short) for parent, short in places):
         return
@@ -145,7 +147,7 @@ def _pack_embedding(
         done.bytes += native.bytes
     else:
         return
-    replaced = PackedEmbedding(native, shape, embedding.weight.dtype, embedding.padding_idx, scale)
+    replaced = PackedEmbedding(native, shape, embedding.weight.dtype, embedding.padding_idx, scale, found[0][0])
     for parent, short in places:
         setattr(parent, short, replaced)
 
@@ -155,10 +157,10 @@ def _embedding_scale(embedding: Any) -> float | None:
     weight = embedding.weight
     if not isinstance(embedding, nn.Embedding) or weight.is_meta or weight.dtype not in TYPES:
         return None
-    if embedding._forward_hooks or embedding._forward_pre_hooks or embedding.max_norm is not None:
+    if not _is_as_written(embedding) or embedding.max_norm is not None:
         return None
     if type(embedding) is nn.Embedding:
-        return 1.0 if "forward" not in vars(embedding) else None
+        return 1.0
     if {name for name, _ in embedding.named_parameters()} != {"weight"}:
         return None
     ids = torch.arange(min(64, weight.shape[0]))
@@ -196,20 +198,15 @@ def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or weight.dtype not in TYPES or weight.is_meta:
         return False
-    if (
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or {n for n, _ in module.named_parameters()}
-        - {
-            "weight",
-            "bias",
-        }
-    ):
+    if not _is_as_written(module) or {n for n, _ in module.named_parameters()} - {"weight", "bias"}:
         return False
-    if type(module).__name__ == "Conv1D":
-        return True
-    plain = type(module) is nn.Linear or type(module).__name__ in _PLAIN_SUBCLASSES
-    return plain and "forward" not in vars(module)
+    return type(module) is nn.Linear or type(module).__name__ in _PLAIN_SUBCLASSES
+
+
+def _is_as_written(module: nn.Module) -> bool:
+    """Whether a module runs the code of its class, as that was written, and nothing beside it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and "forward" not in vars(module) and is_own_method(type(module), "forward")
 
 
 def _shared(module: nn.Module) -> set[int]:
@@ -296,7 +293,7 @@ def _packed_matrix(weight_OI: torch.Tensor, precision: str, group_size: int) -> 
     return native
 
 
-def _pack_linear(module: nn.Module, precision: str, group_size: int) -> PackedLinear:
+def _pack_linear(module: nn.Module, precision: str, group_size: int, name: str) -> PackedLinear:
     assert isinstance(module.weight, torch.Tensor)
     weight = module.weight.detach()
     weight_OI = weight.t() if type(module).__name__ == "Conv1D" else weight
@@ -306,44 +303,44 @@ def _pack_linear(module: nn.Module, precision: str, group_size: int) -> PackedLi
     if isinstance(module, RowParallelLinear):
         reduce = _summed(module._group)
     rows, columns = weight_OI.shape
-    return PackedLinear(native, (rows, columns), None if bias is None else bias.detach(), weight.dtype, reduce)
+    return PackedLinear(native, (rows, columns), None if bias is None else bias.detach(), weight.dtype, reduce, name)
 
 
-def _pack_experts(module: Any, precision: str, group_size: int) -> PackedExperts | None:
+def _pack_experts(module: Any, precision: str, group_size: int, name: str) -> PackedExperts | None:
     """The experts of a module that follows transformers' `use_experts_implementation`; None of any other."""
     flags = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
-    if not all(hasattr(module, name) for name in flags) or getattr(module, "has_post_expert_norm", False):
+    if not all(hasattr(module, flag) for flag in flags) or getattr(module, "has_post_expert_norm", False):
         return None
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    wanted = {name + suffix for name in (up, "down_proj") for suffix in ("", "_bias")[: 1 + module.has_bias]}
+    wanted = {weight + suffix for weight in (up, "down_proj") for suffix in ("", "_bias")[: 1 + module.has_bias]}
     stacked = dict(module.named_parameters())
-    if set(stacked) != wanted or module._forward_hooks or module._forward_pre_hooks:
+    if set(stacked) != wanted or not _is_as_written(module) or not has_own_experts(getattr(module, "config", None)):
         return None
     if any(each.is_meta or each.dtype not in TYPES for each in stacked.values()) or stacked[up].dim() != 3:
         return None
     made = []
-    for name in (up, "down_proj"):
+    for weight in (up, "down_proj"):
         made.append(
-            _pack_stack(stacked[name], stacked.get(f"{name}_bias"), module.is_transposed, precision, group_size)
+            _pack_stack(stacked[weight], stacked.get(f"{weight}_bias"), module.is_transposed, precision, group_size)
         )
-        del stacked[name], module._parameters[name]
-    return PackedExperts(module, *made)
+        del stacked[weight], module._parameters[weight]
+    return PackedExperts(module, made[0], made[1], name)
 
 
-def _pack_parallel_experts(module: Any, precision: str, group_size: int) -> PackedParallelExperts | None:
+def _pack_parallel_experts(module: Any, precision: str, group_size: int, name: str) -> PackedParallelExperts | None:
     """The stacked linears of a `...ParallelExperts`, which gets its rows sorted by expert; None of any other module."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("ParallelExperts") or not isinstance(weight, torch.Tensor):
         return None
-    if weight.dim() != 3 or weight.is_meta or weight.dtype not in TYPES or module._forward_hooks:
+    if weight.dim() != 3 or weight.is_meta or weight.dtype not in TYPES or not _is_as_written(module):
         return None
     takes = list(inspect.signature(type(module).forward).parameters)
-    shape = tuple(getattr(module, name, 0) for name in ("num_experts", "output_size", "input_size"))
+    shape = tuple(getattr(module, size, 0) for size in ("num_experts", "output_size", "input_size"))
     if takes != ["self", "inputs", "expert_size"] or shape != tuple(weight.shape):
         return None
     linears = _pack_stack(weight, None, False, precision, group_size)
     module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
-    return PackedParallelExperts(linears)
+    return PackedParallelExperts(linears, name)
 
 
 def _pack_stack(
@@ -371,7 +368,7 @@ def _rms_norm(module: nn.Module) -> PackedRMSNorm | None:
     if {n for n, _ in module.named_parameters()} != {"weight"} or weight.is_meta or weight.dtype not in TYPES:
         return None
     takes_one = len(inspect.signature(type(module).forward).parameters) == 2
-    if module._forward_hooks or module._forward_pre_hooks or not takes_one:
+    if not takes_one or not _is_as_written(module):
         return None
     eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
     if not isinstance(eps, float):

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from anyaccel import _llm
 from anyaccel.errors import UsageError
+from anyaccel.inference.stand_in import stand_in
 
 TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -28,19 +29,48 @@ def _eagerly(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return run
 
 
-class _Packed(nn.Module):
-    """Has a `weight` that says shape, dtype and device to code that asks for them; its values are NaN."""
+class _WithoutWeights(nn.Module):
+    """Has no weights to read or to write any more.
 
-    weight: torch.Tensor
+    Attributes:
+        name: of the module, for messages.
+    """
 
-    def _stand_in(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
-        self.register_buffer("weight", torch.full((1, 1), float("nan"), dtype=dtype).expand(shape), persistent=False)
+    name: str
+
+    def _save_to_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UsageError(f"state_dict(): {_told(self.name)}")
+
+    def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UsageError(f"load_state_dict(): {_told(self.name)}")
+
+
+def _told(name: str) -> str:
+    return (
+        f"{name}: its values are packed, and can be neither read nor changed; load the model with runtime='plain', "
+        "or do it before init_inference"
+    )
+
+
+class _Packed(_WithoutWeights):
+    """Has a `weight` that says shape, dtype and device to code that asks for them; its values are an error."""
+
+    weight: nn.Parameter
+
+    def _stand_in(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self._parameters["weight"] = stand_in(shape, dtype, device, _told(f"{self.name}.weight"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", "bias") and "packed" in vars(self):
+            raise UsageError(_told(f"{self.name}.{name}"))
+        super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        shape = self.weight.shape
-        self.weight = self.weight[:1, :1]  # a copy of the whole would be as large as the model was
+        weight = self._parameters.pop("weight")
+        assert weight is not None
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.weight = self.weight.expand(shape)
+        like = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
+        self._stand_in(tuple(weight.shape), like.dtype, like.device)  # type: ignore[arg-type]
         return self
 
 
@@ -59,13 +89,15 @@ class PackedLinear(_Packed):
         bias_O: torch.Tensor | None,
         dtype: torch.dtype,
         reduce: Callable[[torch.Tensor], object] | None = None,
+        name: str = "a packed linear",
     ) -> None:
         super().__init__()
+        self.name = name
         self.out_features, self.in_features = shape
-        self.packed = packed
-        self.reduce = reduce
         self._stand_in(shape, dtype)
         self.register_buffer("bias", bias_O, persistent=False)
+        self.packed = packed
+        self.reduce = reduce
         # Added natively with the product, unless the sum over ranks comes between.
         self._native_bias = None if bias_O is None or reduce is not None else bias_O.float().contiguous()
         self.bias_address = 0 if self._native_bias is None else self._native_bias.data_ptr()
@@ -123,9 +155,16 @@ class PackedEmbedding(_Packed):
     """
 
     def __init__(
-        self, packed: _llm.Linear, shape: tuple[int, int], dtype: torch.dtype, padding_idx: int | None, scale: float = 1
+        self,
+        packed: _llm.Linear,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        padding_idx: int | None,
+        scale: float = 1,
+        name: str = "a packed embedding",
     ) -> None:
         super().__init__()
+        self.name = name
         self.num_embeddings, self.embedding_dim = shape
         self.packed = packed
         self.padding_idx = padding_idx
@@ -146,14 +185,17 @@ class PackedEmbedding(_Packed):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-class PackedExperts(nn.Module):
+class PackedExperts(_WithoutWeights):
     """The stacked experts of a mixture: two packed matrices an expert; `own`: the module that they are of.
 
     Its contract is that of transformers' `use_experts_implementation`.
     """
 
-    def __init__(self, own: Any, up: list[PackedLinear], down: list[PackedLinear]) -> None:
+    def __init__(
+        self, own: Any, up: list[PackedLinear], down: list[PackedLinear], name: str = "packed experts"
+    ) -> None:
         super().__init__()
+        self.name = name
         self.own = own  # without its matrices: it has the activation
         self.num_experts = len(up)
         self.up, self.down = up, down  # no submodules: there may be thousands
@@ -179,11 +221,12 @@ class PackedExperts(nn.Module):
         return y_SH.view(tokens, each, -1).sum(1).to(x_TH.dtype)
 
 
-class PackedParallelExperts(nn.Module):
+class PackedParallelExperts(_WithoutWeights):
     """Stacked linears, each for its part of the rows (JetMoE's and Granite's ParallelExperts)."""
 
-    def __init__(self, linears: list[PackedLinear]) -> None:
+    def __init__(self, linears: list[PackedLinear], name: str = "packed experts") -> None:
         super().__init__()
+        self.name = name
         self.linears = linears  # no submodules
         self.num_experts = len(linears)
 
