@@ -238,7 +238,7 @@ def _native_engine(
     tp_size = settings.tensor_parallel.tp_size
     if not ranks.one_host(group):
         raise Unsupported("tensor parallelism over several hosts")
-    shapes = shapes_of(model) if isinstance(model, nn.Module) else None
+    shapes = shapes_of(model) if isinstance(model, nn.Module) else {}
     try:
         native = ranks.together(
             group,
@@ -257,7 +257,7 @@ def _native_engine(
         )
     except BaseException:
         if isinstance(model, nn.Module):
-            _forbid_use(model)
+            _forbid_use(model, shapes)
         raise
     if isinstance(model, nn.Module):
         module = model
@@ -268,9 +268,9 @@ def _native_engine(
     return InferenceEngine(module, TensorParallelPlan(rank, tp_size), settings, group, "native", "", native)
 
 
-def _forbid_use(model: nn.Module) -> None:
+def _forbid_use(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:
     """After an error: a model some of whose weights have been taken over says so when it is called."""
-    if any(p.numel() == 0 for p in model.parameters()):
+    if any(p.shape != shapes[id(p)] for p in model.parameters()):
         model.register_forward_pre_hook(_refuse)
         model.to_empty(device="meta")  # which init_inference refuses
 

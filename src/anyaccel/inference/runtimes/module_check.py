@@ -72,6 +72,12 @@ def _compare(model: nn.Module, plain: nn.Module) -> None:
             raise Unsupported(f"code for module {name!r} of type {type(module).__name__} {instead}")
     if wanted:
         raise Unsupported(f"code for a model without the module {next(iter(wanted))!r} of its architecture")
+    shapes = {name: each.shape for name, each in plain.state_dict().items()}
+    for name, tensor in model.state_dict().items():
+        if name in shapes and tensor.shape != shapes[name]:
+            raise Unsupported(
+                f"code for {name!r} of shape {tuple(tensor.shape)}, where the configuration gives {tuple(shapes[name])}"
+            )
     names = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name not in names:

@@ -85,7 +85,12 @@ def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: 
         from anyaccel.inference.runtimes.module_probe import check_computes_the_same
 
         check_unmodified(model)
-        check_computes_the_same(model, own.to_dict())
+        try:
+            check_computes_the_same(model, own.to_dict())
+        except Unsupported:
+            raise
+        except ModelError as error:  # its own code may run all the same
+            raise Unsupported(f"code for this model's weights ({error})") from error
     values = dict(own) if isinstance(own, Mapping) else own.to_dict()
     generation = getattr(model, "generation_config", None)
     return Checkpoint(ModuleSource(model, release), values, generation.to_dict() if generation is not None else {})

@@ -155,7 +155,7 @@ def _pack_embedding(
 def _embedding_scale(embedding: Any) -> float | None:
     """What an embedding multiplies its rows by, found out by trying; None when it does anything else."""
     weight = embedding.weight
-    if not isinstance(embedding, nn.Embedding) or weight.is_meta or weight.dtype not in TYPES:
+    if not isinstance(embedding, nn.Embedding) or not _has_values(weight):
         return None
     if not _is_as_written(embedding) or embedding.max_norm is not None:
         return None
@@ -196,11 +196,18 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Modul
 
 def _is_linear(module: nn.Module) -> bool:
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or weight.dtype not in TYPES or weight.is_meta:
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not _has_values(weight):
         return False
     if not _is_as_written(module) or {n for n, _ in module.named_parameters()} - {"weight", "bias"}:
         return False
+    bias, outputs = getattr(module, "bias", None), weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
+    if bias is not None and tuple(bias.shape) != (outputs,):  # torch would repeat it
+        return False
     return type(module) is nn.Linear or type(module).__name__ in _PLAIN_SUBCLASSES
+
+
+def _has_values(weight: torch.Tensor) -> bool:
+    return weight.dtype in TYPES and not weight.is_meta and weight.numel() > 0
 
 
 def _is_as_written(module: nn.Module) -> bool:
@@ -316,8 +323,13 @@ def _pack_experts(module: Any, precision: str, group_size: int, name: str) -> Pa
     stacked = dict(module.named_parameters())
     if set(stacked) != wanted or not _is_as_written(module) or not has_own_experts(getattr(module, "config", None)):
         return None
-    if any(each.is_meta or each.dtype not in TYPES for each in stacked.values()) or stacked[up].dim() != 3:
+    if not all(map(_has_values, stacked.values())):
         return None
+    for weight in (up, "down_proj"):
+        bias, matrices = stacked.get(f"{weight}_bias"), stacked[weight]
+        outputs = -1 if module.is_transposed else -2
+        if matrices.dim() != 3 or (bias is not None and bias.shape != (len(matrices), matrices.shape[outputs])):
+            return None
     made = []
     for weight in (up, "down_proj"):
         made.append(
@@ -332,7 +344,7 @@ def _pack_parallel_experts(module: Any, precision: str, group_size: int, name: s
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("ParallelExperts") or not isinstance(weight, torch.Tensor):
         return None
-    if weight.dim() != 3 or weight.is_meta or weight.dtype not in TYPES or not _is_as_written(module):
+    if weight.dim() != 3 or not _has_values(weight) or not _is_as_written(module):
         return None
     takes = list(inspect.signature(type(module).forward).parameters)
     shape = tuple(getattr(module, size, 0) for size in ("num_experts", "output_size", "input_size"))
@@ -365,10 +377,10 @@ def _rms_norm(module: nn.Module) -> PackedRMSNorm | None:
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return None
-    if {n for n, _ in module.named_parameters()} != {"weight"} or weight.is_meta or weight.dtype not in TYPES:
+    if {n for n, _ in module.named_parameters()} != {"weight"} or not _has_values(weight):
         return None
     takes_one = len(inspect.signature(type(module).forward).parameters) == 2
-    if not takes_one or not _is_as_written(module):
+    if weight.numel() < 2 or not takes_one or not _is_as_written(module):
         return None
     eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
     if not isinstance(eps, float):
