@@ -53,7 +53,7 @@ installed. To use anyaccel's accelerator *in* a DeepSpeed that is installed, cal
   (`replace_with_kernel_inject`, `injection_policy`, `enable_cuda_graph`, `max_out_tokens`, ...), those that change results are
   refused (`checkpoint`, `moe`, `quant`, `zero`, `mpu`, ...) unless they are off.
 - `deepspeed.InferenceEngine` is what `init_inference` returns; its constructor has other arguments.
-- `deepspeed.init_distributed`: below mpirun or srun it reads their variables; mpi4py is not needed.
+- `deepspeed.init_distributed`: below mpirun or srun it reads the variables of the innermost one; mpi4py is not needed.
 - `deepspeed.comm`: `prof`, `log_name` and `debug` are accepted and change nothing. `ReduceOp` is torch's.
 - `deepspeed.utils.OnDevice`: tensors that ask for a dtype themselves keep it.
 - `deepspeed.utils.numa`: cores and nodes come from the kernel; the program numactl is not needed.

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "ops": {"accelerator", "env"},
     "report": {"accelerator", "topology", "env"},
     "io": {"ops", "accelerator", "env"},
-    "comm": {"accelerator", "ops", "env"},
+    "comm": {"accelerator", "ops", "launch", "env"},
     "inference": {"comm", "accelerator", "env"},
     "bench": {"launch", "inference", "topology", "env"},
     "port": set(),
