@@ -174,6 +174,18 @@ def test_a_launcher_that_places_ranks_otherwise_is_told_so(run, mpirun, folder):
     assert reports(folder) == []
 
 
+def test_one_machine_under_two_names_that_the_launcher_numbers_together_is_told(run, mpirun, folder):
+    program = folder / "tools" / "mpirun.openmpi"
+    program.write_text(program.read_text().replace("$((rank == 2))", "$rank"))
+    done = run("--hostfile", "hosts", "--launcher", "openmpi", "worker.py", **mpirun)
+    assert done.returncode == 2
+    assert (
+        "error: host 127.0.0.1: localhost and 127.0.0.1 are one machine under 2 names, whose ranks Open MPI numbers "
+        "together; write it once, with all of its slots (localhost slots=3), or use --launcher ssh"
+    ) in done.stderr
+    assert reports(folder) == []
+
+
 def test_the_plan_asks_no_host(run, folder):
     (folder / "hosts").write_text("nobody.invalid slots=2\nother.invalid slots=3\n")
     done = run("--hostfile", "hosts", "--include", "other.invalid:1,2", "--dry-run", "--json", "worker.py")
