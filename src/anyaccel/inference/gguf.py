@@ -21,7 +21,7 @@ from anyaccel.inference.cache_lock import locked
 from anyaccel.inference.counts import check_gguf
 from anyaccel.inference.gguf_tokenizer import write_tokenizer
 from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.outside import told
+from anyaccel.outside import open_file, told
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def converted_tokenizer(source: Path, announce: Callable[[str], object] | None =
 
 def _made_once(source: Path, kind: str, announce: Callable[[str], object] | None, save: _Save) -> Path:
     source = source.resolve()
-    with source.open("rb") as file:
+    with open_file(source) as file:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{source}: not a GGUF file (it does not start with 'GGUF')")
     fingerprint = _fingerprint(source)
