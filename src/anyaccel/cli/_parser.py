@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterable
 
 from anyaccel.errors import UsageError
@@ -33,11 +34,12 @@ def _terminal_width() -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with three differences.
+    """argparse with four differences.
 
     - A mistake raises UsageError, which the command prints as one line with exit code 2.
     - Every long option is accepted with dashes and with underscores.
     - Options are never abbreviated: an abbreviation would change its meaning when an option is added.
+    - Help that cannot be written raises OSError, as other output does.
     """
 
     def __init__(self, command: str, description: str, examples: str) -> None:
@@ -48,6 +50,9 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file or sys.stderr)
 
     def error(self, message: str) -> NoReturn:
         said = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
