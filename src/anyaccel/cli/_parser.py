@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 from anyaccel.errors import UsageError
+from anyaccel.numerals import parse_number, parse_whole
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
@@ -33,6 +34,12 @@ def _terminal_width() -> int:
         return 80
 
 
+def strict_numbers(parser: argparse.ArgumentParser) -> None:
+    """Have options of the types int and float take what a person writes, not all that `int` and `float` do."""
+    parser.register("type", int, parse_whole)
+    parser.register("type", float, parse_number)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with four differences.
 
@@ -50,6 +57,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
+        strict_numbers(self)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         print(message, end="", file=file or sys.stderr)

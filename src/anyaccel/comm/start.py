@@ -24,7 +24,9 @@ from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 from anyaccel.launch.ancestors import read_ancestors
+from anyaccel.launch.counts import brief
 from anyaccel.launch.local_rank import RankFromEnvironment, launcher_below
+from anyaccel.numerals import parse_whole
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +120,7 @@ def _store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
             f"{', '.join(missing)} not set: start the script with `anyaccel run` (or torchrun), or set all of "
             + ", ".join(_LAUNCH_VARIABLES)
         )
-    try:
-        rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    except ValueError as error:
-        raise UsageError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers: {error}") from None
+    rank, world_size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not (0 <= rank < world_size and 0 < port < 65536):
         raise UsageError(
             f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} cannot be: start it with `anyaccel run`"
@@ -202,10 +201,18 @@ def get_local_rank() -> int:
     found = launcher_below(os.environ, read_ancestors(os.environ))
     if found is not None:
         return found.local_rank
-    text = os.environ.get("LOCAL_RANK", "0")
-    if not text.isdecimal():
-        raise UsageError(f"LOCAL_RANK={text!r} must be a whole number")
-    return int(text)
+    number = _number("LOCAL_RANK", "0")
+    if number < 0:
+        raise UsageError(f"LOCAL_RANK={number}: must be 0 or above")
+    return number
+
+
+def _number(name: str, default: str | None = None) -> int:
+    text = os.environ.get(name, default) or ""
+    try:
+        return parse_whole(text)
+    except ValueError as error:
+        raise UsageError(f"{name}={brief(text)} {error}; `anyaccel run`, torchrun or an MPI sets it") from None
 
 
 def new_group(ranks: list[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:
