@@ -111,6 +111,17 @@ def test_a_closed_input_is_an_empty_one(smollm2):
     assert "Traceback" not in done.stderr
 
 
+def test_an_output_that_is_the_workers_own_fails_in_the_worker_alone():
+    """What docs/launching.md says of one host: only what passes through the launcher is told by it."""
+    job = ("run", "--num_accelerators", "1", "--no_local_rank", "--no_python")
+    careless = (*job, "sh", "-c", "echo lost 2>&-; exit 0")
+    own = command(">/dev/full", *careless)
+    assert (own.returncode, own.stderr) == (0, "")
+    passed_on = command(">/dev/full", *job[:1], "--rank-prefix", *careless[1:])
+    assert passed_on.returncode == 1
+    assert "error: standard output: No space left on device; output of the workers is lost" in passed_on.stderr
+
+
 def test_workers_have_three_streams_whatever_was_closed(tmp_path):
     (tmp_path / "worker.py").write_text(WORKER)
     done = command("<&- >&- 2>&-", "run", "--num_accelerators", "2", "--no_local_rank", "worker.py", cwd=tmp_path)
