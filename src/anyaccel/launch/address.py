@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import queue
 import socket
 import struct
 import threading
@@ -89,8 +90,8 @@ def _addresses_of(names: Sequence[str]) -> list[list[tuple[int, str]]]:
     """A name server that does not answer costs its time-out once, not once a name."""
     if len(names) < 2:
         return [_addresses(name) for name in names]
-    found: dict[str, list[tuple[int, str]]] = {}
     left = list(dict.fromkeys(names))
+    answers: queue.SimpleQueue[tuple[str, list[tuple[int, str]] | BaseException]] = queue.SimpleQueue()
 
     def work() -> None:
         while True:
@@ -98,20 +99,29 @@ def _addresses_of(names: Sequence[str]) -> list[list[tuple[int, str]]]:
                 name = left.pop()
             except IndexError:
                 return
-            found[name] = _addresses(name)
+            try:
+                answers.put((name, _addresses(name)))
+            except BaseException as error:  # noqa: BLE001 - raised below
+                answers.put((name, error))
 
-    threads = [threading.Thread(target=work, name="resolve") for _ in range(min(_RESOLVING, len(left)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # After Ctrl-C nobody waits for a name server: not the end of the interpreter, which would for other threads, nor
+    # Thread.join(), which in Python 3.11 takes a thread for one that has ended when it is interrupted.
+    asked = len(left)
+    for _ in range(min(_RESOLVING, asked)):
+        threading.Thread(target=work, name="resolve", daemon=True).start()
+    found: dict[str, list[tuple[int, str]]] = {}
+    for _ in range(asked):
+        name, answer = answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        found[name] = answer
     return [found[name] for name in names]
 
 
 def _addresses(name: str) -> list[tuple[int, str]]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for what can be no name of a host: too long, or with an empty part
         return []
     return [(family, str(address[0])) for family, _, _, _, address in found]
 
