@@ -11,6 +11,8 @@ import struct
 import threading
 from collections.abc import Sequence
 
+from anyaccel.errors import UsageError
+
 _SIOCGIFADDR = 0x8915
 _RESOLVING = 32  # names asked for at a time
 
@@ -54,6 +56,28 @@ def own_addresses(hosts: Sequence[str]) -> list[str]:
                     continue
                 found.append(str(probe.getsockname()[0]))
     return list(dict.fromkeys(found)) or ["127.0.0.1"]
+
+
+def address_of_first(connections: Sequence[str]) -> str:
+    """The first host's address as the others see it: each end of a connection knows both addresses.
+
+    Args:
+        connections: of each host, "ITS-ADDRESS ITS-PORT OUR-ADDRESS OUR-PORT" as in SSH_CONNECTION, where "its" is the
+            launcher's; "" for one on the launcher's own host.
+
+    Raises:
+        UsageError: it is an address that only its own host can reach.
+    """
+    words = [connection.split() for connection in connections]
+    elsewhere = [each for each in words if each and each[0] != each[2]]
+    if words[0] in elsewhere:
+        address = words[0][2]  # from here to it
+    else:
+        # It is this host: the first one elsewhere says from where it was called.
+        address = elsewhere[0][0] if elsewhere else "127.0.0.1"
+    if elsewhere and (address.startswith("127.") or address == "::1"):
+        raise UsageError(f"the other hosts cannot reach rank 0 at {address}; give its address with --master_addr")
+    return address
 
 
 def interface_towards(address: str) -> str | None:

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from anyaccel.launch.agents import Agent
+from anyaccel.launch.contract import SAME_MOMENT
 from anyaccel.launch.failure import exit_code, explain
-from anyaccel.launch.guardian import SAME_MOMENT
 from anyaccel.launch.output import ERROR, Output
 
 # Failures of several hosts that come within this time are one event: what was killed is its cause.

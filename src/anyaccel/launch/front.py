@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import channel
+from anyaccel.launch.address import address_of_first
 from anyaccel.launch.agents import Agent
 from anyaccel.launch.conclusion import conclude
+from anyaccel.launch.contract import DEAF
 from anyaccel.launch.failure import Report
-from anyaccel.launch.guardian import DEAF
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.machines import same_machines
@@ -167,7 +168,8 @@ class Front:
         """Every agent is ready: tell all of them where rank 0 is."""
         options = self._task.options
         try:
-            address = options.master_addr or self._address_of_first()
+            connections = [str((agent.ready or {}).get("connection") or "") for agent in self.agents]
+            address = options.master_addr or address_of_first(connections)
         except UsageError as error:
             self.agents[0].problem, self.agents[0].code = str(error), error.exit_code
             self.end(signal.SIGTERM)
@@ -181,19 +183,6 @@ class Front:
             if plan := str((agent.ready or {}).get("plan", "")):
                 self.console.line(f"{agent.host}: {plan}", DEBUG)
             agent.send(channel.encode_line(master))
-
-    def _address_of_first(self) -> str:
-        """The first host's address as the others see it: each end of a connection knows both addresses."""
-        connections = [str((agent.ready or {}).get("connection") or "").split() for agent in self.agents]
-        elsewhere = [words for words in connections if words and words[0] != words[2]]
-        if connections[0] in elsewhere:
-            address = connections[0][2]  # from here to it
-        else:
-            # It is this host: the first one elsewhere says from where it was called.
-            address = elsewhere[0][0] if elsewhere else "127.0.0.1"
-        if elsewhere and (address.startswith("127.") or address == "::1"):
-            raise UsageError(f"the other hosts cannot reach rank 0 at {address}; give its address with --master_addr")
-        return address
 
     def _too_late(self) -> None:
         if self.launcher:

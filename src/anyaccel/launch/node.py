@@ -20,8 +20,8 @@ from anyaccel import _native
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.launch import channel
 from anyaccel.launch.channel import encode_frame, read_line
+from anyaccel.launch.contract import Link
 from anyaccel.launch.failure import Report
-from anyaccel.launch.guardian import Link
 from anyaccel.launch.launcher import free_port, say_warnings
 from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
 from anyaccel.launch.output import LEVELS, Output
