@@ -92,7 +92,7 @@ class Front:
                 code = conclude(
                     self.agents,
                     self.console,
-                    launchers_problem=self.launcher.problem if self.launcher else "",
+                    launcher=self.launcher,
                     stop=self._stop,
                     cut=bool(self._cut),
                     lost=self.output.lost or self.console.lost,
@@ -199,8 +199,7 @@ class Front:
 
     def _wait(self, wakeup: int) -> None:
         now = time.monotonic()
-        times = [now + 5.0]
-        times.append(self._next_beat)
+        times = [now + 5.0, self._next_beat]
         if not self._started and self._ending_at is None:
             times.append(self._deadline)
         times += [at for at in (self._ending_at, self._launcher_at) if at is not None]
@@ -276,7 +275,8 @@ class Front:
             if missing and self._ending_at is None:
                 hosts = ", ".join(dict.fromkeys(agent.host for agent in missing))
                 self.launcher.problem = f"{self.launcher.how} before workers were started on host {hosts}"
-                self.end(signal.SIGTERM)
+            if self.launcher.problem or self.launcher.killed:
+                self.end(signal.SIGTERM)  # nobody passes the output of the workers on any more
 
     def _lost(self, agent: Agent, how: str) -> None:
         """An agent ended without a word."""
@@ -286,9 +286,10 @@ class Front:
             return
         agent.problem = f"cannot be reached: {how}" if agent.ready is None else f"the connection was lost ({how})"
         alive = sum(other.running for other in self.agents)
-        if self._started and self._ending_at is None and self._least is not None and alive >= self._least:
-            rest = f"{alive} host{' goes' if alive == 1 else 's go'} on"
-            self.console.line(f"warning: host {agent.host}: {agent.problem}; {rest}", WARNING)
+        may_go = self._least is not None and alive >= self._least and agent is not self.agents[0]  # where ranks meet
+        if self._started and self._ending_at is None and may_go:
+            rest = f"{agent.problem}; {alive} host{' goes' if alive == 1 else 's go'} on"
+            self.console.line(f"warning: host {agent.host}: {rest}", WARNING)
             agent.problem = ""
         else:
             self.end(signal.SIGTERM)
