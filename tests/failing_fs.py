@@ -12,7 +12,7 @@ Every file has SIZE bytes, `content()`, and passes each read and write on (no pa
     shrunk  ends at byte BAD, whatever its size says
     full    ENOSPC for what is written at or behind byte BAD
     refuses takes O_DIRECT when it is opened, then answers EINVAL
-    slow    each read and write takes 50 ms
+    slow    each read and write takes 50 ms; the modification time is their number
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def content() -> bytes:
 class _Server:
     def __init__(self, device: int) -> None:
         self.device = device
+        self.slow = 0  # reads and writes of that file
         self.files = {2 + index: bytearray(content()[:SIZE]) for index in range(len(NAMES))}
 
     def serve(self) -> None:
@@ -123,10 +124,11 @@ class _Server:
             raise OSError(errno.EINVAL, name)
         if name == "slow":
             time.sleep(0.05)
+            self.slow += 1
 
     def attributes(self, node: int) -> bytes:
         size, mode = (0, 0o40755) if node == 1 else (len(self.files[node]), 0o100644)
-        times = (0, 0, 0, 0, 0, 0)
+        times = (0, self.slow, 0, 0, 0, 0)
         return struct.pack("<QQQQQQIIIIIIIIII", node, size, size // 512, *times, mode, 1, 0, 0, 0, 4096, 0)
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def settled(look: Callable[[], T], wanted: T, seconds: float = 10) -> T:
+def settled(look: Callable[[], T], wanted: T, seconds: float = 60) -> T:
     """What `look` sees once it is `wanted`, or after `seconds`."""
     deadline = time.monotonic() + seconds
     seen = look()

@@ -53,9 +53,13 @@ installed. To use anyaccel's accelerator *in* a DeepSpeed that is installed, cal
   (`replace_with_kernel_inject`, `injection_policy`, `enable_cuda_graph`, `max_out_tokens`, ...), those that change results are
   refused (`checkpoint`, `moe`, `quant`, `zero`, `mpu`, ...) unless they are off.
 - `deepspeed.InferenceEngine` is what `init_inference` returns; its constructor has other arguments.
-- `deepspeed.init_distributed`: below mpirun or srun it reads their variables; mpi4py is not needed.
+- `deepspeed.init_distributed`: below mpirun or srun it reads the variables of the innermost one; mpi4py is not needed.
 - `deepspeed.comm`: `prof`, `log_name` and `debug` are accepted and change nothing. `ReduceOp` is torch's.
-- `deepspeed.utils.OnDevice`: tensors that ask for a dtype themselves keep it.
+- `deepspeed.utils.OnDevice` sets torch's default device and dtype, and replaces nothing in torch. So every function that makes
+  a tensor goes by it (there: `empty`, `zeros`, `ones`, `full` and `torch.Tensor`; `randn`, `tensor` and the like stay on the
+  CPU), tensors that ask for a dtype themselves keep it (there: floating-point ones are converted), and `torch.Tensor(n, m)`
+  takes the dtype, not the device: inside `OnDevice(device="meta")` it allocates (there: it is on meta). So do old names such as
+  `torch.FloatTensor(n)`, as there. It may be nested, and is undone as one leaves it, also by an error.
 - `deepspeed.utils.numa`: cores and nodes come from the kernel; the program numactl is not needed.
 - The command `deepspeed`: options are those of `anyaccel run`. Several hosts are reached by ssh unless `--launcher` says
   otherwise (there: pdsh), rank 0 gets a free port unless `--master_port` is given (there: 29500), `--autotuning` is refused.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from anyaccel.errors import UsageError
+from anyaccel.numerals import parse_number, parse_whole
 
 T = TypeVar("T")
 
@@ -42,21 +43,21 @@ class EnvVar(Generic[T]):
 
 
 def _positive_float(text: str) -> float:
-    value = float(text)
+    value = parse_number(text)
     if not 0 < value < 1e9:
         raise ValueError("must be above 0 and below a billion")
     return value
 
 
 def _positive_int(text: str) -> int:
-    value = int(text)
+    value = parse_whole(text)
     if value <= 0:
         raise ValueError("must be above 0")
     return value
 
 
 def _whole_number(text: str) -> int:
-    value = int(text)
+    value = parse_whole(text)
     if value < 0:
         raise ValueError("must be 0 or above")
     return value

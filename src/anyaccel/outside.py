@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reader of values from outside: JSON of model folders, metadata of GGUF files. Torch-free.
+"""The reader of values from outside: JSON of model folders, metadata of GGUF files; opens such files. Torch-free.
 
 A value is taken through here once, with the type and the range that it must have; what comes out needs no check where
 it is used. An error names the place, the value (cut where it is long) and what it has to be. docs/adr/0011 says why
@@ -8,12 +8,15 @@ this is not pydantic or msgspec.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import reprlib
+import stat
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 from anyaccel.errors import ModelError
 
@@ -100,6 +103,40 @@ def mapping(value: Any, what: str) -> dict[str, Any]:
     return dict(value)
 
 
+def open_file(path: str | Path) -> BinaryIO:
+    """A file to read; a pipe could be waited for without an end, and a device has none.
+
+    Raises:
+        OSError: it cannot be opened, or is no file.
+    """
+    # Without O_NONBLOCK a named pipe would be waited for until somebody opens it to write.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, f"it is {'a pipe' if stat.S_ISFIFO(mode) else 'a device'}, no file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def create_file(path: str | Path) -> BinaryIO:
+    """A file to write, emptied where it is there; a pipe, such as that of `>(command)`, when somebody reads it.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe that nobody reads.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.ENXIO, "it is a pipe or socket that nobody reads", str(path)) from None
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "wb")
+
+
 def read_text(path: Path) -> str:
     """A file of reasonable size in UTF-8.
 
@@ -107,7 +144,7 @@ def read_text(path: Path) -> str:
         ModelError: it is none, or cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content = file.read(_MOST_JSON + 1)
         if len(content) > _MOST_JSON:
             raise ModelError(f"{path}: more than {_MOST_JSON >> 20} MiB are too many for a configuration")

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from anyaccel.cli import COMMANDS, main
 
 WORKER = """
 import os, sys
@@ -20,9 +24,12 @@ print("err", file=sys.stderr)
 """
 
 
-def command(redirection: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def command(
+    redirection: str, *arguments: str, cwd: Path | None = None, unbuffered: bool = False
+) -> subprocess.CompletedProcess[str]:
     shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "anyaccel", *arguments]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    env |= {"PYTHONUNBUFFERED": "1"} if unbuffered else {}
     return subprocess.run(shell, cwd=cwd, env=env, capture_output=True, text=True, timeout=110)
 
 
@@ -34,6 +41,48 @@ def test_output_that_cannot_be_written_is_one_line_and_a_failure(redirection, re
     done = command(redirection, *arguments)
     said = f"anyaccel: error: standard output cannot be written ({reason})\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+# What is printed before an option is looked at, by argparse, in one piece and in many lines.
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["port", "--help"], ["run", "--help"], ["topo"]])
+def test_unbuffered_output_that_cannot_be_written_is_the_same(arguments):
+    done = command(">/dev/full", *arguments, unbuffered=True)
+    said = "anyaccel: error: standard output cannot be written (No space left on device)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+    assert command("", *arguments, unbuffered=True).stdout == command("", *arguments).stdout != ""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("size", [8, 8192])
+def test_help_of_every_command_that_cannot_be_written(command, size, monkeypatch, capsys):
+    """In one process: the stream fails when its buffer is full, or when it is flushed."""
+    with open("/dev/full", "wb", buffering=0) as full:
+        stream = io.TextIOWrapper(io.BufferedWriter(full, size))
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr("anyaccel.cli.drop_output", lambda: None)
+        monkeypatch.setattr("anyaccel.cli._streams.drop_output", lambda: None)
+        try:
+            code = main([command, "--help"])
+        except SystemExit as leaving:
+            code = leaving.code
+        assert code == 1
+        said = capsys.readouterr().err
+        assert said == "anyaccel: error: standard output cannot be written (No space left on device)\n"
+        with contextlib.suppress(OSError):
+            stream.close()
+
+
+@pytest.mark.parametrize("unbuffered", [False, True])
+@pytest.mark.parametrize("arguments", [["run", "--help"], ["--help"]])
+def test_a_reader_that_goes_away_ends_help_quietly(arguments, unbuffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = {**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "anyaccel", *arguments], stdout=writer, stderr=subprocess.PIPE, env=env, timeout=110
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
@@ -60,6 +109,17 @@ def test_a_closed_input_is_an_empty_one(smollm2):
     done = command("<&-", "chat", "-q", "--model", str(smollm2))
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_output_that_is_the_workers_own_fails_in_the_worker_alone():
+    """What docs/launching.md says of one host: only what passes through the launcher is told by it."""
+    job = ("run", "--num_accelerators", "1", "--no_local_rank", "--no_python")
+    careless = (*job, "sh", "-c", "echo lost 2>&-; exit 0")
+    own = command(">/dev/full", *careless)
+    assert (own.returncode, own.stderr) == (0, "")
+    passed_on = command(">/dev/full", *job[:1], "--rank-prefix", *careless[1:])
+    assert passed_on.returncode == 1
+    assert "error: standard output: No space left on device; output of the workers is lost" in passed_on.stderr
 
 
 def test_workers_have_three_streams_whatever_was_closed(tmp_path):

@@ -166,11 +166,37 @@ def test_a_launcher_that_ends_early_is_named(run, mpirun, folder):
     assert "mpirun.openmpi exited with code 3 before workers were started on host localhost, 127.0.0.1" in done.stderr
 
 
+@pytest.mark.parametrize("first", ["kill -KILL $agents; sleep 0.2; ", ""], ids=["with its ranks", "alone"])
+def test_a_launcher_that_is_killed_is_the_cause(run, mpirun, folder, first):
+    """Its ranks, which some of them take along, are not to blame."""
+    program = folder / "tools" / "mpirun.openmpi"
+    started = "until ls rank-0.json rank-1.json rank-2.json; do sleep 0.1; done >/dev/null 2>&1"
+    text = program.read_text().replace(" &\n", ' & agents="$agents $!"\n')
+    program.write_text(text.replace("wait\n", f"cd {folder}; {started}; {first}kill -KILL $$\n"))
+    options = ("--hostfile", "hosts", "--launcher", "openmpi", "--grace-period", "0.5", "worker.py", "wait")
+    done = run(*options, **mpirun)
+    assert done.returncode == 128 + signal.SIGKILL, done.stderr
+    assert "error: mpirun.openmpi was killed by SIGKILL; 3 workers were ended" in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
 def test_a_launcher_that_places_ranks_otherwise_is_told_so(run, mpirun, folder):
     (folder / "hosts").write_text("localhost slots=2\n127.0.0.1 slots=1\n")
     done = run("--hostfile", "hosts", "--launcher", "openmpi", "worker.py", **mpirun)
     assert done.returncode == 2
     assert "it has not placed ranks host by host in the order of the hostfile" in done.stderr
+    assert reports(folder) == []
+
+
+def test_one_machine_under_two_names_that_the_launcher_numbers_together_is_told(run, mpirun, folder):
+    program = folder / "tools" / "mpirun.openmpi"
+    program.write_text(program.read_text().replace("$((rank == 2))", "$rank"))
+    done = run("--hostfile", "hosts", "--launcher", "openmpi", "worker.py", **mpirun)
+    assert done.returncode == 2
+    assert (
+        "error: host 127.0.0.1: localhost and 127.0.0.1 are one machine under 2 names, whose ranks Open MPI numbers "
+        "together; write it once, with all of its slots (localhost slots=3), or use --launcher ssh"
+    ) in done.stderr
     assert reports(folder) == []
 
 

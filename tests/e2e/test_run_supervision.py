@@ -52,8 +52,8 @@ def test_a_guardian_that_is_stopped_does_its_work_when_there_is_some(start, host
     launcher.send_signal(number)
     launcher.communicate(timeout=60)  # nothing of the job holds standard error open
     assert launcher.returncode == (128 + number if number == signal.SIGTERM else -number)
-    # Not by the last resort, which comes after the 30 s that a process may take to end.
-    assert time.monotonic() - asked < 25
+    # Not by the last resort, which comes 36 s later: the grace period, 30 s for a process to end, and 5 s.
+    assert time.monotonic() - asked < 35
 
 
 def state(pid):
@@ -140,7 +140,8 @@ def test_nothing_stays_and_no_other_process_is_touched_without_a_proc_of_ones_ow
     done = subprocess.run(shell, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60)
     assert (tmp_path / "ready").exists(), done.stderr
     assert done.returncode == 3, done.stderr
-    assert time.monotonic() - began < 25  # it used to give up after 30 s
+    assert time.monotonic() - began < 30  # after which it used to give up
+    assert "do not end" not in done.stderr
     assert "worker" not in done.stderr.replace("what finished workers left behind", "")  # as in kworker/0:1
     assert "exited with code 3" in done.stderr
 

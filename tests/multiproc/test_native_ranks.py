@@ -82,7 +82,7 @@ def test_ranks_have_the_logits_of_one_process(size: int, cases: list[tuple[str, 
 
 
 def that_disagree() -> str:
-    model = _connected("llama", timeout=20.0)
+    model = _connected("llama", timeout=60.0)
     sequence = model.create()
     try:
         native_models.logits_of(model, 131, [sequence], [[5 + comm.get_rank()]])

@@ -167,7 +167,7 @@ def test_a_rank_that_never_joins(tmp_path: Path) -> None:
 
 
 def different_calls(what: str) -> None:
-    group = comm.new_group(backend="shm", timeout=timedelta(seconds=20))
+    group = comm.new_group(backend="shm", timeout=timedelta(seconds=60))
     other = group.rank() == 1
     guard = torch.full((64,), 7.0)
     try:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "anyaccel"
 
-# Part -> the other parts that it may import. errors, outside, _version and _native are everybody's.
+# Part -> the other parts that it may import. errors, numerals, outside, _version and _native are everybody's.
 MAY_IMPORT = {
     "_registry": set(),
     "env": set(),
@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "ops": {"accelerator", "env"},
     "report": {"accelerator", "topology", "env"},
     "io": {"ops", "accelerator", "env"},
-    "comm": {"accelerator", "ops", "env"},
+    "comm": {"accelerator", "ops", "launch", "env"},
     "inference": {"comm", "accelerator", "env"},
     "bench": {"launch", "inference", "topology", "env"},
     "port": set(),
@@ -34,7 +34,7 @@ MAY_IMPORT = {
         "bench", "launch", "accelerator", "ops", "topology", "inference", "comm", "port", "report", "env", "compat"
     },
 }  # fmt: skip
-EVERYBODYS = {"errors", "outside", "_version", "_native", "_llm"}
+EVERYBODYS = {"errors", "numerals", "outside", "_version", "_native", "_llm"}
 
 
 def imported_parts(file: Path) -> set[str]:

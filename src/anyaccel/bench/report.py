@@ -67,6 +67,8 @@ def check_plot(path: str) -> None:
     folder = Path(path).absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise AnyAccelError(f"--plot {path}: {folder} is no folder that can be written to")
+    if Path(path).exists() and not Path(path).is_file():
+        raise AnyAccelError(f"--plot {path}: it is there, and is no file; give the name of a picture to write")
 
 
 def plot(figures: Figures, ours: str, title: str, path: str) -> None:

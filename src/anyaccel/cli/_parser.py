@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterable
 
 from anyaccel.errors import UsageError
+from anyaccel.numerals import parse_number, parse_whole
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
@@ -32,12 +34,19 @@ def _terminal_width() -> int:
         return 80
 
 
+def strict_numbers(parser: argparse.ArgumentParser) -> None:
+    """Have options of the types int and float take what a person writes, not all that `int` and `float` do."""
+    parser.register("type", int, parse_whole)
+    parser.register("type", float, parse_number)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse with three differences.
+    """argparse with four differences.
 
     - A mistake raises UsageError, which the command prints as one line with exit code 2.
     - Every long option is accepted with dashes and with underscores.
     - Options are never abbreviated: an abbreviation would change its meaning when an option is added.
+    - Help that cannot be written raises OSError, as other output does.
     """
 
     def __init__(self, command: str, description: str, examples: str) -> None:
@@ -48,6 +57,10 @@ class Parser(argparse.ArgumentParser):
             formatter_class=_Formatter,
             allow_abbrev=False,
         )
+        strict_numbers(self)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        print(message, end="", file=file or sys.stderr)
 
     def error(self, message: str) -> NoReturn:
         said = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."

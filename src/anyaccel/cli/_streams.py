@@ -52,6 +52,16 @@ def _forgiving(stream: TextIO | None) -> TextIO:
     )
 
 
+def _buffered(stream: TextIO) -> TextIO:
+    """Standard output by lines where Python was started with -u: what was lost is still there to be told then."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(1, "w", closefd=False)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=True,
+    )
+
+
 @contextmanager
 def standard_streams() -> Iterator[None]:
     """Inside, there are three standard streams: an empty input, an output that fails when written to, a silent error.
@@ -71,9 +81,15 @@ def standard_streams() -> Iterator[None]:
     own = before is None or (before is sys.__stderr__ and isinstance(before, io.TextIOWrapper))
     if own:
         sys.stderr = _forgiving(before)
+    output = sys.stdout
+    unbuffered = output is sys.__stdout__ and isinstance(getattr(output, "buffer", None), io.RawIOBase)
+    if unbuffered:
+        sys.stdout = _buffered(output)
     try:
         yield
     finally:
+        if unbuffered:
+            sys.stdout = output
         if own and before is not None:
             sys.stderr = before
 

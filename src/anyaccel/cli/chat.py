@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     if options.tp == 1:
         return open_backend(options, screen)
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise UsageError(f"--tp {options.tp}: a chat starts its workers itself; run it without a launcher")
     from anyaccel.cli._ranks import start
 

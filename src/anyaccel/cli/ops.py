@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -47,14 +48,24 @@ def main(argv: list[str]) -> int:
         return _clean(options.json)
 
     from anyaccel.accelerator import get_accelerator
+    from anyaccel.accelerator.apart import run_apart
     from anyaccel.ops import builders_in
 
     silence_detection()
+    run_apart(_import_torch, "importing torch")
     accelerator = get_accelerator()
     builders = _select(builders_in(accelerator.op_builder_dir()), options.names)
     if options.action == "list":
         return _list(accelerator._name, builders, options.json)
     return _build(builders, options)
+
+
+def _import_torch() -> None:
+    """In a process of its own: a damaged one may end it."""
+    from anyaccel.accelerator.autoload import import_torch
+
+    with contextlib.suppress(AnyAccelError):  # which get_accelerator will say
+        import_torch()
 
 
 def _select(builders: dict[str, type[OpBuilder]], names: list[str]) -> dict[str, OpBuilder]:

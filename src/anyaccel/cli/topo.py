@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from anyaccel.cli._binding import add_binding_options, binding_options
@@ -16,6 +15,7 @@ from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.plan import LaunchPlan, RankBinding
 from anyaccel.launch.planning import plan_here
+from anyaccel.outside import create_file
 from anyaccel.report.topo import Share, short_list, to_dict
 from anyaccel.report.topo_text import plain, render
 from anyaccel.topology import Machine, read_machine
@@ -131,7 +131,8 @@ def _print(text: str) -> None:
 
 def _write(path: str, text: str) -> None:
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        with create_file(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise AnyAccelError(
             f"--svg {path!r} cannot be written: {error.strerror}; give a file in a folder that is there and "

@@ -49,8 +49,10 @@ def _root(opts: Any) -> int:
 
 def _stop(native: _native.ShmGroup, line: Line, mail: Mail) -> None:
     native.leave()
-    line.close()
-    mail.close()
+    try:
+        line.close()
+    finally:  # Ctrl-C, while that waits
+        mail.close()
 
 
 class ShmProcessGroup(ProcessGroup):

@@ -23,6 +23,10 @@ from anyaccel import env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
+from anyaccel.launch.ancestors import read_ancestors
+from anyaccel.launch.counts import brief
+from anyaccel.launch.local_rank import RankFromEnvironment, launcher_below
+from anyaccel.numerals import parse_whole
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +48,19 @@ def init_distributed(
             (`communication_backend_name()`).
         timeout: how long a collective may wait; default: ANYACCEL_COMM_TIMEOUT seconds.
         init_method, rank, world_size: as in `torch.distributed.init_process_group`; default: the environment that
-            `anyaccel run` and `torchrun` set. Without that environment the job is this one process.
+            `anyaccel run` and `torchrun` set. Without that environment the job is this one process. Where an MPI or
+            Slurm has started this process below one of those, its rank and size count and replace them.
 
     Raises:
-        UsageError: the environment is incomplete or not a number; the message names the variable.
+        UsageError: the environment is incomplete, not a number or of another job; the message names the variable.
         CommError: the ranks did not come together.
     """
     if dist.is_initialized():
         return
     env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
     limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
+    if rank < 0 and (init_method is None or init_method.startswith("env:")):
+        take_place_of_inner_launcher()
     try:
         if init_method is not None or rank >= 0 or world_size > 0:
             store, rank, world_size = next(rendezvous(init_method or "env://", rank, world_size, timeout=limit))
@@ -113,10 +120,7 @@ def _store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
             f"{', '.join(missing)} not set: start the script with `anyaccel run` (or torchrun), or set all of "
             + ", ".join(_LAUNCH_VARIABLES)
         )
-    try:
-        rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    except ValueError as error:
-        raise UsageError(f"RANK, WORLD_SIZE and MASTER_PORT must be whole numbers: {error}") from None
+    rank, world_size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not (0 <= rank < world_size and 0 < port < 65536):
         raise UsageError(
             f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} cannot be: start it with `anyaccel run`"
@@ -152,12 +156,63 @@ def _is_loopback(address: str) -> bool:
         return False
 
 
+def take_place_of_inner_launcher() -> None:
+    """Set RANK and its kin to what an MPI or Slurm gives, where they are of a launcher above that one.
+
+    Raises:
+        UsageError: the ranks cannot meet at the MASTER_ADDR and MASTER_PORT that are of the launcher above.
+    """
+    ancestors = read_ancestors(os.environ)
+    found = launcher_below(os.environ, ancestors)
+    if found is None or ancestors is None or found.rank is None or found.world_size is None:
+        return
+    above = os.environ.get("WORLD_SIZE", "1")
+    if above != "1" and ancestors.generation(("MASTER_PORT",)) >= ancestors.generation(("WORLD_SIZE",)):
+        raise UsageError(
+            f"MASTER_PORT={os.environ.get('MASTER_PORT', '')} is of a job of {above} workers, of which each may have "
+            f"started {found.source}: give each of its jobs a MASTER_PORT of its own"
+        )
+    address = os.environ.get("MASTER_ADDR", "")
+    if found.world_size > found.local_size and _is_loopback(address):
+        raise UsageError(
+            f"{found.source} started {found.world_size} ranks on several hosts, and MASTER_ADDR={address} is of the "
+            "job of one host above it: export the address of rank 0"
+        )
+    logger.info("rank %d of %d: %s counts, not RANK of above it", found.rank, found.world_size, found.source)
+    os.environ.update(place_variables(found))
+
+
+def place_variables(found: RankFromEnvironment) -> dict[str, str]:
+    """What tells torch, and scripts, the place that a launcher gives in its own words."""
+    return {
+        "RANK": str(found.rank),
+        "WORLD_SIZE": str(found.world_size),
+        "LOCAL_RANK": str(found.local_rank),
+        "LOCAL_WORLD_SIZE": str(found.local_size),
+        "LOCAL_SIZE": str(found.local_size),
+    }
+
+
 def get_local_rank() -> int:
-    """This worker's number on its host: LOCAL_RANK, 0 when it is not set."""
-    text = os.environ.get("LOCAL_RANK", "0")
-    if not text.isdecimal():
-        raise UsageError(f"LOCAL_RANK={text!r} must be a whole number")
-    return int(text)
+    """This worker's number on its host: LOCAL_RANK, 0 when it is not set.
+
+    Where LOCAL_RANK is of a launcher above an MPI or Slurm that has started this process, it is that one's number.
+    """
+    found = launcher_below(os.environ, read_ancestors(os.environ))
+    if found is not None:
+        return found.local_rank
+    number = _number("LOCAL_RANK", "0")
+    if number < 0:
+        raise UsageError(f"LOCAL_RANK={number}: must be 0 or above")
+    return number
+
+
+def _number(name: str, default: str | None = None) -> int:
+    text = os.environ.get(name, default) or ""
+    try:
+        return parse_whole(text)
+    except ValueError as error:
+        raise UsageError(f"{name}={brief(text)} {error}; `anyaccel run`, torchrun or an MPI sets it") from None
 
 
 def new_group(ranks: list[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:

@@ -179,8 +179,9 @@ class Line:
     def close(self) -> None:
         """End the thread, after what was asked for."""
         with self._lock:
+            if self._thread is not None:
+                self._jobs.put(None)  # first: a Ctrl-C must not leave a thread that nobody ends
             thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            if thread is not threading.current_thread():
-                thread.join(5)
+        if thread is not None and thread is not threading.current_thread():
+            # Python 3.11 takes a thread for one that has ended when its join is interrupted; nobody asks afterwards.
+            thread.join(5)

@@ -24,7 +24,7 @@ from anyaccel.inference.counts import check_gguf
 from anyaccel.inference.gguf_tokenizer import write_tokenizer
 from anyaccel.inference.identity import identity
 from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.outside import told
+from anyaccel.outside import open_file, told
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def converted_tokenizer(source: Path, announce: Callable[[str], object] | None =
 
 def _made_once(source: Path, kind: str, announce: Callable[[str], object] | None, save: _Save) -> Path:
     source = source.resolve()
-    with source.open("rb") as file:
+    with open_file(source) as file:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{source}: not a GGUF file (it does not start with 'GGUF')")
     fingerprint = _fingerprint(source)

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import queue
 import socket
 import struct
 import threading
 from collections.abc import Sequence
+
+from anyaccel.errors import UsageError
 
 _SIOCGIFADDR = 0x8915
 _RESOLVING = 32  # names asked for at a time
@@ -55,6 +58,28 @@ def own_addresses(hosts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found)) or ["127.0.0.1"]
 
 
+def address_of_first(connections: Sequence[str]) -> str:
+    """The first host's address as the others see it: each end of a connection knows both addresses.
+
+    Args:
+        connections: of each host, "ITS-ADDRESS ITS-PORT OUR-ADDRESS OUR-PORT" as in SSH_CONNECTION, where "its" is the
+            launcher's; "" for one on the launcher's own host.
+
+    Raises:
+        UsageError: it is an address that only its own host can reach.
+    """
+    words = [connection.split() for connection in connections]
+    elsewhere = [each for each in words if each and each[0] != each[2]]
+    if words[0] in elsewhere:
+        address = words[0][2]  # from here to it
+    else:
+        # It is this host: the first one elsewhere says from where it was called.
+        address = elsewhere[0][0] if elsewhere else "127.0.0.1"
+    if elsewhere and (address.startswith("127.") or address == "::1"):
+        raise UsageError(f"the other hosts cannot reach rank 0 at {address}; give its address with --master_addr")
+    return address
+
+
 def interface_towards(address: str) -> str | None:
     """The network interface whose own IPv4 address reaches `address`; None where that cannot be told."""
     for family, target in _addresses(address):
@@ -89,8 +114,8 @@ def _addresses_of(names: Sequence[str]) -> list[list[tuple[int, str]]]:
     """A name server that does not answer costs its time-out once, not once a name."""
     if len(names) < 2:
         return [_addresses(name) for name in names]
-    found: dict[str, list[tuple[int, str]]] = {}
     left = list(dict.fromkeys(names))
+    answers: queue.SimpleQueue[tuple[str, list[tuple[int, str]] | BaseException]] = queue.SimpleQueue()
 
     def work() -> None:
         while True:
@@ -98,20 +123,29 @@ def _addresses_of(names: Sequence[str]) -> list[list[tuple[int, str]]]:
                 name = left.pop()
             except IndexError:
                 return
-            found[name] = _addresses(name)
+            try:
+                answers.put((name, _addresses(name)))
+            except BaseException as error:  # noqa: BLE001 - raised below
+                answers.put((name, error))
 
-    threads = [threading.Thread(target=work, name="resolve") for _ in range(min(_RESOLVING, len(left)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    # After Ctrl-C nobody waits for a name server: not the end of the interpreter, which would for other threads, nor
+    # Thread.join(), which in Python 3.11 takes a thread for one that has ended when it is interrupted.
+    asked = len(left)
+    for _ in range(min(_RESOLVING, asked)):
+        threading.Thread(target=work, name="resolve", daemon=True).start()
+    found: dict[str, list[tuple[int, str]]] = {}
+    for _ in range(asked):
+        name, answer = answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        found[name] = answer
     return [found[name] for name in names]
 
 
 def _addresses(name: str) -> list[tuple[int, str]]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for what can be no name of a host: too long, or with an empty part
         return []
     return [(family, str(address[0])) for family, _, _, _, address in found]
 

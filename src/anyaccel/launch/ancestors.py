@@ -30,11 +30,19 @@ class Ancestors:
     Args:
         environ: that of this process.
         above: the processes above, the nearest first.
+        at_start: what this process was started with; default: what it has now.
     """
 
-    def __init__(self, environ: Mapping[str, str], above: Sequence[Ancestor]) -> None:
+    def __init__(
+        self, environ: Mapping[str, str], above: Sequence[Ancestor], at_start: Mapping[str, str] | None = None
+    ) -> None:
         self._environ = environ
         self._above = tuple(above)
+        self._at_start = environ if at_start is None else at_start
+
+    def changed_here(self, names: Iterable[str]) -> bool:
+        """Whether this process itself has set any of these variables since it was started."""
+        return any(self._environ.get(name) != self._at_start.get(name) for name in names)
 
     def generation(self, names: Iterable[str]) -> int:
         """How far above variables have got the values that they have here: 0 where the parent has others.
@@ -63,6 +71,8 @@ def read_ancestors(environ: Mapping[str, str]) -> Ancestors | None:
     try:
         if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115 - importing pathlib takes 8 ms of a launch
             return None
+        with open("/proc/self/environ", "rb") as file:
+            at_start = _parse(file.read())
     except OSError:
         return None
     above: list[Ancestor] = []
@@ -80,7 +90,7 @@ def read_ancestors(environ: Mapping[str, str]) -> Ancestors | None:
             break
         above.append(Ancestor(pid, variables))
         pid = parent
-    return Ancestors(environ, above)
+    return Ancestors(environ, above, at_start)
 
 
 def _parse(block: bytes) -> dict[str, str]:

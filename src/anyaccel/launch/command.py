@@ -8,6 +8,12 @@ import sys
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.plan import RankBinding
 
+# bash would wait for somebody to open a named pipe to write.
+_SOURCED = (
+    'if [ -p "$0" ]; then echo "anyaccel: error: --venv_script $0 is a pipe; give a file" >&2; exit 2; fi; '
+    '. "$0" && exec "$@"'
+)
+
 
 def worker_command(options: LaunchOptions, binding: RankBinding) -> list[str]:
     """All of it, for one rank."""
@@ -30,4 +36,4 @@ def in_venv(script: str | None) -> list[str]:
     """
     if not script:
         return []
-    return ["bash", "-c", '. "$0" && exec "$@"', script if script.startswith("/") else f"./{script}"]
+    return ["bash", "-c", _SOURCED, script if script.startswith("/") else f"./{script}"]

@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 
 from anyaccel.launch.agents import Agent
+from anyaccel.launch.contract import SAME_MOMENT
 from anyaccel.launch.failure import exit_code, explain
-from anyaccel.launch.guardian import SAME_MOMENT
+from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.output import ERROR, Output
 
 # Failures of several hosts that come within this time are one event: what was killed is its cause.
@@ -20,7 +21,7 @@ def conclude(
     agents: Sequence[Agent],
     console: Output,
     *,
-    launchers_problem: str,
+    launcher: LauncherProcess | None,
     stop: tuple[int, float] | None,
     cut: bool,
     lost: bool,
@@ -29,7 +30,7 @@ def conclude(
 
     Args:
         agents: what each of them has reported.
-        launchers_problem: that of mpirun, srun or pdsh; "" for none.
+        launcher: mpirun, srun or pdsh; None for ssh.
         stop: the first signal that we got, and when.
         cut: our own standard output or error could not be written.
         lost: something of the workers was lost by that.
@@ -40,12 +41,19 @@ def conclude(
             _error(console, f"host {agent.host}: these processes do not end, not even by SIGKILL: {report.immortal}")
         if report and report.problem:
             agent.problem, agent.code = agent.problem or report.problem, report.code
+    failed = _cause(agents)
+    killed = launcher.killed if launcher else None
+    if launcher and killed and not stop and (failed is None or failed.failed_at >= killed[1] - _ONE_EVENT):
+        # It, or its daemons, took workers and connections along, by SIGKILL too.
+        size = sum(agent.size for agent in agents)
+        ended = f"{launcher.how}; {size} worker{' was' if size == 1 else 's were'} ended"
+        _error(console, launcher.problem or ended)
+        return 128 + killed[0]
     problems = {f"host {agent.host}: {agent.problem}": agent.code for agent in agents if agent.problem}
-    if launchers_problem:
-        problems[launchers_problem] = 1
+    if launcher and launcher.problem:
+        problems[launcher.problem] = 1
     for problem in problems:
         _error(console, problem)
-    failed = _cause(agents)
     if stop and (failed is None or stop[1] <= failed.failed_at + SAME_MOMENT):
         return 128 + stop[0]
     if failed and failed.failure:

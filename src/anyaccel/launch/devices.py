@@ -181,7 +181,7 @@ def _pick(devices: Sequence[_Device], entry: str) -> _Device:
     """The device that an entry names: "2", "2.1" (a part of it, Intel), "GPU-5f3c" (the start of a name)."""
     index = entry.partition(".")[0]
     if index.isascii() and index.isdigit():
-        return devices[int(index)] if int(index) < len(devices) else _Device()
+        return devices[int(index)] if len(index) < 10 and int(index) < len(devices) else _Device()
     named = [device for device in devices if device.name and device.name.startswith(entry)]
     return named[0] if len(named) == 1 else _Device()
 

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import channel
+from anyaccel.launch.address import address_of_first
 from anyaccel.launch.agents import Agent
 from anyaccel.launch.conclusion import conclude
+from anyaccel.launch.contract import DEAF
 from anyaccel.launch.failure import Report
-from anyaccel.launch.guardian import DEAF
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.machines import same_machines
@@ -91,7 +92,7 @@ class Front:
                 code = conclude(
                     self.agents,
                     self.console,
-                    launchers_problem=self.launcher.problem if self.launcher else "",
+                    launcher=self.launcher,
                     stop=self._stop,
                     cut=bool(self._cut),
                     lost=self.output.lost or self.console.lost,
@@ -167,7 +168,8 @@ class Front:
         """Every agent is ready: tell all of them where rank 0 is."""
         options = self._task.options
         try:
-            address = options.master_addr or self._address_of_first()
+            connections = [str((agent.ready or {}).get("connection") or "") for agent in self.agents]
+            address = options.master_addr or address_of_first(connections)
         except UsageError as error:
             self.agents[0].problem, self.agents[0].code = str(error), error.exit_code
             self.end(signal.SIGTERM)
@@ -181,19 +183,6 @@ class Front:
             if plan := str((agent.ready or {}).get("plan", "")):
                 self.console.line(f"{agent.host}: {plan}", DEBUG)
             agent.send(channel.encode_line(master))
-
-    def _address_of_first(self) -> str:
-        """The first host's address as the others see it: each end of a connection knows both addresses."""
-        connections = [str((agent.ready or {}).get("connection") or "").split() for agent in self.agents]
-        elsewhere = [words for words in connections if words and words[0] != words[2]]
-        if connections[0] in elsewhere:
-            address = connections[0][2]  # from here to it
-        else:
-            # It is this host: the first one elsewhere says from where it was called.
-            address = elsewhere[0][0] if elsewhere else "127.0.0.1"
-        if elsewhere and (address.startswith("127.") or address == "::1"):
-            raise UsageError(f"the other hosts cannot reach rank 0 at {address}; give its address with --master_addr")
-        return address
 
     def _too_late(self) -> None:
         if self.launcher:
@@ -210,8 +199,7 @@ class Front:
 
     def _wait(self, wakeup: int) -> None:
         now = time.monotonic()
-        times = [now + 5.0]
-        times.append(self._next_beat)
+        times = [now + 5.0, self._next_beat]
         if not self._started and self._ending_at is None:
             times.append(self._deadline)
         times += [at for at in (self._ending_at, self._launcher_at) if at is not None]
@@ -287,7 +275,8 @@ class Front:
             if missing and self._ending_at is None:
                 hosts = ", ".join(dict.fromkeys(agent.host for agent in missing))
                 self.launcher.problem = f"{self.launcher.how} before workers were started on host {hosts}"
-                self.end(signal.SIGTERM)
+            if self.launcher.problem or self.launcher.killed:
+                self.end(signal.SIGTERM)  # nobody passes the output of the workers on any more
 
     def _lost(self, agent: Agent, how: str) -> None:
         """An agent ended without a word."""
@@ -297,9 +286,10 @@ class Front:
             return
         agent.problem = f"cannot be reached: {how}" if agent.ready is None else f"the connection was lost ({how})"
         alive = sum(other.running for other in self.agents)
-        if self._started and self._ending_at is None and self._least is not None and alive >= self._least:
-            rest = f"{alive} host{' goes' if alive == 1 else 's go'} on"
-            self.console.line(f"warning: host {agent.host}: {agent.problem}; {rest}", WARNING)
+        may_go = self._least is not None and alive >= self._least and agent is not self.agents[0]  # where ranks meet
+        if self._started and self._ending_at is None and may_go:
+            rest = f"{agent.problem}; {alive} host{' goes' if alive == 1 else 's go'} on"
+            self.console.line(f"warning: host {agent.host}: {rest}", WARNING)
             agent.problem = ""
         else:
             self.end(signal.SIGTERM)

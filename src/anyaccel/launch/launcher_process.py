@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 
 from anyaccel import _native
@@ -28,6 +29,7 @@ class LauncherProcess:
         may_wait: it may wait for hours until hosts are free, so that no deadline holds before the first agent calls.
         problem: why not all agents were started.
         how: how it ended, in words; "" until then.
+        killed: by which signal, and when, where that was not ours; None where it was, or it ended otherwise.
 
     Raises:
         OSError: it cannot be started.
@@ -40,6 +42,7 @@ class LauncherProcess:
         self.may_wait = may_wait
         self.problem = ""
         self.how = ""
+        self.killed: tuple[int, float] | None = None
         self._signals = [signal.SIGTERM, signal.SIGKILL]
         own = os.getpid()
         self._others = children()
@@ -107,6 +110,8 @@ class LauncherProcess:
         code = self._process.returncode
         status = -code if code < 0 else code << 8
         self.how = f"{self.name} {describe_end(status)}"
+        if code < 0 and len(self._signals) > 1:
+            self.killed = -code, time.monotonic()
         return True
 
     def end(self) -> None:
@@ -118,6 +123,7 @@ class LauncherProcess:
     def kill(self) -> None:
         """Leave nothing of it behind: mpirun's ssh may wait for a host that is gone."""
         if self.running:
+            self._signals = self._signals[-1:]
             self._process.kill()
             try:
                 self._process.wait(_KILL)

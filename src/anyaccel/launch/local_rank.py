@@ -137,6 +137,46 @@ def rank_from_environment(
     )
 
 
+# What the launchers of torch.distributed set beside RANK: `anyaccel run` (and DeepSpeed's), and torchrun.
+_TORCHS_OWN = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
+
+
+def launcher_below(environ: Mapping[str, str], ancestors: Ancestors | None) -> RankFromEnvironment | None:
+    """The place that an MPI, Slurm, PALS, jsrun or Flux gives, where RANK and WORLD_SIZE are of a launcher above it.
+
+    Returns:
+        None where RANK and WORLD_SIZE are of this process: set by itself, by a launcher below all others, or by a
+        script; and where nobody can tell.
+
+    Raises:
+        UsageError: what that launcher says is no place.
+    """
+    names = (_TORCH.rank, _TORCH.world_size)
+    if ancestors is None or not any(environ.get(name) for name in names) or ancestors.changed_here(names):
+        return None
+    own = ancestors.generation(names)
+    # A daemon on another host sets what it was sent together with what is its own: then those of a launcher are told
+    # from those that a script between the two has set by what the launcher sets beside them.
+    sent = any(name in environ and ancestors.generation((name,)) == own for name in _TORCHS_OWN)
+    below = [
+        source
+        for source in _SOURCES
+        if source is not _TORCH
+        and environ.get(source.rank)
+        and environ.get(source.local_rank)
+        and ancestors.generation((source.rank, source.local_rank)) < own + sent
+    ]
+    if not below:
+        return None
+    try:
+        return rank_from_environment(environ, launcher_only=True, ancestors=ancestors)
+    except UsageError as error:
+        raise UsageError(
+            f"RANK={brief(environ.get('RANK', ''))} is of a launcher above {below[0].name}, which does not say this "
+            f"process's place: {error}"
+        ) from None
+
+
 def slurm_tasks(text: str, nodes: int) -> tuple[int, ...]:
     """Tasks of the first `nodes` nodes of a text such as ``"2(x3),1"``, which is 2, 2, 2, 1.
 

@@ -20,8 +20,8 @@ from anyaccel import _native
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.launch import channel
 from anyaccel.launch.channel import encode_frame, read_line
+from anyaccel.launch.contract import Link
 from anyaccel.launch.failure import Report
-from anyaccel.launch.guardian import Link
 from anyaccel.launch.launcher import free_port, say_warnings
 from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
 from anyaccel.launch.output import LEVELS, Output
@@ -120,6 +120,7 @@ class _Agent:
             )
         node = task.node_of_rank(found.rank or 0)
         if found.rank != task.place(node).first_rank + found.local_rank:
+            _check_names_of_this_machine(task, node, found)
             raise UsageError(
                 f"{found.source} gave rank {found.rank} the local rank {found.local_rank}: it has not placed ranks "
                 "host by host in the order of the hostfile; check --launcher_args"
@@ -145,6 +146,22 @@ class _Agent:
         console.become(name, LEVELS[task.options.log_level])
         supervise(workers, task.options.grace_period, options=task.options, link=link, console=console, host=host)
         return 0  # the launcher knows; a launcher in between would make a failure of its own of another code
+
+
+def _check_names_of_this_machine(task: Task, node: int, found: RankFromEnvironment) -> None:
+    """Raise UsageError where the launcher above has numbered the ranks of several names together: of this machine."""
+    from anyaccel.launch.address import are_this_host
+
+    here = are_this_host([host.name.rpartition("@")[2] for host in task.hosts])
+    ours = [number for number, is_here in enumerate(here) if is_here or number == node]
+    before = sum(len(task.hosts[number].slots) for number in ours if number < node)
+    if len(ours) > 1 and found.local_rank == before + (found.rank or 0) - task.place(node).first_rank:
+        names = [task.hosts[number].name for number in ours]
+        slots = sum(len(task.hosts[number].slots) for number in ours)
+        raise UsageError(
+            f"{' and '.join(names)} are one machine under {len(names)} names, whose ranks {found.source} numbers "
+            f"together; write it once, with all of its slots ({names[0]} slots={slots}), or use --launcher ssh"
+        )
 
 
 def _machine() -> str:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 
 from anyaccel.launch import processes
-from anyaccel.launch.guardian import GUARDIAN_NAME, KILL_TIMEOUT, LEFTOVER_GRACE
+from anyaccel.launch.contract import GUARDIAN_NAME, KILL_TIMEOUT, LEFTOVER_GRACE
 from anyaccel.launch.output import WARNING, Output
 
 # The variable that torch's launcher gives its workers, and nothing else that it starts.

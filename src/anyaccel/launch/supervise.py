@@ -17,8 +17,9 @@ from collections.abc import Sequence
 
 from anyaccel import _native
 from anyaccel.launch import processes
+from anyaccel.launch.contract import DELIVERED, DUE, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link
 from anyaccel.launch.failure import Failure, Report, describe_end, exit_code, explain
-from anyaccel.launch.guardian import DELIVERED, DUE, KILL_TIMEOUT, REPORT_BYTES, SAME_MOMENT, Link, guard
+from anyaccel.launch.guardian import guard
 from anyaccel.launch.output import ERROR, LEVELS, Output, OutputOptions
 from anyaccel.launch.worker import STOP_SIGNALS, Worker
 

@@ -47,7 +47,7 @@ def collect(with_torch: bool = True) -> dict[str, Any]:
     """
     return {
         "versions": _versions(),
-        "accelerator": _part(_accelerator, name=None, candidates=[]) if with_torch else None,
+        "accelerator": _part(_accelerator_apart, name=None, candidates=[]) if with_torch else None,
         "cpu": _part(_cpu, isa=None, features={}),
         "topology": _part(_topology, summary=None, nodes=[]),
     }
@@ -107,6 +107,15 @@ def _version(package: str) -> str:
         return version
     beside = next(iter(metadata.distributions(name=package, path=[str(place.parent)])), None)
     return beside.version if beside else f"unknown ({place} is imported, not the installed {version})"
+
+
+def _accelerator_apart() -> dict[str, Any]:
+    from anyaccel.accelerator.apart import run_apart
+
+    what = "importing torch, or asking a vendor's package for its device,"
+    # An exception cannot be handed over as such.
+    part: dict[str, Any] = run_apart(lambda: _part(_accelerator, name=None, candidates=[]), what)
+    return part
 
 
 def _accelerator() -> dict[str, Any]:

@@ -8,6 +8,7 @@ machine has a few thousand of these files.
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import replace
 
 from anyaccel.errors import UsageError
@@ -101,12 +102,21 @@ def read_text(path: str, limit: int | None = None) -> str | None:
 
     Args:
         limit: bytes after which to stop; all of it when left out.
+
+    Raises:
+        UsageError: it is a named pipe, in a recorded machine.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        # Without O_NONBLOCK a named pipe in a recorded machine would be waited for until somebody writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError:
         return None
     try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISFIFO(mode):
+            raise UsageError(f"{path!r} is a pipe, and no file of a machine; remove it, or record the machine again")
+        if not stat.S_ISREG(mode):
+            return None  # containers mask files with /dev/null
         parts = []
         while part := os.read(descriptor, limit or 65536):
             parts.append(part)

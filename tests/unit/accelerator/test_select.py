@@ -315,7 +315,7 @@ def test_what_hangs_is_passed_over(
     extensions.add("slow", **details)
     assert get_accelerator()._name == "cpu"
     assert "TimeoutError: no answer within 0.2 s; ANYACCEL_PROBE_TIMEOUT=SECONDS allows more" in rows()["slow"].reason
-    assert 0.2 <= rows()["slow"].probe_s < 50  # and it still hangs
+    assert rows()["slow"].probe_s >= 0.2
 
 
 def test_a_backend_declares_its_deadline(no_cuda: None, hanging: None, extensions: Extensions) -> None:

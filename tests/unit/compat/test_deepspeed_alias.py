@@ -376,6 +376,19 @@ def test_on_device_makes_models_on_meta_and_in_a_dtype():
     assert torch.ones(2).dtype == torch.float32
 
 
+def test_on_device_goes_by_the_page():
+    """What docs/deepspeed-names.md says of it: nothing of torch is replaced."""
+    functions = torch.empty, torch.Tensor.__new__
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        assert (torch.empty, torch.Tensor.__new__) == functions
+        for made in (torch.randn(2), torch.tensor([1.0]), torch.full((2,), 1.0), torch.linspace(0, 1, 2)):
+            assert (made.is_meta, made.dtype) == (True, torch.bfloat16)
+        assert torch.zeros(2, dtype=torch.float32).dtype == torch.float32
+        allocated = torch.Tensor(2, 3)
+        assert (allocated.device.type, allocated.dtype) == ("cpu", torch.bfloat16)
+        assert torch.FloatTensor(2).device.type == "cpu"
+
+
 def test_the_logger_writes_to_standard_output(capsys):
     from anyaccel.compat.deepspeed.utils import log_dist, logger, set_log_level_from_string
     from anyaccel.compat.deepspeed.utils.logging import should_log_le

@@ -11,7 +11,7 @@ import pytest
 
 from anyaccel.launch import processes
 from anyaccel.launch.command import worker_command
-from anyaccel.launch.guardian import Failure, Report
+from anyaccel.launch.failure import Failure, Report
 from anyaccel.launch.launcher import check_script
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.output import Output

@@ -11,7 +11,7 @@ import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.ancestors import Ancestor, Ancestors, read_ancestors
-from anyaccel.launch.local_rank import rank_from_environment, slurm_tasks
+from anyaccel.launch.local_rank import launcher_below, rank_from_environment, slurm_tasks
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 OPEN_MPI = {
@@ -175,3 +175,44 @@ def test_tasks_by_node() -> None:
 def test_what_is_no_number_of_tasks(text: str) -> None:
     with pytest.raises(ValueError, match="is not a number of tasks"):
         slurm_tasks(text, 4)
+
+
+RUN_SETS = {**RUN, "CROSS_SIZE": "1"}
+EXPORTED = {"RANK": "7", "WORLD_SIZE": "8"}  # by a script, which may count in its own way
+
+
+@pytest.mark.parametrize(
+    ("rank", "sets"),
+    [
+        (5, (RUN_SETS, OPEN_MPI)),  # `anyaccel run` has started mpirun
+        (5, (RUN_SETS, OPEN_MPI, {"HOME": "/"})),
+        (5, ({**RUN_SETS, **OPEN_MPI}, {})),  # a daemon on another host was sent what mpirun was started with
+        (5, (EXPORTED, OPEN_MPI)),
+        (None, (RUN_SETS,)),
+        (None, (OPEN_MPI, RUN_SETS)),  # `anyaccel run --launcher openmpi`
+        (None, (SLURM, OPEN_MPI, TORCHRUN)),
+        (None, (OPEN_MPI, EXPORTED)),
+        (None, ({**OPEN_MPI, **EXPORTED},)),  # srun sh -c 'export RANK=...; exec python ...'
+        (None, (RUN_SETS, {**OPEN_MPI, **EXPORTED})),
+        (None, ({"RANK": "0", "WORLD_SIZE": "1"}, {})),  # of a container: no launcher at all
+    ],
+)
+def test_whether_a_launcher_below_has_set_another_rank(rank: int | None, sets: tuple[dict[str, str], ...]) -> None:
+    environ, ancestors = started_by(*sets)
+    found = launcher_below(environ, ancestors)
+    assert (found and found.rank) == rank
+    assert launcher_below(environ, None) is None
+
+
+def test_a_rank_that_the_process_has_set_by_itself_counts() -> None:
+    environ, ancestors = started_by(RUN_SETS, OPEN_MPI)
+    own = {**environ, "RANK": "3"}
+    line = [Ancestor(1, environ)]
+    assert launcher_below(own, Ancestors(own, line, at_start=environ)) is None
+    assert launcher_below(environ, ancestors) is not None
+
+
+def test_a_launcher_below_that_does_not_say_the_place_is_an_error() -> None:
+    environ, ancestors = started_by(RUN_SETS, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""})
+    with pytest.raises(UsageError, match=r"RANK='0' is of a launcher above Open MPI.*OMPI_COMM_WORLD_LOCAL_SIZE"):
+        launcher_below(environ, ancestors)

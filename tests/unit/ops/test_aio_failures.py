@@ -28,7 +28,7 @@ import failing_fs
 from anyaccel.errors import AioError, AnyAccelError, UsageError
 from anyaccel.ops import aio
 from anyaccel.ops.aio.requests import Piece
-from waiting import settled
+from waiting import settled, wait_for
 
 ENGINES = ("io_uring", "linux_aio", "threads")
 
@@ -187,17 +187,16 @@ def test_direct_transfers_that_are_refused_go_through_the_page_cache(engine: str
 def test_a_handle_may_be_dropped_with_io_in_flight(
     engine: str, write: bool, failing: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = open_files()
+    before, done = open_files(), (failing / "slow").stat().st_mtime
     handle = make(engine, block=4096, depth=4, threads=1)
     tensor = ones(failing_fs.SIZE)
     (handle.async_pwrite if write else handle.async_pread)(tensor, failing / "slow")
     del tensor  # the kernel still uses the memory
-    time.sleep(0.3)
-    begin = time.monotonic()
+    wait_for(lambda: (failing / "slow").stat().st_mtime > done, "a block is transferred")
     with caplog.at_level(logging.ERROR, "anyaccel.aio"):
         del handle
         gc.collect()
-    assert time.monotonic() - begin < 5  # of the 13 s that all of it would take on one thread
+    assert (failing / "slow").stat().st_mtime - done < failing_fs.SIZE // 4096  # it has not waited for all of it
     assert "was dropped without wait()" in caplog.text and "slow" in caplog.text
     assert settled(descriptors, before) == before
     if write:

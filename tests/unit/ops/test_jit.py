@@ -195,10 +195,10 @@ def test_jobs(monkeypatch):
 
 def test_sources_are_compiled_in_parallel(tmp_path):
     # Each waits until the other has started.
-    meet = "touch {}; n=0; until test -e {} || test $n = 100; do sleep 0.1; n=$((n+1)); done; test -e {}"
+    meet = "touch {}; n=0; until test -e {} || test $n = 600; do sleep 0.1; n=$((n+1)); done; test -e {}"
     names = [str(tmp_path / name) for name in "ab"]
     commands = [["sh", "-c", meet.format(one, other, other)] for one, other in (names, names[::-1])]
-    assert toolchains.run_all(commands, jobs=2, seconds=20) == ["", ""]
+    assert toolchains.run_all(commands, jobs=2, seconds=120) == ["", ""]
 
 
 def test_one_failure_ends_the_others_and_their_children(tmp_path):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib import metadata
@@ -174,3 +175,32 @@ def test_the_version_is_that_of_what_an_import_finds(tmp_path: Path, monkeypatch
     (tmp_path / "gguf-9.8.7.dist-info").mkdir()
     (tmp_path / "gguf-9.8.7.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: gguf\nVersion: 9.8.7\n")
     assert collecting.collect(with_torch=False)["versions"]["gguf"] == "9.8.7"
+
+
+ENDINGS = {
+    "os.kill(os.getpid(), signal.SIGSEGV)": "by SIGSEGV",
+    "os.abort()": "by SIGABRT",
+    "os._exit(0)": "by an exit with code 0",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_torch_that_ends_the_process(ending: str, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"import os, signal\n{ending}\n")
+    said = f"ended the process that did it ({ENDINGS[ending]})"
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "anyaccel", *arguments]
+        env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+
+    text, data, ops = run("report"), run("report", "--json"), run("ops", "--json")
+    assert (text.returncode, text.stderr) == (1, "")
+    assert said in text.stdout
+    assert "\ntopology\n" in text.stdout
+    report = json.loads(data.stdout)
+    assert said in report["accelerator"]["error"]
+    assert report["topology"]["nodes"]
+    assert (ops.returncode, ops.stdout) == (1, "")
+    assert ops.stderr == f"anyaccel: error: importing torch {said}\n"

@@ -6,6 +6,7 @@ Longer than the others, since there is no torch module to forward to.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ from anyaccel.accelerator import host_memory
 from anyaccel.accelerator.base import Accelerator, DeviceIndex
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
 from anyaccel.errors import UsageError
+from anyaccel.numerals import parse_whole
 
 
 @functools.cache
@@ -30,8 +32,9 @@ def _launch_number(name: str, default: int, minimum: int) -> int:
     text = os.environ.get(name)
     if not text:
         return default
-    if text.isdecimal() and int(text) >= minimum:
-        return int(text)
+    with contextlib.suppress(ValueError):
+        if (number := parse_whole(text)) >= minimum:
+            return number
     raise UsageError(f"{name}={text!r}: must be a number from {minimum}; the launcher sets it, else unset it")
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import anyaccel.inference
 from anyaccel.errors import UsageError
 from anyaccel.inference import InferenceEngine
+from anyaccel.launch.small_file import read_small_file
 
 from ._cover import refuse
 
@@ -90,7 +91,7 @@ def _read(config: str | Mapping[str, Any] | None) -> dict[str, Any]:
             f"init_inference: config must be a dict or the path of a JSON file, not {type(config).__name__}"
         )
     try:
-        options = json.loads(Path(config).read_text())
+        options = json.loads(read_small_file(str(config), "init_inference: config", encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"init_inference: config {str(config)!r} cannot be read: {error}") from None
     if not isinstance(options, dict):

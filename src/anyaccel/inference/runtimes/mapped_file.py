@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
+from anyaccel.outside import open_file
 
 
 class MappedFile:
@@ -25,7 +26,7 @@ class MappedFile:
         self.path = path
         libc = self._load_libc()
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 self.size = os.fstat(file.fileno()).st_size
                 if self.size == 0:
                     raise ModelError(f"{path}: the file is empty")

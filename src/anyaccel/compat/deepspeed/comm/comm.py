@@ -19,7 +19,9 @@ from torch.distributed import is_available, is_initialized
 from torch.distributed.device_mesh import init_device_mesh
 
 from anyaccel import comm
+from anyaccel.comm.start import place_variables, take_place_of_inner_launcher
 from anyaccel.errors import UsageError
+from anyaccel.launch.ancestors import read_ancestors
 from anyaccel.launch.local_rank import rank_from_environment
 
 from .._cover import cover, refuse
@@ -115,7 +117,7 @@ def init_distributed(
         configure(deepspeed_config=config)
     if dist_init_required is False or dist.is_initialized():
         return
-    if auto_mpi_discovery and rank < 0 and init_method is None and "RANK" not in os.environ:
+    if auto_mpi_discovery and rank < 0 and init_method is None:
         mpi_discovery(distributed_port, verbose)
     comm.init_distributed(dist_backend, timeout, init_method, rank, world_size)
 
@@ -123,11 +125,16 @@ def init_distributed(
 def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of mpirun or srun, if any.
 
+    A RANK that is there stays, unless it is of a launcher above the one that has started this process.
+
     Raises:
         UsageError: ranks are on several hosts and MASTER_ADDR is not set.
     """
+    if "RANK" in os.environ:
+        take_place_of_inner_launcher()
+        return
     try:
-        found = rank_from_environment(os.environ, launcher_only=True)
+        found = rank_from_environment(os.environ, launcher_only=True, ancestors=read_ancestors(os.environ))
     except UsageError:
         return  # no launcher: a job of this one process
     if found.rank is None or found.world_size is None:
@@ -139,7 +146,7 @@ def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbos
         )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
-    os.environ.update(RANK=str(found.rank), WORLD_SIZE=str(found.world_size), LOCAL_RANK=str(found.local_rank))
+    os.environ.update(place_variables(found))
 
 
 def destroy_process_group(group: Group = None) -> None:

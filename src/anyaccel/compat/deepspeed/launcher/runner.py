@@ -15,10 +15,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import anyaccel.cli
+from anyaccel.cli._parser import strict_numbers
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.launch.address import is_this_host
 from anyaccel.launch.hostfile import read_hostfile, select_hosts
 from anyaccel.launch.options import DEFAULT_HOSTFILE as DLTS_HOSTFILE
+from anyaccel.numerals import parse_whole
 
 from .._cover import cover, refuse
 
@@ -54,6 +56,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = _Parser(
         prog="deepspeed", description="anyaccel run, with DeepSpeed's options; see also anyaccel run --help"
     )
+    strict_numbers(parser)
     _add(parser, "-H", "--hostfile", default=DLTS_HOSTFILE, help="hosts, one `name slots=N` a line")
     _add(parser, "-i", "--include", default="", help="only these hosts and slots, as in worker-0@worker-1:0,2")
     _add(parser, "-e", "--exclude", default="", help="all but these hosts and slots")
@@ -178,7 +181,7 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
     """
     host, colon, slots = node_config.partition(":")
     try:
-        return host, [int(number) for number in slots.split(",")] if colon else []
+        return host, [parse_whole(number.strip()) for number in slots.split(",")] if colon else []
     except ValueError:
         raise UsageError(f"{node_config!r} names slots that are not numbers; write it as worker-1:0,2") from None
 

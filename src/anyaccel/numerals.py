@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers as people write them in options and variables; `int` and `float` take `1_0`, ` 10 `, other digits and nan."""
+
+from __future__ import annotations
+
+# No number that anybody means has more, and reading takes the square of them.
+_DIGITS = 100
+
+
+def parse_whole(text: str) -> int:
+    """The whole number that the text is: digits, and a minus sign before them.
+
+    Raises:
+        ValueError: it is none.
+    """
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal()):
+        raise ValueError("is not a whole number such as 8")
+    if len(digits) > _DIGITS:
+        raise ValueError("is too large a number")
+    return int(text)
+
+
+def parse_number(text: str) -> float:
+    """The number that the text is, such as 3, -0.5 or 1e-3.
+
+    Raises:
+        ValueError: it is none, or too large to be one.
+    """
+    if not text or text[0] == "+" or not set(text) <= set("0123456789.eE+-"):
+        raise ValueError("is not a number such as 0.5")
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError("is not a number such as 0.5") from None
+    if value in (float("inf"), float("-inf")):
+        raise ValueError("is too large a number")
+    return value
