@@ -21,6 +21,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from anyaccel.outside import open_file
+
 # Of these the whole content counts, up to a size that no real one has.
 _CONFIGS = frozenset(
     ("config.json", "generation_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -56,7 +58,8 @@ def _indexed(index: Path) -> set[str]:
     """The files that an index names, as far as it can be read: whoever loads the weights says what is wrong with it."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         if index.stat().st_size <= _MOST_READ:
-            named = json.loads(index.read_bytes())["weight_map"].values()
+            with open_file(index) as file:
+                named = json.loads(file.read())["weight_map"].values()
             return {name for name in named if Path(name).name == name and (index.parent / name).is_file()}
     return set()
 
@@ -92,7 +95,7 @@ def _status(path: Path) -> list[Any]:
 def _digest(path: Path, blocks: int) -> str:
     """Of the content of what is small, else of so many blocks of it."""
     digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         last = max(0, size - _BLOCK)
         places = sorted({last * number // (blocks - 1) for number in range(blocks)})
