@@ -274,7 +274,7 @@ def test_default_model_is_not_converted(tmp_path: Path) -> None:
         (("hi", "--dtype", "int3"), "int3"),
         (("hi", "--max-new-tokens", "0"), "--max-new-tokens 0"),
         (("hi", "--temperature", "-1"), "--temperature -1"),
-        (("hi", "--temperature", "nan"), "--temperature nan"),
+        (("hi", "--temperature", "nan"), "--temperature: invalid float value: 'nan'"),
         (("hi", "--top-p", "1.5"), "--top-p 1.5"),
         (("hi", "--temprature", "1"), "--temprature"),
         (("hi", "--top-k", "-1"), "--top-k -1"),
