@@ -381,7 +381,7 @@ def start_with(**wrong: str) -> str:
     [
         ("WORLD_SIZE", "0", "UsageError: RANK=0, WORLD_SIZE=0"),
         ("MASTER_PORT", "99999", "MASTER_PORT=99999"),
-        ("RANK", "one", "UsageError: RANK, WORLD_SIZE and MASTER_PORT must be whole numbers"),
+        ("RANK", "one", "UsageError: RANK='one' is not a whole number"),
         ("MASTER_ADDR", "", "UsageError: MASTER_ADDR not set"),
         ("ANYACCEL_ISA", "sse9", "UsageError: ANYACCEL_ISA='sse9'"),
         ("ANYACCEL_COMM_TIMEOUT", "inf", "UsageError: ANYACCEL_COMM_TIMEOUT='inf'"),

@@ -214,3 +214,25 @@ def test_without_oneccl_the_error_has_the_pip_line(tmp_path: Path, monkeypatch: 
     with pytest.raises(errors.CommError, match=r"pip install .oneccl-cpu"):
         comm.init_distributed("ccl")
     assert not dist.is_initialized()
+
+
+def sum_beside_left_memory() -> list[float]:
+    """With files of this process's number in the way, as after a kill and one round of numbers."""
+    for count in range(3):
+        Path(f"/dev/shm/{os.getpid()}:{os.getuid()}:{count}").write_bytes(b"\xff" * 65536)
+    sums = []
+    try:
+        for _ in range(2):  # a second group leaves the memory of the first one alone
+            group = dist.new_group(backend="ccl")
+            tensor = torch.ones(1000)
+            dist.all_reduce(tensor, group=group)
+            sums.append(float(tensor.sum()))
+    finally:
+        for path in Path("/dev/shm").glob(f"{os.getpid()}:{os.getuid()}:*"):
+            path.unlink()
+    return sums
+
+
+@pytest.mark.usefixtures("oneccl")
+def test_memory_that_a_killed_process_has_left_is_in_nobodys_way() -> None:
+    assert ranks.run(sum_beside_left_memory, 2) == [[2000.0, 2000.0]] * 2

@@ -6,6 +6,7 @@ The process group on top of it is `ccl_group`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -161,6 +162,7 @@ class Native:
 
     def new_communicator(self, kvs: int, size: int, rank: int) -> int:
         """Blocks until all ranks have called it."""
+        _remove_left_memory()
         with _one_call:
             communicator = self._library.ccl_new_communicator(kvs, size, rank)
         if not communicator:
@@ -217,6 +219,20 @@ class Native:
         """Free an operation that is complete."""
         with _one_call:
             self._library.ccl_free(operation)
+
+
+def _remove_left_memory() -> None:
+    """Remove what a killed process has left that had the number of this one.
+
+    libfabric names its shared memory by the process, the user and a count. It takes such a file for that of a peer,
+    and reads addresses from it.
+    """
+    mapped = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
+    for path in Path("/dev/shm").glob(f"{os.getpid()}:{os.getuid()}:*"):
+        if f" {path}\n" not in mapped:  # of none of this process's own groups
+            logger.info("%s: removed, which a killed process has left", path)
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _sizes(counts: list[int] | None) -> Any:
