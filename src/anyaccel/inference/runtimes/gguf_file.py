@@ -197,7 +197,18 @@ class GgufFile:
         if alignment & (alignment - 1):
             raise ModelError(f"{self.path}: damaged: general.alignment={alignment} is not a power of two")
         begin = reader.at + -reader.at % alignment
-        return {name: self._info(name, shape, kind, begin + at) for name, (shape, kind, at) in found.items()}
+        # One after another in the file's order, as llama.cpp wants them: else one would be read where another one is.
+        infos: dict[str, Info] = {}
+        expected = 0
+        for name, (shape, kind, offset) in found.items():
+            if offset != expected:
+                raise ModelError(
+                    f"{self.path}: tensor {shown(name)}: damaged: its data begin at offset {offset}, not at {expected}"
+                )
+            infos[name] = self._info(name, shape, kind, begin + offset)
+            expected = infos[name].end - begin
+            expected += -expected % alignment
+        return infos
 
     def _info(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Info:
         where = f"{self.path}: tensor {shown(name)}"
