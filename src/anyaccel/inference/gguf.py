@@ -23,13 +23,15 @@ from anyaccel.inference.cache_lock import locked, remove_if_free
 from anyaccel.inference.counts import check_gguf
 from anyaccel.inference.gguf_tokenizer import write_tokenizer
 from anyaccel.inference.identity import identity
+from anyaccel.inference.runtimes.gguf_file import GgufSource
+from anyaccel.inference.runtimes.gguf_unused import check_all_used
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.outside import open_file, told
 
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "anyaccel.json"
-_FORMAT = 4  # raise it when a conversion changes, so that old ones are made again
+_FORMAT = 5  # raise it when a conversion changes, so that old ones are made again
 
 
 # Fills a folder from a file, and says what takes a while.
@@ -149,6 +151,32 @@ def _one_reader() -> Iterator[None]:
         library.GGUFReader, library.get_tensor_name_map = originals
 
 
+@contextmanager
+def _noting_unread() -> Iterator[list[str]]:
+    """The names of tensors that transformers passes over while it loads a file, without a word."""
+    library: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    unread: list[str] = []
+    original = library.TENSOR_PROCESSORS, library.TensorProcessor
+
+    def noting(processor: Any) -> Any:
+        class Noting(processor):  # type: ignore[misc]
+            def process(self, weights: Any, name: str, **options: Any) -> Any:
+                result = super().process(weights=weights, name=name, **options)
+                # Without a name the processor has put it where it belongs itself.
+                if result.name is not None and result.name not in options["tensor_key_mapping"]:
+                    unread.append(name)
+                return result
+
+        return Noting
+
+    library.TENSOR_PROCESSORS = {kind: noting(processor) for kind, processor in original[0].items()}
+    library.TensorProcessor = noting(original[1])
+    try:
+        yield unread
+    finally:
+        library.TENSOR_PROCESSORS, library.TensorProcessor = original
+
+
 def _make(
     source: Path,
     folder: Path,
@@ -217,9 +245,17 @@ def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | 
         with _one_reader():
             config = AutoConfig.from_pretrained(**_location(source))
             pad_within_vocabulary(config)
-            model: Any = AutoModelForCausalLM.from_pretrained(**_location(source), config=config, dtype=torch.float32)
+            with _noting_unread() as unread:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    **_location(source), config=config, dtype=torch.float32, output_loading_info=True
+                )
     except Exception as error:  # the readers raise whatever a damaged file leads them to
         raise ModelError(f"{source}: transformers cannot read this GGUF file ({told(error)})") from error
+    model, info = loaded
+    tensors = GgufSource(source)
+    check_all_used(tensors, set(tensors.names()) - set(unread))
+    if missing := sorted(info["missing_keys"]):  # transformers makes them up
+        raise ModelError(f"{source}: the file lacks {len(missing)} weights of the model, for example {missing[0]!r}")
     # The weights are plain now; transformers would refuse to save a model that still calls itself quantised.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import struct
 from collections.abc import Callable
@@ -15,8 +16,12 @@ import pytest
 import fuzz_models
 from anyaccel.cli.generate import default_model_file
 from anyaccel.errors import ModelError
+from anyaccel.inference.runtimes.formats import Precision
 from anyaccel.inference.runtimes.gguf_file import GgufFile, GgufSource
 from anyaccel.inference.runtimes.gguf_types import GGML_TYPES
+from anyaccel.inference.runtimes.gguf_unused import check_all_used
+from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.inference.runtimes.packing import Plan, checkpoint_of
 
 gguf = pytest.importorskip("gguf")
 
@@ -124,3 +129,147 @@ def test_files_that_the_writer_has_split_are_read(tmp_path: Path) -> None:
 
 def test_a_real_file_is_read() -> None:
     assert len(GgufFile(default_model_file()).infos) > 200
+
+
+# What a model does not use.
+
+
+def read(file: fuzz_models.Gguf, path: Path) -> Plan:
+    path.write_bytes(file.content())
+    return Plan(checkpoint_of(path), Precision(None), 0, 1)
+
+
+def relabelled(file: fuzz_models.Gguf, kind: str) -> fuzz_models.Gguf:
+    """The file as if it were of another architecture."""
+    pairs = {key.replace(f"{file.kind}.", f"{kind}."): value for key, value in file.pairs.items()}
+    file.pairs = pairs | {"general.architecture": (fuzz_models.TEXT, kind)}
+    file.kind = kind
+    return file
+
+
+def dense_qwen3() -> fuzz_models.Gguf:
+    """Also what a llama file has, with norms of queries and keys besides."""
+    file = relabelled(fuzz_models.healthy_gguf("llama"), "qwen3")
+    for layer in range(fuzz_models.LAYERS):
+        for part in ("q", "k"):
+            file.tensor(f"blk.{layer}.attn_{part}_norm", fuzz_models.HEAD_DIM)
+    return file
+
+
+@pytest.mark.parametrize("kind", fuzz_models.KINDS)
+def test_a_layer_that_the_count_leaves_out_is_refused(kind: str, tmp_path: Path) -> None:
+    file = fuzz_models.healthy_gguf(kind)
+    file.add(block_count=fuzz_models.LAYERS - 1)
+    with pytest.raises(ModelError) as error:
+        read(file, tmp_path / "model.gguf")
+    assert not isinstance(error.value, Unsupported)  # transformers would leave it out, too
+    said = str(error.value)
+    assert f"{tmp_path / 'model.gguf'}: tensor 'blk.1." in said
+    assert f"architecture '{kind}' with block_count=1" in said
+    assert "others" in said
+    assert "\n" not in said
+
+
+def test_another_architectures_tensors_are_refused(tmp_path: Path) -> None:
+    read(dense_qwen3(), tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"'blk\.0\.attn_q_norm\.weight' is no part of .* 'llama' .* 3 others"):
+        read(relabelled(dense_qwen3(), "llama"), tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"'blk\.0\.attn_q_norm\.weight' is no part of .* 'qwen2'"):
+        read(relabelled(dense_qwen3(), "qwen2"), tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("kind", fuzz_models.KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blk.0.attn_sinks.weight",
+        "blk.1.attn_sub_norm.weight",
+        "blk.1.ffn_norm.scale",
+        "blk.1.attn_v.bias",
+        "blk.2.attn_q.weight",
+        "blk.0.attn_rot_embd.weight",
+        "output.bias",
+        "token_embd_norm.weight",
+        "rope_factors_other.weight",
+        "foo",
+        "view.weight",
+    ],
+)
+def test_a_tensor_that_nothing_reads_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    file = fuzz_models.healthy_gguf(kind)
+    file.tensors[name] = (0, [4], struct.pack("<4f", 5, 5, 5, 5))
+    with pytest.raises(ModelError, match=f"tensor '{re.escape(name)}' is no part of a model of architecture '{kind}'"):
+        read(file, tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize(
+    "name", ["v.blk.0.attn_q.weight", "mm.0.weight", "mm.input_projection.weight", "a.conv1d.weight"]
+)
+def test_encoders_beside_a_text_model_are_left_out(name: str, tmp_path: Path) -> None:
+    file = fuzz_models.healthy_gguf("gemma3")
+    file.tensors[name] = (0, [4], bytes(16))
+    read(file, tmp_path / "model.gguf")
+
+
+def test_layers_that_only_guess_are_left_out(tmp_path: Path) -> None:
+    """They are the last of the layers that are counted, so that a model of the architecture reads those before them."""
+    file = fuzz_models.healthy_gguf("llama")
+    path = tmp_path / "model.gguf"
+
+    def check(left: str) -> None:
+        path.write_bytes(file.content())
+        source = GgufSource(path)
+        check_all_used(source, [name for name in source.names() if not name.startswith(left)])
+
+    with pytest.raises(ModelError, match=r"'blk\.1\."):
+        check("blk.1.")
+    file.add(nextn_predict_layers=1)
+    check("blk.1.")
+    with pytest.raises(ModelError, match=r"'blk\.0\."):
+        check("blk.0.")
+
+
+def test_divisors_of_frequencies_are_used_or_ones(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for value, refused in ((1.0, False), (2.0, True)):
+        file = fuzz_models.healthy_gguf("llama")
+        file.tensor("rope_freqs", fuzz_models.HEAD_DIM // 2, value=value)
+        path.write_bytes(file.content())
+        source = GgufSource(path)
+        used = [name for name in source.names() if name != "rope_freqs.weight"]
+        if refused:
+            with pytest.raises(ModelError, match=r"'rope_freqs\.weight' is no part"):
+                check_all_used(source, used)
+        else:
+            check_all_used(source, used)
+
+
+def test_what_transformers_passes_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of tensors that it does not know, and makes up weights that it does not find."""
+    from anyaccel.inference.gguf import converted
+
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "model.gguf"
+
+    def convert(file: fuzz_models.Gguf) -> Path:
+        path.write_bytes(file.content())
+        return converted(path)
+
+    healthy = fuzz_models.healthy_gguf("llama")
+    healthy.add(attention__head_count=fuzz_models.HEADS, vocab_size=len(fuzz_models.TOKENS))
+    assert (convert(healthy) / "model.safetensors").is_file()
+
+    fewer = copy.deepcopy(healthy)
+    fewer.add(block_count=1)
+    with pytest.raises(ModelError, match=r"tensor 'blk\.1\.attn_norm\.weight' is no part of .* block_count=1"):
+        convert(fewer)
+    more = copy.deepcopy(healthy)
+    more.tensor("blk.0.attn_sinks", fuzz_models.HEADS)
+    with pytest.raises(ModelError, match=r"tensor 'blk\.0\.attn_sinks\.weight' is no part of"):
+        convert(more)
+    lacking = copy.deepcopy(healthy)
+    del lacking.tensors["blk.1.attn_k.weight"]
+    with pytest.raises(
+        ModelError, match=r"model\.gguf: the file lacks 1 weights .*'model\.layers\.1\.self_attn\.k_proj"
+    ):
+        convert(lacking)

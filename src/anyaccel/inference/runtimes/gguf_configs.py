@@ -21,6 +21,7 @@ class Metadata(Values):
     def __init__(self, source: GgufSource) -> None:
         path = source.files[0].path
         self.source = source
+        self.used: set[str] = set()  # tensors that are read into the config
         self.architecture = Values(source.metadata, f"{path}: ").text("general.architecture")
         super().__init__(source.metadata, f"{path}: {line(self.architecture)}.")
         self.path = path
@@ -187,10 +188,13 @@ def gpt2(values: Metadata, config: dict[str, Any]) -> None:
     config["activation_function"] = "gelu_new"
     for name in ("rope_theta", "hidden_act", "head_dim", "num_key_value_heads"):
         config.pop(name, None)
+    if config.pop("rope_scaling", None):
+        raise ModelError(f"{values.path}: a scaling of rotary positions, which a 'gpt2' model has not")
 
 
 def _factors(values: Metadata, name: str, count: int) -> list[float]:
     """The divisors of the rotary frequencies."""
+    values.used.add(name)
     found = values.source.file_of(name).floats(name, (count,))
     return [number(each, f"{values.path}: tensor {name!r}: factor", above=0.0) for each in found]
 

@@ -6,7 +6,7 @@ After llama.cpp's convert_hf_to_gguf.py, the other way round. An architecture is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.runtimes import gguf_configs as extras
 from anyaccel.inference.runtimes.gguf_configs import Extra, Metadata
 from anyaccel.inference.runtimes.gguf_file import GgufSource
+from anyaccel.inference.runtimes.gguf_unused import check_all_used
 from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.sources import RenamedSource, TensorSource
+from anyaccel.inference.runtimes.sources import RenamedSource
 from anyaccel.outside import Values, shown
 
+Name = tuple[str, dict[str, Any], int | None]
 _NO_TOKEN = (1 << 32) - 1  # stands for none in the number of a token
 
 
@@ -190,7 +192,28 @@ class GgufModel:
 
     config: dict[str, Any]
     generation_config: dict[str, Any]
-    source: TensorSource
+    source: GgufTensors
+
+
+class GgufTensors(RenamedSource):
+    """The tensors of a GGUF file by Hugging Face's names.
+
+    Args:
+        config: the file's names of tensors that the config is made of.
+    """
+
+    def __init__(self, source: GgufSource, names: Mapping[str, Name], config: Collection[str]) -> None:
+        super().__init__(source, names)
+        self._file = source
+        self._config = frozenset(config)
+
+    def check_all_used(self, used: Iterable[str]) -> None:
+        """Check that a model that reads these tensors, by Hugging Face's names, leaves out none that it needs.
+
+        Raises:
+            ModelError: it does.
+        """
+        check_all_used(self._file, self._config | {self.stored_name(name) for name in used})
 
 
 def open_gguf(path: Path) -> GgufModel:
@@ -208,7 +231,8 @@ def open_gguf(path: Path) -> GgufModel:
     if values.whole("expert_count", 0) and values.architecture == "llama":
         architecture = _MIXTRAL
     config = _config(values, architecture)
-    return GgufModel(config, _generation(values), RenamedSource(source, _names(values, architecture)))
+    tensors = GgufTensors(source, _names(values, architecture), values.used)
+    return GgufModel(config, _generation(values), tensors)
 
 
 def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
@@ -261,9 +285,6 @@ def _generation(values: Metadata) -> dict[str, Any]:
     found: dict[str, Any] = {name: each[0] for name, key in _ONE_TOKEN.items() if (each := ids(key))}
     ends = ids("eos", "eot")
     return found | ({"eos_token_id": ends} if ends else {})
-
-
-Name = tuple[str, dict[str, Any], int | None]
 
 
 def _names(values: Metadata, architecture: Architecture) -> dict[str, Name]:

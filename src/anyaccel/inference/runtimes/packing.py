@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ class Checkpoint:
     source: TensorSource
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    check_all_used: Callable[[Iterable[str]], None] | None = None  # of the source's tensors: those that a model reads
 
 
 def checkpoint_of(path: Path) -> Checkpoint:
@@ -60,7 +61,7 @@ def checkpoint_of(path: Path) -> Checkpoint:
         from anyaccel.inference.runtimes.gguf_models import open_gguf
 
         opened = open_gguf(path)
-        return Checkpoint(opened.source, opened.config, opened.generation_config)
+        return Checkpoint(opened.source, opened.config, opened.generation_config, opened.source.check_all_used)
     if not (path / "config.json").is_file():
         raise ModelError(f"{path}: not a Hugging Face model folder (it has no config.json)")
     config = read_json(path / "config.json")
@@ -135,6 +136,8 @@ class Plan:
                 found[shape.name] = self._find(shape.name, shape.rows, shape.cols)
             else:
                 found[shape.name] = self._find(shape.name, shape.count, None)
+        if checkpoint.check_all_used is not None:
+            checkpoint.check_all_used(part.name for parts in found.values() for part in parts)
         self.spec = shard(self.whole, rank, size) if size > 1 else self.whole
         self._slices = slices(self.whole, rank, size)
         matrices, self.vectors = weights(self.spec)

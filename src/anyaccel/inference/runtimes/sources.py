@@ -302,6 +302,10 @@ class RenamedSource:
     def names(self) -> Iterator[str]:
         return iter(self._names)
 
+    def stored_name(self, name: str) -> str:
+        """The name of a tensor in the source below."""
+        return self._names[name][0]
+
     def tensor(self, name: str) -> Tensor:
         if name not in self._names:
             raise ModelError(f"the file has no tensor for {name!r}")
