@@ -112,7 +112,7 @@ class NativeBackend(_InThisProcess):
         from anyaccel import _llm
         from anyaccel.inference.generate import check_prompt, request_steps
 
-        check_prompt(ids, max_new_tokens, self.vocabulary, self.context)
+        check_prompt(ids, max_new_tokens, self.vocabulary, self.context, getattr(self.tokenizer, "where", ""))
         result.prompt_tokens = len(ids)
         options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": self.ends}
         # The new request holds the old one until its first step has shared what both have.

@@ -145,7 +145,7 @@ def _open_native(options: argparse.Namespace, path: Path, accelerator: str, scre
     if problem is not None:
         raise problem
     describe_weights(native, screen)
-    ends = end_tokens(native.generation_config, native.config)
+    ends = end_tokens(native.generation_config, native.config, path)
     if path.is_file():
         ends = sorted({*ends, *tokenizer.end_tokens})
     return NativeBackend(native, tokenizer, ends, accelerator, options.dtype)

@@ -122,7 +122,8 @@ def _open_native(
     # The launcher started all of them: they see each other's process ids.
     native = together(exchange, load, anonymous=True)
     describe_weights(native, screen)
-    return NativeBackend(native, None, end_tokens(native.generation_config, native.config), accelerator, options.dtype)
+    ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
+    return NativeBackend(native, None, ends, accelerator, options.dtype)
 
 
 def _serve(channel: Channel, rank: int, backend: Model) -> None:

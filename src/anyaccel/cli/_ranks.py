@@ -284,7 +284,7 @@ class RanksBackend:
         """
         from anyaccel.inference.generate import check_prompt
 
-        check_prompt(ids, max_new_tokens, self.vocabulary, self.context)
+        check_prompt(ids, max_new_tokens, self.vocabulary, self.context, getattr(self.tokenizer, "where", ""))
         result.prompt_tokens = len(ids)
         limit, under_way = _AHEAD, False
         start = first = time.perf_counter()

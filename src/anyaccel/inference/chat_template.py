@@ -42,12 +42,13 @@ class ChatTemplate:
     Args:
         source: in jinja2, of the model's tokenizer.
         special: names such as bos_token -> its text.
+        where: the file that it is from, for messages.
 
     Raises:
         ModelError: it is no template.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special: Mapping[str, str], where: str = "the model") -> None:
         try:
             from jinja2 import nodes
             from jinja2.ext import Extension, loopcontrols
@@ -72,10 +73,11 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         self._special = dict(special)
+        self._where = where
         try:
             self._template = environment.from_string(source)
         except Exception as error:  # jinja2 makes a program of it, which can be none in any way
-            raise ModelError(f"the model's chat template cannot be read: {told(error)}") from error
+            raise ModelError(f"{where}: its chat template cannot be read: {told(error)}") from error
 
     def render(self, messages: Sequence[Message], continue_answer: bool = False) -> str:
         """The conversation as the model has learned to read it, up to where its answer begins.
@@ -92,4 +94,6 @@ class ChatTemplate:
                 **self._special,
             )
         except Exception as error:  # a template is a program: it can fail in any way
-            raise ModelError(f"the model's chat template does not take this conversation: {told(error)}") from error
+            raise ModelError(
+                f"{self._where}: its chat template does not take this conversation: {told(error)}"
+            ) from error

@@ -106,8 +106,11 @@ class Sampling:
         }
 
 
-def check_prompt(ids: Sequence[int], max_new_tokens: int, vocabulary: int, limit: int) -> None:
+def check_prompt(ids: Sequence[int], max_new_tokens: int, vocabulary: int, limit: int, where: str = "") -> None:
     """What must hold for a prompt before anything runs.
+
+    Args:
+        where: the file of the tokenizer that has made it of a text, for messages.
 
     Raises:
         UsageError: it is empty, has a token that the model does not have, or leaves no room for the answer.
@@ -116,6 +119,8 @@ def check_prompt(ids: Sequence[int], max_new_tokens: int, vocabulary: int, limit
         raise UsageError("the prompt must be a list of at least one token")
     if min(ids) < 0 or max(ids) >= vocabulary:
         token = min(ids) if min(ids) < 0 else max(ids)
+        if where:
+            raise ModelError(f"{where}: it gives token {token}, outside the model's vocabulary of {vocabulary}")
         raise UsageError(f"token {token} is outside the model's vocabulary of {vocabulary}")
     if whole_number("max_new_tokens", max_new_tokens) < 1:
         raise UsageError(f"max_new_tokens={max_new_tokens}: must be at least 1")

@@ -35,6 +35,7 @@ _SPECIAL = {
     "cls_token": ("cls", None),
     "mask_token": ("mask", None),
 }
+_NO_TOKEN = (1 << 32) - 1
 _SPACE = "▁"
 _LONGEST_TOKEN = 1 << 13  # characters: the longest of real ones are runs of some hundred spaces
 
@@ -54,7 +55,7 @@ class _Vocabulary(Values):
         for name in ("token_type", "scores"):
             if self.has(name) and len(self.items(name)) < len(self.tokens):
                 raise ModelError(f"{self.path}: damaged: tokenizer.ggml.{name} is not one number for each token")
-        self.types = self.wholes("token_type") if self.has("token_type") else []
+        self.types = self.wholes("token_type", 0, _BYTE) if self.has("token_type") else []
         self.scores = self.numbers("scores") if self.has("scores") else []
         self.merges = self._texts(file, "merges") if self.has("merges") else []
         self.ids = {text: number for number, text in enumerate(self.tokens)}
@@ -82,7 +83,10 @@ class _Vocabulary(Values):
     def _id(self, key: str, usual: int | None) -> int | None:
         name = f"{key}_token_id"
         # Numbers that no token has are written for none.
-        given = self.whole(name, -1, -1, (1 << 32) - 1)
+        given = self.whole(name, -1, -1, _NO_TOKEN)
+        # What ends a text is looked at where it is used; another one would be put at the begin of every prompt.
+        if key == "bos" and len(self.tokens) <= given < _NO_TOKEN:
+            raise ModelError(f"{self.where}{name}={given} is outside the vocabulary of {len(self.tokens)} tokens")
         return next((each for each in (given, usual) if each is not None and 0 <= each < len(self.tokens)), None)
 
     def type_of(self, number: int) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from anyaccel.inference.chat_template import ChatTemplate, Message
 from anyaccel.outside import Values, mapping, read_json, read_text, told, whole
 
 logger = logging.getLogger(__name__)
+
+# Files of the kinds of tokenizer without a tokenizer.json.
+_VOCABULARY = re.compile(r"vocab|merges|spiece|\.model$|\.tiktoken$|^tekken\.json$|\.py$")
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -48,16 +52,20 @@ def _is_librarys(error: BaseException) -> bool:
 class TextTokenizer:
     """Text to tokens and back, as the model was trained.
 
+    Args:
+        made_from: the file that the folder was made from, for messages.
+
     Raises:
         ModelError: the folder has no tokenizer, or a damaged one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, made_from: Path | None = None) -> None:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
             raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
         file = folder / "tokenizer.json"
+        self.where = str(made_from or file)
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except BaseException as error:
@@ -79,7 +87,8 @@ class TextTokenizer:
             for name in ("bos", "eos")
             if f"{name}_token" in self.special
         }
-        self._template_source = _template_source(folder, config)
+        self._template_source, place = _template_source(folder, config)
+        self._template_where = str(made_from or place)
         self._template: ChatTemplate | None = None
 
     @property
@@ -124,7 +133,7 @@ class TextTokenizer:
         if self._template is None:
             if self._template_source is None:
                 raise ModelError("the model has no chat template")
-            self._template = ChatTemplate(self._template_source, self.special)
+            self._template = ChatTemplate(self._template_source, self.special, self._template_where)
         text = self._template.render(messages)
         return self._ids(text, special=False)
 
@@ -143,18 +152,20 @@ class TextTokenizer:
         return text
 
 
-def _template_source(folder: Path, config: Values) -> str | None:
+def _template_source(folder: Path, config: Values) -> tuple[str | None, Path]:
+    """The chat template, if there is one, and the file that it is in."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return read_text(file)
+        return read_text(file), file
+    file = folder / "tokenizer_config.json"
     if not config.has("chat_template"):
         file = folder / "chat_template.json"
         config = Values(_read_json(file), f"{file}: ")
     if config.is_list("chat_template"):  # several by name
         where = f"{config.where}chat_template: "
         several = [Values(mapping(each, where[:-2]), where) for each in config.items("chat_template")]
-        return next((each.text("template") for each in several if each.text("name") == "default"), None)
-    return config.text("chat_template", "") or None
+        return next((each.text("template") for each in several if each.text("name") == "default"), None), file
+    return config.text("chat_template", "") or None, file
 
 
 class TransformersTokenizer:
@@ -208,30 +219,50 @@ def load_text_tokenizer(
     from anyaccel.inference.gguf import convert_tokenizer, converted_tokenizer
 
     try:
-        return _of_folder(converted_tokenizer(path, announce))
+        return _of_folder(converted_tokenizer(path, announce), path)
     except OSError as error:
         logger.warning("the converted tokenizer of %s is not kept (%s)", path.name, error)
     with tempfile.TemporaryDirectory(prefix="anyaccel-") as folder:
         convert_tokenizer(path, Path(folder), announce)
-        return _of_folder(Path(folder))
+        return _of_folder(Path(folder), path)
 
 
-def _of_folder(folder: Path) -> TextTokenizer | TransformersTokenizer:
+def _of_folder(folder: Path, made_from: Path | None = None) -> TextTokenizer | TransformersTokenizer:
     if (folder / "tokenizer.json").is_file():
-        return TextTokenizer(folder)
+        return TextTokenizer(folder, made_from)
+    # transformers would look for a file of each kind that it knows, for seconds, and say all of them.
+    if not any(_VOCABULARY.search(file.name) for file in folder.iterdir()):
+        raise ModelError(f"{folder / 'tokenizer.json'}: missing, and the folder has no other tokenizer")
     from anyaccel.inference.loading import load_tokenizer
 
     return TransformersTokenizer(load_tokenizer(folder))
 
 
-def end_tokens(generation_config: dict[str, Any], config: dict[str, Any]) -> list[int]:
-    """Tokens that end a text: of generation_config.json, else of the model's configuration."""
-    for values in (Values(generation_config, "generation_config: "), Values(config, "config: ")):
+def end_tokens(
+    generation_config: dict[str, Any], config: dict[str, Any], path: Path | None = None, note: bool = True
+) -> list[int]:
+    """Tokens that end a text: of generation_config.json, else of the model's configuration.
+
+    Args:
+        path: of the model, for messages.
+        note: say which of them the vocabulary has not, as they never come.
+    """
+    places = {"generation_config": generation_config, "config": config}
+    for name, given in places.items():
+        where = f"{name}: " if path is None else f"{path}: " if path.is_file() else f"{path / name}.json: "
+        values = Values(given, where)
         if values.is_list("eos_token_id"):
             found = [whole(each, f"{values.where}eos_token_id", -1) for each in values.items("eos_token_id")]
         elif values.has("eos_token_id"):
             found = [values.whole("eos_token_id", minimum=-1)]
         else:
             continue
-        return [token for token in found if token >= 0]  # -1 is written for none
+        ends = [token for token in found if token >= 0]  # -1 is written for none
+        own = Values(config, "config: ")
+        rows = (own if own.has("vocab_size") else own.mapping("text_config")).whole("vocab_size", 0)
+        outside = [token for token in ends if token >= rows > 0]
+        if outside and note:
+            none = "" if len(outside) < len(ends) else "; no other is given: texts end with the most tokens asked for"
+            logger.warning("%seos_token_id=%d is outside the vocabulary of %d tokens%s", where, outside[0], rows, none)
+        return [token for token in ends if token not in outside]
     return []

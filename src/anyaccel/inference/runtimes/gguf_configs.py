@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.runtimes.gguf_file import GgufSource
+from anyaccel.inference.runtimes.gguf_file import GgufSource, StringArray
 from anyaccel.inference.runtimes.mapping import Unsupported
 from anyaccel.inference.runtimes.model_config import MOST_LAYERS
-from anyaccel.outside import MOST, Values, flag, line, number, shown, whole
+from anyaccel.outside import MOST, Values, flag, line, number, whole
 
 
 class Metadata(Values):
@@ -69,7 +69,32 @@ class Metadata(Values):
 
     @functools.cached_property
     def head_dim(self) -> int:
-        return self.count("attention.key_length", max(self.hidden // self.heads, 1), 1, self._largest)
+        width = self.count("attention.key_length", max(self.hidden // self.heads, 1), 1, self._largest)
+        if self.has("attention.value_length"):
+            self.count("attention.value_length", minimum=width, maximum=width)  # no architecture here has another one
+        return width
+
+    @functools.cached_property
+    def rotated(self) -> int:
+        """Values of a head that positions rotate: pairs."""
+        count = self.count("rope.dimension_count", self.head_dim, 2, self.head_dim)
+        if count % 2 and self.has("rope.dimension_count"):
+            raise ModelError(f"{self.where}rope.dimension_count={count} is not even")
+        return count
+
+    def check_vocabulary(self, rows: int) -> None:
+        """Check that the vocabulary has a token for each row of the embedding, and no other.
+
+        Raises:
+            ModelError: it has more or fewer.
+        """
+        if self.has("vocab_size"):
+            self.count("vocab_size", minimum=rows, maximum=rows)
+        tokens = self.source.metadata.get("tokenizer.ggml.tokens")
+        if isinstance(tokens, StringArray) and tokens.count != rows:
+            raise ModelError(
+                f"{self.path}: tokenizer.ggml.tokens has {tokens.count} tokens, but 'token_embd.weight' {rows} rows"
+            )
 
     @functools.cached_property
     def _largest(self) -> int:
@@ -136,9 +161,7 @@ def _pattern(layers: int, every: int) -> list[str]:
 
 
 def partial(values: Metadata, config: dict[str, Any]) -> None:
-    config["partial_rotary_factor"] = (
-        values.count("rope.dimension_count", values.head_dim, 1, values.head_dim) / values.head_dim
-    )
+    config["partial_rotary_factor"] = values.rotated / values.head_dim
 
 
 def phi3(values: Metadata, config: dict[str, Any]) -> None:
@@ -147,11 +170,10 @@ def phi3(values: Metadata, config: dict[str, Any]) -> None:
         "rope.scaling.original_context_length", config["max_position_embeddings"]
     )
     if values.has_tensor("rope_factors_long.weight"):
-        rotated = values.count("rope.dimension_count", values.head_dim, 1, values.head_dim)
         config["rope_scaling"] = {
             "rope_type": "longrope",
-            "short_factor": _factors(values, "rope_factors_short.weight", rotated // 2),
-            "long_factor": _factors(values, "rope_factors_long.weight", rotated // 2),
+            "short_factor": _factors(values, "rope_factors_short.weight", values.rotated // 2),
+            "long_factor": _factors(values, "rope_factors_long.weight", values.rotated // 2),
         }
         factor = "rope.scaling.attn_factor"
         if values.has(factor):
@@ -200,11 +222,16 @@ def _factors(values: Metadata, name: str, count: int) -> list[float]:
 
 
 def rope_scaling(values: Metadata) -> dict[str, Any]:
-    kind = values.text("rope.scaling.type", "none")
+    kind = values.text("rope.scaling.type", "linear", known=("none", "linear", "yarn", "longrope"))
+    if kind == "longrope" and not values.has_tensor("rope_factors_long.weight"):
+        raise ModelError(f"{values.where}rope.scaling.type='longrope', but the file has no 'rope_factors_long.weight'")
     if values.has_tensor("rope_freqs.weight"):
         return _llama3_scaling(values)
     if kind == "linear":
-        return {"rope_type": "linear", "factor": values.number("rope.scaling.factor", above=0.0)}
+        # Old files call the factor by another name, and a file without the type means this one.
+        name = next((each for each in ("rope.scaling.factor", "rope.scale_linear") if values.has(each)), None)
+        factor = values.number(name, above=0.0) if name is not None else 1.0
+        return {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
     if kind == "yarn":
         scaling = {"rope_type": "yarn", "factor": values.number("rope.scaling.factor", above=0.0)}
         if values.has("rope.scaling.original_context_length"):
@@ -213,15 +240,12 @@ def rope_scaling(values: Metadata) -> dict[str, Any]:
             if values.has(f"rope.scaling.{key}"):
                 scaling[name] = values.number(f"rope.scaling.{key}")
         return scaling
-    if kind in ("none", "longrope"):  # longrope's factors are tensors: see phi3
-        return {}
-    raise Unsupported(f"rope.scaling.type {shown(kind)} ({values.path})")
+    return {}  # longrope's factors are tensors: see phi3
 
 
 def _llama3_scaling(values: Metadata) -> dict[str, Any]:
     """Llama 3.1 and later: the file has the divisor of each frequency, not the parameters that they come from."""
-    rotated = values.count("rope.dimension_count", values.head_dim, 2, values.head_dim)
-    factors = _factors(values, "rope_freqs.weight", rotated // 2)
+    factors = _factors(values, "rope_freqs.weight", values.rotated // 2)
     scaling = {
         "rope_type": "llama3",
         "factor": max(factors),

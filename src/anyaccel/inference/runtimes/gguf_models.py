@@ -239,6 +239,12 @@ def _config(values: Metadata, architecture: Architecture) -> dict[str, Any]:
     embedding = values.source.file_of("token_embd.weight").infos["token_embd.weight"]
     if len(embedding.shape) != 2:
         raise ModelError(f"{values.path}: tensor 'token_embd.weight' has shape {embedding.shape}, not two dimensions")
+    values.check_vocabulary(embedding.shape[0])
+    if extras.partial not in architecture.extra and values.rotated != values.head_dim:
+        raise ModelError(
+            f"{values.where}rope.dimension_count={values.rotated}, but this architecture rotates all {values.head_dim} "
+            "values of a head"
+        )
     eps = "layer_norm_rms_epsilon" if values.has("attention.layer_norm_rms_epsilon") else "layer_norm_epsilon"
     config: dict[str, Any] = {
         "model_type": architecture.model_type,
