@@ -171,16 +171,20 @@ class _Work:
         """Tensors that are whole nn.Linear weights: what the matrices of the native runtime are made of."""
         family = family_of(checkpoint.config)
         spec = family.spec(checkpoint.config)
-        found = set()
+        found: set[str] = set()
+        used: set[str] = set()
         for shape in each_weight(spec):
-            if not isinstance(shape, MatrixShape) or shape.name.rsplit(".", 1)[-1] in _NOT_LINEAR:
-                continue
             alternatives = family.parts(spec, checkpoint.config, shape.name)
             chosen = next((each for each in alternatives if all(p.tensor in self.source for p in each)), None)
+            used |= {part.tensor for part in chosen or ()}
+            if not isinstance(shape, MatrixShape) or shape.name.rsplit(".", 1)[-1] in _NOT_LINEAR:
+                continue
             if chosen is None:
                 missing = next(part.tensor for part in alternatives[0] if part.tensor not in self.source)
                 raise ModelError(f"{self.summary.model}: the checkpoint has no tensor {missing!r} of {shape.name}")
             found |= {part.tensor for part in chosen if part.index is None and not part.transposed}
+        if checkpoint.check_all_used is not None:  # what the model does not use would be lost
+            checkpoint.check_all_used(used)
         return found
 
     def _group_of(self, name: str) -> int | None:

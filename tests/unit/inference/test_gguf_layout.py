@@ -273,3 +273,17 @@ def test_what_transformers_passes_over_is_refused(tmp_path: Path, monkeypatch: p
         ModelError, match=r"model\.gguf: the file lacks 1 weights .*'model\.layers\.1\.self_attn\.k_proj"
     ):
         convert(lacking)
+
+
+def test_quantising_a_file_loses_nothing(tmp_path: Path) -> None:
+    from anyaccel.inference.quantize import quantize
+
+    path = tmp_path / "model.gguf"
+    healthy = fuzz_models.healthy_gguf("llama")
+    path.write_bytes(healthy.content())
+    quantize(path, tmp_path / "whole", dtype="int8")
+    healthy.tensor("blk.0.attn_sinks", fuzz_models.HEADS)
+    path.write_bytes(healthy.content())
+    with pytest.raises(ModelError, match=r"'blk\.0\.attn_sinks\.weight' is no part"):
+        quantize(path, tmp_path / "less", dtype="int8")
+    assert not (tmp_path / "less").exists()
