@@ -159,15 +159,14 @@ def _noting_unread() -> Iterator[list[str]]:
     original = library.TENSOR_PROCESSORS, library.TensorProcessor
 
     def noting(processor: Any) -> Any:
-        class Noting(processor):  # type: ignore[misc]
-            def process(self, weights: Any, name: str, **options: Any) -> Any:
-                result = super().process(weights=weights, name=name, **options)
-                # Without a name the processor has put it where it belongs itself.
-                if result.name is not None and result.name not in options["tensor_key_mapping"]:
-                    unread.append(name)
-                return result
+        def process(self: Any, weights: Any, name: str, **options: Any) -> Any:
+            result = processor.process(self, weights=weights, name=name, **options)
+            # Without a name the processor has put it where it belongs itself.
+            if result.name is not None and result.name not in options["tensor_key_mapping"]:
+                unread.append(name)
+            return result
 
-        return Noting
+        return type(processor.__name__, (processor,), {"process": process})
 
     library.TENSOR_PROCESSORS = {kind: noting(processor) for kind, processor in original[0].items()}
     library.TensorProcessor = noting(original[1])

@@ -262,7 +262,8 @@ def end_tokens(
         rows = (own if own.has("vocab_size") else own.mapping("text_config")).whole("vocab_size", 0)
         outside = [token for token in ends if token >= rows > 0]
         if outside and note:
-            none = "" if len(outside) < len(ends) else "; no other is given: texts end with the most tokens asked for"
-            logger.warning("%seos_token_id=%d is outside the vocabulary of %d tokens%s", where, outside[0], rows, none)
+            logger.warning(
+                "%seos_token_id=%d is outside the vocabulary of %d tokens: no text ends by it", where, outside[0], rows
+            )
         return [token for token in ends if token not in outside]
     return []

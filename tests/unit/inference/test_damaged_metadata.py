@@ -51,7 +51,7 @@ WRONG: list[tuple[str, str, tuple[int, Any], str]] = [
         "attention.value_length=16 is not a whole number of 8 to 8",
     ),
     ("granite", "attention.value_length", (U32, 0), "attention.value_length=0 is not"),
-    ("llama", "attention.key_length", (U32, HEAD_DIM // 2), "blk.0.attn_q.weight"),
+    ("granite", "attention.key_length", (U32, HEAD_DIM // 2), "'blk.0.attn_q.weight' of shape (32, 32) has not 4 x 4"),
     ("llama", "vocab_size", (U32, ROWS - 1), f"vocab_size={ROWS - 1} is not a whole number of {ROWS} to {ROWS}"),
     ("gpt2", "vocab_size", (U32, 1 << 20), "vocab_size=1048576 is not"),
     ("llama", "rope.scaling.type", (TEXT, "foo"), "rope.scaling.type='foo' is none of none, linear, yarn, longrope"),
@@ -121,10 +121,10 @@ def test_an_end_that_never_comes_is_said(tmp_path: Path, caplog: pytest.LogCaptu
     assert end_tokens({"eos_token_id": 300}, config, tmp_path) == []
     said = caplog.messages.pop()
     place = tmp_path / "generation_config.json"
-    assert said.startswith(f"{place}: eos_token_id=300 is outside the vocabulary of 300 tokens; no other is given")
+    assert said == f"{place}: eos_token_id=300 is outside the vocabulary of 300 tokens: no text ends by it"
     caplog.clear()
     assert end_tokens({"eos_token_id": [2, 999]}, {"text_config": config}, tmp_path) == [2]
-    assert caplog.messages == [f"{place}: eos_token_id=999 is outside the vocabulary of 300 tokens"]
+    assert caplog.messages == [f"{place}: eos_token_id=999 is outside the vocabulary of 300 tokens: no text ends by it"]
     caplog.clear()
     assert end_tokens({"eos_token_id": 300}, config, tmp_path, note=False) == []
     assert end_tokens({"eos_token_id": [2, 299, -1]}, config, tmp_path) == [2, 299]
