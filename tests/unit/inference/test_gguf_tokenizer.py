@@ -525,8 +525,10 @@ def test_damage_is_named(more: dict[str, Any], message: str, tmp_path: Path) -> 
         write_tokenizer(tmp_path / "a.gguf", tmp_path)
 
 
-def test_ids_that_are_no_tokens_are_passed_over(byte_merges: tuple[list[str], list[str]], tmp_path: Path) -> None:
-    file = byte_file(tmp_path / "a.gguf", byte_merges, "gpt-2", bos_token_id=1 << 30, add_bos_token=True)
+def test_an_id_that_is_written_for_none_is_passed_over(
+    byte_merges: tuple[list[str], list[str]], tmp_path: Path
+) -> None:
+    file = byte_file(tmp_path / "a.gguf", byte_merges, "gpt-2", bos_token_id=(1 << 32) - 1, add_bos_token=True)
     made = converted(file, tmp_path / "out")
     assert made.encode("a").ids == made.encode("a", add_special_tokens=False).ids
     assert "bos_token" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
