@@ -174,8 +174,6 @@ def test_another_architectures_tensors_are_refused(tmp_path: Path) -> None:
     read(dense_qwen3(), tmp_path / "model.gguf")
     with pytest.raises(ModelError, match=r"'blk\.0\.attn_q_norm\.weight' is no part of .* 'llama' .* 3 others"):
         read(relabelled(dense_qwen3(), "llama"), tmp_path / "model.gguf")
-    with pytest.raises(ModelError, match=r"'blk\.0\.attn_q_norm\.weight' is no part of .* 'qwen2'"):
-        read(relabelled(dense_qwen3(), "qwen2"), tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("kind", fuzz_models.KINDS)
