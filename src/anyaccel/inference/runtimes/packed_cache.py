@@ -33,7 +33,7 @@ from anyaccel.inference.runtimes.gguf_types import HELD
 logger = logging.getLogger(__name__)
 
 # Raise it when the packed layout, how formats are chosen or what `model.json` says changes.
-VERSION = 3
+VERSION = 4
 _WEIGHTS = "weights"
 _MODEL = "model.json"
 _SPARE_DISK = 1 << 30  # bytes that are left free
