@@ -17,7 +17,7 @@ from anyaccel.inference.counts import check_folder
 from anyaccel.inference.gguf import converted
 from anyaccel.inference.tp.apply import LoadedWeights, WeightSource
 from anyaccel.inference.tp.plan import Slice
-from anyaccel.outside import told
+from anyaccel.outside import Values, read_json, shown, told
 
 if TYPE_CHECKING:
     from anyaccel.inference.runtimes.cpu import NativeModel
@@ -74,6 +74,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_folder(folder, lambda: Checkpoint(folder).shapes())
+    _check_dtype(folder / "config.json")
     config: Any
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -102,6 +103,8 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    if path.is_dir():
+        _check_dtype(path / "config.json")
     try:
         if path.is_dir():
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -121,6 +124,16 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     except Exception as error:  # a configuration can be wrong in any way
         raise ModelError(f"{path}: transformers cannot build this model ({told(error)})") from error
     return model
+
+
+def _check_dtype(path: Path) -> None:
+    """Raise ModelError for a config.json with a dtype that torch has not: transformers asks torch for it."""
+    config = Values(read_json(path), f"{path}: ")
+    for values in (config, config.mapping("text_config")):
+        name = "dtype" if values.has("dtype") else "torch_dtype"
+        given = values.required(name) if values.has(name) else None
+        if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
+            raise ModelError(f"{values.where}{name}={shown(given)}: torch has no such dtype; bfloat16 is usual")
 
 
 def _untie_head(model: Any, native: NativeModel) -> None:
