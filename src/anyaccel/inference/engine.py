@@ -74,7 +74,7 @@ class InferenceEngine(nn.Module):
         return (made[0], (InferenceEngine, *made[1][1:]), *made[2:])
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.__class__ = _named_as(type(self.module).__name__)
 
     def __getattr__(self, name: str) -> Any:

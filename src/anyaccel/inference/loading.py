@@ -218,7 +218,7 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
     logger.info("%s: %s is stored under another name; loading through transformers", folder, missing[0])
     whole = _load_whole(folder)
     each = dict(whole.named_parameters(remove_duplicate=False))
-    _untie(model, folder, lambda target, origin: target in each and each[target] is not each.get(origin))
+    _untie(model, folder, lambda target, origin: {target, origin} <= each.keys() and each[target] is not each[origin])
     return LoadedWeights(whole, mapped=True)  # transformers leaves them mapped
 
 
