@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import warnings
@@ -18,6 +19,8 @@ from anyaccel.inference.runtimes.safetensors_file import read_index
 from anyaccel.inference.tp.apply import take
 from anyaccel.inference.tp.plan import Slice
 from anyaccel.outside import line, shown, told
+
+_COMPARED = 1 << 20  # values of a tensor that are compared at a time
 
 # What readers raise for files that are not what their name says; unpickling damaged bytes may raise almost anything.
 _DAMAGE = (
@@ -136,6 +139,33 @@ class Checkpoint:
                 raise ModelError(f"{file}: has no tensor {name!r}")
             found[name] = tensor
         return found
+
+    def same(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same type, shape and values; they are read a few rows at a time.
+
+        Raises:
+            ModelError: a file is damaged.
+        """
+        views = [self._view(name) for name in (one, other)]
+        shapes = [tuple(each.shape if isinstance(each, torch.Tensor) else each.get_shape()) for each in views]
+        if shapes[0] != shapes[1]:
+            return False
+        if all(isinstance(each, torch.Tensor) for each in views) and views[0].is_set_to(views[1]):
+            return True  # torch's files have a shared tensor once, under both names
+        step = max(_COMPARED // max(math.prod(shapes[0][1:]), 1), 1)
+        for first in range(0, shapes[0][0] if shapes[0] else 1, step):
+            a, b = (each[first : first + step] if shapes[0] else each[...] for each in views)
+            if a.dtype != b.dtype or not torch.equal(a, b):
+                return False
+        return True
+
+    def _view(self, name: str) -> Any:
+        file = self._files[name]
+        data = self._open(file)
+        try:
+            return data[name] if isinstance(data, dict) else data.get_slice(name)
+        except (SafetensorError, LookupError) as error:
+            raise ModelError(f"{file}: tensor {shown(name)} cannot be read ({told(error)})") from error
 
     def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
         """The tensor `name` of `shape`, or only `part` of it: a view of the mapped file where it is in one piece.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -63,6 +64,18 @@ class InferenceEngine(nn.Module):
         self.runtime = runtime
         self.why = why
         self.native = native
+        self.__class__ = _named_as(type(module).__name__)
+
+    def _get_name(self) -> str:
+        return InferenceEngine.__name__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made: Any = super().__reduce_ex__(protocol)
+        return (made[0], (InferenceEngine, *made[1][1:]), *made[2:])
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.__class__ = _named_as(type(self.module).__name__)
 
     def __getattr__(self, name: str) -> Any:
         """The model's, for names that are not the engine's."""
@@ -146,6 +159,12 @@ class InferenceEngine(nn.Module):
                 with seeded(seed, generator):
                     return self.module.generate(*args, **kwargs)  # type: ignore[operator]
         return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+
+@functools.cache
+def _named_as(name: str) -> type[InferenceEngine]:
+    """The engine's class under the name of the model's: pipelines look models up by that."""
+    return type(name, (InferenceEngine,), {"__module__": __name__, "__doc__": InferenceEngine.__doc__})
 
 
 def init_inference(

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 _ADVICE = "load the model with runtime='torch' for it"
 # Of the loss alone: transformers' own takes them beside the logits and the labels.
 _OF_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
+# What transformers' loops were given for themselves (for stop_strings, say) and hand on to every forward.
+_OF_GENERATE = frozenset(("tokenizer", "assistant_tokenizer"))
 
 
 class NativeCausalLM:
@@ -118,7 +120,7 @@ class NativeCausalLM:
     def _check_others(self, kwargs: dict[str, Any]) -> None:
         """Refuse arguments of the model's own forward that change what it computes, and unknown ones."""
         for name, value in kwargs.items():
-            if value is None or name in _OF_LOSS or name == "cache_position":
+            if value is None or name in _OF_LOSS | _OF_GENERATE or name == "cache_position":
                 continue
             if (name == "is_causal" and value is True) or (name.startswith("output_") and value is False):
                 continue

@@ -17,7 +17,7 @@ from anyaccel.inference.counts import check_folder
 from anyaccel.inference.gguf import converted
 from anyaccel.inference.tp.apply import LoadedWeights, WeightSource
 from anyaccel.inference.tp.plan import Slice
-from anyaccel.outside import told
+from anyaccel.outside import Values, read_json, shown, told
 
 if TYPE_CHECKING:
     from anyaccel.inference.runtimes.cpu import NativeModel
@@ -74,6 +74,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_folder(folder, lambda: Checkpoint(folder).shapes())
+    _check_dtype(folder / "config.json")
     config: Any
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -102,6 +103,8 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+    if path.is_dir():
+        _check_dtype(path / "config.json")
     try:
         if path.is_dir():
             config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -112,7 +115,8 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
             del config.quantization_config  # the native runtime has unpacked it
         pad_within_vocabulary(config)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        _untie_head(model, native)
         model.eval()
         model.name_or_path = str(path)
         if native.generation_config:
@@ -120,6 +124,26 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     except Exception as error:  # a configuration can be wrong in any way
         raise ModelError(f"{path}: transformers cannot build this model ({told(error)})") from error
     return model
+
+
+def _check_dtype(path: Path) -> None:
+    """Raise ModelError for a config.json with a dtype that torch has not: transformers asks torch for it."""
+    config = Values(read_json(path), f"{path}: ")
+    for values in (config, config.mapping("text_config")):
+        name = "dtype" if values.has("dtype") else "torch_dtype"
+        given = values.required(name) if values.has(name) else None
+        if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
+            raise ModelError(f"{values.where}{name}={shown(given)}: torch has no such dtype; bfloat16 is usual")
+
+
+def _untie_head(model: Any, native: NativeModel) -> None:
+    """A head of its own, where the native decoder has one and the configuration ties it to the embedding."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not native.whole_spec.tied and head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+        for target, origin in list(getattr(model, "all_tied_weights_keys", {}).items()):
+            if model.get_parameter(target) is not model.get_parameter(origin):
+                del model.all_tied_weights_keys[target]
 
 
 def pad_within_vocabulary(config: Any) -> None:
@@ -169,16 +193,20 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
     renames or merges while loading is loaded whole through transformers first.
     """
     checkpoint = Checkpoint(folder)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+
+    def stored(name: str) -> str | None:
+        return next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in checkpoint), None)
+
+    _untie(model, folder, lambda target, origin: _differ(checkpoint, stored(target), stored(origin)))
     names: dict[str, str] = {}
     missing = []
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
     tied = getattr(model, "all_tied_weights_keys", {})
     buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     for name in [*(name for name, _ in model.named_parameters()), *sorted(buffers)]:
         same = [name, *(target for target, origin in tied.items() if origin == name)]
         same += [origin for target, origin in tied.items() if target == name]
-        candidates = [c for n in same for c in (n, n.removeprefix(prefix), prefix + n)]
-        found = next((candidate for candidate in candidates if candidate in checkpoint), None)
+        found = next(filter(None, map(stored, same)), None)
         if found is None and name in buffers:
             continue  # the model has computed it
         if found is None:
@@ -188,7 +216,38 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
     if not missing:
         return CheckpointWeights(checkpoint, names)
     logger.info("%s: %s is stored under another name; loading through transformers", folder, missing[0])
-    return LoadedWeights(_load_whole(folder), mapped=True)  # transformers leaves them mapped
+    whole = _load_whole(folder)
+    each = dict(whole.named_parameters(remove_duplicate=False))
+    _untie(model, folder, lambda target, origin: {target, origin} <= each.keys() and each[target] is not each[origin])
+    return LoadedWeights(whole, mapped=True)  # transformers leaves them mapped
+
+
+def _differ(checkpoint: Checkpoint, target: str | None, origin: str | None) -> bool:
+    return target is not None and origin is not None and target != origin and not checkpoint.same(target, origin)
+
+
+def _untie(model: Any, folder: Path, differ: Callable[[str, str], bool]) -> None:
+    """Give a skeleton's tied parameters places of their own where the checkpoint has different values for the two.
+
+    transformers believes the weights then, not the configuration.
+
+    Args:
+        differ: tells it of the names of a parameter and of the one that it is tied to.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for target, origin in list(tied.items()):
+        if not differ(target, origin):
+            continue
+        logger.warning(
+            "%s: config.json ties %s to %s, but the checkpoint has both with different values: each is used as it is; "
+            "tie_word_embeddings=false there says so",
+            *(folder, target, origin),
+        )
+        owner, _, short = target.rpartition(".")
+        parameter = model.get_parameter(target)
+        # The shape is the configuration's: a stored one that is different is refused where it is read.
+        setattr(model.get_submodule(owner), short, nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+        del tied[target]
 
 
 def _load_whole(folder: Path) -> nn.Module:

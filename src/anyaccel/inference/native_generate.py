@@ -123,6 +123,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
         strange = _strange_options(config, model_kwargs, call)
     if strange:
         _tell(strange)
+        _check_cached(kwargs, inputs)
         return _through_hugging_face(module, call, own, seed, generator, tokenizer)
     assert inputs is not None and config is not None and model_kwargs is not None
     if module._native_group is not None and config.max_time is not None:
@@ -203,6 +204,22 @@ def _through_hugging_face(
             call.stopping_criteria,
             *call.args,
             **kwargs,
+        )
+
+
+def _check_cached(kwargs: dict[str, Any], inputs: Any) -> None:
+    """Refuse a cache that leaves nothing of the prompt to run: transformers runs part of it again behind the cache.
+
+    A mask that is longer than `input_ids` says that those are the new tokens alone.
+    """
+    count = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
+    mask = kwargs.get("attention_mask")
+    if inputs is None or not count or (mask is not None and mask.shape[-1] != inputs.shape[-1]):
+        return
+    if inputs.shape[-1] <= count:
+        raise UsageError(
+            f"past_key_values: has {count} tokens and input_ids {inputs.shape[-1]}, which are to be those and at least "
+            f"one more: give them all, or make the cache shorter, past_key_values.crop({max(inputs.shape[-1] - 1, 0)})"
         )
 
 

@@ -25,6 +25,7 @@ from anyaccel.inference.runtimes.formats import GROUPS, Precision
 from anyaccel.inference.runtimes.packing import Checkpoint, checkpoint_of
 from anyaccel.inference.runtimes.sources import BLOCKS, TensorView, entry_of
 from anyaccel.inference.runtimes.spec import MatrixShape, each_weight
+from anyaccel.inference.runtimes.tied import own_head
 from anyaccel.inference.safetensors_writer import Planned, SafetensorsWriter
 from anyaccel.inference.stored_values import (
     as_bf16,
@@ -126,7 +127,7 @@ def quantize(
     work = _Work(checkpoint, summary, progress)
     with new_folder(target) as beside:
         work.write(beside)
-        _write_configs(source, beside, checkpoint, work.quantization_config(), announce)
+        _write_configs(source, beside, checkpoint, work, announce)
     summary.seconds = time.perf_counter() - start
     return summary
 
@@ -155,6 +156,8 @@ class _Work:
         self.summary = summary
         self._progress = progress
         self._bits = 4 if summary.dtype == "int4" else 8
+        family = family_of(checkpoint.config)
+        self.untied = own_head(self.source, family, family.spec(checkpoint.config), checkpoint.config) is not None
         self._linears = self._linear_names(checkpoint)
         self._groups: dict[str, int] = {}  # tensor -> columns that share a scale, 0 for all
         for name in self.source.names():
@@ -350,9 +353,7 @@ class _Work:
         }
 
 
-def _write_configs(
-    source: Path, folder: Path, checkpoint: Checkpoint, quantization: dict[str, Any], announce: Any
-) -> None:
+def _write_configs(source: Path, folder: Path, checkpoint: Checkpoint, work: _Work, announce: Any) -> None:
     """config.json, and whatever else a model folder has beside its weights."""
     others = source
     if source.is_file():
@@ -365,5 +366,7 @@ def _write_configs(
         if small and file.name not in ("config.json", "anyaccel.json"):
             shutil.copyfile(file, folder / file.name)
     config = {key: value for key, value in checkpoint.config.items() if key not in ("torch_dtype", "dtype")}
-    config |= {"dtype": "bfloat16", "quantization_config": quantization}
+    config |= {"dtype": "bfloat16", "quantization_config": work.quantization_config()}
+    if work.untied:  # what the source's config.json says is not what its weights are
+        config["tie_word_embeddings"] = False
     (folder / "config.json").write_text(json.dumps(config, indent=1))

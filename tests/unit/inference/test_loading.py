@@ -245,3 +245,14 @@ def test_model_without_key_value_cache_generates_as_transformers_does() -> None:
     want = model.generate(ids[None], attention_mask=torch.ones(1, 4), max_new_tokens=8, do_sample=False)[0, 4:].tolist()
     engine = anyaccel.init_inference(model, dtype="fp32")
     assert list(generate_tokens(engine, ids, max_new_tokens=8)) == want
+
+
+@pytest.mark.parametrize("runtime", ["native", "plain"])
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path, name: str, runtime: str) -> None:
+    family_cases.build("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {name: "nonsense"}))
+    with pytest.raises(ModelError, match=rf"config\.json: {name}='nonsense': torch has no such dtype"):
+        anyaccel.init_inference(tmp_path, dtype="fp32", runtime=runtime)

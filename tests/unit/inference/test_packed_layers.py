@@ -249,3 +249,37 @@ def test_packed_weights_cannot_be_saved(packed: Any, tmp_path: Any) -> None:
         packed.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("*.safetensors"))
     assert packed.num_parameters() > 0
+
+
+@pytest.fixture
+def packed_with_biases() -> Iterator[Any]:
+    engine = anyaccel.init_inference(copy.deepcopy(_built("qwen2")), dtype="fp32", runtime="torch")
+    before = _logits(engine)
+    yield engine.module
+    assert torch.equal(_logits(engine), before)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda m: m.model.norm.weight.mul_(2),
+        lambda m: m.model.layers[0].input_layernorm.weight.data.zero_(),
+        lambda m: setattr(m.model.norm, "weight", nn.Parameter(torch.ones(48))),
+        lambda m: m.model.layers[0].self_attn.q_proj.bias.add_(1),
+        lambda m: m.model.layers[0].self_attn.q_proj.bias.data.zero_(),
+        lambda m: setattr(m.model.layers[0].self_attn.q_proj, "bias", None),
+        lambda m: m.model.norm.weight.tolist(),
+    ],
+)
+def test_norms_and_biases_are_packed_too(edit: Any, packed_with_biases: Any) -> None:
+    """Native code has float32 copies of them: an edit that did nothing is refused."""
+    with torch.no_grad(), pytest.raises(UsageError, match=r"(norm\.weight|q_proj\.bias): its values are packed"):
+        edit(packed_with_biases)
+
+
+def test_packed_norms_and_biases_say_what_they_are_like(packed_with_biases: Any) -> None:
+    norm, linear = packed_with_biases.model.norm, packed_with_biases.model.layers[0].self_attn.q_proj
+    assert isinstance(norm, PackedRMSNorm) and isinstance(linear, PackedLinear)
+    assert norm.weight.dtype == linear.bias.dtype == torch.float32
+    assert norm.weight.dim() == 1 and linear.bias.shape == (linear.out_features,)
+    packed_with_biases.to("cpu")

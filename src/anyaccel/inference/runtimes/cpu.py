@@ -270,6 +270,12 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
             len(unread),
             unread[0],
         )
+    if plan.untied and settings.rank == 0:
+        logger.warning(
+            "config.json ties %s to %s, but the checkpoint has both with different values: each is used as it is; "
+            "tie_word_embeddings=false there says so",
+            *reversed(plan.untied),
+        )
     shapes = plan.shapes()
     made = _make(asdict(plan.spec), shapes, settings)
     plan.fill(made, settings.report)

@@ -26,6 +26,7 @@ from anyaccel.inference.runtimes.sources import (
     folder_source,
 )
 from anyaccel.inference.runtimes.spec import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
+from anyaccel.inference.runtimes.tied import own_head
 from anyaccel.outside import read_json, told
 
 if TYPE_CHECKING:
@@ -125,6 +126,10 @@ class Plan:
         self.config = checkpoint.config
         self.family = family_of(checkpoint.config)
         self.whole = whole or self.family.spec(checkpoint.config)
+        # Tensors of an embedding and a head that the config ties and the checkpoint has with different values.
+        self.untied = None if whole else own_head(self.source, self.family, self.whole, self.config)
+        if self.untied:
+            self.whole = replace(self.whole, tied=False)
         self._known: set[str] = set()  # tensors that the model's weights may be called
         # All weights are found before anything is made of them: a count of layers or experts that the file has no
         # tensors for ends here, at the first one that is missing.

@@ -108,7 +108,9 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
             done.experts += 1
             done.bytes += sum(each.packed.bytes for each in parallel.linears)
             setattr(parent, short, parallel)
-        elif (norm := _rms_norm(child)) is not None:
+        elif _is_read(read, parent, short):
+            continue  # the norm's weight, of which a packed one has no values
+        elif (norm := _rms_norm(child, name)) is not None:
             packed[id(child)] = norm
             setattr(parent, short, norm)
             done.norms += 1
@@ -372,7 +374,7 @@ def _summed(group: dist.ProcessGroup | None) -> Callable[[torch.Tensor], object]
     return lambda tensor: comm.inference_all_reduce(tensor, group=group)
 
 
-def _rms_norm(module: nn.Module) -> PackedRMSNorm | None:
+def _rms_norm(module: nn.Module, name: str) -> PackedRMSNorm | None:
     """A native norm that computes what `module` does, found out by trying; None when it is no plain RMS norm."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
@@ -400,5 +402,5 @@ def _rms_norm(module: nn.Module) -> PackedRMSNorm | None:
             if got_TH.shape == x_TH.shape and torch.allclose(
                 got_TH, normed_TH * factor_H, rtol=1e-2 if weight.dtype != torch.float32 else 1e-4, atol=1e-5
             ):
-                return PackedRMSNorm(weight.detach(), factor_H, eps)
+                return PackedRMSNorm(weight.detach(), factor_H, eps, name)
     return None

@@ -12,7 +12,7 @@ from torch import nn
 
 from anyaccel import _llm
 from anyaccel.errors import UsageError
-from anyaccel.inference.stand_in import stand_in
+from anyaccel.inference.stand_in import StandIn, stand_in
 
 TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
@@ -53,34 +53,38 @@ def _told(name: str) -> str:
 
 
 class _Packed(_WithoutWeights):
-    """Has a `weight` that says shape, dtype and device to code that asks for them; its values are an error."""
+    """Has a `weight`, and perhaps a `bias`, that say shape, dtype and device to code that asks; values are an error."""
 
     weight: nn.Parameter
 
-    def _stand_in(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self._parameters["weight"] = stand_in(shape, dtype, device, _told(f"{self.name}.weight"))
+    def _stand_in(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", of: str = "weight"
+    ) -> None:
+        self._parameters[of] = stand_in(shape, dtype, device, _told(f"{self.name}.{of}"))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("weight", "bias") and "packed" in vars(self):
+        if name in ("weight", "bias") and "weight" in vars(self).get("_parameters", {}):
             raise UsageError(_told(f"{self.name}.{name}"))
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        weight = self._parameters.pop("weight")
-        assert weight is not None
+        kept: dict[str, Any] = {name: each for name, each in self._parameters.items() if isinstance(each, StandIn)}
+        for name in kept:
+            del self._parameters[name]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        like = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
-        self._stand_in(tuple(weight.shape), like.dtype, like.device)  # type: ignore[arg-type]
+        for name, each in kept.items():
+            like = fn(torch.empty(0, dtype=each.dtype, device=each.device))
+            self._stand_in(tuple(each.shape), like.dtype, like.device, name)
         return self
 
 
 class PackedLinear(_Packed):
     """A linear on a packed native matrix; `group`: ranks that hold the other input features and add up.
 
-    The values are packed; `weight` has none.
+    The values are packed; `weight` and `bias` have none.
     """
 
-    bias: torch.Tensor | None
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -95,12 +99,14 @@ class PackedLinear(_Packed):
         self.name = name
         self.out_features, self.in_features = shape
         self._stand_in(shape, dtype)
-        self.register_buffer("bias", bias_O, persistent=False)
+        self.register_parameter("bias", None)
+        if bias_O is not None:
+            self._stand_in(tuple(bias_O.shape), bias_O.dtype, of="bias")
         self.packed = packed
         self.reduce = reduce
-        # Added natively with the product, unless the sum over ranks comes between.
-        self._native_bias = None if bias_O is None or reduce is not None else bias_O.float().contiguous()
-        self.bias_address = 0 if self._native_bias is None else self._native_bias.data_ptr()
+        # In float32, on its own; added natively with the product, unless the sum over ranks comes between.
+        self._values = None if bias_O is None else bias_O.to(torch.float32, copy=True).contiguous()
+        self.bias_address = 0 if self._values is None or reduce is not None else self._values.data_ptr()
 
     @_eagerly
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,22 +121,25 @@ class PackedLinear(_Packed):
             self.packed.multiply(dense.data_ptr(), y.data_ptr(), tokens, kind, self.bias_address)
         if self.reduce is not None:
             self.reduce(y)
-            if self.bias is not None:
-                y.add_(self.bias)
+            if self._values is not None:
+                y.add_(self._values)
         return y
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-class PackedRMSNorm(nn.Module):
-    """An RMS norm in one native pass, rounded once."""
+class PackedRMSNorm(_Packed):
+    """An RMS norm in one native pass, rounded once. `weight`: as PackedLinear's."""
 
-    def __init__(self, weight_H: torch.Tensor, factor_H: torch.Tensor, eps: float) -> None:
+    def __init__(
+        self, weight_H: torch.Tensor, factor_H: torch.Tensor, eps: float, name: str = "a packed RMS norm"
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight_H, requires_grad=False)
+        self.name = name
         self.eps = self.variance_epsilon = eps
-        self._factor = factor_H.float().contiguous()
+        self._factor = factor_H.to(torch.float32, copy=True).contiguous()
+        self._stand_in(tuple(weight_H.shape), weight_H.dtype)
 
     @_eagerly
     def forward(self, x: torch.Tensor) -> torch.Tensor:
