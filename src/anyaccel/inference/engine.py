@@ -71,7 +71,7 @@ class InferenceEngine(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = super().__reduce_ex__(protocol)
-        return (made[0], (InferenceEngine, *made[1][1:]), *made[2:])
+        return (_blank, (), *made[2:])  # the class has no place of its own, where pickle could find it
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -159,6 +159,10 @@ class InferenceEngine(nn.Module):
                 with seeded(seed, generator):
                     return self.module.generate(*args, **kwargs)  # type: ignore[operator]
         return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+
+def _blank() -> InferenceEngine:
+    return InferenceEngine.__new__(InferenceEngine)
 
 
 @functools.cache

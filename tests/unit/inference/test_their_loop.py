@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import anyaccel
 import family_cases
@@ -34,9 +34,12 @@ def engine() -> InferenceEngine:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(131)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    # Each token is a letter; transformers looks for stop strings by tokens that spell "abcdef".
+    letters = ["<", "|", ">", *"abcdef", *(chr(0x4E00 + number) for number in range(122))]
+    made = Tokenizer(models.WordLevel({letter: token for token, letter in enumerate(letters)}, unk_token="<"))
+    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    made.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<", eos_token=">")
 
 
 def _same(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,7 @@ def test_stop_strings_in_their_loop(
     more: dict[str, Any], engine: InferenceEngine, reference: Any, tokenizer: Any
 ) -> None:
     options = {**OPTIONS, **more, "attention_mask": torch.ones_like(IDS), "tokenizer": tokenizer}
-    free = reference.generate(IDS, max_new_tokens=6, **{**options, "stop_strings": ["no such"]})
+    free = reference.generate(IDS, max_new_tokens=6, **{**options, "stop_strings": ["abcdef"]})
     stop = tokenizer.decode(free[0, 7:8])
     want = reference.generate(IDS, max_new_tokens=6, stop_strings=[stop], **options)
     assert want.shape[1] < free.shape[1]
