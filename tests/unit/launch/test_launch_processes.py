@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from anyaccel.launch.launcher import check_script
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.output import Output
 from anyaccel.launch.plan import RankBinding
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -40,10 +40,8 @@ def test_descendants_and_children(sleeper):
 
 def test_describe(sleeper):
     _, below = sleeper
-    deadline = time.monotonic() + 60
-    while "(sleep" not in processes.describe([below]) and time.monotonic() < deadline:
-        time.sleep(0.01)  # between fork and exec it is still the shell
-    assert processes.describe([below]) == f"{below} (sleep 60)"
+    # Between fork and exec it is still the shell, and then for a moment a program without arguments.
+    wait_for(lambda: processes.describe([below]) == f"{below} (sleep 60)", "it is not described")
     assert processes.describe([]) == ""
 
 
