@@ -217,12 +217,17 @@ def test_what_a_packed_weight_is_like_can_be_asked(compiled: bool) -> None:
         torch.testing.assert_close(run(x), want)
 
 
-@pytest.fixture
-def packed() -> Iterator[Any]:
-    engine = anyaccel.init_inference(copy.deepcopy(_built("mixtral")), dtype="int8", runtime="torch")
+def _stays(name: str, dtype: str) -> Iterator[Any]:
+    """A packed model, whose answers no test may change."""
+    engine = anyaccel.init_inference(copy.deepcopy(_built(name)), dtype=dtype, runtime="torch")
     before = _logits(engine)
     yield engine.module
     assert torch.equal(_logits(engine), before)
+
+
+@pytest.fixture
+def packed() -> Iterator[Any]:
+    yield from _stays("mixtral", "int8")
 
 
 @pytest.mark.parametrize(
@@ -253,10 +258,7 @@ def test_packed_weights_cannot_be_saved(packed: Any, tmp_path: Any) -> None:
 
 @pytest.fixture
 def packed_with_biases() -> Iterator[Any]:
-    engine = anyaccel.init_inference(copy.deepcopy(_built("qwen2")), dtype="fp32", runtime="torch")
-    before = _logits(engine)
-    yield engine.module
-    assert torch.equal(_logits(engine), before)
+    yield from _stays("qwen2", "fp32")
 
 
 @pytest.mark.parametrize(
