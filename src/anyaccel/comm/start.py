@@ -25,7 +25,7 @@ from anyaccel.comm import shm
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 from anyaccel.launch.ancestors import read_ancestors
 from anyaccel.launch.counts import brief
-from anyaccel.launch.local_rank import RankFromEnvironment, launcher_below
+from anyaccel.launch.local_rank import RankFromEnvironment, is_claimed_twice, launcher_below
 from anyaccel.numerals import parse_whole
 
 logger = logging.getLogger(__name__)
@@ -198,9 +198,10 @@ def get_local_rank() -> int:
 
     Where LOCAL_RANK is of a launcher above an MPI or Slurm that has started this process, it is that one's number.
     """
-    found = launcher_below(os.environ, read_ancestors(os.environ))
-    if found is not None:
-        return found.local_rank
+    if is_claimed_twice(os.environ):  # else it is as quick as a variable: scripts ask in loops
+        found = launcher_below(os.environ, read_ancestors(os.environ))
+        if found is not None:
+            return found.local_rank
     number = _number("LOCAL_RANK", "0")
     if number < 0:
         raise UsageError(f"LOCAL_RANK={number}: must be 0 or above")

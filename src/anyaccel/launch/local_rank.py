@@ -141,6 +141,13 @@ def rank_from_environment(
 _TORCHS_OWN = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
 
 
+def is_claimed_twice(environ: Mapping[str, str]) -> bool:
+    """Whether torch's variables and those of another launcher are there, so that `launcher_below` has to tell."""
+    return any(environ.get(name) for name in (_TORCH.rank, _TORCH.world_size)) and any(
+        environ.get(source.rank) and environ.get(source.local_rank) for source in _SOURCES if source is not _TORCH
+    )
+
+
 def launcher_below(environ: Mapping[str, str], ancestors: Ancestors | None) -> RankFromEnvironment | None:
     """The place that an MPI, Slurm, PALS, jsrun or Flux gives, where RANK and WORLD_SIZE are of a launcher above it.
 

@@ -11,7 +11,7 @@ import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.ancestors import Ancestor, Ancestors, read_ancestors
-from anyaccel.launch.local_rank import launcher_below, rank_from_environment, slurm_tasks
+from anyaccel.launch.local_rank import is_claimed_twice, launcher_below, rank_from_environment, slurm_tasks
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 OPEN_MPI = {
@@ -216,3 +216,11 @@ def test_a_launcher_below_that_does_not_say_the_place_is_an_error() -> None:
     environ, ancestors = started_by(RUN_SETS, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""})
     with pytest.raises(UsageError, match=r"RANK='0' is of a launcher above Open MPI.*OMPI_COMM_WORLD_LOCAL_SIZE"):
         launcher_below(environ, ancestors)
+
+
+@pytest.mark.parametrize(
+    ("environ", "twice"),
+    [({}, False), (TORCHRUN, False), (OPEN_MPI, False), (SLURM, False), ({**TORCHRUN, **OPEN_MPI}, True)],
+)
+def test_only_a_place_that_two_claim_needs_a_look_at_the_processes_above(environ: dict[str, str], twice: bool) -> None:
+    assert is_claimed_twice(environ) is twice
