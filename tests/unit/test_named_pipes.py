@@ -73,6 +73,7 @@ def test_a_command_that_is_given_a_pipe_says_so(
     assert main(arguments) in (1, 2)
     error = capfd.readouterr().err
     assert str(pipe) in error
+    assert ("a pipe or device, neither a model" in error) == (command in ("model", "quantize"))
     assert "Traceback" not in error
     assert pipe.is_fifo()
 

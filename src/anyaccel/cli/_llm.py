@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from anyaccel.cli._backends import Backend, EngineBackend, NativeBackend
 from anyaccel.cli._beside import Beside
-from anyaccel.errors import AnyAccelError, ModelError
+from anyaccel.errors import AnyAccelError
 
 if TYPE_CHECKING:
     from anyaccel.inference.runtimes.cpu import NativeModel
@@ -34,9 +34,11 @@ def open_backend(options: argparse.Namespace, screen: Watcher, tp: int = 1) -> B
     Raises:
         AnyAccelError: the model or its tokenizer cannot be read, or a package is missing.
     """
+    from anyaccel.inference.model_path import check_model_path
     from anyaccel.topology import read_machine
 
     path = Path(options.model)
+    check_model_path(path)
     machine = read_machine()
     host = host_accelerator(machine) if tp == 1 else None
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
@@ -107,10 +109,11 @@ def loader(
     Raises:
         ModelError: there is no model.
     """
+    from anyaccel.inference.model_path import check_model_path
     from anyaccel.inference.runtimes.cpu import load_native
 
     path = Path(options.model)
-    _check_model(path)
+    check_model_path(path)
     cache = options.kv_cache if options.kv_cache != "auto" else "fp32" if options.dtype == "fp32" else "bf16"
     return lambda: load_native(
         path,
@@ -160,11 +163,6 @@ def describe_weights(native: NativeModel, screen: Watcher) -> None:
         screen.line(f"weights: {', '.join(runs)}; {native.model.weight_bytes / 2**20:.0f} MiB{where}")
 
 
-def _check_model(path: Path) -> None:
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(f"{path}: not a Hugging Face model folder (it has no config.json)")
-
-
 def open_engine(options: argparse.Namespace, path: Path, screen: Watcher, tp: int) -> EngineBackend:
     """Load through init_inference, as one of `tp` ranks or alone."""
     from anyaccel.cli._quiet import silence_detection
@@ -181,7 +179,6 @@ def open_engine(options: argparse.Namespace, path: Path, screen: Watcher, tp: in
     from anyaccel.inference import init_inference
     from anyaccel.inference.tokenizer import load_text_tokenizer
 
-    _check_model(path)
     logging.getLogger("anyaccel.inference.engine").setLevel(logging.ERROR)  # the command says it itself
     tokenizer = load_text_tokenizer(path, screen.line)
     get_accelerator().reset_peak_memory_stats()  # a conversion's memory is not the generation's

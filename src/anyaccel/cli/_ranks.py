@@ -238,11 +238,13 @@ class RanksBackend:
         Raises:
             AnyAccelError: one of them cannot, or the model has no tokenizer.
         """
+        from anyaccel.inference.model_path import check_model_path
         from anyaccel.inference.tokenizer import load_text_tokenizer
 
+        path = Path(options["model"])
+        check_model_path(path)
         self._send("options", options=options)
         problem: AnyAccelError | None = None
-        path = Path(options["model"])
         try:
             self.tokenizer: Any = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:

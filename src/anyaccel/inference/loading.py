@@ -15,6 +15,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoint import Checkpoint
 from anyaccel.inference.counts import check_folder
 from anyaccel.inference.gguf import converted
+from anyaccel.inference.model_path import check_model_path
 from anyaccel.inference.tp.apply import LoadedWeights, WeightSource
 from anyaccel.inference.tp.plan import Slice
 from anyaccel.outside import Values, read_json, shown, told
@@ -35,15 +36,8 @@ def model_folder(path: str | Path, announce: Callable[[str], object] | None = No
         ModelError: there is no such model.
     """
     location = Path(path).expanduser()
-    if location.is_dir():
-        if not (location / "config.json").is_file():
-            raise ModelError(f"{location}: not a Hugging Face model folder (it has no config.json)")
-        return location
-    if not location.is_file():
-        raise ModelError(
-            f"{path}: no such model folder or .gguf file; models are read from local files only, download it first"
-        )
-    return converted(location, announce)
+    check_model_path(location)
+    return location if location.is_dir() else converted(location, announce)
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.model_path import check_model_path
 from anyaccel.inference.runtimes.formats import DEFAULT_GROUP, Precision
 from anyaccel.inference.runtimes.packed_cache import Entry
 from anyaccel.inference.runtimes.spec import DecoderSpec
@@ -121,8 +122,7 @@ def load_native(
 
         return _packed(settings, checkpoint_in_memory(model, config, release))[0]
     path = Path(model).expanduser()
-    if not path.exists():
-        raise ModelError(f"{path}: no such model folder or .gguf file; models are read from local files only")
+    check_model_path(path)
     entry = _entry(path, settings) if use_cache else None
     if entry is None:
         return _from_files(path, settings)[0]

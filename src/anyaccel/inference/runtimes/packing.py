@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.model_path import check_model_path
 from anyaccel.inference.runtimes.families import Unsupported, family_of
 from anyaccel.inference.runtimes.formats import Format, Precision, choose, forms, holds, stored_format
 from anyaccel.inference.runtimes.mapping import Part
@@ -58,13 +59,12 @@ def checkpoint_of(path: Path) -> Checkpoint:
     Raises:
         ModelError: something is missing or damaged. Unsupported: it is of a kind that is not read here.
     """
+    check_model_path(path)
     if path.is_file():
         from anyaccel.inference.runtimes.gguf_models import open_gguf
 
         opened = open_gguf(path)
         return Checkpoint(opened.source, opened.config, opened.generation_config, opened.source.check_all_used)
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path}: not a Hugging Face model folder (it has no config.json)")
     config = read_json(path / "config.json")
     generation = path / "generation_config.json"
     from anyaccel.inference.runtimes.quantised import quantised_source
