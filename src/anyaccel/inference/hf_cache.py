@@ -38,7 +38,7 @@ def _destroy(model: _llm.Model, numbers: list[int]) -> None:
     numbers.clear()
 
 
-class NativeCache(Cache):
+class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyproject.toml)
     """One native sequence a row of the batch.
 
     `get_seq_length` counts columns as Hugging Face does, padding among them; the native sequences hold only what the
