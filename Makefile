@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
-.PHONY: bench-peers clean test-native
+.PHONY: bench-peers clean test-native collected
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -96,7 +96,11 @@ test-tools: $(STAMP)-venv ## install what the tests of several hosts run jobs wi
 # Two steps: what pip installs last comes when nothing else does.
 ready:
 	@$(SIDE_BY_SIDE) $(STAMP)-dev test-tools $(STAMP)-native
-	@$(SIDE_BY_SIDE) test-native lint-types lint-python lint-cpp
+	@$(SIDE_BY_SIDE) test-native collected lint-types lint-python lint-cpp
+
+# Compiles what the tests import once, beside other steps: else each process that runs tests does it.
+collected: $(STAMP)-dev $(STAMP)-build
+	@mkdir -p build && $(BIN)/python -m pytest --collect-only -q > build/collected.txt || { tail -n 50 build/collected.txt; exit 1; }
 
 # Several processes run the tests (tests/workers.py), in the order in which they are collected.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder

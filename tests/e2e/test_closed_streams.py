@@ -33,10 +33,14 @@ def command(
     return subprocess.run(shell, cwd=cwd, env=env, capture_output=True, text=True, timeout=110)
 
 
+CLOSED, FULL = (">&-", "it is closed"), (">/dev/full", "No space left on device")
+
+
 @pytest.mark.parametrize(
-    ("redirection", "reason"), [(">&-", "it is closed"), (">/dev/full", "No space left on device")]
+    ("redirection", "reason", "arguments"),
+    [(*stream, line) for stream in (CLOSED, FULL) for line in (["--version"], ["topo"], ["port", "--help"])]
+    + [(*FULL, ["ops", "--json"])],  # once, since it takes seconds to import torch
 )
-@pytest.mark.parametrize("arguments", [["--version"], ["topo"], ["port", "--help"], ["ops", "--json"]])
 def test_output_that_cannot_be_written_is_one_line_and_a_failure(redirection, reason, arguments):
     done = command(redirection, *arguments)
     said = f"anyaccel: error: standard output cannot be written ({reason})\n"

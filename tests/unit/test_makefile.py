@@ -61,7 +61,7 @@ def place(lines: list[str], words: str) -> int:
 def test_the_tests_run_last_and_the_set_up_once(checkout: Path, arguments: list[str]) -> None:
     done, ran = make(checkout, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "-m pytest" in ran[-1]
+    assert "-m pytest -n" in ran[-1]
     steps = ["ruff check .", "ruff format --check .", "mypy ", "clang-format --dry-run", "install_test_tools.sh "]
     assert all(place(ran, step) >= 0 for step in steps)
     # pip has the environment for itself, whatever else goes on.
@@ -72,7 +72,7 @@ def test_the_tests_run_last_and_the_set_up_once(checkout: Path, arguments: list[
     done, ran = make(checkout, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not [line for line in ran if " install " in line or "venv" in line]
-    assert "-m pytest" in ran[-1]
+    assert "-m pytest -n" in ran[-1]
 
 
 @pytest.mark.parametrize("broken", ["mypy", "clang-format", "ruff check", "editable_wheel.py"])
@@ -81,7 +81,7 @@ def test_what_fails_ends_it_and_is_read(checkout: Path, broken: str) -> None:
     done, ran = make(checkout, "test")
     assert done.returncode != 0
     assert "this is broken" in done.stdout
-    assert not [line for line in ran if "pytest" in line]
+    assert not [line for line in ran if "pytest -n" in line]
     if broken != "editable_wheel.py":
         assert make(checkout, "lint")[0].returncode != 0
     (checkout / "broken").unlink()

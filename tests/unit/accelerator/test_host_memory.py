@@ -168,7 +168,8 @@ def test_the_peak_where_the_kernel_refuses_a_reset(
     seen = resident.current()
     del block
     assert resident.peak() == max(start, seen)
-    above = host_memory._high_water_mark() - resident.current() + 128 * MIB
+    # Far above: a kernel that is short of memory takes pages of libraries away meanwhile.
+    above = host_memory._high_water_mark() - resident.current() + 400 * MIB
     bytearray(above)  # exceeds the old mark, and is caught though no call saw it
     assert resident.peak() - start > 100 * MIB
 

@@ -7,10 +7,12 @@ no such thing. An AttributeError or a TypeError of the module is a call that the
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +21,8 @@ from vendors import BACKENDS, CASES, HERE, NAMES, Outcome, run_all
 
 from anyaccel.accelerator import get_accelerator, select
 from anyaccel.errors import AcceleratorUnavailableError
+
+TOOL = Path(__file__).parents[3] / "tools" / "backend_table.py"
 
 
 def problem(outcome: Outcome, absent: bool, outdated: bool) -> str:
@@ -203,3 +207,26 @@ def test_in_a_new_process(tmp_path: Path) -> None:
     assert done.stdout.split() == ["npu", "npu:1", "npu:1", "80", "npu,", "DS_ACCELERATOR=npu", "is", "set"], (
         done.stderr
     )
+
+
+# docs/backends.md says what the backends do; here, since it takes seconds to find that out -------------------
+
+
+@pytest.fixture
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("backend_table", TOOL)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_up_to_date(tool: ModuleType) -> None:
+    assert tool.page(run_all()) == tool.PAGE.read_text(), "run python tools/backend_table.py"
+
+
+def test_each_method_has_one_row_and_each_backend_its_place(tool: ModuleType) -> None:
+    rows = [method for methods in tool.GROUPS.values() for method in methods.split()]
+    assert sorted(rows) == sorted(NAMES)
+    other = {"xpu.external", "xpu.external.older", "xpu.ipex.older"}  # told in words, or gone
+    assert {*tool.COLUMNS.values(), *tool.VARIANTS} == set(BACKENDS) - other

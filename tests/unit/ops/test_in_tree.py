@@ -98,6 +98,6 @@ in_tree._variant = lambda name: "other"
 from anyaccel.ops.builders.host import CPULionBuilder
 CPULionBuilder().load()
 """
-    ranks = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) for _ in range(3)]
-    assert [rank.wait(100) for rank in ranks] == [0, 0, 0]
+    ranks = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL) for _ in range(2)]
+    assert [rank.wait(100) for rank in ranks] == [0, 0]
     assert compiler.runs() == len(in_tree.sources("cpu_lion")) + 1
