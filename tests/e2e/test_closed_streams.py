@@ -33,6 +33,7 @@ def command(
     return subprocess.run(shell, cwd=cwd, env=env, capture_output=True, text=True, timeout=110)
 
 
+LOST = "error: standard output: No space left on device; output of the workers is lost"
 CLOSED, FULL = (">&-", "it is closed"), (">/dev/full", "No space left on device")
 
 
@@ -118,12 +119,29 @@ def test_a_closed_input_is_an_empty_one(smollm2):
 def test_an_output_that_is_the_workers_own_fails_in_the_worker_alone():
     """What docs/launching.md says of one host: only what passes through the launcher is told by it."""
     job = ("run", "--num_accelerators", "1", "--no_local_rank", "--no_python")
-    careless = (*job, "sh", "-c", "echo lost 2>&-; exit 0")
-    own = command(">/dev/full", *careless)
+    own = command(">/dev/full", *job, "sh", "-c", "echo lost 2>&-; exit 0")
     assert (own.returncode, own.stderr) == (0, "")
-    passed_on = command(">/dev/full", *job[:1], "--rank-prefix", *careless[1:])
+    passed_on = command(">/dev/full", *job[:1], "--rank-prefix", *job[1:], "sh", "-c", "echo lost 2>&-; exit 0")
     assert passed_on.returncode == 1
-    assert "error: standard output: No space left on device; output of the workers is lost" in passed_on.stderr
+    assert LOST in passed_on.stderr
+
+
+def test_output_is_lost_with_a_word_also_where_its_worker_has_ended_before_anybody_read_it(tmp_path):
+    (tmp_path / "late.py").write_text(
+        "import sys, time\n"
+        "from anyaccel.cli import main\n"
+        "from anyaccel.launch.guardian import _Guardian\n"
+        "reap = _Guardian._reap\n"
+        "_Guardian._reap = lambda self: (time.sleep(1), reap(self))\n"
+        "sys.exit(main())\n"
+    )
+    words = ["run", "--num_accelerators", "1", "--rank-prefix", "--no_local_rank", "--no_python", "echo", "lost"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, tmp_path / "late.py", *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=110
+        )
+    assert done.returncode == 1
+    assert LOST in done.stderr
 
 
 def test_workers_have_three_streams_whatever_was_closed(tmp_path):

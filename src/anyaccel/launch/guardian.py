@@ -210,6 +210,7 @@ class _Guardian:
             if self._done(time.monotonic()):
                 break
             self._wait()
+        self._cut_off()  # what workers wrote last has been passed on since, or has not
         if failure := self._result.failure:
             self._result.failure = replace(failure, tail=self._streams.tail(failure.rank))
         self._result.loss = "; ".join(filter(None, (output.loss for output in self._streams.outputs)))
