@@ -26,12 +26,21 @@ from workers import (  # the hooks are pytest's
     is_of_another,
     one_at_a_time,
     pytest_collection_modifyitems,
+    pytest_keyboard_interrupt,
     pytest_xdist_auto_num_workers,
     pytest_xdist_make_scheduler,
     shared_folder,
+    take_own_process_group,
 )
 
-__all__ = ("pytest_collection_modifyitems", "pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler")
+__all__ = (
+    "pytest_collection_modifyitems",
+    "pytest_keyboard_interrupt",
+    "pytest_xdist_auto_num_workers",
+    "pytest_xdist_make_scheduler",
+)
+
+take_own_process_group()
 
 # A loaded machine must not fail a property.
 hypothesis.settings.register_profile("anyaccel", deadline=None, derandomize=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,25 @@ import pytest
 _FOLDERS = ("cluster", "e2e", "multiproc", "unit")
 # A worker takes about 1.5 GiB with torch and transformers.
 _MOST_WORKERS = 8
+
+
+def take_own_process_group() -> None:
+    """Give each worker a process group of its own, whose parent in the session keeps it from being an orphan.
+
+    In a session without a terminal all would be in one orphaned group. The kernel sends SIGHUP to all of such a group
+    when one of its processes is stopped, as tests do, while another loses its parent.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.setpgid(0, 0)
+
+
+@pytest.hookimpl
+def pytest_keyboard_interrupt() -> None:
+    """Pass Ctrl-C on to the workers, which are in other groups than the terminal's."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+            with contextlib.suppress(OSError):  # it has ended, or has no group
+                os.killpg(int(child), signal.SIGINT)
 
 
 @pytest.hookimpl(optionalhook=True)
