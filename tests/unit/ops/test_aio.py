@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import itertools
 import logging
 import os
@@ -343,6 +344,71 @@ def test_several_threads_use_one_handle(folder: Path, engine: str) -> None:
     for thread in threads:
         thread.join()
     assert sorted(done) == list(range(6))
+
+
+def test_each_thread_of_a_handle_gets_its_own_reads(folder: Path, engine: str) -> None:
+    """Whichever thread's wait comes first, every call returns with its data, and counts what its thread has begun."""
+    handle, size = make(engine), 150_001
+    for number in range(6):
+        handle.sync_pwrite(torch.full((size,), number + 1, dtype=torch.uint8), folder / str(number))
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def read(number: int) -> None:
+        file = folder / str(number)
+        for turn in range(25):
+            first, second = torch.zeros(2, size, dtype=torch.uint8)
+            if turn % 3 == 0:
+                counts = [handle.sync_pread(first, file) - 1, handle.read(second, file, False)]
+            elif turn % 3 == 1:
+                counts = [handle.async_pread(first, file), handle.sync_pread(second, file) - 2]
+            else:  # others may be pending here too, so there may be more
+                counts = [handle.async_pread(first, file), handle.async_pread(second, file), min(handle.wait() - 2, 0)]
+            if any(counts) or not bool((first == number + 1).all() and (second == number + 1).all()):
+                wrong.append(f"thread {number}, turn {turn}: counts {counts}, {int((first == 0).sum())} bytes missing")
+
+    def only_wait() -> None:
+        while not done.is_set():
+            handle.wait()
+
+    waiting = threading.Thread(target=only_wait)
+    waiting.start()
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    waiting.join()
+    assert not wrong
+    assert handle.wait() == 0 and not handle._requests._known and not handle._requests._pending
+
+
+def test_an_error_is_heard_by_the_thread_that_began_and_by_the_one_that_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, tensor = make(), pattern(50_000)
+    handle.sync_pwrite(tensor, folder / "file")
+    handle.pwrite(tensor, folder / "file", True, True)
+    handle.async_pread(torch.empty_like(tensor), folder / "file")
+    monkeypatch.setattr("builtins.open", lambda *_arguments, **_options: io.BytesIO(bytes(60_000)))
+    heard: list[object] = []
+
+    def others() -> None:
+        heard.append(handle.sync_pread(torch.empty_like(tensor), folder / "file"))  # no business of its
+        try:
+            handle.wait()
+        except AioError as error:
+            heard.append(str(error))
+        heard.append(handle.wait())
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    thread.join()
+    assert heard[0] == 1 and "differ" in str(heard[1]) and heard[2] == 0
+    with pytest.raises(AioError, match="differ"):
+        handle.wait()
+    assert handle.wait() == 0
 
 
 def test_a_tensor_that_nobody_else_keeps_is_written(folder: Path) -> None:

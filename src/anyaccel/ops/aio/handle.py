@@ -35,8 +35,8 @@ class aio_handle:
         engine: ``"io_uring"``, ``"linux_aio"``, ``"threads"``, or ``"auto"``: the first of these that works here.
 
     Methods with ``async`` in their name return at once; the tensor must not be changed (written to a file) or looked at
-    (read) until `wait()`. A tensor is kept until then. The others return when all that is pending is done.
-    Several threads may use one handle. A process that was forked needs one of its own.
+    (read) until `wait()`. A tensor is kept until then. The others return when all that the calling thread has begun is
+    done. Several threads may use one handle. A process that was forked needs one of its own.
 
     Raises:
         UsageError: a size is not positive, or the engine is unknown.
@@ -122,7 +122,7 @@ class aio_handle:
             UsageError: `buffer` cannot be filled, or the offset is negative.
         """
         self._begin_read(buffer, filename, file_offset, validate)
-        self.wait()
+        self._requests.wait_own()
         return 0
 
     def write(
@@ -150,7 +150,7 @@ class aio_handle:
             UsageError: `buffer` has no bytes to write, or the offset is not possible.
         """
         self._begin_write(buffer, filename, file_offset, validate, write_atomic)
-        self.wait()
+        self._requests.wait_own()
         return 0
 
     def pread(
@@ -158,7 +158,7 @@ class aio_handle:
     ) -> int:
         """`async_pread` or `sync_pread`, with read()'s `validate`."""
         self._begin_read(buffer, filename, file_offset, validate)
-        return 0 if async_ else self.wait()
+        return 0 if async_ else self._requests.wait_own()
 
     def pwrite(
         self,
@@ -172,16 +172,16 @@ class aio_handle:
     ) -> int:
         """`async_pwrite` or `sync_pwrite`, with write()'s `validate`."""
         self._begin_write(buffer, filename, file_offset, validate, write_atomic)
-        return 0 if async_ else self.wait()
+        return 0 if async_ else self._requests.wait_own()
 
     def sync_pread(self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0) -> int:
-        """Like read(). Returns the number of requests that were done: 1, and those that were pending."""
+        """Like read(). Returns how many requests were done: 1, and those that this thread had pending."""
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(
         self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0, *, write_atomic: bool = False
     ) -> int:
-        """Like write(). Returns the number of requests that were done: 1, and those that were pending."""
+        """Like write(). Returns how many requests were done: 1, and those that this thread had pending."""
         return self.pwrite(buffer, filename, False, False, file_offset, write_atomic=write_atomic)
 
     def async_pread(self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0) -> int:
@@ -201,6 +201,9 @@ class aio_handle:
 
     def wait(self) -> int:
         """Wait until all that is pending is done, and return how many requests that were.
+
+        With several threads: what any of them has begun before is waited for. Those of this thread count, and fail
+        here, even where another thread's wait() was first.
 
         Ctrl-C leaves them under way; wait again, or drop the handle to give them up.
 
