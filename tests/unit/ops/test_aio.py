@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -300,10 +301,39 @@ def test_impossible_offsets_are_refused(offset: int, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_zero_byte_in_the_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="zero byte"):
-        make().sync_pwrite(torch.zeros(4), f"{tmp_path}/a\0b")
+@pytest.mark.parametrize(("name", "message"), [("a\0b", "zero byte"), ("a\ud800b", "surrogate")])
+def test_names_that_no_file_can_have_are_refused(name: str, message: str, tmp_path: Path) -> None:
+    handle, tensor, path = make(), torch.zeros(4), f"{tmp_path}/{name}"
+    for call in (handle.sync_pread, handle.sync_pwrite, partial(handle.sync_pwrite, write_atomic=True)):
+        with pytest.raises(UsageError, match=message):
+            call(tensor, path)
     assert not list(tmp_path.iterdir())
+
+
+def test_names_may_be_bytes_that_are_no_text(tmp_path: Path) -> None:
+    handle, back, name = make(), torch.zeros(4), os.fsencode(tmp_path) + b"/\xff"
+    handle.sync_pwrite(torch.ones(4), name)
+    handle.sync_pread(back, os.fsdecode(name))
+    assert bool(back.all())
+
+
+@pytest.mark.parametrize("descriptor", [-1, True, 1 << 32])
+def test_numbers_that_are_no_descriptors_are_refused(descriptor: int) -> None:
+    for call in (make().sync_pread, make().sync_pwrite):
+        with pytest.raises(UsageError, match="neither a name nor a descriptor"):
+            call(torch.zeros(4), descriptor)
+
+
+@pytest.mark.parametrize("count", [-5, -1])
+def test_a_negative_number_of_elements_is_refused(count: int) -> None:
+    with pytest.raises(UsageError, match=f"num_elem={count} must not be negative"):
+        make().new_cpu_locked_tensor(count, torch.zeros(1))
+
+
+@pytest.mark.parametrize("count", [1 << 45, 1 << 62, 1 << 70])
+def test_memory_that_is_not_there_is_an_error_of_ours(count: int) -> None:
+    with pytest.raises(AioError, match=f"there is no memory of {4 * count} bytes"):
+        make().new_cpu_locked_tensor(count, torch.zeros(1))
 
 
 # Waiting --------------------------------------------------------------------------------------------------------
@@ -432,6 +462,48 @@ def test_a_descriptor_is_written_to_and_may_be_closed_at_once(folder: Path) -> N
         handle.async_pwrite(tensor, unnamed.fileno())
         handle.wait()
         assert unnamed.read() == tensor.numpy().tobytes()
+
+
+@pytest.mark.parametrize("way", ["read", "pread", "sync_pread", "async_pread"])
+def test_a_descriptor_is_read_from_and_may_be_closed_at_once(way: str, folder: Path) -> None:
+    handle, tensor = make(), pattern(100_000)
+    handle.sync_pwrite(tensor, folder / "file", 7)
+    back = torch.zeros_like(tensor)
+    with (folder / "file").open("rb") as file:
+        descriptor = file.fileno()
+        if way == "read":
+            handle.read(back, descriptor, True, 7)
+        elif way == "pread":
+            handle.pread(back, descriptor, True, True, 7)
+        else:
+            getattr(handle, way)(back, descriptor, 7)
+        assert file.tell() == 0
+    assert handle.wait() == (way in ("pread", "async_pread"))
+    assert torch.equal(back, tensor)
+
+
+def test_a_descriptor_allows_what_it_was_opened_for(folder: Path) -> None:
+    """Also where the file, and root, would allow more."""
+    handle, tensor, path = make(), pattern(100_000), folder / "file"
+    path.write_bytes(b"as before" * 20_000)
+    before = path.read_bytes()
+    with path.open("rb") as file:
+        for call in (handle.sync_pwrite, handle.async_pwrite, partial(handle.write, validate=True)):
+            with pytest.raises(AioError, match=r"writing 100000 bytes .* Bad file descriptor"):
+                call(tensor, file.fileno())
+    with path.open("ab") as file:
+        with pytest.raises(AioError, match=r"reading 100000 bytes .* Bad file descriptor"):
+            handle.sync_pread(tensor, file.fileno())
+        with pytest.raises(UsageError, match="open for writing only"):
+            handle.write(tensor, file.fileno(), True)
+    number = os.open(path, os.O_PATH)
+    os.close(number)
+    with pytest.raises(AioError, match="Bad file descriptor"):
+        handle.read(tensor, number, True)
+    assert handle.wait() == 0 and path.read_bytes() == before
+    with path.open("r+b") as file:
+        assert handle.write(tensor, file.fileno(), True) == 0
+    assert path.read_bytes()[:100_000] == tensor.numpy().tobytes()
 
 
 def test_validate_compares_with_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

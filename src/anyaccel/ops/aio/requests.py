@@ -22,7 +22,7 @@ from anyaccel.ops.aio.memory import say_once
 
 logger = logging.getLogger("anyaccel.aio")
 
-PathLike: TypeAlias = str | os.PathLike[str]
+PathLike: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _WAIT_MILLISECONDS = 50  # Ctrl-C is answered this often
 _LAST_BYTE = (1 << 63) - 1
@@ -89,8 +89,7 @@ class Request:
 
     def check(self) -> None:
         """Raises UsageError for what the kernel would misunderstand."""
-        if "\0" in self.path:
-            raise UsageError(f"the file name {self.path!r} has a zero byte")
+        check_name(self.path)
         if self.offset < 0 or self.offset + self.num_bytes > _LAST_BYTE:
             raise UsageError(f"file_offset={self.offset} of {self.name!r} must be from 0 to 2**63-1, less the size")
 
@@ -280,6 +279,16 @@ class Requests:
                 progress(self.library.anyaccel_aio_progress(self.address, number))
         self.library.anyaccel_aio_forget(self.address, number)
         self._known.pop(number, None)
+
+
+def check_name(path: str) -> None:
+    """Raises UsageError for what no file can be called."""
+    if "\0" in path:
+        raise UsageError(f"the file name {path!r} has a zero byte")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise UsageError(f"the file name {path!r} has half a character (a surrogate), which no file's can") from None
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
