@@ -221,6 +221,22 @@ def test_nan_infinity_and_huge_values_go_as_in_torch():
         torch.testing.assert_close(mine.state[ours][name], other.state[theirs][name], equal_nan=True)
 
 
+def test_lion_keeps_its_direction_after_infinite_gradients():
+    """Its moment is infinite then, which is no reason for NaN as long as the sign stays."""
+    grad = torch.tensor([float("inf"), -float("inf"), 3e38, 0.0] * 40)
+    for dtype in (F32, BF16):
+        param = torch.nn.Parameter(torch.zeros(grad.shape, dtype=dtype))
+        param.grad = grad.to(dtype)
+        optimizer = CPULion([param], lr=0.5, betas=(0.9, 0.99))
+        for _ in range(3):
+            optimizer.step()
+        assert param[:4].tolist() == [-1.5, 1.5, -1.5, 0.0] and bool((param.view(-1, 4) == param[:4]).all())
+        assert not optimizer.state[param]["exp_avg"].isnan().any()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert param[:4].tolist() == [-2.0, 2.0, -2.0, -0.5]
+
+
 # torch's contract -------------------------------------------------------------------------------------------
 
 
