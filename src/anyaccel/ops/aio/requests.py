@@ -110,19 +110,28 @@ class Request:
         left = f"; {native.LEFTOVERS[status.leftover]}" if writes else ""
         return AioError(code, f"{where} failed: {why} (errno {code}){left}", self.name, status.offset)
 
-    def settle(self, status: native.Status) -> None:
-        """The transfer is done: note how it went, and do what is to be done after it."""
-        if status.fell_back:
-            self._note_fallback()
-        if status.step:
-            self.error = self.failure(status)
-        else:
-            try:
-                for call in self.after:
-                    call()
-            except Exception as error:  # noqa: BLE001 - whatever it is, wait() raises it
-                self.error = error
-        self.settled = True
+    def settle(self, status: native.Status | None) -> None:
+        """The transfer is done: note how it went, and do what is to be done after it.
+
+        Args:
+            status: None if the native side does not know the request: another thread has settled it and had it
+                forgotten, or Ctrl-C came before it was handed over.
+        """
+        with self.settling:
+            if self.settled or status is None:
+                self.settled = True
+                return
+            if status.fell_back:
+                self._note_fallback()
+            if status.step:
+                self.error = self.failure(status)
+            else:
+                try:
+                    for call in self.after:
+                        call()
+                except Exception as error:  # noqa: BLE001 - whatever it is, wait() raises it
+                    self.error = error
+            self.settled = True
 
     def _note_fallback(self) -> None:
         try:
@@ -268,13 +277,7 @@ class Requests:
         while not request.settled:
             error = self.library.anyaccel_aio_wait(self.address, number, _WAIT_MILLISECONDS, ctypes.byref(status))
             if error in (0, errno.ENOENT):
-                with request.settling:
-                    if request.settled:
-                        break  # by another thread, so the native side may have forgotten it
-                    if error:  # Ctrl-C came before it was handed over
-                        request.settled = True
-                    else:
-                        request.settle(status)
+                request.settle(None if error else status)
             elif progress is not None:
                 progress(self.library.anyaccel_aio_progress(self.address, number))
         self.library.anyaccel_aio_forget(self.address, number)
