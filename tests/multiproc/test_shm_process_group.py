@@ -264,11 +264,18 @@ def loads_the_op(through_torch: bool) -> bool:
     torch.ops.deepspeed.inference_all_reduce_(columns)
     assert bool((columns == size).all())
     assert torch.ops.deepspeed.inference_all_reduce(torch.empty(3, device="meta")).shape == (3,)
-    return dist.is_initialized()
+    if through_torch:
+        return True
+    assert not dist.is_initialized()
+    os.environ["MASTER_PORT"] = os.environ["LAST_PORT"]
+    comm.init_distributed()  # for the end of the ranks
+    return False
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("through_torch", [True, False])
 def test_the_op_of_shared_memory(through_torch: bool, size: int) -> None:
-    found = ranks.run(loads_the_op, size, through_torch, OTHER_PORT=str(ranks.free_port()))
+    found = ranks.run(
+        loads_the_op, size, through_torch, OTHER_PORT=str(ranks.free_port()), LAST_PORT=str(ranks.free_port())
+    )
     assert found == [through_torch] * size
