@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from anyaccel import env, ops
+from anyaccel.errors import OpBuildError
+from anyaccel.ops import toolchains
 from anyaccel.ops.builder import CPUOpBuilder as _CPUOpBuilder
 
 from ..._cover import cover
@@ -74,8 +76,16 @@ class OpBuilder(ops.OpBuilder):
         return []
 
     def why_not(self) -> str:
-        """As in the base class; `error_log` has it then."""
-        reason = super().why_not()
+        """The op is switched off, or there is no compiler; `error_log` has it then.
+
+        As in DeepSpeed, nothing is said of the sources: a builder with a load() of its own may have none.
+        """
+        reason = self._switched_off()
+        if not reason and not self._find_prebuilt():
+            try:
+                toolchains.find_compiler()
+            except OpBuildError as error:
+                reason = str(error).partition("\n")[0]
         if reason:
             self.error_log = reason
         return reason
