@@ -9,9 +9,11 @@ works also where the ranks are on several hosts, through torch.distributed.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from anyaccel import env
 from anyaccel.comm import api, shm
@@ -45,7 +47,7 @@ def initialize(size: int, rank: int) -> None:
         timeout = timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
         store, own_rank, own_size = store_from_environment(timeout)
         _compare(size, rank, own_size, own_rank, "the environment")
-        _own_group = shm.create_local(dist.PrefixStore("anyaccel-shm-op", store), rank, size, timeout)
+        _own_group = shm.create_local(PrefixStore("anyaccel-shm-op", store), rank, size, timeout)
     _size = size
 
 
@@ -66,8 +68,10 @@ def _all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     return _all_reduce_in_place(tensor.clone())
 
 
-def _define() -> torch.library.Library:
-    library = torch.library.Library("deepspeed", "FRAGMENT")  # others have ops of this name space too
+def _define() -> object:
+    from torch.library import Library
+
+    library: Any = Library("deepspeed", "FRAGMENT")  # type: ignore[no-untyped-call]  # others have ops of this name too
     library.define("inference_all_reduce(Tensor self) -> Tensor")
     library.define("inference_all_reduce_(Tensor(a!) self) -> Tensor(a!)")
     library.impl("inference_all_reduce", _all_reduce, "CPU")

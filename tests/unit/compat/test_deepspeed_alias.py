@@ -584,7 +584,7 @@ def test_a_subgroup_is_stepped_with_its_own_state_and_rolled_back():
     whole, param = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     ours = module("deepspeed.ops.adam").DeepSpeedCPUAdam([whole], lr=0.01, weight_decay=0.1)
     optimizer = module("deepspeed.ops.adam").DeepSpeedCPUAdam([param], lr=0.01, weight_decay=0.1)
-    with pytest.raises(RuntimeError, match="has not been initialized"):
+    with pytest.raises(RuntimeError, match="Cannot rollback optimizer state for sub_group_id 5"):
         optimizer.rollback_subgroup(5)
     seen = []
     for grad in grads:
@@ -598,13 +598,18 @@ def test_a_subgroup_is_stepped_with_its_own_state_and_rolled_back():
         param.grad = grad.clone()
         optimizer.rollback_subgroup(5)
         torch.testing.assert_close(param.detach(), before, rtol=1e-4, atol=1e-4)
-    with pytest.raises(RuntimeError, match="the step count is 0"):
+    with pytest.raises(RuntimeError, match="Cannot rollback sub_group_id 5: step count is 0"):
         optimizer.rollback_subgroup(5)
     half = nn.Parameter(start.bfloat16())
     half.grad = grads[0].bfloat16()
     optimizer = module("deepspeed.ops.adam").DeepSpeedCPUAdam([half])
     optimizer.step_subgroup(0)
-    with pytest.raises(UsageError, match="float32"):
+    optimizer.rollback_subgroup(0)
+    torch.testing.assert_close(half.detach(), start.bfloat16(), rtol=0.02, atol=0.01)
+    assert optimizer.state[0]["step"] == 0 and optimizer.state[0]["exp_avg"].abs().max() < 1e-6
+    optimizer = module("deepspeed.ops.adam").DeepSpeedCPUAdam([half], adamw_mode=False)
+    optimizer.step_subgroup(0)
+    with pytest.raises(UsageError, match="undoes AdamW only"):
         optimizer.rollback_subgroup(0)
     assert optimizer.state[0]["step"] == 1
 

@@ -61,29 +61,33 @@ class DeepSpeedCPUAdam(CPUAdam):
 
     @torch.no_grad()
     def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
-        """Undo the last step_subgroup(), but for rounding; AdamW in float32 only.
+        """Undo the last step_subgroup(), but for rounding; AdamW only.
 
         Raises:
             RollbackError: there was no such step.
-            UsageError: it is not AdamW, or not in float32.
+            UsageError: it is not AdamW.
         """
         loss = _call(closure)
         state = self._state_of(sub_group_id) if sub_group_id in self.state else {}
         if not state:
-            raise RollbackError(f"rollback_subgroup({sub_group_id}): it has not been initialized: no step was made")
+            raise RollbackError(f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: no step was made")
         op: AdamOp = CPUAdamBuilder().load()
         for group, param, grad in self._with_gradients():
             step = int(state["step"])
             if step <= 0:
-                raise RollbackError(f"rollback_subgroup({sub_group_id}): the step count is {step}: nothing to undo")
+                raise RollbackError(f"Cannot rollback sub_group_id {sub_group_id}: step count is {step}")
             op.create_adam(id(self), adamw_mode=group["decoupled_weight_decay"])
+            tensors = [tensor.float().contiguous() for tensor in (param, grad, *(state[name] for name in self.MOMENTS))]
             try:
                 op.adam_rollback(
-                    id(self), step, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"],
-                    group["bias_correction"], param, grad, *(state[name] for name in self.MOMENTS),
+                    id(self), step, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
+                    group["weight_decay"], group["bias_correction"], tensors[0], tensors[1], tensors[2], tensors[3],
                 )  # fmt: skip
             finally:
                 op.destroy_adam(id(self))
+            for target, source in zip((param, None, *(state[name] for name in self.MOMENTS)), tensors, strict=True):
+                if target is not None and target is not source:
+                    target.copy_(source)
             state["step"] -= 1
             torch.autograd.graph.increment_version(param)
         return loss
