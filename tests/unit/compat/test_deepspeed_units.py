@@ -40,6 +40,7 @@ ALLOWED = {
     "*test_multinode_runner::test_openmpi_runner": "no interface called eth0 is taken for granted",
     "*test_multinode_runner::test_mpich_runner": "MPICH's launcher is mpiexec.hydra, whatever mpirun is on the PATH",
     "*test_multinode_runner::test_mvapich_runner": "as MPICH's",
+    "*test_dist.TestDistributedFixture::*": "its kind of fixtures needs pytest < 8.4, as DeepSpeed's requirements say",
     "*test_dist.TestDistInitWithModel*": "deepspeed.initialize(): the training engine is out of scope",
 }
 # Not run: unit/ops/test_op_builder.py loads DeepSpeed's own op_builder/builder.py by its path, not the alias;

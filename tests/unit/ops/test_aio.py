@@ -73,7 +73,7 @@ DEEPSPEED = {
     "sync_pread": "buffer filename file_offset=0",
     "sync_pwrite": "buffer filename file_offset=0",
     "async_pread": "buffer filename file_offset=0",
-    "async_pwrite": "buffer filename file_offset=0",
+    "async_pwrite": "buffer filename=None file_offset=0",  # or fd, by name
     "new_cpu_locked_tensor": "num_elem example_tensor",
     "free_cpu_locked_tensor": "tensor",
     "is_pinned": "buffer",
@@ -455,7 +455,10 @@ def test_a_descriptor_is_written_to_and_may_be_closed_at_once(folder: Path) -> N
         handle.async_pwrite(tensor, file.fileno(), 10)
     with (folder / "appended").open("ab", buffering=0) as file:  # the offset counts, not the flag
         file.write(bytes(20))
-        handle.async_pwrite(tensor, file.fileno(), 10)
+        handle.async_pwrite(buffer=tensor, fd=file.fileno(), file_offset=10)
+        for wrong in ({}, {"filename": folder / "file", "fd": file.fileno()}):
+            with pytest.raises(UsageError, match="give one of the two"):
+                handle.async_pwrite(tensor, **wrong)
     assert handle.wait() == 2
     assert (folder / "file").read_bytes() == (folder / "appended").read_bytes() == bytes(10) + tensor.numpy().tobytes()
     with tempfile.TemporaryFile(dir=folder) as unnamed:

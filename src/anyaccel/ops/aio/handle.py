@@ -194,10 +194,23 @@ class aio_handle:
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(
-        self, buffer: torch.Tensor, filename: File, file_offset: int = 0, *, write_atomic: bool = False
+        self,
+        buffer: torch.Tensor,
+        filename: File | None = None,
+        file_offset: int = 0,
+        *,
+        write_atomic: bool = False,
+        fd: int | None = None,
     ) -> int:
-        """Begin to write `buffer`. Returns 0."""
-        self._begin_write(buffer, filename, file_offset, False, write_atomic)
+        """Begin to write `buffer`. Returns 0.
+
+        Args:
+            fd: a descriptor in the place of `filename`, under DeepSpeed's name.
+        """
+        file = filename if fd is None else fd
+        if file is None or (filename is not None and fd is not None):
+            raise UsageError(f"async_pwrite: filename={filename!r}, fd={fd!r}: give one of the two")
+        self._begin_write(buffer, file, file_offset, False, write_atomic)
         return 0
 
     def wait(self) -> int:
