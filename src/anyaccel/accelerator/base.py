@@ -79,6 +79,9 @@ class TypedTensor(str):
         self.dtype = dtype
         self.device = device
 
+    def __reduce__(self) -> tuple[type[Self], tuple[torch.dtype, str]]:
+        return type(self), (self.dtype, self.device)
+
     def __call__(self, *args: Any) -> torch.Tensor:
         if all(isinstance(size, int) for size in args):
             return torch.empty(args or (0,), dtype=self.dtype, device=self.device)

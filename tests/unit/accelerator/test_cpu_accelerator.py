@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -340,7 +342,9 @@ def test_typed_tensors_are_what_type_takes(cpu: CpuAccelerator) -> None:
         kind = getattr(cpu, name)
         assert values.type(kind).dtype == kind.dtype and values.type(kind).type() == kind
         assert isinstance(values.type(kind), kind) and not isinstance(values.type(kind).to("meta"), kind)
-    assert TypedTensor(torch.float16, "cuda:1") == "torch.cuda.HalfTensor"
+    other = TypedTensor(torch.float16, "cuda:1")
+    assert other == "torch.cuda.HalfTensor"
+    assert [pickle.loads(pickle.dumps(other)).device, copy.deepcopy(other).dtype] == ["cuda:1", torch.float16]
 
 
 def test_the_peak_has_the_names_of_the_cpu_accelerator(cpu: CpuAccelerator) -> None:
