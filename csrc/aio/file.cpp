@@ -88,8 +88,12 @@ Failure File::open(const std::string& path, int descriptor, const FileOptions& o
   begin_ = begin;
   end_ = end;
   if (descriptor >= 0) {
-    // Opened again, since the caller's flags (O_DIRECT, O_APPEND) and position are the caller's.
-    const int mode = options.write ? O_WRONLY : O_RDONLY;
+    // Opened again, since the caller's flags (O_DIRECT, O_APPEND) and position are the caller's. The file may allow
+    // more than the descriptor does, and root everything.
+    const int mode = options.write ? O_WRONLY : O_RDONLY, flags = fcntl(descriptor, F_GETFL);
+    if (flags < 0) return failure(Step::open);
+    if ((flags & O_PATH) != 0 || ((flags & O_ACCMODE) != mode && (flags & O_ACCMODE) != O_RDWR))
+      return {Step::open, EBADF, 0};
     buffered_ = ::open(proc_path(descriptor).c_str(), mode | O_CLOEXEC);
     if (buffered_ < 0) buffered_ = fcntl(descriptor, F_DUPFD_CLOEXEC, 3);
     if (buffered_ < 0) return failure(Step::open);

@@ -43,6 +43,7 @@ NB_MODULE(_native, m) {
   m.def("set_mempolicy", &anyaccel::set_mempolicy, nb::arg("mode"), nb::arg("nodes"));
   m.def("set_parent_death_signal", &anyaccel::set_parent_death_signal, nb::arg("signal"));
   m.def("resident_bytes", &anyaccel::resident_bytes);
+  m.def("available_bytes", &anyaccel::available_bytes);
   m.def("release_free_memory", &anyaccel::release_free_memory, nb::call_guard<nb::gil_scoped_release>());
   m.def("set_child_subreaper", &anyaccel::set_child_subreaper, nb::arg("enabled"));
 

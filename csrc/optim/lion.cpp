@@ -14,6 +14,8 @@ ANYACCEL_EXPORT int anyaccel_lion_step(const AnyaccelTensors* tensors, double lr
     LionConstants c{};
     c.keep = static_cast<float>(1.0 - lr * weight_decay);
     c.lr = static_cast<float>(lr);
+    c.beta1 = static_cast<float>(beta1);
+    c.beta2 = static_cast<float>(beta2);
     c.weight1 = static_cast<float>(1.0 - beta1);
     c.weight2 = static_cast<float>(1.0 - beta2);
     return c;

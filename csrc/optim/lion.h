@@ -8,7 +8,9 @@ namespace anyaccel::optim {
 struct LionConstants {
   float keep;  // 1 - lr * weight_decay
   float lr;
+  float beta1;
   float weight1;  // 1 - beta1
+  float beta2;
   float weight2;  // 1 - beta2
 };
 

@@ -79,6 +79,12 @@ def _is_one(text: str) -> bool:
 ISA_NAMES = ("scalar", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of this name")
+DS_PIN_MEMORY_BACKEND = EnvVar(
+    "DS_PIN_MEMORY_BACKEND",
+    _one_of("torch", "native"),
+    "torch",
+    "what the alias's utils.pin_memory pins with",
+)
 DS_ALLOW_DEPRECATED_FP16 = EnvVar(
     "DS_ALLOW_DEPRECATED_FP16", _is_one, False, "1 allows fp16 on GPUs of compute capability 6, where it is slow"
 )
@@ -133,6 +139,7 @@ MAX_JOBS = EnvVar("MAX_JOBS", _positive_int, 0, "compilers that a build of an op
 ALL: tuple[EnvVar[object], ...] = (
     DS_ACCELERATOR,
     DS_ALLOW_DEPRECATED_FP16,
+    DS_PIN_MEMORY_BACKEND,
     ANYACCEL_CACHE_DIR,
     ANYACCEL_ISA,
     ANYACCEL_PROBE_TIMEOUT,

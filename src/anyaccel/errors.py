@@ -59,6 +59,10 @@ class OpBuildError(AnyAccelError, RuntimeError):
     """
 
 
+class RollbackError(UsageError, RuntimeError):
+    """A step of an optimizer cannot be undone."""
+
+
 class AioError(AnyAccelError, OSError):
     """A file could not be read or written.
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ranks
-from anyaccel import comm, errors
+from anyaccel import comm, errors, get_accelerator
 from anyaccel.comm import shm
 from waiting import settled
 
@@ -232,3 +232,50 @@ def test_memory_of_a_group_is_what_it_may_be(size: int) -> None:
     used = size * (3 * buffer + mailboxes)
     if size <= 64:
         assert used <= total  # of the 64 MB that a container has
+
+
+# DeepSpeed's op ---------------------------------------------------------------------------------------------
+
+
+def loads_the_op(through_torch: bool) -> bool:
+    """As DeepSpeed's communication does after init_process_group, or as code that has nothing but the op."""
+    if not through_torch:
+        comm.destroy_process_group()
+        os.environ["MASTER_PORT"] = os.environ["OTHER_PORT"]
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    assert builder.is_compatible() and builder.status().kind == "prebuilt"
+    op, rank, size = builder.load(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    assert op is builder.jit_load()
+    tensor = torch.full((1000,), float(rank + 1), dtype=torch.bfloat16)
+    with pytest.raises(errors.UsageError, match="call initialize"):
+        torch.ops.deepspeed.inference_all_reduce_(tensor)
+    with pytest.raises(errors.UsageError, match="the rank must be from 0"):
+        op.initialize(size, size)
+    if through_torch:
+        with pytest.raises(errors.UsageError, match=f"has rank {rank} of {size}"):
+            op.initialize(size + 1, rank)
+    op.initialize(size, rank)
+    op.initialize(size, rank)
+    expected = torch.full_like(tensor, size * (size + 1) / 2)
+    assert torch.equal(torch.ops.deepspeed.inference_all_reduce(tensor), expected)
+    assert tensor[0] == rank + 1
+    assert torch.ops.deepspeed.inference_all_reduce_(tensor) is tensor and torch.equal(tensor, expected)
+    columns = torch.ones(6, 4, dtype=torch.float64).t()
+    torch.ops.deepspeed.inference_all_reduce_(columns)
+    assert bool((columns == size).all())
+    assert torch.ops.deepspeed.inference_all_reduce(torch.empty(3, device="meta")).shape == (3,)
+    if through_torch:
+        return True
+    assert not dist.is_initialized()
+    os.environ["MASTER_PORT"] = os.environ["LAST_PORT"]
+    comm.init_distributed()  # for the end of the ranks
+    return False
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("through_torch", [True, False])
+def test_the_op_of_shared_memory(through_torch: bool, size: int) -> None:
+    found = ranks.run(
+        loads_the_op, size, through_torch, OTHER_PORT=str(ranks.free_port()), LAST_PORT=str(ranks.free_port())
+    )
+    assert found == [through_torch] * size

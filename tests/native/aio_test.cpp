@@ -92,6 +92,33 @@ void round_trips(const Config& config, const std::string& folder, uint64_t seed)
   for (std::thread& thread : threads) thread.join();
 }
 
+// Several threads wait for the same requests, and each forgets them.
+void shared_waits(const Config& config, const std::string& folder) {
+  Handle handle(config);
+  const std::string path = folder + "/shared";
+  std::vector<char> data(200'000, 's');
+  const auto size = static_cast<int64_t>(data.size());
+  CHECK(!finish(handle, begin(handle, path, {{0, data.data(), size}}, {true})).failure);
+  std::vector<std::vector<char>> back(8, std::vector<char>(data.size()));
+  std::vector<int64_t> numbers;
+  for (std::vector<char>& memory : back) numbers.push_back(begin(handle, path, {{0, memory.data(), size}}, {}));
+  std::vector<std::thread> threads;
+  for (int who = 0; who < 3; ++who)
+    threads.emplace_back([&] {
+      for (size_t i = 0; i < numbers.size(); ++i) {
+        try {
+          const auto request = handle.wait(numbers[i], kForever);
+          CHECK(request != nullptr && !request->failure);
+        } catch (const std::out_of_range&) {  // forgotten, so done
+        }
+        CHECK(back[i] == data);
+        handle.forget(numbers[i]);
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  unlink(path.c_str());
+}
+
 void failures(const Config& config, const std::string& folder) {
   Handle handle(config);
   std::vector<char> memory(300'000);
@@ -159,6 +186,7 @@ int main(int argc, char** argv) {
       }
       for (uint64_t seed = 0; seed < 3; ++seed) {
         round_trips(base, folder, seed);
+        shared_waits(base, folder);
         failures(base, folder);
         drops(base, folder, seed);
       }

@@ -50,15 +50,37 @@ _DERIVED = {
 }
 
 
-class TypedTensor:
+# What the classes of tensors of a dtype are called.
+_TYPE_NAMES = {
+    torch.bfloat16: "BFloat16Tensor",
+    torch.uint8: "ByteTensor",
+    torch.float64: "DoubleTensor",
+    torch.float32: "FloatTensor",
+    torch.float16: "HalfTensor",
+    torch.int32: "IntTensor",
+    torch.int64: "LongTensor",
+}
+
+
+class TypedTensor(str):
     """Makes tensors of one dtype on one device, as torch's legacy `torch.FloatTensor` does.
 
-    Called with ints it allocates that shape without filling it; called with a sequence it copies the values.
+    Called with ints it allocates that shape without filling it; called with a sequence it copies the values. As text it
+    is the name of that class, which is what `Tensor.type()` takes and gives.
     """
+
+    __slots__ = ("device", "dtype")
+
+    def __new__(cls, dtype: torch.dtype, device: str) -> Self:
+        kind = torch.device(device).type
+        return super().__new__(cls, f"torch.{'' if kind == HOST.type else f'{kind}.'}{_TYPE_NAMES[dtype]}")
 
     def __init__(self, dtype: torch.dtype, device: str) -> None:
         self.dtype = dtype
         self.device = device
+
+    def __reduce__(self) -> tuple[type[Self], tuple[torch.dtype, str]]:
+        return type(self), (self.dtype, self.device)
 
     def __call__(self, *args: Any) -> torch.Tensor:
         if all(isinstance(size, int) for size in args):
@@ -85,6 +107,8 @@ class Accelerator(abc.ABC):
     """
 
     spec: ClassVar[BackendSpec]
+    # Whether range_push() does something with its `domain`; code for DeepSpeed asks.
+    supports_nvtx_domain: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._name = self.spec.name
@@ -543,12 +567,16 @@ class Accelerator(abc.ABC):
             raise UsageError(f"pinned memory is host memory, so device={str(device)!r} must be 'cpu'")
 
     def register_host_memory(self, address: int, num_bytes: int) -> bool:
-        """Page-lock existing host memory for the device; returns True, or raises the driver's error."""
-        self._lacks(Capability.HOST_REGISTRATION)
+        """Page-lock existing host memory for the device; raises the driver's error.
+
+        Returns:
+            Whether it is registered: False where no device has a use for that.
+        """
+        return False
 
     def unregister_host_memory(self, address: int) -> None:
-        """Undo register_host_memory."""
-        self._lacks(Capability.HOST_REGISTRATION)
+        """Undo register_host_memory; nothing happens where that answers False."""
+        return
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` lives on a device of this accelerator."""

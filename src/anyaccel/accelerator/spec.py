@@ -35,7 +35,8 @@ class Capability(StrEnum):
 
 
 # The methods that need a capability: where it is absent they raise CapabilityError, except streams, events and
-# graphs of a synchronous device, which are objects that do nothing. PINNED_MEMORY and FP64 are asked, not called.
+# graphs of a synchronous device, which are objects that do nothing, and register_host_memory, which answers
+# False. PINNED_MEMORY and FP64 are asked, not called.
 METHODS_OF: Mapping[Capability, tuple[str, ...]] = {
     Capability.STREAMS: ("Stream", "stream", "current_stream", "default_stream"),
     Capability.EVENTS: ("Event",),

@@ -67,7 +67,7 @@ def init_distributed(
         elif not any(name in os.environ for name in _LAUNCH_VARIABLES):
             store, rank, world_size = HashStore(), 0, 1
         else:
-            store, rank, world_size = _store_from_environment(limit)
+            store, rank, world_size = store_from_environment(limit)
     except AnyAccelError:
         raise
     except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
@@ -113,7 +113,8 @@ def _start(backend: str, store: Store, rank: int, world_size: int, timeout: time
         raise CommError(f"the ranks did not come together with backend {backend!r}: {error}") from error
 
 
-def _store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
+def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
+    """The store at MASTER_ADDR and MASTER_PORT, this rank and the number of ranks, from the launcher's variables."""
     missing = [name for name in _LAUNCH_VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(

@@ -35,7 +35,10 @@ DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
     "F64": torch.float64,
     "C64": torch.complex64,
+    "F4": torch.float4_e2m1fn_x2,
 }
+# Of which torch keeps two values in an element, along the last dimension; the file has them one by one.
+_PAIRS = "F4"
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LENGTH_BYTES = 8
@@ -106,6 +109,11 @@ def read_header(file: BinaryIO, path: str, size: int) -> Header:
     metadata = parsed.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelError(f"{path}: __metadata__ in the header is not a map of text to text; the file is damaged")
+    for text_of in (*parsed, *metadata, *metadata.values()):
+        if not is_unicode(text_of):
+            raise ModelError(
+                f"{path}: {text_of!r} in the header is half a character (a surrogate); the file is damaged"
+            )
     begin = _LENGTH_BYTES + length
     entries = sorted((_entry(path, name, value, begin) for name, value in parsed.items()), key=lambda entry: entry[-2:])
     at = begin
@@ -120,6 +128,15 @@ def read_header(file: BinaryIO, path: str, size: int) -> Header:
         what = "is cut off" if at > size else "has more than its tensors"
         raise ModelError(f"{path}: the file {what}: {size} bytes instead of {at}")
     return Header(entries, metadata, begin, at)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 has it: a str of Python may have surrogates, of which two make one character in UTF-16."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_count(value: object) -> bool:
@@ -140,6 +157,10 @@ def _entry(path: str, name: str, value: object, begin: int) -> Entry:
         raise wrong(f"shape {shape!r} is not a list of sizes; the file is damaged")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise wrong(f"data_offsets {offsets!r} are not two offsets; the file is damaged")
+    if dtype_name == _PAIRS:
+        if not shape or shape[-1] % 2:
+            raise wrong(f"shape {shape} of {dtype_name} has no even last dimension: torch keeps these values in pairs")
+        shape = [*shape[:-1], shape[-1] // 2]
     wanted = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != wanted:
         raise wrong(f"{offsets[1] - offsets[0]} bytes do not fit shape {shape} of {dtype_name}, which takes {wanted}")
@@ -155,7 +176,8 @@ def make_header(
     ends = [0]
     for name, dtype, shape in tensors:
         end = at + math.prod(shape) * dtype.itemsize
-        content[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        sizes = [*shape[:-1], shape[-1] * 2] if NAMES[dtype] == _PAIRS else list(shape)
+        content[name] = {"dtype": NAMES[dtype], "shape": sizes, "data_offsets": [at, end]}
         at = end
         ends.append(end)
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()

@@ -16,7 +16,7 @@ from anyaccel.io.progress import progress_bar
 from anyaccel.ops.aio import aio_handle
 from anyaccel.ops.aio.memory import address_of, aligned_memory
 from anyaccel.ops.aio.native import cached_bytes
-from anyaccel.ops.aio.requests import Piece, copy_into
+from anyaccel.ops.aio.requests import Piece, check_name, copy_into
 
 # As much as keeps a fast disk busy. More threads help where memory has to be copied: into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
@@ -52,9 +52,10 @@ def load(
     Raises:
         ModelError: the file is damaged, cut off, has an unknown dtype, or does not have what `tensors` wants.
         AioError: it cannot be read.
-        UsageError: `tensors` with `device` or with mmap=True.
+        UsageError: `tensors` with `device` or with mmap=True; no file can have this name.
     """
     name = os.fspath(path)
+    check_name(name)
     target = torch.device(device)
     if tensors is not None and (mmap or not torch.empty(0, device=target).is_cpu):
         raise UsageError("load(): tensors= says where the data goes; leave out device= and mmap=")

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from anyaccel.errors import ModelError
-from anyaccel.io.header import NAMES, make_header
+from anyaccel.io.header import NAMES, is_unicode, make_header
 from anyaccel.io.progress import progress_bar
 from anyaccel.io.reading import new_handle
 from anyaccel.ops.aio.requests import Piece
@@ -43,6 +43,8 @@ def save(
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise ModelError(f"metadata {key!r}: {value!r} must be text; use str() or json.dumps()")
+            if not is_unicode(key) or not is_unicode(value):
+                raise ModelError(f"metadata {key!r}: {value!r} has half a character (a surrogate), which UTF-8 lacks")
     _check_sharing(state_dict)
     # The widest first, so that each begins at a multiple of its element.
     names = sorted(state_dict, key=lambda name: (-state_dict[name].element_size(), name))
@@ -60,6 +62,8 @@ def save(
 def _check(name: str, tensor: object) -> None:
     if not isinstance(name, str) or name == "__metadata__":
         raise ModelError(f"{name!r} cannot be the name of a tensor in a safetensors file")
+    if not is_unicode(name):
+        raise ModelError(f"the name {name!r} has half a character (a surrogate), which a safetensors file cannot have")
     if not isinstance(tensor, torch.Tensor):
         raise ModelError(f"{name!r} is a {type(tensor).__name__}; a safetensors file has tensors only")
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
@@ -67,6 +71,8 @@ def _check(name: str, tensor: object) -> None:
         raise ModelError(f"tensor {name!r} is {kind}; a safetensors file has dense tensors only")
     if tensor.dtype not in NAMES:
         raise ModelError(f"tensor {name!r} has dtype {tensor.dtype}, which a safetensors file cannot have")
+    if tensor.dtype == torch.float4_e2m1fn_x2 and not tensor.dim():
+        raise ModelError(f"tensor {name!r} of {tensor.dtype} has no dimension along which its two values could lie")
 
 
 def _check_sharing(state_dict: Mapping[str, torch.Tensor]) -> None:

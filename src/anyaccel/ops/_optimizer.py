@@ -291,6 +291,54 @@ class HostOptimizer(torch.optim.Optimizer):
         self._states = []
 
 
+class AnyDevice(HostOptimizer):
+    """Goes before another optimizer, to give it parameters on devices, where torch does the step.
+
+    There the moments are in the parameters' dtype.
+    """
+
+    _set_grad_none = True
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As in torch; the default is `set_grad_none`."""
+        super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
+
+    def _check_param(self, param: torch.Tensor) -> None:
+        if param.is_cpu:
+            super()._check_param(param)
+
+    def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._start(param, state, group)
+        if not param.is_cpu:
+            state["step"] = state["step"].to(param.device)
+
+    def _dtype_of_moments(self, param: torch.Tensor) -> torch.dtype:
+        return super()._dtype_of_moments(param) if param.is_cpu else param.dtype
+
+    def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        state = super()._converted(param, saved)
+        if not param.is_cpu:
+            state["step"] = state["step"].to(param.device)
+        return state
+
+    def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        on_device = [param for param in params if not param.is_cpu]
+        if on_device:
+            self._step_on_device(self.param_groups[index], on_device)
+            params = [param for param in params if param.is_cpu]
+            grads = [grad for grad in grads if grad.is_cpu]
+        if params:
+            super()._step_params(index, params, grads)
+
+    @abc.abstractmethod
+    def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        """The step of those that are not in host memory, and have a gradient."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Those of the base class and `set_grad_none`."""
+        return {**super().__getstate__(), "_set_grad_none": self._set_grad_none}
+
+
 def check_range(optimizer: str, **values: float) -> None:
     """Raise UsageError for a hyper-parameter that cannot be: betas below 0 or from 1 on, others below 0."""
     for name, value in values.items():

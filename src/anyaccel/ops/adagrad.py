@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
 
-from anyaccel.ops._native_step import NativeStep
-from anyaccel.ops._optimizer import HostOptimizer, Params, check_range
+from anyaccel.errors import UsageError
+from anyaccel.ops._native_step import Batch, NativeStep
+from anyaccel.ops._optimizer import MASTER, HostOptimizer, Params, check_range
 from anyaccel.ops.builders.host import CPUAdagradBuilder
 
 __all__ = ["CPUAdagrad"]
@@ -17,7 +19,8 @@ __all__ = ["CPUAdagrad"]
 class CPUAdagrad(HostOptimizer):
     """Adagrad in native code. Arguments are those of DeepSpeedCPUAdagrad, and torch's others by name.
 
-    The results equal torch's to fp32 rounding. State is that of torch.optim.Adagrad.
+    The results equal torch's to fp32 rounding. State is that of torch.optim.Adagrad. A gradient may be sparse (COO), as
+    of an embedding with ``sparse=True``.
     """
 
     MOMENTS: ClassVar[tuple[str, ...]] = ("sum",)
@@ -70,6 +73,38 @@ class CPUAdagrad(HostOptimizer):
     def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         super()._start(param, state, group)
         state["sum"].fill_(group["initial_accumulator_value"])
+
+    def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+        dense = [grad.layout is torch.strided for grad in grads]
+        for param, grad, is_dense in zip(params, grads, dense, strict=True):
+            if not is_dense:
+                self._step_sparse(self.param_groups[index], param, grad)
+        if not all(dense):
+            params = list(compress(params, dense))
+            grads = list(compress(grads, dense))
+        if params:
+            super()._step_params(index, params, grads)
+
+    @torch.no_grad()
+    def _step_sparse(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Update what the gradient has: rows of an embedding. As in DeepSpeed, weight decay is of these only."""
+        if grad.layout is not torch.sparse_coo:
+            raise UsageError(
+                f"{type(self).__name__} takes dense gradients and sparse_coo ones, and one is {grad.layout}"
+            )
+        state = self.state[param]
+        if not state:
+            self._start(param, state, group)
+        grad = grad.coalesce()
+        at, target = tuple(grad.indices()), state.get(MASTER, param)
+        rows, total = target[at].contiguous(), state["sum"][at].contiguous()
+        batch = Batch([rows], [grad.values().contiguous()], [[total]], [state["step"]], None)
+        self._native.run(batch, *self._hyper(group))
+        state["sum"][at] = total
+        for tensor in {
+            id(each): each for each in (target, param, self._copies.get(param)) if each is not None
+        }.values():
+            tensor[at] = rows.to(tensor.dtype)
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         return float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"]

@@ -10,7 +10,7 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.ops._native_step import NativeStep
-from anyaccel.ops._optimizer import MASTER, HostOptimizer, Params, check_range
+from anyaccel.ops._optimizer import MASTER, AnyDevice, HostOptimizer, Params, check_range
 from anyaccel.ops.builders.host import CPUAdamBuilder
 
 __all__ = ["CPUAdam", "FusedAdam", "from_torch", "to_torch"]
@@ -86,7 +86,7 @@ class CPUAdam(HostOptimizer):
                 group.setdefault(name, self.defaults[name])
 
 
-class FusedAdam(CPUAdam):
+class FusedAdam(AnyDevice, CPUAdam):
     """AdamW or Adam in the accelerator's fused implementation: torch's on devices that have one, ours on the CPU.
 
     Arguments are those of DeepSpeed's FusedAdam. On a device, moments are in the parameters' dtype.
@@ -108,41 +108,10 @@ class FusedAdam(CPUAdam):
         self._set_grad_none = set_grad_none
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode=adam_w_mode)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As in torch; the default is `set_grad_none`."""
-        super().zero_grad(self._set_grad_none if set_to_none is None else set_to_none)
-
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         if not group["bias_correction"] and not all(param.is_cpu for param in group["params"]):
             raise UsageError("FusedAdam: torch's fused Adam always corrects the bias; use bias_correction=True")
-
-    def _check_param(self, param: torch.Tensor) -> None:
-        if param.is_cpu:
-            super()._check_param(param)
-
-    def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super()._start(param, state, group)
-        if not param.is_cpu:
-            state["step"] = state["step"].to(param.device)
-
-    def _dtype_of_moments(self, param: torch.Tensor) -> torch.dtype:
-        return super()._dtype_of_moments(param) if param.is_cpu else param.dtype
-
-    def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        state = super()._converted(param, saved)
-        if not param.is_cpu:
-            state["step"] = state["step"].to(param.device)
-        return state
-
-    def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        on_device = [param for param in params if not param.is_cpu]
-        if on_device:
-            self._step_on_device(self.param_groups[index], on_device)
-            params = [param for param in params if param.is_cpu]
-            grads = [grad for grad in grads if grad.is_cpu]
-        if params:
-            super()._step_params(index, params, grads)
 
     @torch.no_grad()
     def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
@@ -170,10 +139,6 @@ class FusedAdam(CPUAdam):
             maximize=False,
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Those of CPUAdam and `set_grad_none`."""
-        return {**super().__getstate__(), "_set_grad_none": self._set_grad_none}
 
 
 @functools.cache

@@ -355,30 +355,6 @@ class CPUOpBuilder(OpBuilder):
         return [*super().cxx_args(), "-fopenmp"]
 
 
-class NotBuiltYet(OpBuilder):
-    """Base of the builders of ops that this version does not contain: a `NAME` and the `REASON`, nothing else."""
-
-    REASON: ClassVar[str]
-
-    def absolute_name(self) -> str:
-        """Where a prebuilt copy would be."""
-        return f"anyaccel.ops.prebuilt.{self.NAME}"
-
-    def sources(self) -> list[str]:
-        """None."""
-        return []
-
-    def why_not(self) -> str:
-        """The reason why the op is not there."""
-        return self.REASON
-
-    def load(self, verbose: bool = False) -> Any:
-        """Raises CapabilityError with the reason."""
-        raise self._incapable(self.why_not())
-
-    jit_load = load
-
-
 def builders_in(package: str) -> dict[str, type[OpBuilder]]:
     """The op builders that the module or package of this dotted name has as attributes: class name -> class, sorted.
 

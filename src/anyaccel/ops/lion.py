@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lion on parameters in host memory."""
+"""Lion on parameters in host memory, and on those of devices."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from anyaccel.ops._native_step import NativeStep
-from anyaccel.ops._optimizer import HostOptimizer, Params, check_range
+from anyaccel.ops._optimizer import AnyDevice, HostOptimizer, Params, check_range
 from anyaccel.ops.builders.host import CPULionBuilder
 
-__all__ = ["CPULion"]
+__all__ = ["CPULion", "FusedLion"]
 
 
 class CPULion(HostOptimizer):
@@ -53,3 +53,40 @@ class CPULion(HostOptimizer):
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         beta1, beta2 = group["betas"]
         return float(group["lr"]), beta1, beta2, group["weight_decay"]
+
+
+class FusedLion(AnyDevice, CPULion):
+    """Lion in few calls: torch's operations on lists of tensors on a device, ours on the CPU.
+
+    Arguments are those of DeepSpeed's FusedLion. On a device, the moment is in the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        """Args: as of CPULion; set_grad_none: what zero_grad() does."""
+        self._set_grad_none = set_grad_none
+        super().__init__(params, lr, betas, weight_decay)
+
+    @torch.no_grad()
+    def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states, strict=True):
+            if not state:
+                self._start(param, state, group)
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        moments = [state["exp_avg"] for state in states]
+        grads = [param.grad.to(param.dtype) for param in params if param.grad is not None]
+        directions = torch._foreach_mul(moments, beta1)
+        torch._foreach_add_(directions, grads, alpha=1 - beta1)
+        torch._foreach_sign_(directions)
+        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        torch._foreach_add_(params, directions, alpha=-lr)
+        torch._foreach_mul_(moments, beta2)
+        torch._foreach_add_(moments, grads, alpha=1 - beta2)
+        torch._foreach_add_([state["step"] for state in states], 1)

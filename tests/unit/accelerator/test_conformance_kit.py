@@ -396,11 +396,6 @@ def runs_at_once(self: Any, graph: Any, pool: Any = None, stream: Any = None) ->
     yield
 
 
-class OnMeta(TypedTensor):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype, "meta")
-
-
 class BuilderWithoutReason(Builder):
     def is_compatible(self, verbose: bool = False) -> bool:
         return False
@@ -548,7 +543,7 @@ WRONG = [
     wrong(
         "data_types-typed_tensors",
         "LongTensor(2, 3) on",
-        LongTensor=property(lambda self: OnMeta(torch.int64)),
+        LongTensor=property(lambda self: TypedTensor(torch.int64, "meta")),
     ),
     wrong("data_types-triton", "of type bool", is_triton_supported="no"),
     wrong("data_types-triton", "without Triton", prefer_triton_grouped_mm=True),
@@ -563,7 +558,7 @@ WRONG = [
     wrong("host_memory-the_alignment", "power of two", pin_memory_alignment=0),
     wrong("host_memory-the_alignment", "power of two", pin_memory_alignment=4097),
     wrong("host_memory-the_alignment", "of type int", pin_memory_alignment=nothing),
-    wrong("host_memory-existing", "it returned", register_host_memory=nothing),
+    wrong("host_memory-existing", "register_host_memory() of an absent capability", register_host_memory=nothing),
     wrong("host_memory-existing", "AttributeError", unregister_host_memory=lambda self, address: self.runtime),
     wrong("host_memory-existing", "return True", Queue, register_host_memory=nothing),
     wrong("host_memory-existing", "return None", Queue, unregister_host_memory=0),

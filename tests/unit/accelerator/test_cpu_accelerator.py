@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -18,6 +20,7 @@ from interface import METHODS, PROPERTIES
 from anyaccel.accelerator import inert
 from anyaccel.accelerator.backends import cpu as cpu_backend
 from anyaccel.accelerator.backends.cpu import CpuAccelerator
+from anyaccel.accelerator.base import TypedTensor
 from anyaccel.errors import CapabilityError, UsageError
 from anyaccel.topology import read_machine
 
@@ -319,12 +322,37 @@ def test_pinning_is_a_no_op(cpu: CpuAccelerator) -> None:
 
 
 def test_host_registration_is_absent(cpu: CpuAccelerator) -> None:
-    for call in (lambda: cpu.register_host_memory(4096, 4096), lambda: cpu.unregister_host_memory(4096)):
-        with pytest.raises(CapabilityError, match="register_host_memory") as caught:
-            call()
-        assert caught.value.accelerator == "cpu"
+    assert not cpu.has("register_host_memory")
+    assert cpu.register_host_memory(4096, 4096) is False and cpu.unregister_host_memory(4096) is None
     assert cpu.on_accelerator(torch.empty(1)) is True
     assert cpu.on_accelerator(torch.empty(1, device="meta")) is False
+
+
+def test_typed_tensors_are_what_type_takes(cpu: CpuAccelerator) -> None:
+    values = torch.tensor([1.5, 2.0])
+    for name in (
+        "BFloat16Tensor",
+        "ByteTensor",
+        "DoubleTensor",
+        "FloatTensor",
+        "HalfTensor",
+        "IntTensor",
+        "LongTensor",
+    ):
+        kind = getattr(cpu, name)
+        assert values.type(kind).dtype == kind.dtype and values.type(kind).type() == kind
+        assert isinstance(values.type(kind), kind) and not isinstance(values.type(kind).to("meta"), kind)
+    other = TypedTensor(torch.float16, "cuda:1")
+    assert other == "torch.cuda.HalfTensor"
+    assert [pickle.loads(pickle.dumps(other)).device, copy.deepcopy(other).dtype] == ["cuda:1", torch.float16]
+
+
+def test_the_peak_has_the_names_of_the_cpu_accelerator(cpu: CpuAccelerator) -> None:
+    before = cpu.reset_rss()
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert cpu.max_mem >= before + 60 * MIB and cpu.max_mem >= cpu.max_memory_allocated() - 8 * MIB
+    del block
+    assert cpu.reset_rss() < before + 32 * MIB and cpu.supports_nvtx_domain is False
 
 
 def test_op_builders(cpu: CpuAccelerator) -> None:

@@ -230,6 +230,8 @@ def on_accelerator(a: Any, vendor: Any, given: Any) -> Any:
 
 def host_registration(a: Any, vendor: Any, given: Any) -> Any:
     registered = a.register_host_memory(0x1000, 8192)
+    if registered is False and a.unregister_host_memory(0x1000) is None:  # how this capability is absent
+        raise CapabilityError(a._name, "register_host_memory", "it answers False")
     there = dict(vendor.state.registered)
     a.unregister_host_memory(0x1000)
     try:

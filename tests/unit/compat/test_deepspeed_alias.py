@@ -573,3 +573,98 @@ def test_numactl_of_a_rank_that_is_not_there_is_an_error(cores, ranks, rank, mon
     monkeypatch.delenv("KMP_AFFINITY", raising=False)
     with pytest.raises(ValueError, match=rf"local_rank={rank}|num_local_procs={ranks}"):
         get_numactl_cmd(cores, ranks, rank)
+
+
+# Subgroups --------------------------------------------------------------------------------------------------
+
+
+def test_a_subgroup_is_stepped_with_its_own_state_and_rolled_back():
+    generator = torch.Generator().manual_seed(0)
+    start, grads = torch.randn(1000, generator=generator), torch.randn(3, 1000, generator=generator)
+    whole, param = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    ours = module("deepspeed.ops.adam").DeepSpeedCPUAdam([whole], lr=0.01, weight_decay=0.1)
+    optimizer = module("deepspeed.ops.adam").DeepSpeedCPUAdam([param], lr=0.01, weight_decay=0.1)
+    with pytest.raises(RuntimeError, match="Cannot rollback optimizer state for sub_group_id 5"):
+        optimizer.rollback_subgroup(5)
+    seen = []
+    for grad in grads:
+        seen.append(param.detach().clone())
+        whole.grad = param.grad = grad.clone()
+        ours.step()
+        assert optimizer.step_subgroup(5, lambda: "loss") == "loss"
+        assert torch.equal(whole, param)
+    assert optimizer.state[5]["step"] == 3 and param not in optimizer.state
+    for before, grad in zip(reversed(seen), reversed(grads), strict=True):
+        param.grad = grad.clone()
+        optimizer.rollback_subgroup(5)
+        torch.testing.assert_close(param.detach(), before, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match="Cannot rollback sub_group_id 5: step count is 0"):
+        optimizer.rollback_subgroup(5)
+    half = nn.Parameter(start.bfloat16())
+    half.grad = grads[0].bfloat16()
+    optimizer = module("deepspeed.ops.adam").DeepSpeedCPUAdam([half])
+    optimizer.step_subgroup(0)
+    optimizer.rollback_subgroup(0)
+    torch.testing.assert_close(half.detach(), start.bfloat16(), rtol=0.02, atol=0.01)
+    assert optimizer.state[0]["step"] == 0 and optimizer.state[0]["exp_avg"].abs().max() < 1e-6
+    optimizer = module("deepspeed.ops.adam").DeepSpeedCPUAdam([half], adamw_mode=False)
+    optimizer.step_subgroup(0)
+    with pytest.raises(UsageError, match="undoes AdamW only"):
+        optimizer.rollback_subgroup(0)
+    assert optimizer.state[0]["step"] == 1
+
+
+# Builders of other packages ---------------------------------------------------------------------------------
+
+
+def test_a_builder_of_another_package_loads_up_to_its_compiler(tmp_path, monkeypatch):
+    """As intel_extension_for_deepspeed's: what it imports, sources copied to DeepSpeed's folder, its own load()."""
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    base, info = module("deepspeed.ops.op_builder.builder"), module("deepspeed.git_version_info")
+    assert tuple(map(int, torch.__version__.split(".")[:2])) == (base.TORCH_MAJOR, base.TORCH_MINOR)
+    (tmp_path / "scale.cpp").write_text('extern "C" int scale() { return 2; }')
+
+    class Builder(base.OpBuilder):
+        NAME = "scale"
+
+        def __init__(self):
+            super().__init__(name=self.NAME)
+
+        def absolute_name(self):
+            return f"deepspeed.ops.{self.NAME}_op"
+
+        def sources(self):
+            copy = Path(self.deepspeed_src_path("third-party/csrc/scale.cpp"))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes((tmp_path / "scale.cpp").read_bytes())
+            return ["third-party/csrc/scale.cpp", "", "csrc/of/deepspeed.cpp"]
+
+        def load(self, verbose=True):
+            assert not info.installed_ops.get(self.name, False)
+            return self.jit_load(verbose)
+
+        def jit_load(self, verbose=True):
+            if not self.is_compatible(verbose):
+                raise RuntimeError(f"not compatible: {self.error_log}")
+            self.jit_mode = True
+            found = [Path(self.deepspeed_src_path(path)) for path in self.strip_empty_entries(self.sources())]
+            assert [path.is_file() for path in found] == [True, False] and found[0].is_absolute()
+            import no_such_compiler  # noqa: F401
+
+    with pytest.raises(ModuleNotFoundError, match="no_such_compiler"):
+        Builder().load()
+    assert Builder.mro()[1] is module("deepspeed.ops.op_builder").OpBuilder and not list(tmp_path.glob("*/third-party"))
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    with pytest.raises(RuntimeError, match=r"not compatible: .*missing"):
+        Builder().load()
+
+
+def test_the_ops_that_there_are():
+    compatible = module("deepspeed.ops").__compatible_ops__
+    assert compatible is module("deepspeed.git_version_info").compatible_ops
+    assert not module("deepspeed.git_version_info").installed_ops[
+        "cpu_adam"
+    ]  # no module deepspeed.ops.adam.cpu_adam_op
+    assert compatible["cpu_adam"] and compatible["deepspeed_shm_comm"]
+    assert module("deepspeed.git_version_info").version == deepspeed.__version__
+    assert deepspeed.git_version_info.torch_info["version"] == ".".join(torch.__version__.split(".")[:2])

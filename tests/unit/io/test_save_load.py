@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -158,6 +159,40 @@ def test_tensors_that_do_not_fit_are_refused(targets: Tensors, message: str, fol
     save(MODEL, folder / "m")
     with pytest.raises(ModelError, match=message):
         load(folder / "m", tensors=targets)
+
+
+def test_values_of_four_bits_need_pairs(folder: Path) -> None:
+    for shape, size in (([3], 2), ([2, 3], 3), ([], 1)):
+        header = json.dumps({"a": {"dtype": "F4", "shape": shape, "data_offsets": [0, size]}}).encode()
+        (folder / "m").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+        with pytest.raises(ModelError, match=r"'a': shape .* has no even last dimension"):
+            load(folder / "m")
+    with pytest.raises(ModelError, match=r"'a' of torch.float4_e2m1fn_x2 has no dimension"):
+        save({"a": random(torch.float4_e2m1fn_x2, ())}, folder / "m")
+    with pytest.raises(ModelError, match="there is no tensor 'b'"):
+        save({"a": random(torch.float4_e2m1fn_x2, (2, 0)), "c": random(torch.float4_e2m1fn_x2, (2, 5))}, folder / "m")
+        load(folder / "m", tensors={"b": torch.zeros(1)})
+    same(load_file(folder / "m"), load(folder / "m"))
+
+
+@pytest.mark.parametrize("where", ["name", "key", "value"])
+def test_half_characters_are_refused(where: str, folder: Path) -> None:
+    name, key, value = ("a\ud800b" if where == each else "ab" for each in ("name", "key", "value"))
+    with pytest.raises(ModelError, match="surrogate"):
+        save({name: torch.zeros(1)}, folder / "m", metadata={key: value})
+    entry = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    header = json.dumps({"__metadata__": {key: value}, name: entry}).encode()
+    (folder / "m").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1))
+    with pytest.raises(ModelError, match="surrogate"):
+        load(folder / "m")
+
+
+def test_names_that_no_file_can_have_are_refused(folder: Path) -> None:
+    for call in (load, lambda path: save({"a": torch.zeros(1)}, path)):
+        for name, message in (("a\0b", "zero byte"), ("a\ud800", "surrogate")):
+            with pytest.raises(UsageError, match=message):
+                call(f"{folder}/{name}")
+    assert not list(folder.iterdir())
 
 
 def test_options_that_exclude_each_other(folder: Path) -> None:

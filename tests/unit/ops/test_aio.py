@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import itertools
 import logging
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,7 +73,7 @@ DEEPSPEED = {
     "sync_pread": "buffer filename file_offset=0",
     "sync_pwrite": "buffer filename file_offset=0",
     "async_pread": "buffer filename file_offset=0",
-    "async_pwrite": "buffer filename file_offset=0",
+    "async_pwrite": "buffer filename=None file_offset=0",  # or fd, by name
     "new_cpu_locked_tensor": "num_elem example_tensor",
     "free_cpu_locked_tensor": "tensor",
     "is_pinned": "buffer",
@@ -299,10 +301,39 @@ def test_impossible_offsets_are_refused(offset: int, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_zero_byte_in_the_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="zero byte"):
-        make().sync_pwrite(torch.zeros(4), f"{tmp_path}/a\0b")
+@pytest.mark.parametrize(("name", "message"), [("a\0b", "zero byte"), ("a\ud800b", "surrogate")])
+def test_names_that_no_file_can_have_are_refused(name: str, message: str, tmp_path: Path) -> None:
+    handle, tensor, path = make(), torch.zeros(4), f"{tmp_path}/{name}"
+    for call in (handle.sync_pread, handle.sync_pwrite, partial(handle.sync_pwrite, write_atomic=True)):
+        with pytest.raises(UsageError, match=message):
+            call(tensor, path)
     assert not list(tmp_path.iterdir())
+
+
+def test_names_may_be_bytes_that_are_no_text(tmp_path: Path) -> None:
+    handle, back, name = make(), torch.zeros(4), os.fsencode(tmp_path) + b"/\xff"
+    handle.sync_pwrite(torch.ones(4), name)
+    handle.sync_pread(back, os.fsdecode(name))
+    assert bool(back.all())
+
+
+@pytest.mark.parametrize("descriptor", [-1, True, 1 << 32])
+def test_numbers_that_are_no_descriptors_are_refused(descriptor: int) -> None:
+    for call in (make().sync_pread, make().sync_pwrite):
+        with pytest.raises(UsageError, match="neither a name nor a descriptor"):
+            call(torch.zeros(4), descriptor)
+
+
+@pytest.mark.parametrize("count", [-5, -1])
+def test_a_negative_number_of_elements_is_refused(count: int) -> None:
+    with pytest.raises(UsageError, match=f"num_elem={count} must not be negative"):
+        make().new_cpu_locked_tensor(count, torch.zeros(1))
+
+
+@pytest.mark.parametrize("count", [1 << 45, 1 << 62, 1 << 70])
+def test_memory_that_is_not_there_is_an_error_of_ours(count: int) -> None:
+    with pytest.raises(AioError, match=f"there is no memory of {4 * count} bytes"):
+        make().new_cpu_locked_tensor(count, torch.zeros(1))
 
 
 # Waiting --------------------------------------------------------------------------------------------------------
@@ -345,6 +376,71 @@ def test_several_threads_use_one_handle(folder: Path, engine: str) -> None:
     assert sorted(done) == list(range(6))
 
 
+def test_each_thread_of_a_handle_gets_its_own_reads(folder: Path, engine: str) -> None:
+    """Whichever thread's wait comes first, every call returns with its data, and counts what its thread has begun."""
+    handle, size = make(engine), 150_001
+    for number in range(6):
+        handle.sync_pwrite(torch.full((size,), number + 1, dtype=torch.uint8), folder / str(number))
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def read(number: int) -> None:
+        file = folder / str(number)
+        for turn in range(25):
+            first, second = torch.zeros(2, size, dtype=torch.uint8)
+            if turn % 3 == 0:
+                counts = [handle.sync_pread(first, file) - 1, handle.read(second, file, False)]
+            elif turn % 3 == 1:
+                counts = [handle.async_pread(first, file), handle.sync_pread(second, file) - 2]
+            else:  # others may be pending here too, so there may be more
+                counts = [handle.async_pread(first, file), handle.async_pread(second, file), min(handle.wait() - 2, 0)]
+            if any(counts) or not bool((first == number + 1).all() and (second == number + 1).all()):
+                wrong.append(f"thread {number}, turn {turn}: counts {counts}, {int((first == 0).sum())} bytes missing")
+
+    def only_wait() -> None:
+        while not done.is_set():
+            handle.wait()
+
+    waiting = threading.Thread(target=only_wait)
+    waiting.start()
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    waiting.join()
+    assert not wrong
+    assert handle.wait() == 0 and not handle._requests._known and not handle._requests._pending
+
+
+def test_an_error_is_heard_by_the_thread_that_began_and_by_the_one_that_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, tensor = make(), pattern(50_000)
+    handle.sync_pwrite(tensor, folder / "file")
+    handle.pwrite(tensor, folder / "file", True, True)
+    handle.async_pread(torch.empty_like(tensor), folder / "file")
+    monkeypatch.setattr("builtins.open", lambda *_arguments, **_options: io.BytesIO(bytes(60_000)))
+    heard: list[object] = []
+
+    def others() -> None:
+        heard.append(handle.sync_pread(torch.empty_like(tensor), folder / "file"))  # no business of its
+        try:
+            handle.wait()
+        except AioError as error:
+            heard.append(str(error))
+        heard.append(handle.wait())
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    thread.join()
+    assert heard[0] == 1 and "differ" in str(heard[1]) and heard[2] == 0
+    with pytest.raises(AioError, match="differ"):
+        handle.wait()
+    assert handle.wait() == 0
+
+
 def test_a_tensor_that_nobody_else_keeps_is_written(folder: Path) -> None:
     handle = make()
     for index in range(20):
@@ -359,13 +455,58 @@ def test_a_descriptor_is_written_to_and_may_be_closed_at_once(folder: Path) -> N
         handle.async_pwrite(tensor, file.fileno(), 10)
     with (folder / "appended").open("ab", buffering=0) as file:  # the offset counts, not the flag
         file.write(bytes(20))
-        handle.async_pwrite(tensor, file.fileno(), 10)
+        handle.async_pwrite(buffer=tensor, fd=file.fileno(), file_offset=10)
+        for wrong in ({}, {"filename": folder / "file", "fd": file.fileno()}):
+            with pytest.raises(UsageError, match="give one of the two"):
+                handle.async_pwrite(tensor, **wrong)
     assert handle.wait() == 2
     assert (folder / "file").read_bytes() == (folder / "appended").read_bytes() == bytes(10) + tensor.numpy().tobytes()
     with tempfile.TemporaryFile(dir=folder) as unnamed:
         handle.async_pwrite(tensor, unnamed.fileno())
         handle.wait()
         assert unnamed.read() == tensor.numpy().tobytes()
+
+
+@pytest.mark.parametrize("way", ["read", "pread", "sync_pread", "async_pread"])
+def test_a_descriptor_is_read_from_and_may_be_closed_at_once(way: str, folder: Path) -> None:
+    handle, tensor = make(), pattern(100_000)
+    handle.sync_pwrite(tensor, folder / "file", 7)
+    back = torch.zeros_like(tensor)
+    with (folder / "file").open("rb") as file:
+        descriptor = file.fileno()
+        if way == "read":
+            handle.read(back, descriptor, True, 7)
+        elif way == "pread":
+            handle.pread(back, descriptor, True, True, 7)
+        else:
+            getattr(handle, way)(back, descriptor, 7)
+        assert file.tell() == 0
+    assert handle.wait() == (way in ("pread", "async_pread"))
+    assert torch.equal(back, tensor)
+
+
+def test_a_descriptor_allows_what_it_was_opened_for(folder: Path) -> None:
+    """Also where the file, and root, would allow more."""
+    handle, tensor, path = make(), pattern(100_000), folder / "file"
+    path.write_bytes(b"as before" * 20_000)
+    before = path.read_bytes()
+    with path.open("rb") as file:
+        for call in (handle.sync_pwrite, handle.async_pwrite, partial(handle.write, validate=True)):
+            with pytest.raises(AioError, match=r"writing 100000 bytes .* Bad file descriptor"):
+                call(tensor, file.fileno())
+    with path.open("ab") as file:
+        with pytest.raises(AioError, match=r"reading 100000 bytes .* Bad file descriptor"):
+            handle.sync_pread(tensor, file.fileno())
+        with pytest.raises(UsageError, match="open for writing only"):
+            handle.write(tensor, file.fileno(), True)
+    number = os.open(path, os.O_PATH)
+    os.close(number)
+    with pytest.raises(AioError, match="Bad file descriptor"):
+        handle.read(tensor, number, True)
+    assert handle.wait() == 0 and path.read_bytes() == before
+    with path.open("r+b") as file:
+        assert handle.write(tensor, file.fileno(), True) == 0
+    assert path.read_bytes()[:100_000] == tensor.numpy().tobytes()
 
 
 def test_validate_compares_with_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

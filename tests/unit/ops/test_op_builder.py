@@ -368,12 +368,11 @@ def test_builders_of_a_package(module, expected):
     assert {name: (builder.NAME, builder.BUILD_VAR) for name, builder in found.items()} == expected
 
 
-@pytest.mark.parametrize("name", ["CCLCommBuilder", "ShareMemCommBuilder"])
-def test_what_there_is_no_op_for_says_so(name, caplog, monkeypatch, tmp_path):
+def test_what_there_is_no_op_for_says_so(caplog, monkeypatch, tmp_path):
     monkeypatch.setenv("CCL_ROOT", str(tmp_path))  # no oneCCL
-    builder = builders_in("anyaccel.ops.builders.cpu")[name]()
+    builder = builders_in("anyaccel.ops.builders.cpu")["CCLCommBuilder"]()
     reason = builder.why_not()
-    assert {"CCLCommBuilder": "pip install", "ShareMemCommBuilder": "anyaccel.comm"}[name] in reason
+    assert "pip install" in reason
     assert "\n" not in reason
     assert builder.absolute_name() == f"anyaccel.ops.prebuilt.{builder.NAME}"
     assert not builder.is_compatible(verbose=True)

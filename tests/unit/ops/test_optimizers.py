@@ -18,7 +18,7 @@ from optimizer_cases import BF16, CASES, DTYPES, F16, F32, SIZES, moments, new_g
 from anyaccel.errors import UsageError
 from anyaccel.ops.adagrad import CPUAdagrad
 from anyaccel.ops.adam import CPUAdam, FusedAdam
-from anyaccel.ops.lion import CPULion
+from anyaccel.ops.lion import CPULion, FusedLion
 
 ALL = (CPUAdam, CPUAdagrad, CPULion, FusedAdam)
 
@@ -221,6 +221,92 @@ def test_nan_infinity_and_huge_values_go_as_in_torch():
         torch.testing.assert_close(mine.state[ours][name], other.state[theirs][name], equal_nan=True)
 
 
+def test_lion_keeps_its_direction_after_infinite_gradients():
+    """Its moment is infinite then, which is no reason for NaN as long as the sign stays."""
+    grad = torch.tensor([float("inf"), -float("inf"), 3e38, 0.0] * 40)
+    for dtype in (F32, BF16):
+        param = torch.nn.Parameter(torch.zeros(grad.shape, dtype=dtype))
+        param.grad = grad.to(dtype)
+        optimizer = CPULion([param], lr=0.5, betas=(0.9, 0.99))
+        for _ in range(3):
+            optimizer.step()
+        assert param[:4].tolist() == [-1.5, 1.5, -1.5, 0.0] and bool((param.view(-1, 4) == param[:4]).all())
+        assert not optimizer.state[param]["exp_avg"].isnan().any()
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert param[:4].tolist() == [-2.0, 2.0, -2.0, -0.5]
+
+
+# Gradients of embeddings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_adagrad_takes_sparse_gradients_as_torch_does(dtype):
+    torch.manual_seed(0)
+    embeddings = [torch.nn.EmbeddingBag(50, 7, mode="sum", sparse=True, dtype=dtype) for _ in range(2)]
+    linears = [torch.nn.Linear(7, 1, dtype=dtype) for _ in range(2)]
+    for pair in (embeddings, linears):
+        pair[1].load_state_dict(pair[0].state_dict())
+    params = [[*one.parameters(), *other.parameters()] for one, other in zip(embeddings, linears, strict=True)]
+    ours, theirs = CPUAdagrad(params[0], lr=0.1, lr_decay=0.1), torch.optim.Adagrad(params[1], lr=0.1, lr_decay=0.1)
+    for turn in range(4):
+        rows = torch.randint(0, 20, (8, 4))  # some twice, most never
+        for embedding, linear, optimizer in zip(embeddings, linears, (ours, theirs), strict=True):
+            optimizer.zero_grad(set_to_none=turn % 2 == 0)
+            linear(embedding(rows)).pow(2).sum().backward()
+            optimizer.step()
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == F32 else {"rtol": 0.1, "atol": 0.05}
+    for mine, other in zip(*params, strict=True):
+        torch.testing.assert_close(mine, other, **tolerance)
+        assert float(ours.state[mine]["step"]) == 4
+    assert ours.state[params[0][0]]["sum"].count_nonzero(dim=1).gt(0).sum() <= 20
+    assert bool((ours.state[params[0][0]]["sum"][20:] == 0).all())
+
+
+def test_a_sparse_gradient_reaches_master_and_copy():
+    weights = torch.arange(12, dtype=F32).view(4, 3)
+    plain, half = torch.nn.Parameter(weights.clone()), torch.nn.Parameter(weights.to(BF16))
+    copy = torch.zeros(4, 3, dtype=BF16)
+    for param, optimizer in (
+        (plain, CPUAdagrad([plain], lr=0.5, weight_decay=0.1)),
+        (half, CPUAdagrad([half], lr=0.5, weight_decay=0.1, master_weights=True)),
+    ):
+        if param is plain:
+            optimizer.write_copies({plain: copy})
+        param.grad = torch.sparse_coo_tensor(
+            [[1, 1, 3]], torch.ones(3, 3, dtype=param.dtype), (4, 3), check_invariants=True
+        )
+        for _ in range(3):
+            optimizer.step()
+    assert torch.equal(plain[::2], weights[::2]) and bool((plain[1::2] < weights[1::2]).all())
+    assert torch.equal(copy[1::2], plain[1::2].to(BF16)) and not copy[::2].any()
+    torch.testing.assert_close(optimizer.state[half]["master"], plain.detach())
+    assert torch.equal(half, plain.to(BF16))
+    half.grad = torch.sparse_coo_tensor(torch.zeros(1, 0), torch.zeros(0, 3, dtype=BF16), (4, 3), check_invariants=True)
+    optimizer.step()
+    assert torch.equal(half, plain.to(BF16)) and float(optimizer.state[half]["step"]) == 4
+
+
+def test_lion_on_a_device_calculates_what_it_does_on_the_host():
+    """Its operations are torch's: here they run on host memory."""
+    host, device = parameters(), parameters()
+    ours = CPULion(host, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    fused = FusedLion(device, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    for turn in range(3):
+        new_gradients(host, turn)
+        new_gradients(device, turn)
+        ours.step()
+        fused._step_on_device(fused.param_groups[0], device)
+    for mine, other in zip(host, device, strict=True):
+        torch.testing.assert_close(mine, other)
+        torch.testing.assert_close(moments(ours, mine), moments(fused, other))
+        assert float(fused.state[other]["step"]) == 3
+    FusedLion(device).step()
+    fused.zero_grad()
+    assert device[0].grad is None
+
+
 # torch's contract -------------------------------------------------------------------------------------------
 
 
@@ -248,7 +334,7 @@ def test_closures_groups_and_missing_gradients(kind):
     assert optimizer.step() is None
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize("kind", [CPUAdam, CPULion, FusedAdam, FusedLion])
 def test_sparse_gradients_are_refused(kind):
     embedding = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = kind(embedding.parameters())

@@ -13,11 +13,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from anyaccel.accelerator import host_memory
+from anyaccel.accelerator import host_memory, inert
 from anyaccel.accelerator.base import Accelerator, DeviceIndex
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
 from anyaccel.errors import UsageError
 from anyaccel.numerals import parse_whole
+
+_STREAM = inert.Stream(torch.device("cpu"))  # all are this one queue
 
 
 @functools.cache
@@ -102,6 +104,14 @@ class CpuAccelerator(Accelerator):
     def is_available(self) -> bool:
         return True
 
+    # Streams ------------------------------------------------------------------------------------------------
+
+    def current_stream(self, device_index: DeviceIndex = None) -> inert.Stream:
+        return _STREAM
+
+    def default_stream(self, device_index: DeviceIndex = None) -> inert.Stream:
+        return _STREAM
+
     # Random numbers -----------------------------------------------------------------------------------------
 
     def default_generator(self, device_index: int | None = None) -> torch.Generator:
@@ -127,6 +137,16 @@ class CpuAccelerator(Accelerator):
         """Resident set of this process in bytes, under the name that DeepSpeed's CPU accelerator has for it."""
         return self.memory_allocated()
 
+    def reset_rss(self) -> int:
+        """Start a new peak and return the resident set, as DeepSpeed's CPU accelerator does."""
+        self.reset_peak_memory_stats()
+        return self.memory_allocated()
+
+    @property
+    def max_mem(self) -> int:
+        """The peak of the resident set in bytes, under DeepSpeed's name."""
+        return self.max_memory_allocated()
+
     def max_memory_allocated(self, device_index: DeviceIndex = None) -> int:
         """Highest resident set since the process began or the last reset, in bytes; see ResidentSet."""
         return host_memory.RESIDENT_SET.peak()
@@ -144,7 +164,7 @@ class CpuAccelerator(Accelerator):
         }
 
     def total_memory(self, device_index: DeviceIndex = None) -> int:
-        """Memory of the host or the lowest cgroup limit below that, in bytes."""
+        """Memory of the host or the lowest cgroup limit below that, in bytes; may be a second old."""
         return host_memory.total()
 
     def available_memory(self, device_index: DeviceIndex = None) -> int:

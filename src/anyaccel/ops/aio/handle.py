@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -22,6 +25,8 @@ _MAX_THREADS = 256
 _SECTOR = 512  # DeepSpeed's get_alignment() counts in these
 _VALIDATED_AT_ONCE = 8 << 20
 
+File: TypeAlias = PathLike | int
+
 
 class aio_handle:
     """Reads files into tensors and writes tensors to files.
@@ -34,9 +39,11 @@ class aio_handle:
         intra_op_parallelism: threads; all of them work on each request.
         engine: ``"io_uring"``, ``"linux_aio"``, ``"threads"``, or ``"auto"``: the first of these that works here.
 
+    A file is given by its name or by a descriptor, which must allow what is done and may be closed at once.
+
     Methods with ``async`` in their name return at once; the tensor must not be changed (written to a file) or looked at
-    (read) until `wait()`. A tensor is kept until then. The others return when all that is pending is done.
-    Several threads may use one handle. A process that was forked needs one of its own.
+    (read) until `wait()`. A tensor is kept until then. The others return when all that the calling thread has begun is
+    done. Several threads may use one handle. A process that was forked needs one of its own.
 
     Raises:
         UsageError: a size is not positive, or the engine is unknown.
@@ -110,7 +117,7 @@ class aio_handle:
 
     # Reading and writing ----------------------------------------------------------------------------------------
 
-    def read(self, buffer: torch.Tensor, filename: PathLike, validate: bool, file_offset: int = 0) -> int:
+    def read(self, buffer: torch.Tensor, filename: File, validate: bool, file_offset: int = 0) -> int:
         """Fill `buffer` from the file. Returns 0.
 
         Args:
@@ -122,13 +129,13 @@ class aio_handle:
             UsageError: `buffer` cannot be filled, or the offset is negative.
         """
         self._begin_read(buffer, filename, file_offset, validate)
-        self.wait()
+        self._requests.wait_own()
         return 0
 
     def write(
         self,
         buffer: torch.Tensor,
-        filename: PathLike,
+        filename: File,
         validate: bool,
         file_offset: int = 0,
         *,
@@ -150,20 +157,18 @@ class aio_handle:
             UsageError: `buffer` has no bytes to write, or the offset is not possible.
         """
         self._begin_write(buffer, filename, file_offset, validate, write_atomic)
-        self.wait()
+        self._requests.wait_own()
         return 0
 
-    def pread(
-        self, buffer: torch.Tensor, filename: PathLike, validate: bool, async_: bool, file_offset: int = 0
-    ) -> int:
+    def pread(self, buffer: torch.Tensor, filename: File, validate: bool, async_: bool, file_offset: int = 0) -> int:
         """`async_pread` or `sync_pread`, with read()'s `validate`."""
         self._begin_read(buffer, filename, file_offset, validate)
-        return 0 if async_ else self.wait()
+        return 0 if async_ else self._requests.wait_own()
 
     def pwrite(
         self,
         buffer: torch.Tensor,
-        filename: PathLike,
+        filename: File,
         validate: bool,
         async_: bool,
         file_offset: int = 0,
@@ -172,35 +177,47 @@ class aio_handle:
     ) -> int:
         """`async_pwrite` or `sync_pwrite`, with write()'s `validate`."""
         self._begin_write(buffer, filename, file_offset, validate, write_atomic)
-        return 0 if async_ else self.wait()
+        return 0 if async_ else self._requests.wait_own()
 
-    def sync_pread(self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0) -> int:
-        """Like read(). Returns the number of requests that were done: 1, and those that were pending."""
+    def sync_pread(self, buffer: torch.Tensor, filename: File, file_offset: int = 0) -> int:
+        """Like read(). Returns how many requests were done: 1, and those that this thread had pending."""
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(
-        self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0, *, write_atomic: bool = False
+        self, buffer: torch.Tensor, filename: File, file_offset: int = 0, *, write_atomic: bool = False
     ) -> int:
-        """Like write(). Returns the number of requests that were done: 1, and those that were pending."""
+        """Like write(). Returns how many requests were done: 1, and those that this thread had pending."""
         return self.pwrite(buffer, filename, False, False, file_offset, write_atomic=write_atomic)
 
-    def async_pread(self, buffer: torch.Tensor, filename: PathLike, file_offset: int = 0) -> int:
+    def async_pread(self, buffer: torch.Tensor, filename: File, file_offset: int = 0) -> int:
         """Begin to fill `buffer`. Returns 0."""
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(
-        self, buffer: torch.Tensor, filename: PathLike | int, file_offset: int = 0, *, write_atomic: bool = False
+        self,
+        buffer: torch.Tensor,
+        filename: File | None = None,
+        file_offset: int = 0,
+        *,
+        write_atomic: bool = False,
+        fd: int | None = None,
     ) -> int:
         """Begin to write `buffer`. Returns 0.
 
         Args:
-            filename: or the descriptor of a file that is open for writing; it may be closed at once.
+            fd: a descriptor in the place of `filename`, under DeepSpeed's name.
         """
-        self._begin_write(buffer, filename, file_offset, False, write_atomic)
+        file = filename if fd is None else fd
+        if file is None or (filename is not None and fd is not None):
+            raise UsageError(f"async_pwrite: filename={filename!r}, fd={fd!r}: give one of the two")
+        self._begin_write(buffer, file, file_offset, False, write_atomic)
         return 0
 
     def wait(self) -> int:
         """Wait until all that is pending is done, and return how many requests that were.
+
+        With several threads: what any of them has begun before is waited for. Those of this thread count, and fail
+        here, even where another thread's wait() was first.
 
         Ctrl-C leaves them under way; wait again, or drop the handle to give them up.
 
@@ -230,14 +247,14 @@ class aio_handle:
             AioError: as read() and write() do.
             KeyboardInterrupt: Ctrl-C; what was not done is given up.
         """
-        path = os.fspath(filename)
+        path = os.fsdecode(filename)
         if write_atomic:
-            path = os.path.realpath(path)  # a symbolic link stays one
+            path = _target(path)
         flags = (WRITE if write else 0) | (ATOMIC if write_atomic else 0) | (CACHED if cached else 0)
         self._requests.run(Request(path, -1, pieces, flags), progress)
 
-    def _begin_read(self, buffer: torch.Tensor, filename: PathLike, file_offset: int, validate: bool) -> None:
-        path = os.fspath(filename)
+    def _begin_read(self, buffer: torch.Tensor, filename: File, file_offset: int, validate: bool) -> None:
+        path, descriptor = _file(filename)
         _check_dense("read into", buffer)
         if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
             raise UsageError(f"cannot read into an expanded tensor (strides {buffer.stride()}): elements share memory")
@@ -247,25 +264,25 @@ class aio_handle:
             host = torch.empty(buffer.shape, dtype=buffer.dtype)
             after.append(lambda: copy_into(buffer, host))
         if validate:
-            after.insert(0, lambda: _validate(host, path, file_offset))
-        self._requests.begin(Request(path, -1, [Piece.of(host, file_offset)], 0, after))
+            reopened = _Reopened(descriptor) if descriptor >= 0 else None
+            after.insert(0, lambda: _validate(host, path, file_offset, reopened))
+        self._requests.begin(Request(path, descriptor, [Piece.of(host, file_offset)], 0, after))
 
     def _begin_write(
-        self, buffer: torch.Tensor, filename: PathLike | int, file_offset: int, validate: bool, write_atomic: bool
+        self, buffer: torch.Tensor, filename: File, file_offset: int, validate: bool, write_atomic: bool
     ) -> None:
-        descriptor, path = (filename, "") if isinstance(filename, int) else (-1, os.fspath(filename))
+        path, descriptor = _file(filename)
         _check_dense("write", buffer)
-        if not path and descriptor < 0:
-            raise UsageError(f"filename={filename!r} is neither a name nor a descriptor")
         if write_atomic and (file_offset or not path):
             raise UsageError(
                 f"write_atomic=True replaces a whole file by its name; file_offset={file_offset} must be 0"
                 + ("" if path else " and the file given by its name")
             )
         if write_atomic:
-            path = os.path.realpath(path)  # a symbolic link stays one
+            path = _target(path)
         host = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        after = [lambda: _validate(host, path, file_offset)] if validate else []
+        reopened = _Reopened(descriptor) if validate and descriptor >= 0 else None
+        after = [lambda: _validate(host, path, file_offset, reopened)] if validate else []
         flags = WRITE | (ATOMIC if write_atomic else 0)
         self._requests.begin(Request(path, descriptor, [Piece.of(host, file_offset)], flags, after))
 
@@ -277,8 +294,19 @@ class aio_handle:
         Its memory is page-aligned, in huge pages where it is large enough, and freed with the tensor. It is registered
         with an accelerator that does that (so it is pinned), else locked; where RLIMIT_MEMLOCK forbids that, there is
         one warning.
+
+        Raises:
+            UsageError: `num_elem` is negative.
+            AioError: there is no memory of this size.
         """
-        return memory.new_locked_tensor(num_elem, example_tensor.dtype)
+        count, dtype = operator.index(num_elem), example_tensor.dtype
+        if count < 0:
+            raise UsageError(f"new_cpu_locked_tensor: num_elem={num_elem} must not be negative")
+        try:
+            return memory.new_locked_tensor(count, dtype)
+        except (OSError, OverflowError):
+            why = f"there is no memory of {count * dtype.itemsize} bytes (errno {errno.ENOMEM})"
+            raise AioError(errno.ENOMEM, f"new_cpu_locked_tensor: {why}", "", 0) from None
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Unlock the memory of a tensor of new_cpu_locked_tensor(), or of a view of one, now.
@@ -299,13 +327,51 @@ def _check_dense(what: str, buffer: torch.Tensor) -> None:
         raise UsageError(f"cannot {what} a {kind} tensor: it has no dense memory")
 
 
-def _validate(host: torch.Tensor, path: str, offset: int) -> None:
+def _file(filename: File) -> tuple[str, int]:
+    """The path, or "" and the descriptor."""
+    if not isinstance(filename, int):
+        return os.fsdecode(filename), -1
+    if isinstance(filename, bool) or not 0 <= filename < 1 << 31:
+        raise UsageError(f"filename={filename!r} is neither a name nor a descriptor")
+    return "", filename
+
+
+def _target(path: str) -> str:
+    """Where a file that takes the place of `path` is put: a symbolic link stays one."""
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # no path can be this: the request says so
+        return path
+
+
+class _Reopened:
+    """The file of a descriptor, opened again to read it, since the caller may close his."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = -1
+        try:
+            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
+                raise UsageError(f"descriptor {descriptor} is open for writing only: what it has cannot be validated")
+            self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            number = error.errno or errno.EBADF
+            what = f"validating descriptor {descriptor}: {os.strerror(number)} (errno {number})"
+            raise AioError(number, what, f"descriptor {descriptor}", 0) from None
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def _validate(host: torch.Tensor, path: str, offset: int, reopened: _Reopened | None) -> None:
     expected = memoryview((ctypes.c_ubyte * host.nbytes).from_address(host.data_ptr())).cast("B")
-    with open(path, "rb", buffering=0) as file:
+    name = path if reopened is None else "the descriptor's file"
+    opened = path if reopened is None else reopened.descriptor
+    with open(opened, "rb", buffering=0, closefd=reopened is None) as file:
         file.seek(offset)
         for at in range(0, host.nbytes, _VALIDATED_AT_ONCE):
             part = expected[at : at + _VALIDATED_AT_ONCE]
             if file.read(len(part)) != part:
                 raise AioError(
-                    errno.EIO, f"validating {path!r}: its bytes from offset {offset + at} on differ", path, offset + at
+                    errno.EIO, f"validating {name!r}: its bytes from offset {offset + at} on differ", name, offset + at
                 )

@@ -22,7 +22,7 @@ from anyaccel.ops.aio.memory import say_once
 
 logger = logging.getLogger("anyaccel.aio")
 
-PathLike: TypeAlias = str | os.PathLike[str]
+PathLike: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 _WAIT_MILLISECONDS = 50  # Ctrl-C is answered this often
 _LAST_BYTE = (1 << 63) - 1
@@ -42,6 +42,14 @@ class Piece(NamedTuple):
         return cls(offset, host.data_ptr(), host.nbytes, host)
 
 
+@dataclass(eq=False)
+class Beginner:
+    """A thread that begins requests, and how those went that another thread's wait was first to wait for."""
+
+    num_done: int = 0
+    errors: list[Exception] = field(default_factory=list)
+
+
 @dataclass
 class Request:
     """One read or write.
@@ -50,6 +58,8 @@ class Request:
         path: of the file; empty where it is given by its descriptor.
         after: called in order when the transfer is done and did not fail.
         error: why it failed, once it is settled.
+        settling: held by the thread that settles it, of those that wait for it.
+        beginner: hears of it, whoever waits for it.
     """
 
     path: str
@@ -59,6 +69,8 @@ class Request:
     after: Sequence[Callable[[], None]] = ()
     settled: bool = False
     error: Exception | None = field(default=None)
+    settling: threading.Lock = field(default_factory=threading.Lock)
+    beginner: Beginner | None = None
 
     @property
     def offset(self) -> int:
@@ -77,8 +89,7 @@ class Request:
 
     def check(self) -> None:
         """Raises UsageError for what the kernel would misunderstand."""
-        if "\0" in self.path:
-            raise UsageError(f"the file name {self.path!r} has a zero byte")
+        check_name(self.path)
         if self.offset < 0 or self.offset + self.num_bytes > _LAST_BYTE:
             raise UsageError(f"file_offset={self.offset} of {self.name!r} must be from 0 to 2**63-1, less the size")
 
@@ -99,19 +110,28 @@ class Request:
         left = f"; {native.LEFTOVERS[status.leftover]}" if writes else ""
         return AioError(code, f"{where} failed: {why} (errno {code}){left}", self.name, status.offset)
 
-    def settle(self, status: native.Status) -> None:
-        """The transfer is done: note how it went, and do what is to be done after it."""
-        if status.fell_back:
-            self._note_fallback()
-        if status.step:
-            self.error = self.failure(status)
-        else:
-            try:
-                for call in self.after:
-                    call()
-            except Exception as error:  # noqa: BLE001 - whatever it is, wait() raises it
-                self.error = error
-        self.settled = True
+    def settle(self, status: native.Status | None) -> None:
+        """The transfer is done: note how it went, and do what is to be done after it.
+
+        Args:
+            status: None if the native side does not know the request: another thread has settled it and had it
+                forgotten, or Ctrl-C came before it was handed over.
+        """
+        with self.settling:
+            if self.settled or status is None:
+                self.settled = True
+                return
+            if status.fell_back:
+                self._note_fallback()
+            if status.step:
+                self.error = self.failure(status)
+            else:
+                try:
+                    for call in self.after:
+                        call()
+                except Exception as error:  # noqa: BLE001 - whatever it is, wait() raises it
+                    self.error = error
+            self.settled = True
 
     def _note_fallback(self) -> None:
         try:
@@ -128,8 +148,11 @@ class Request:
 class Requests:
     """Those of one handle. What has begun keeps its memory here until the kernel is done with it.
 
-    A KeyboardInterrupt may come between any two steps: so a request is noted here before it is handed over, and taken
-    off after the native side has forgotten it. What that side does not know was not handed over, or is settled.
+    A KeyboardInterrupt may come between any two steps: so a request is noted here before it is handed over, and the
+    native side forgets it after it is settled. What that side does not know was not handed over, or is settled.
+
+    Any number of threads may wait for one request. Each returns when it is settled, and the one that began it hears of
+    it even if another thread's wait was first: otherwise it would take an error for data.
     """
 
     def __init__(self, library: ctypes.CDLL, address: int) -> None:
@@ -139,7 +162,8 @@ class Requests:
         self._mutex = threading.Lock()
         self._numbers = itertools.count(1)
         self._known: dict[int, Request] = {}
-        self._pending: dict[int, None] = {}  # those that wait() waits for, in order
+        self._pending: dict[int, Request] = {}  # those that no wait has ended for, in order
+        self._thread = threading.local()
 
     def check_process(self) -> None:
         """Raises UsageError in a child that was forked."""
@@ -153,7 +177,7 @@ class Requests:
         """Give up what is under way, and return when the kernel uses none of the memory."""
         if os.getpid() != self._process:
             return  # the threads and the kernel's queue belong to the parent
-        given_up = [request for request in map(self._known.get, self._pending) if request and not request.settled]
+        given_up = [request for request in self._pending.values() if not request.settled]
         self.library.anyaccel_aio_destroy(self.address)
         self._known.clear()
         for request in given_up:
@@ -163,7 +187,8 @@ class Requests:
             )  # fmt: skip
 
     def begin(self, request: Request) -> None:
-        """Hand a request over; wait_all() will wait for it."""
+        """Hand a request over; the next wait will wait for it."""
+        request.beginner = self._this_thread()
         self._hand_over(request, next(self._numbers), pending=True)
 
     def run(self, request: Request, progress: Callable[[int], object] | None = None) -> None:
@@ -177,9 +202,6 @@ class Requests:
                 self.library.anyaccel_aio_cancel(self.address, number)
                 self._settle(number, request)
             raise
-        finally:
-            if request.settled:
-                self._forget(number)
         if request.error is not None:
             raise request.error
 
@@ -187,22 +209,46 @@ class Requests:
         """Wait for what has begun and return how many requests that were; the first error is raised at the end."""
         self.check_process()
         with self._mutex:
-            taken, self._pending = self._pending, {}
-        count = len(taken)
+            wanted = dict(self._pending)
+        return self._wait(wanted)
+
+    def wait_own(self) -> int:
+        """wait_all() for what this thread has begun: the errors of other threads' requests are no business of its."""
+        self.check_process()
+        beginner = self._this_thread()
+        with self._mutex:
+            wanted = {number: request for number, request in self._pending.items() if request.beginner is beginner}
+        return self._wait(wanted)
+
+    def _this_thread(self) -> Beginner:
+        found: Beginner | None = getattr(self._thread, "beginner", None)
+        if found is None:
+            found = self._thread.beginner = Beginner()
+        return found
+
+    def _wait(self, wanted: dict[int, Request]) -> int:
+        for number, request in wanted.items():
+            self._settle(number, request)
+        own = self._this_thread()
+        count = 0
         errors: list[Exception] = []
-        try:
-            for number in taken:
-                self._settle(number, self._known[number])
-            errors += filter(None, (self._known[number].error for number in taken))
-            for number in list(taken):
-                del taken[number]
-                self._forget(number)
-        finally:
-            with self._mutex:
-                self._pending = {**taken, **self._pending}
+        with self._mutex:
+            for number, request in wanted.items():
+                first = self._pending.pop(number, None) is not None
+                if request.beginner is not own:
+                    if first and request.beginner is not None:
+                        request.beginner.num_done += 1
+                        request.beginner.errors += [request.error] if request.error else []
+                elif not first:
+                    continue  # the wait that was first has told
+                count += 1
+                errors += [request.error] if request.error else []
+            count, own.num_done = count + own.num_done, 0
+            errors, own.errors = [*own.errors, *errors], []
         if errors:
-            for other in errors[1:]:
-                errors[0].add_note(str(other))
+            for other in map(str, errors[1:]):
+                if other not in getattr(errors[0], "__notes__", ()):
+                    errors[0].add_note(other)
             raise errors[0]
         return count
 
@@ -215,7 +261,7 @@ class Requests:
         with self._mutex:
             self._known[number] = request
             if pending:
-                self._pending[number] = None
+                self._pending[number] = request
             error = self.library.anyaccel_aio_submit(
                 self.address, number, os.fsencode(request.path), request.descriptor, segments, len(segments),
                 request.flags, ctypes.byref(status),
@@ -230,16 +276,22 @@ class Requests:
         status = native.Status()
         while not request.settled:
             error = self.library.anyaccel_aio_wait(self.address, number, _WAIT_MILLISECONDS, ctypes.byref(status))
-            if error == errno.ENOENT:  # Ctrl-C came before it was handed over
-                request.settled = True
-            elif not error:
-                request.settle(status)
+            if error in (0, errno.ENOENT):
+                request.settle(None if error else status)
             elif progress is not None:
                 progress(self.library.anyaccel_aio_progress(self.address, number))
-
-    def _forget(self, number: int) -> None:
         self.library.anyaccel_aio_forget(self.address, number)
         self._known.pop(number, None)
+
+
+def check_name(path: str) -> None:
+    """Raises UsageError for what no file can be called."""
+    if "\0" in path:
+        raise UsageError(f"the file name {path!r} has a zero byte")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise UsageError(f"the file name {path!r} has half a character (a surrogate), which no file's can") from None
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import anyaccel.cli
 from anyaccel.cli._parser import strict_numbers
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.launch.address import is_this_host
-from anyaccel.launch.hostfile import read_hostfile, select_hosts
+from anyaccel.launch.hostfile import parse_hostfile, read_hostfile, select_hosts
 from anyaccel.launch.options import DEFAULT_HOSTFILE as DLTS_HOSTFILE
 from anyaccel.numerals import parse_whole
 
@@ -162,6 +162,15 @@ def main(args: Sequence[str] | None = None) -> None:
     code = anyaccel.cli.main(arguments)
     if code:
         sys.exit(code)
+
+
+def _parse_hostfile(hostfile_lines: Sequence[str]) -> dict[str, int]:
+    """Slots of each host, of the lines of a hostfile; each has to say how many."""
+    for line in hostfile_lines:
+        text = line.partition("#")[0].strip()
+        if text and "slots=" not in text:
+            raise UsageError(f"hostfile: {text!r} does not say slots=N")
+    return parse_hostfile("\n".join(hostfile_lines), "hostfile")
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:

@@ -5,4 +5,8 @@ from __future__ import annotations
 
 from .._cover import cover
 
-cover(globals(), {}, ("adagrad", "adam", "aio", "lion", "op_builder"))
+cover(
+    globals(),
+    {"__compatible_ops__": ".git_version_info:compatible_ops"},
+    ("adagrad", "adam", "aio", "lion", "op_builder"),
+)

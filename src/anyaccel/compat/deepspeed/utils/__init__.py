@@ -17,5 +17,5 @@ cover(
         "logger": ".utils.logging:logger",
         "set_log_level_from_string": ".utils.logging:set_log_level_from_string",
     },
-    ("init_on_device", "logging", "numa", "nvtx"),
+    ("init_on_device", "logging", "numa", "nvtx", "pin_memory"),
 )

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from anyaccel.ops.builder import NotBuiltYet
+from anyaccel.ops.builder import OpBuilder
 from anyaccel.ops.builders.ccl import CCLCommBuilder
 from anyaccel.ops.builders.host import AsyncIOBuilder, CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
 from anyaccel.ops.builders.optimizers import FusedAdamBuilder
@@ -21,11 +21,21 @@ __all__ = [
 ]
 
 
-class ShareMemCommBuilder(NotBuiltYet):
-    """Collectives through shared memory."""
+class ShareMemCommBuilder(OpBuilder):
+    """Collectives through shared memory; load() gives `anyaccel.comm.shm_op`, whose native part is in every wheel."""
 
     NAME: ClassVar[str] = "deepspeed_shm_comm"
     BUILD_VAR: ClassVar[str] = "DS_BUILD_SHM_COMM"
-    REASON: ClassVar[str] = (
-        "shared-memory collectives need no op: torch.distributed has them as backend shm once anyaccel.comm is imported"
-    )
+    ACCELERATOR: ClassVar[str] = "cpu"
+
+    def absolute_name(self) -> str:
+        """The module, which needs no building."""
+        return "anyaccel.comm.shm_op"
+
+    def sources(self) -> list[str]:
+        """None."""
+        return []
+
+    def jit_load(self, verbose: bool = False) -> Any:
+        """As load(): there is nothing to build."""
+        return self.load(verbose)

@@ -3,9 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from anyaccel.errors import RollbackError
+from anyaccel.ops._native_step import Batch
 from anyaccel.ops.adam import CPUAdam
+from anyaccel.ops.builders.host import CPUAdamBuilder
+from anyaccel.ops.optimizer_ops import AdamOp
 
 from ..._cover import cover
 
@@ -30,6 +37,79 @@ class DeepSpeedCPUAdam(CPUAdam):
         super().__init__(
             model_params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adamw_mode, fp32_optimizer_states
         )
+
+    @torch.no_grad()
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient, with the state of `subgroup_id` instead of their own.
+
+        Args:
+            subgroup_id: key of the state, which the first call makes for the parameter that has a gradient then.
+            closure: calculates the loss and the gradients again.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = _call(closure)
+        for group, param, grad in self._with_gradients():
+            state = self._state_of(subgroup_id)
+            if not state:
+                self._start(param, state, group)
+            moments = [[state[name]] for name in self.MOMENTS]
+            self._native.run(Batch([param], [grad], moments, [state["step"]], None), *self._hyper(group))
+            torch.autograd.graph.increment_version(param)
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Undo the last step_subgroup(), but for rounding; AdamW only.
+
+        Raises:
+            RollbackError: there was no such step.
+            UsageError: it is not AdamW.
+        """
+        loss = _call(closure)
+        state = self._state_of(sub_group_id) if sub_group_id in self.state else {}
+        if not state:
+            raise RollbackError(f"Cannot rollback optimizer state for sub_group_id {sub_group_id}: no step was made")
+        op: AdamOp = CPUAdamBuilder().load()
+        for group, param, grad in self._with_gradients():
+            step = int(state["step"])
+            if step <= 0:
+                raise RollbackError(f"Cannot rollback sub_group_id {sub_group_id}: step count is {step}")
+            op.create_adam(id(self), adamw_mode=group["decoupled_weight_decay"])
+            tensors = [tensor.float().contiguous() for tensor in (param, grad, *(state[name] for name in self.MOMENTS))]
+            try:
+                op.adam_rollback(
+                    id(self), step, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
+                    group["weight_decay"], group["bias_correction"], tensors[0], tensors[1], tensors[2], tensors[3],
+                )  # fmt: skip
+            finally:
+                op.destroy_adam(id(self))
+            for target, source in zip((param, None, *(state[name] for name in self.MOMENTS)), tensors, strict=True):
+                if target is not None and target is not source:
+                    target.copy_(source)
+            state["step"] -= 1
+            torch.autograd.graph.increment_version(param)
+        return loss
+
+    def _state_of(self, subgroup_id: int) -> dict[str, Any]:
+        states: dict[Any, dict[str, Any]] = self.state
+        return states[subgroup_id]
+
+    def _with_gradients(self) -> list[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        return [
+            (group, param, param.grad)
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+
+
+def _call(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 cover(globals())

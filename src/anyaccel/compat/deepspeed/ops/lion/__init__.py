@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from ..._cover import cover
 from .cpu_lion import DeepSpeedCPULion
+from .fused_lion import FusedLion
 
-__all__ = ["DeepSpeedCPULion"]
+__all__ = ["DeepSpeedCPULion", "FusedLion"]
 
-cover(globals(), {}, ("cpu_lion",))
+cover(globals(), {}, ("cpu_lion", "fused_lion"))

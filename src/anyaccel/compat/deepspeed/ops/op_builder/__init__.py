@@ -3,18 +3,17 @@
 
 from __future__ import annotations
 
-from anyaccel.ops import OpBuilder
-
 from ..._cover import cover, not_covered
 
-__all__ = ["OpBuilder"]
+# Accelerators of other packages ask whether the builders are DeepSpeed's.
+__deepspeed__ = True
 
-cover(globals(), {}, ("all_ops", "builder", "cpu"))
+cover(globals(), {"OpBuilder": ".ops.op_builder.builder:OpBuilder"}, ("all_ops", "builder", "cpu"))
 _rest = globals()["__getattr__"]
 
 
 def __getattr__(name: str) -> object:
-    if not name.endswith("Builder"):
+    if not name.endswith("Builder") or name == "OpBuilder":
         return _rest(name)
     from anyaccel.accelerator import get_accelerator
     from anyaccel.errors import NotCoveredAttributeError
