@@ -80,6 +80,7 @@ bool look(PyObject* object, DLTensor& view, size_t& count, DType& dtype) {
     return false;
   }
   if (view.device_type != kDLCpu || view.lanes != 1) return false;
+  if (view.data == nullptr) return false;  // torch has zeros without memory
   int64_t expected = 1;
   for (int d = view.ndim - 1; d >= 0; --d) {
     if (view.shape[d] != 1 && view.strides != nullptr && view.strides[d] != expected) return false;

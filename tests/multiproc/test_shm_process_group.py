@@ -126,7 +126,7 @@ def refused() -> None:
     with pytest.raises(errors.UsageError, match="meta"):
         dist.all_reduce(torch.ones(3, device="meta"), group=group)
     with pytest.raises(errors.UsageError, match="sparse"):
-        dist.all_reduce(torch.eye(3).to_sparse(), group=group)
+        dist.broadcast(torch.eye(3).to_sparse(), 0, group=group)
     with pytest.raises(errors.UsageError, match="room for 4"):
         dist.all_gather([torch.empty(4), torch.empty(4)], torch.empty(3), group=group)
     with pytest.raises(errors.UsageError, match="2 times as many"):

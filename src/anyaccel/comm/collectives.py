@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from anyaccel import _native
+from anyaccel.comm import sparse
 from anyaccel.comm.dtypes import SUM, Lowered, code_of, lower
-from anyaccel.comm.tensors import Target, check, is_plain, same_dtype, values
+from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, same_dtype, values
 from anyaccel.errors import UsageError
 
 
@@ -35,8 +36,10 @@ class Collectives:
 
     def all_reduce(self, tensor: torch.Tensor, op: int = SUM) -> None:
         """In place."""
-        check(tensor)
-        own = tensor.detach()
+        if tensor.layout == torch.sparse_coo and is_sparse(tensor):
+            sparse.all_reduce(tensor, op, self.size, self.all_gather)
+            return
+        own = bare(tensor)
         memory = own if is_plain(own) else values(own)
         low = lower(memory, op)
         if low.op is None:
@@ -57,8 +60,7 @@ class Collectives:
 
     def reduce(self, tensor: torch.Tensor, op: int, root: int) -> None:
         """Like all_reduce, but only `root` gets the result; the others' tensors stay as they are."""
-        check(tensor)
-        own = tensor.detach()
+        own = bare(tensor)
         memory = own if is_plain(own) else values(own)
         low = lower(memory, op)
         if low.op is None:
@@ -83,12 +85,13 @@ class Collectives:
         if wrong:
             raise UsageError(f"reduce_scatter to {output.numel()} elements from tensors of {wrong}: must be equal")
         target = Target(output)
+        output = bare(output)
         lows = [lower(values(t), op) for t in inputs]
         first = lows[0]
         if first.op is None:
             everything = torch.stack([low.tensor.reshape(-1) for low in lows])
             result = self._combined(Lowered(everything, first.code, None, combine=first.combine))[self.rank]
-            output.detach().copy_(result.view(output.shape))
+            output.copy_(result.view(output.shape))
             return
         into = target.memory if first.raised is None else torch.empty_like(first.tensor)
         self.native.reduce_scatter(
@@ -99,7 +102,7 @@ class Collectives:
             first.op,
         )
         if first.raised is not None:
-            output.detach().copy_(first.raised(into).view(output.shape))
+            output.copy_(first.raised(into).view(output.shape))
         else:
             target.store()
 
@@ -118,8 +121,7 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, from `root`."""
-        check(tensor)
-        own = tensor.detach()
+        own = bare(tensor)
         memory = values(own) if self.rank == root else Target(own).memory
         self.native.broadcast(memory.data_ptr(), memory.numel(), code_of(memory.dtype), root)
         if self.rank != root and memory.data_ptr() != own.data_ptr():

@@ -21,7 +21,8 @@ from anyaccel.comm import log
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import op_code
 from anyaccel.comm.messages import ANY, Mail
-from anyaccel.comm.work import JoinedWork, Line, ShmWork
+from anyaccel.comm.tensors import bare_each
+from anyaccel.comm.work import JoinedWork, Line, ShmWork, register
 from anyaccel.errors import UsageError
 
 _CPU = torch.device("cpu")
@@ -85,9 +86,10 @@ class ShmProcessGroup(ProcessGroup):
         """The one place that every operation passes: log, thread, work object."""
         if log.active():
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
-        queued = self._batch is not None or (self._line.waiting and not self._line.here())
+        queued = self._batch is not None or self._line.waiting
         if getattr(options, "asyncOp", True) or queued:
             work = self._line.submit(run, outputs)
+            register(work, outputs)
             if self._batch is not None:
                 self._batch.append(work)
             return work
@@ -117,7 +119,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """All-reduce in place; `opts` may be an operation."""
-        tensors, op = _list(tensors), _op(opts)
+        tensors, op = bare_each(_list(tensors)), _op(opts)
 
         def run() -> None:
             for tensor in tensors:
@@ -131,6 +133,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def reduce(self, tensors: Any, opts: Any) -> Work:
         """Reduce to one rank in place."""
+        tensors = bare_each(tensors)
         op = op_code(opts.reduceOp)
 
         def run() -> None:
@@ -141,6 +144,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Work:
         """Reduce-scatter of a list of tensors for each output."""
+        outputs, input_lists = bare_each(outputs), bare_each(input_lists)
         op = _op(opts)
 
         def run() -> None:
@@ -157,6 +161,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several of the kind of reduce_scatter_single."""
+        outputs, inputs = bare_each(outputs), bare_each(inputs)
         op = _op(opts)
 
         def run() -> None:
@@ -169,7 +174,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def broadcast(self, tensors: Any, opts: Any, timeout: timedelta | None = None) -> Work:
         """Broadcast in place; `opts` may be a rank."""
-        tensors, root = _list(tensors), _root(opts)
+        tensors, root = bare_each(_list(tensors)), _root(opts)
 
         def run() -> None:
             for tensor in tensors:
@@ -179,6 +184,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         """All-gather into a list of tensors for each input."""
+        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
 
         def run() -> None:
             for outputs, source in zip(output_lists, inputs, strict=True):
@@ -188,6 +194,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         """All-gather of several inputs; output_lists[rank][i] gets a rank's input i."""
+        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
 
         def run() -> None:
             for i, source in enumerate(inputs):
@@ -203,6 +210,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several of the kind of all_gather_single."""
+        outputs, inputs = bare_each(outputs), bare_each(inputs)
 
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
@@ -214,6 +222,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Work:
         """Gather to one rank."""
+        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
 
         def run() -> None:
             for i, source in enumerate(inputs):
@@ -223,6 +232,7 @@ class ShmProcessGroup(ProcessGroup):
 
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Work:
         """Scatter from one rank."""
+        outputs, input_lists = bare_each(outputs), bare_each(input_lists)
 
         def run() -> None:
             for i, output in enumerate(outputs):
@@ -232,12 +242,14 @@ class ShmProcessGroup(ProcessGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """All-to-all of lists of tensors."""
+        outputs, inputs = bare_each(outputs), bare_each(inputs)
         return self._do("all_to_all", inputs, lambda: self.collectives.all_to_all(outputs, inputs), outputs, opts)
 
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Work:
         """All-to-all of slices of one tensor."""
+        output, source = bare_each(output), bare_each(source)
 
         def run() -> None:
             self.collectives.all_to_all_single(output, source, output_splits or [], input_splits or [])
@@ -263,10 +275,12 @@ class ShmProcessGroup(ProcessGroup):
 
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
         """Send one tensor."""
+        tensors = bare_each(tensors)
         return self._posted([self._mail.send(tensor, peer, tag) for tensor in tensors])
 
     def recv(self, tensors: Any, peer: int, tag: int) -> Work:
         """Receive one tensor."""
+        tensors = bare_each(tensors)
         return self._posted([self._mail.receive(tensor, peer, tag) for tensor in tensors])
 
     def recv_anysource(self, tensors: Any, tag: int) -> Work:

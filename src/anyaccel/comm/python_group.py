@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
 
-from anyaccel.comm import log
+from anyaccel.comm import log, sparse
 from anyaccel.comm.dtypes import op_code
-from anyaccel.comm.tensors import Target, is_plain, values
-from anyaccel.comm.work import JoinedWork, Line, ShmWork
+from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
+from anyaccel.comm.work import JoinedWork, Line, ShmWork, register
 from anyaccel.errors import AnyAccelError, UsageError
 
 Wait = Callable[[], None]
@@ -165,6 +165,8 @@ class PythonGroup(dist.ProcessGroup):
             begin = since if wait else time.perf_counter()
             try:
                 (wait or start())()
+            except UsageError:
+                raise  # before anything was sent, or after all was
             except (RuntimeError, AnyAccelError):
                 self.failed()
                 raise
@@ -176,6 +178,7 @@ class PythonGroup(dist.ProcessGroup):
 
         if asynchronous or self._line.waiting:
             work = self._line.submit(run, outputs)
+            register(work, outputs)
             if self._coalescing is not None:
                 self._coalescing.append(work)
             if not asynchronous:
@@ -189,11 +192,24 @@ class PythonGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.AllreduceOptions()
         tensor = _one(tensors)
-        target = _loaded(tensor)
         op = _kind(opts.reduceOp)
+        if is_sparse(tensor):
+            return self._sparse_all_reduce(tensor, op, opts)
+        target = _loaded(tensor)
         return self._do(
             "all_reduce", [tensor], lambda: self.start_all_reduce(target.memory, op), [target], [tensor], opts
         )
+
+    def _sparse_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, opts: Any) -> ShmWork:
+        sparse.check(tensor, int(op))
+
+        def start() -> Wait:
+            # All of it at once: operations are to be started in the same order on all ranks.
+            sparse.all_reduce(tensor, int(op), self._size, lambda parts, own: self.start_all_gather(parts, own)())
+            return _none
+
+        given = [tensor._values().detach()]
+        return self._do("all_reduce", given, start, [], [tensor], opts)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
         each = dist.AllreduceOptions()
@@ -423,14 +439,19 @@ def divide_by(total: torch.Tensor, count: int) -> None:
 
 def _loaded(tensor: torch.Tensor) -> Target:
     """A target that has the tensor's values already."""
+    tensor = bare(tensor)
     target = Target(tensor)
     if not is_plain(tensor):
         target.memory.copy_(tensor)
     return target
 
 
+def _none() -> None:
+    pass
+
+
 def _nothing() -> Wait:
-    return lambda: None
+    return _none
 
 
 def _one(tensors: Any) -> torch.Tensor:

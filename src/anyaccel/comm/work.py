@@ -3,17 +3,47 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import Work
 from torch.futures import Future
 
 from anyaccel.errors import CommTimeoutError
+
+# The C++ hook FP16_COMPRESS of DistributedDataParallel asks the future of a reduction of halves for a list of tensors;
+# a future made in Python has a Python object. TorchScript's are typed, but are completed by torch's small pool of
+# threads, where callbacks that wait for other futures would hold each other up: only halves, which those hooks use,
+# take that way.
+_TYPED = """
+def after(done: Future[bool], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(done)
+    return tensors
+
+def typed(done: Future[bool], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(after, done, tensors)
+"""
+
+
+@functools.cache
+def _typed() -> Any:
+    return torch.jit.CompilationUnit(_TYPED).typed
+
+
+def _are_halves(outputs: Any) -> bool:
+    return bool(outputs) and all(isinstance(t, torch.Tensor) and t.dtype == torch.float16 for t in outputs)
+
+
+def _ended_well(done: Future[Any]) -> bool:
+    done.value()  # raises what went wrong
+    return True
 
 
 class ShmWork(Work):
@@ -29,19 +59,29 @@ class ShmWork(Work):
         self._event: threading.Event | None = None
         self._finished = done
         self._error: BaseException | None = None
-        self._future: Future[Any] | None = None
+        self._future: Future[Any] | None = None  # completed by `finish`
+        self._result: Future[Any] | None = None  # what `get_future` gives
         self.source = -1  # of a message
 
+    def is_followed(self) -> bool:
+        """Whether somebody has its future."""
+        return self._future is not None
+
     def finish(self, error: BaseException | None = None) -> None:
-        """Told by whoever carries the operation out."""
+        """Told by whoever carries the operation out. Callbacks of the future are called here."""
+        tell = self.end(error)
+        if tell is not None:
+            tell()
+
+    def end(self, error: BaseException | None = None) -> Callable[[], None] | None:
+        """As `finish`, but callbacks are called by calling the result; None when there is nobody to tell."""
         with self._lock:
             self._error = error
             self._finished = True
             event, future = self._event, self._future
         if event is not None:
             event.set()
-        if future is not None:
-            self._tell(future)
+        return None if future is None else functools.partial(self._tell, future)
 
     def _tell(self, future: Future[Any]) -> None:
         if self._error is not None:
@@ -97,14 +137,31 @@ class ShmWork(Work):
     def get_future(self) -> Future[Any]:
         """A future with the tensors that were written."""
         with self._lock:
-            if self._future is not None:
-                return self._future
+            if self._result is not None:
+                return self._result
             future: Future[Any] = Future()
-            self._future = future
             finished = self._finished
+            self._result = self._future = future
+            if _are_halves(self._outputs):
+                self._result = _typed()(future.then(_ended_well), list(self._outputs))
+            result = self._result
         if finished:
             self._tell(future)
-        return future
+        return result
+
+
+def register(work: Work, outputs: Any) -> None:
+    """Have `wait_tensor` of the outputs wait for the work, where torch's own groups do: inside
+    `allow_inflight_collective_as_graph_input_ctx`."""
+    if c10d._allow_inflight_collective_as_graph_input():
+        for tensor in _flat(outputs):
+            c10d._register_work(tensor, c10d.PythonCallbackWork(work.wait))
+
+
+def _flat(outputs: Any) -> list[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    return [tensor for each in outputs or () for tensor in _flat(each)]
 
 
 class JoinedWork(ShmWork):
@@ -132,56 +189,144 @@ class JoinedWork(ShmWork):
 
 
 _Job = tuple[Callable[[], None], ShmWork]
+_Jobs = queue.SimpleQueue[_Job | None]
+
+# For how long what callbacks of a future ask for goes before what was asked for earlier, while they ask for nothing.
+_CALLBACK_SECONDS = 5.0
 
 
 class Line:
-    """Operations of a group in the order in which they were asked for, on a thread that starts with the first."""
+    """Operations of a group in the order in which they were asked for, on a thread that starts with the first.
+
+    Callbacks of a future run on a thread of their own. What they ask for of this group is done right after the
+    operation that they follow, before what is behind it: on all ranks in the same order, whenever the operation ends
+    on each. So a callback may wait for it.
+    """
 
     def __init__(self, name: str, on_change: Callable[[int], None] = lambda _: None) -> None:
         """`on_change` is told how many are asked for and not done."""
         self._name = name
         self._on_change = on_change
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: _Jobs = queue.SimpleQueue()
+        self._inner: dict[int, _Jobs] = {}  # by the thread that calls callbacks
+        self._idle: list[_Caller] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._closed = False
         self.waiting = 0  # asked for and not done
-
-    def here(self) -> bool:
-        """Whether the caller is this thread: a callback of a future, which must not wait for what is behind it."""
-        return self._thread is threading.current_thread()
 
     def submit(self, run: Callable[[], None], outputs: Any) -> ShmWork:
         """Have `run` called after everything before it."""
         work = ShmWork(outputs)
         with self._lock:
-            self.waiting += 1
-            self._on_change(self.waiting)
+            self._count(1)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
-        self._jobs.put((run, work))
+            self._inner.get(threading.get_ident(), self._jobs).put((run, work))
         return work
+
+    def _count(self, change: int) -> None:
+        self.waiting += change
+        self._on_change(self.waiting)
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            run, work = job
-            error: BaseException | None = None
-            try:
-                run()
-            except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
-                error = problem
+            self._do(job)
+            del job
+
+    def _do(self, job: _Job) -> None:
+        run, work = job
+        error: BaseException | None = None
+        try:
+            run()
+        except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
+            error = problem
+        followed = work.is_followed()
+        if not followed:
             with self._lock:
-                self.waiting -= 1
-                self._on_change(self.waiting)
-            work.finish(error)
-            del job, run, work, error
+                self._count(-1)
+        tell = work.end(error)
+        del run, error, job, work
+        if tell is not None:
+            self._call(tell)
+        if followed:  # synchronous operations of other threads got in line behind what the callbacks asked for
+            with self._lock:
+                self._count(-1)
+
+    def _call(self, tell: Callable[[], None]) -> None:
+        """Have callbacks called on a thread of their own, and do what they ask for meanwhile."""
+        with self._lock:
+            caller = self._idle.pop() if self._idle else _Caller(self._name + "-callbacks")
+            inner: _Jobs = queue.SimpleQueue()
+            self._inner[caller.ident] = inner
+        caller.call(tell, lambda: inner.put(None))
+        del tell
+        end = time.monotonic() + _CALLBACK_SECONDS
+        while True:
+            try:
+                job = inner.get(timeout=max(end - time.monotonic(), 0))
+            except queue.Empty:
+                if self._jobs.empty():
+                    end = time.monotonic() + _CALLBACK_SECONDS
+                    continue
+                # It may wait for something that was asked for before.
+                with self._lock:
+                    del self._inner[caller.ident]
+                    while not inner.empty():
+                        if (late := inner.get()) is not None:
+                            self._jobs.put(late)
+                caller.close()
+                return
+            if job is None:
+                break
+            self._do(job)
+            end = time.monotonic() + _CALLBACK_SECONDS
+        with self._lock:
+            del self._inner[caller.ident]
+            if self._closed:
+                caller.close()
+            else:
+                self._idle.append(caller)
 
     def close(self) -> None:
-        """End the thread, after what was asked for."""
+        """End the threads, after what was asked for."""
         with self._lock:
-            if self._thread is not None:
-                self._jobs.put(None)  # first: a Ctrl-C must not leave a thread that nobody ends
+            self._closed = True
             thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            # Python 3.11 takes a thread for one that has ended when its join is interrupted; nobody asks afterwards.
-            thread.join(5)
+            idle, self._idle = self._idle, []
+        for caller in idle:
+            caller.close()
+        if thread is not None:
+            self._jobs.put(None)
+            if thread is not threading.current_thread():
+                thread.join(5)
+
+
+class _Caller:
+    """A thread that calls callbacks."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        thread.start()
+        assert thread.ident is not None
+        self.ident = thread.ident
+        self._thread = thread
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            what, then = call
+            try:
+                what()
+            finally:
+                then()
+            del call, what, then
+
+    def call(self, what: Callable[[], None], then: Callable[[], None]) -> None:
+        """Have both called, one after the other."""
+        self._calls.put((what, then))
+
+    def close(self) -> None:
+        """End it, after what it was given."""
+        self._calls.put(None)
