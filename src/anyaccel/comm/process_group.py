@@ -70,7 +70,7 @@ class ShmProcessGroup(ProcessGroup):
         self._group_name = self._group_description = ""
         self.native = native
         self.collectives = Collectives(native, rank, size)
-        self._line = Line("anyaccel-shm", native.set_waiting)
+        self._line = Line("anyaccel-shm", native.set_waiting, native.abort)
         self._mail = Mail(native)
         self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
         self._done = ShmWork(None, done=True)
@@ -352,5 +352,6 @@ class ShmProcessGroup(ProcessGroup):
         self.native.abort()
 
     def shutdown(self) -> None:
-        """Leave the group; peers that still wait for this rank get an error."""
+        """Leave the group when what was asked for is done; peers that still wait for this rank get an error."""
+        self._line.close(None)  # each operation has a deadline
         self._finalizer()

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -188,6 +190,26 @@ class JoinedWork(ShmWork):
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
+class _Ends(Protocol):
+    def end(self) -> None: ...
+
+
+# How long the end of a program waits for what it has left under way.
+EXIT_SECONDS = 2.0
+_to_end: weakref.WeakSet[_Ends] = weakref.WeakSet()
+
+
+def at_exit(what: _Ends) -> None:
+    """Have `end()` of it called as the program ends, if it is still there."""
+    _to_end.add(what)
+
+
+@atexit.register
+def _end_all() -> None:
+    for each in list(_to_end):
+        each.end()
+
+
 _Job = tuple[Callable[[], None], ShmWork]
 _Jobs = queue.SimpleQueue[_Job | None]
 
@@ -203,9 +225,12 @@ class Line:
     on each. So a callback may wait for it.
     """
 
-    def __init__(self, name: str, on_change: Callable[[int], None] = lambda _: None) -> None:
-        """`on_change` is told how many are asked for and not done."""
+    def __init__(
+        self, name: str, on_change: Callable[[int], None] = lambda _: None, give_up: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_change` is told how many are asked for and not done; `give_up` makes the one under way fail soon."""
         self._name = name
+        self._give_up = give_up
         self._on_change = on_change
         self._jobs: _Jobs = queue.SimpleQueue()
         self._inner: dict[int, _Jobs] = {}  # by the thread that calls callbacks
@@ -214,6 +239,7 @@ class Line:
         self._thread: threading.Thread | None = None
         self._closed = False
         self.waiting = 0  # asked for and not done
+        at_exit(self)
 
     def submit(self, run: Callable[[], None], outputs: Any) -> ShmWork:
         """Have `run` called after everything before it."""
@@ -276,7 +302,7 @@ class Line:
                     while not inner.empty():
                         if (late := inner.get()) is not None:
                             self._jobs.put(late)
-                caller.close()
+                caller.forsake()
                 return
             if job is None:
                 break
@@ -284,23 +310,33 @@ class Line:
             end = time.monotonic() + _CALLBACK_SECONDS
         with self._lock:
             del self._inner[caller.ident]
-            if self._closed:
-                caller.close()
-            else:
+            closed = self._closed
+            if not closed:
                 self._idle.append(caller)
+        if closed:
+            caller.close()
 
-    def close(self) -> None:
-        """End the threads, after what was asked for."""
+    def close(self, seconds: float | None = 5) -> bool:
+        """End the threads, after what was asked for; whether that was within `seconds`."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
             idle, self._idle = self._idle, []
         for caller in idle:
             caller.close()
-        if thread is not None:
-            self._jobs.put(None)
-            if thread is not threading.current_thread():
-                thread.join(5)
+        if thread is None:
+            return True
+        self._jobs.put(None)
+        if thread is not threading.current_thread():
+            thread.join(seconds)
+        return not thread.is_alive()
+
+    def end(self) -> None:
+        """As the program ends: a thread that is inside native code then would take the process down."""
+        thread = self._thread
+        if not self.close(EXIT_SECONDS) and thread is not None:
+            self._give_up()
+            thread.join(5)
 
 
 class _Caller:
@@ -327,6 +363,12 @@ class _Caller:
         """Have both called, one after the other."""
         self._calls.put((what, then))
 
+    def forsake(self) -> None:
+        """Have it end by itself, after what it was given."""
+        self._calls.put(None)
+
     def close(self) -> None:
         """End it, after what it was given."""
         self._calls.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join(5)
