@@ -141,7 +141,7 @@ def test_each_rank_stopped_past_the_deadline(victim: int, tmp_path: Path) -> Non
             assert f"rank {victim}" in text
             assert "did not come" in text
             assert float(waited) > 1
-    in_time = f"did not come within {STOPPED_SECONDS} s"
+    in_time = f"did not come within the timeout of {STOPPED_SECONDS} s"
     assert any(output.startswith("CommTimeoutError") and in_time in output for output in outputs)
 
 

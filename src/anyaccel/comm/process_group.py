@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, Work
 
 from anyaccel import _native
-from anyaccel.comm import log
+from anyaccel.comm import events, log
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import op_code
-from anyaccel.comm.messages import ANY, Mail
+from anyaccel.comm.messages import ANY, Mail, MessageWork
 from anyaccel.comm.tensors import bare_each
 from anyaccel.comm.work import JoinedWork, Line, ShmWork, register
 from anyaccel.errors import UsageError
@@ -74,6 +74,7 @@ class ShmProcessGroup(ProcessGroup):
         self._mail = Mail(native)
         self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
         self._done = ShmWork(None, done=True)
+        self._sequence = 0
         self._finalizer = weakref.finalize(self, _stop, native, self._line, self._mail)
         # A daemon thread that is inside native code when the interpreter ends is no harm.
         self._finalizer.atexit = False
@@ -86,6 +87,8 @@ class ShmProcessGroup(ProcessGroup):
         """The one place that every operation passes: log, thread, work object."""
         if log.active():
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
+        self._sequence += 1
+        run = events.recorded("shm", name, tensors, run)
         queued = self._batch is not None or self._line.waiting
         if getattr(options, "asyncOp", True) or queued:
             work = self._line.submit(run, outputs)
@@ -276,16 +279,26 @@ class ShmProcessGroup(ProcessGroup):
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
         """Send one tensor."""
         tensors = bare_each(tensors)
-        return self._posted([self._mail.send(tensor, peer, tag) for tensor in tensors])
+        return self._posted(
+            [self._recorded("send", tensor, lambda t: self._mail.send(t, peer, tag)) for tensor in tensors]
+        )
 
     def recv(self, tensors: Any, peer: int, tag: int) -> Work:
         """Receive one tensor."""
         tensors = bare_each(tensors)
-        return self._posted([self._mail.receive(tensor, peer, tag) for tensor in tensors])
+        name = "recvAnySource" if peer == ANY else "recv"
+        return self._posted([self._recorded(name, t, lambda t: self._mail.receive(t, peer, tag)) for t in tensors])
 
     def recv_anysource(self, tensors: Any, tag: int) -> Work:
         """Receive one tensor of whoever sends it."""
         return self.recv(tensors, ANY, tag)
+
+    def _recorded(self, name: str, tensor: torch.Tensor, post: Callable[[torch.Tensor], MessageWork]) -> MessageWork:
+        end = events.begin("shm", name, [tensor])
+        work = post(tensor)
+        if end is not None:
+            work.when_done(end)
+        return work
 
     def _posted(self, works: list[Work]) -> Work:
         if self._batch is not None:
@@ -304,6 +317,13 @@ class ShmProcessGroup(ProcessGroup):
     def get_group_store(self) -> Store:
         """The store that the group met over."""
         return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Numbers begin at 0 on every rank, without an exchange."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives this rank has asked for."""
+        return self._sequence
 
     # torch keeps names in a group's backends, of which this one has none.
 

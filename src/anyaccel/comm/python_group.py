@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
 
-from anyaccel.comm import log, sparse
+from anyaccel.comm import events, log, sparse
 from anyaccel.comm.dtypes import op_code
 from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
 from anyaccel.comm.work import JoinedWork, Line, ShmWork, register
@@ -96,6 +96,7 @@ class PythonGroup(dist.ProcessGroup):
         self._group_name = self._group_description = ""
         self._line = Line(f"anyaccel-{self.NAME}-{rank}")
         self._coalescing: list[Work] | None = None
+        self._sequence = 0
 
     # What a subclass gives: dense tensors; lists have one entry a rank ---------------------------------------
 
@@ -157,6 +158,7 @@ class PythonGroup(dist.ProcessGroup):
 
         `given`: what this rank gives; `targets`: what is written; `outputs`: what the future gives.
         """
+        self._sequence += 1
         asynchronous = getattr(options, "asyncOp", True) or self._coalescing is not None
         since = time.perf_counter()
         wait = start() if self.STARTS_AT_ONCE else None
@@ -176,6 +178,7 @@ class PythonGroup(dist.ProcessGroup):
                 size = sum(tensor.numel() * tensor.element_size() for tensor in given)
                 log.record(name, size, time.perf_counter() - begin, self)
 
+        run = events.recorded(self.NAME, name, given, run)
         if asynchronous or self._line.waiting:
             work = self._line.submit(run, outputs)
             register(work, outputs)
@@ -416,10 +419,10 @@ class PythonGroup(dist.ProcessGroup):
         return [torch.device("cpu")]
 
     def _set_sequence_number_for_group(self) -> None:
-        """Not kept: what ranks do differently is found by the operations themselves."""
+        """Numbers begin at 0 on every rank, without an exchange."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0
+        return self._sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout

@@ -63,6 +63,7 @@ class ShmWork(Work):
         self._error: BaseException | None = None
         self._future: Future[Any] | None = None  # completed by `finish`
         self._result: Future[Any] | None = None  # what `get_future` gives
+        self._then: Callable[[], None] | None = None
         self.source = -1  # of a message
 
     def is_followed(self) -> bool:
@@ -80,7 +81,9 @@ class ShmWork(Work):
         with self._lock:
             self._error = error
             self._finished = True
-            event, future = self._event, self._future
+            event, future, then = self._event, self._future, self._then
+        if then is not None:
+            then()
         if event is not None:
             event.set()
         return None if future is None else functools.partial(self._tell, future)
@@ -90,6 +93,14 @@ class ShmWork(Work):
             future.set_exception(self._error)
         else:
             future.set_result(self._outputs)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have this called once it has ended."""
+        with self._lock:
+            if not self._finished:
+                self._then = call
+                return
+        call()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; raise what went wrong.
@@ -104,7 +115,7 @@ class ShmWork(Work):
                 done: bool = self._finished  # meanwhile
             seconds = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
             if not done and not event.wait(seconds):
-                raise CommTimeoutError(f"the operation was not done within {seconds:g} s")
+                raise CommTimeoutError(f"the operation was not done within the timeout of {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True
@@ -320,14 +331,16 @@ class Line:
         """End the threads, after what was asked for; whether that was within `seconds`."""
         with self._lock:
             self._closed = True
+            if self._thread is not None:
+                self._jobs.put(None)  # first: a Ctrl-C must not leave a thread that nobody ends
             thread, self._thread = self._thread, None
             idle, self._idle = self._idle, []
         for caller in idle:
             caller.close()
         if thread is None:
             return True
-        self._jobs.put(None)
         if thread is not threading.current_thread():
+            # Python 3.11 takes a thread for one that has ended when its join is interrupted; nobody asks afterwards.
             thread.join(seconds)
         return not thread.is_alive()
 
