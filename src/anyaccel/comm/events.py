@@ -14,7 +14,7 @@ Run = Callable[[], None]
 
 def begin(backend: str, name: str, tensors: Sequence[torch.Tensor]) -> Run | None:
     """Begin an event where a profiler of this thread is on; the result ends it, from any thread."""
-    if not autograd._profiler_enabled():
+    if not autograd._profiler_enabled():  # type: ignore[attr-defined]
         return None
     record = autograd._record_function_with_args_enter(f"{backend}:{name}", *tensors)  # type: ignore[attr-defined]
 

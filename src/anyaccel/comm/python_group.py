@@ -204,11 +204,11 @@ class PythonGroup(dist.ProcessGroup):
         )
 
     def _sparse_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, opts: Any) -> ShmWork:
-        sparse.check(tensor, int(op))
+        sparse.check(tensor, op_code(op))
 
         def start() -> Wait:
             # All of it at once: operations are to be started in the same order on all ranks.
-            sparse.all_reduce(tensor, int(op), self._size, lambda parts, own: self.start_all_gather(parts, own)())
+            sparse.all_reduce(tensor, op_code(op), self._size, lambda parts, own: self.start_all_gather(parts, own)())
             return _none
 
         given = [tensor._values().detach()]

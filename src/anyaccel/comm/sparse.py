@@ -8,14 +8,13 @@ from collections.abc import Callable
 import torch
 from torch.distributed import ReduceOp
 
+from anyaccel.comm.dtypes import AVG, SUM
 from anyaccel.errors import UsageError
 
 # An all-gather: room for each rank's tensor, and this rank's.
 Gather = Callable[[list[torch.Tensor], torch.Tensor], None]
 
 _MOST_DIMS = 62  # whose sizes fit in the form that ranks exchange
-_AVERAGE = int(ReduceOp.RedOpType.AVG)
-_SUM = int(ReduceOp.RedOpType.SUM)
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,9 +42,9 @@ def check(tensor: torch.Tensor, op: int) -> None:
     Raises:
         UsageError: there is none.
     """
-    if op not in (_SUM, _AVERAGE):
+    if op not in (SUM, AVG):
         raise UsageError(f"all_reduce of sparse tensors has SUM and AVG, not {ReduceOp.RedOpType(op).name}")
-    if op == _AVERAGE and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+    if op == AVG and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         raise UsageError(f"there is no average of {str(tensor.dtype).removeprefix('torch.')}")
 
 
@@ -90,6 +89,6 @@ def all_reduce(tensor: torch.Tensor, op: int, size: int, gather: Gather) -> None
             device="cpu",
             check_invariants=False,
         ).coalesce()
-        if op == _AVERAGE:
+        if op == AVG:
             total = total / size
         tensor.copy_(total.to(tensor.dtype))

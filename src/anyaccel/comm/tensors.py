@@ -35,7 +35,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     if isinstance(tensor, AsyncCollectiveTensor):
-        return bare(tensor.trigger_wait())
+        return bare(tensor.trigger_wait())  # type: ignore[no-untyped-call]
     if _has_dispatch(tensor):
         raise UsageError(
             f"collectives work on tensors with memory of their own; this one is a {type(tensor).__name__}: give them "
