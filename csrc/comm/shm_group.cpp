@@ -225,8 +225,9 @@ void ShmGroup::time_out() const {
   uint32_t here = 0;
   control(rank_).gave_up.compare_exchange_strong(
       here, static_cast<uint32_t>(Fate::timed_out) | static_cast<uint32_t>(first) << 16);
-  throw CommError(CommError::Kind::timeout, (missing.empty() ? "a rank" : missing) + " did not come within the timeout of " +
-                                                seconds_text(call_timeout_s_) + " for " + describe(current_));
+  throw CommError(CommError::Kind::timeout, (missing.empty() ? "a rank" : missing) +
+                                                " did not come within the timeout of " + seconds_text(call_timeout_s_) +
+                                                " for " + describe(current_));
 }
 
 std::string ShmGroup::peer_name(int peer) const {
