@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import queue
 import threading
 import time
@@ -66,19 +67,22 @@ class ShmWork(Work):
         self._then: Callable[[], None] | None = None
         self.source = -1  # of a message
 
-    def is_followed(self) -> bool:
-        """Whether somebody has its future."""
-        return self._future is not None
-
     def finish(self, error: BaseException | None = None) -> None:
         """Told by whoever carries the operation out. Callbacks of the future are called here."""
         tell = self.end(error)
         if tell is not None:
             tell()
 
-    def end(self, error: BaseException | None = None) -> Callable[[], None] | None:
-        """As `finish`, but callbacks are called by calling the result; None when there is nobody to tell."""
+    def end(
+        self, error: BaseException | None = None, nobody_follows: Callable[[], None] | None = None
+    ) -> Callable[[], None] | None:
+        """As `finish`, but callbacks are called by calling the result; None when there is nobody to tell.
+
+        In that case `nobody_follows` is called before anybody sees that it has ended.
+        """
         with self._lock:
+            if self._future is None and nobody_follows is not None:
+                nobody_follows()
             self._error = error
             self._finished = True
             event, future, then = self._event, self._future, self._then
@@ -221,6 +225,10 @@ def _end_all() -> None:
         each.end()
 
 
+# Threads and what is under way stay with the parent.
+os.register_at_fork(after_in_child=_to_end.clear)
+
+
 _Job = tuple[Callable[[], None], ShmWork]
 _Jobs = queue.SimpleQueue[_Job | None]
 
@@ -263,6 +271,10 @@ class Line:
             self._inner.get(threading.get_ident(), self._jobs).put((run, work))
         return work
 
+    def _one_less(self) -> None:
+        with self._lock:
+            self._count(-1)
+
     def _count(self, change: int) -> None:
         self.waiting += change
         self._on_change(self.waiting)
@@ -279,17 +291,12 @@ class Line:
             run()
         except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
             error = problem
-        followed = work.is_followed()
-        if not followed:
-            with self._lock:
-                self._count(-1)
-        tell = work.end(error)
+        tell = work.end(error, self._one_less)
         del run, error, job, work
         if tell is not None:
             self._call(tell)
-        if followed:  # synchronous operations of other threads got in line behind what the callbacks asked for
-            with self._lock:
-                self._count(-1)
+            # Only now: synchronous operations of other threads got in line behind what the callbacks asked for.
+            self._one_less()
 
     def _call(self, tell: Callable[[], None]) -> None:
         """Have callbacks called on a thread of their own, and do what they ask for meanwhile."""
