@@ -39,7 +39,10 @@ class Collectives:
         if tensor.layout == torch.sparse_coo and is_sparse(tensor):
             sparse.all_reduce(tensor, op, self.size, self.all_gather)
             return
-        own = bare(tensor)
+        self.all_reduce_bare(bare(tensor), op)
+
+    def all_reduce_bare(self, own: torch.Tensor, op: int) -> None:
+        """As all_reduce, of what `bare` gives."""
         memory = own if is_plain(own) else values(own)
         low = lower(memory, op)
         if low.op is None:

@@ -11,10 +11,13 @@ from torch import autograd
 
 Run = Callable[[], None]
 
+# Whether a profiler of this thread is on: torch's own function, since each operation asks.
+wanted: Callable[[], bool] = autograd._profiler_enabled  # type: ignore[attr-defined]
+
 
 def begin(backend: str, name: str, tensors: Sequence[torch.Tensor]) -> Run | None:
     """Begin an event where a profiler of this thread is on; the result ends it, from any thread."""
-    if not autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not wanted():
         return None
     record = autograd._record_function_with_args_enter(f"{backend}:{name}", *tensors)  # type: ignore[attr-defined]
 

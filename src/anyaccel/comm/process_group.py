@@ -88,7 +88,8 @@ class ShmProcessGroup(ProcessGroup):
         if log.active():
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
         self._sequence += 1
-        run = events.recorded("shm", name, tensors, run)
+        if events.wanted():
+            run = events.recorded("shm", name, tensors, run)
         queued = self._batch is not None or self._line.waiting
         if getattr(options, "asyncOp", True) or queued:
             work = self._line.submit(run, outputs)
@@ -126,7 +127,10 @@ class ShmProcessGroup(ProcessGroup):
 
         def run() -> None:
             for tensor in tensors:
-                self.collectives.all_reduce(tensor, op)
+                if tensor.layout == torch.strided:  # looked at above
+                    self.collectives.all_reduce_bare(tensor.detach(), op)
+                else:
+                    self.collectives.all_reduce(tensor, op)
 
         return self._do("all_reduce", tensors, run, tensors, opts)
 

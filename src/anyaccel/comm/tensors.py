@@ -71,6 +71,8 @@ def bare_each(tensors: Any) -> Any:
     """Tensors, or lists of them, with the memory: themselves wherever they have it; sparse ones as they are."""
     if isinstance(tensors, torch.Tensor):
         return tensors if _is_bare(tensors) or is_sparse(tensors) else _unwrapped(tensors)
+    if len(tensors) == 1 and type(tensors[0]) is torch.Tensor and _is_bare(tensors[0]):  # the most frequent, quickly
+        return tensors
     return [bare_each(each) for each in tensors]
 
 
