@@ -272,7 +272,9 @@ void ShmGroup::check_peer(int peer, const std::string& doing) const {
 // ------------------------------------------------------------------------------------------------------
 
 std::string ShmGroup::describe(const Descriptor& d) const {
-  const std::string elements = std::to_string(d.count) + " " + dtype_name(static_cast<DType>(d.dtype));
+  const std::string dtype = dtype_name(static_cast<DType>(d.told == 0 ? d.dtype : d.told));
+  const bool pairs = d.told != 0 && dtype.starts_with("complex");
+  const std::string elements = std::to_string(pairs ? d.count / 2 : d.count) + " " + dtype;
   const std::string with =
       d.reduce_op == 0 ? "" : std::string(" with ") + reduce_op_name(static_cast<ReduceOp>(d.reduce_op));
   const std::string root = " rank " + std::to_string(d.root);

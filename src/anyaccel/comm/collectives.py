@@ -48,7 +48,7 @@ class Collectives:
         if low.op is None:
             own.copy_(self._combined(low))
             return
-        self.native.all_reduce(low.tensor.data_ptr(), low.tensor.numel(), low.code, low.op)
+        self.native.all_reduce(low.tensor.data_ptr(), low.tensor.numel(), low.code, low.op, low.told)
         if low.raised is not None:
             own.copy_(low.raised(low.tensor))
         elif memory is not own:
@@ -70,7 +70,7 @@ class Collectives:
             result = self._combined(low)
         else:
             address = low.tensor.data_ptr()
-            self.native.reduce(address, address, low.tensor.numel(), low.code, low.op, root)
+            self.native.reduce(address, address, low.tensor.numel(), low.code, low.op, root, low.told)
             result = low.tensor if low.raised is None else low.raised(low.tensor)
         if self.rank != root:
             return
@@ -80,13 +80,17 @@ class Collectives:
             own.copy_(memory)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        """`output` gets the reduction of what all ranks gave as inputs[this rank]."""
+        """`output` gets the reduction of what all ranks gave as inputs[this rank]; sizes may differ by rank."""
         if len(inputs) != self.size:
             raise UsageError(f"reduce_scatter needs one tensor a rank: {self.size}; got {len(inputs)}")
         same_dtype([output, *inputs], "reduce_scatter")
-        wrong = [t.numel() for t in inputs if t.numel() != output.numel()]
-        if wrong:
-            raise UsageError(f"reduce_scatter to {output.numel()} elements from tensors of {wrong}: must be equal")
+        if inputs[self.rank].numel() != output.numel():
+            raise UsageError(
+                f"reduce_scatter to {output.numel()} elements with {inputs[self.rank].numel()} in input {self.rank}"
+            )
+        if any(t.numel() != output.numel() for t in inputs):
+            self._reduce_scatter_uneven(output, inputs, op)
+            return
         target = Target(output)
         output = bare(output)
         lows = [lower(values(t), op) for t in inputs]
@@ -103,11 +107,20 @@ class Collectives:
             first.tensor.numel(),
             first.code,
             first.op,
+            first.told,
         )
         if first.raised is not None:
             output.copy_(first.raised(into).view(output.shape))
         else:
             target.store()
+
+    def _reduce_scatter_uneven(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        """One reduction a rank: each rank has the same list of sizes."""
+        for root, tensor in enumerate(inputs):
+            given = bare(tensor).clone(memory_format=torch.contiguous_format)  # stays as it is
+            self.reduce(given, op, root)
+            if root == self.rank:
+                bare(output).copy_(given.view(output.shape))
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, op: int) -> None:
         """As reduce_scatter, with the inputs one after the other in one tensor."""

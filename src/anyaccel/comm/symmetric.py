@@ -15,7 +15,7 @@ import torch
 
 from anyaccel import _native
 from anyaccel.comm.collectives import Collectives
-from anyaccel.errors import CommError
+from anyaccel.errors import CommError, UsageError
 
 _PAGE = 4096
 _TEXT_BYTES = 1024
@@ -27,7 +27,7 @@ _numbers: WeakKeyDictionary[_native.ShmGroup, itertools.count[int]] = WeakKeyDic
 
 def _tell(through: Collectives, text: str) -> list[str]:
     """Every rank's text, in rank order."""
-    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
     data = text.encode()[: _TEXT_BYTES - 1]
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     parts = [torch.empty_like(own) for _ in range(through.size)]
@@ -45,8 +45,11 @@ def allocate(through: Collectives, shape: tuple[int, ...], dtype: torch.dtype | 
 
     Raises:
         CommError: the ranks asked for different sizes, or one of them has no memory.
+        UsageError: a negative length.
     """
     dtype = dtype or torch.get_default_dtype()
+    if any(length < 0 for length in shape):
+        raise UsageError(f"a symmetric tensor of shape {list(shape)}: lengths are 0 or more")
     numel = math.prod(shape)
     size = -(-max(numel * dtype.itemsize, 1) // _PAGE) * _PAGE
     number = next(_numbers.setdefault(through.native, itertools.count(1)))
@@ -80,5 +83,5 @@ def allocate(through: Collectives, shape: tuple[int, ...], dtype: torch.dtype | 
     through.native.add_symmetric(number, [segment.address for segment in segments], size)
     weakref.finalize(memory, _release, through.native, number, segments).atexit = False
     if numel == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(shape)
