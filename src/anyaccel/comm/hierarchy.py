@@ -9,6 +9,7 @@ it (all_to_all, gather, scatter, messages) goes through the second backend as it
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -21,22 +22,45 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from anyaccel import env
-from anyaccel.comm.python_group import Message, PythonGroup, Wait, divide_by
-from anyaccel.errors import AnyAccelError, CommError
+from anyaccel.comm.dtypes import (
+    AVG,
+    BAND,
+    BOR,
+    BXOR,
+    CODES,
+    MAX,
+    MIN,
+    OP_NAMES,
+    PRODUCT,
+    SUM,
+    Lowered,
+    code_of,
+    lower,
+    op_code,
+)
+from anyaccel.comm.python_group import Disagreement, Message, PythonGroup, Wait, divide_by
+from anyaccel.comm.tensors import same_dtype
+from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 logger = logging.getLogger(__name__)
 
 # What gloo adds up itself; the rest is gathered and reduced by torch.
 _GLOO_TYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-_FUNCTIONS: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
+_FUNCTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    SUM: torch.add,
+    PRODUCT: torch.mul,
+    MIN: torch.minimum,
+    MAX: torch.maximum,
+    BAND: torch.bitwise_and,
+    BOR: torch.bitwise_or,
+    BXOR: torch.bitwise_xor,
 }
+_OPS = tuple(ReduceOp.RedOpType(number) for number in range(len(OP_NAMES)))
+
+# What a rank is doing, as the ranks tell each other before they do it: operation, dtype, elements, reduction, root.
+_OPERATIONS = ("barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
+_FORM = 5
+_NONE = -1
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[str]) -> HierarchicalGroup:
@@ -91,19 +115,24 @@ class HierarchicalGroup(PythonGroup):
     # Collectives ---------------------------------------------------------------------------------------------
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
+        low = lower(tensor, op_code(op))  # refuses what there is not, before anything is sent
+        self._agree("all_reduce", tensor.dtype, tensor.numel(), op)
         if tensor.numel():
-            self._reduce_to_leaders(tensor, op)
+            self._reduce_to_leaders(tensor, low, op_code(op))
             self._tell(tensor)
         return _done
 
     def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
+        low = lower(tensor, op_code(op))
+        self._agree("reduce", tensor.dtype, tensor.numel(), op, root)
         if tensor.numel():
-            self._reduce_to_leaders(tensor, op)
+            self._reduce_to_leaders(tensor, low, op_code(op))
             if root in self._here:
                 self._tell(tensor)
         return _done
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
+        self._agree("broadcast", tensor.dtype, tensor.numel(), root=root)
         if tensor.numel():
             if root in self._here and root != self._here[0]:
                 self._tell(tensor, self._here.index(root))
@@ -117,12 +146,17 @@ class HierarchicalGroup(PythonGroup):
         return _done
 
     def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
+        self._agree("all_gather", tensor.dtype, sum(output.numel() for output in outputs))
+        self._gather_all(outputs, tensor)
+        return _done
+
+    def _gather_all(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
         sizes = [output.numel() * output.element_size() for output in outputs]
         if not sum(sizes):
-            return _done
+            return
         # Inside the host, by everyone; between hosts, pieces of one size, since gloo takes no others.
         here = [_bytes(outputs[rank]) for rank in self._here]
-        self.local.allgather([here], [_bytes(tensor)], _AT_ONCE).wait()
+        self._within(lambda: self.local.allgather([here], [_bytes(tensor)], _AT_ONCE))
         totals = [sum(sizes[rank] for rank in members) for members in self.hosts]
         whole = torch.empty(len(self.hosts), max(totals), dtype=torch.uint8)
         if self.leaders is not None:
@@ -136,14 +170,21 @@ class HierarchicalGroup(PythonGroup):
                 if members is not self._here:
                     _bytes(outputs[rank]).copy_(piece[begin : begin + sizes[rank]])
                 begin += sizes[rank]
-        return _done
 
     def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
-        if output.numel():
-            joined = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            self._reduce_to_leaders(joined, op)
+        counts = [tensor.numel() for tensor in inputs]
+        if len(inputs) != self._size or counts[self._rank] != output.numel():
+            raise UsageError(
+                f"reduce_scatter of {counts} elements for {self._size} ranks, {output.numel()} for this one"
+            )
+        joined = _joined([*inputs, output])[: sum(counts)]
+        low = lower(joined, op_code(op))
+        self._agree("reduce_scatter", output.dtype, sum(counts), op)
+        if joined.numel():
+            self._reduce_to_leaders(joined, low, op_code(op))
             self._tell(joined)
-            output.copy_(joined.view(self._size, -1)[self._rank].view_as(output))
+            begin = sum(counts[: self._rank])
+            _bytes(output).copy_(_bytes(joined[begin : begin + output.numel()]))
         return _done
 
     def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
@@ -180,9 +221,7 @@ class HierarchicalGroup(PythonGroup):
         return _GlooMessage(self.flat.recv([_bytes(tensor)], peer, tag), peer, self.timeout)
 
     def start_barrier(self) -> Wait:
-        token = torch.ones(1)
-        self._reduce_to_leaders(token, ReduceOp.SUM)
-        self._tell(token)
+        self._agree("barrier")  # nobody has everybody's form before everybody has come
         return _done
 
     # Their parts ---------------------------------------------------------------------------------------------
@@ -196,43 +235,99 @@ class HierarchicalGroup(PythonGroup):
         except RuntimeError as error:
             raise CommError(f"rank {self._rank} of {self._size}: between hosts: {error}") from error
 
+    def _within(self, operation: Callable[[], Any]) -> None:
+        """Do an operation of this host's group, whose errors name ranks by their place in it."""
+        try:
+            operation().wait()
+        except CommError as error:
+            text = re.sub(r"\brank (\d+)", lambda found: f"rank {self._here[int(found[1])]}", str(error))
+            raise type(error)(text) from error
+
     def failed(self) -> None:
         """What went wrong here must not leave the others waiting."""
         self.abort()
 
-    def _reduce_to_leaders(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> None:
-        """In place: leaders have the reduction over all ranks, the others something."""
-        kind = ReduceOp.SUM if op == ReduceOp.AVG else op
+    def _agree(
+        self, operation: str, dtype: torch.dtype | None = None, count: int = 0, op: Any = None, root: int = _NONE
+    ) -> None:
+        """Whether all ranks do the same; where they do not, all are told, and the group works on.
+
+        Raises:
+            Disagreement: they do not.
+        """
+        code = _NONE if dtype is None else code_of(dtype)
+        numbers = [_OPERATIONS.index(operation), code, count, _NONE if op is None else op_code(op), root]
+        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        forms = torch.empty(self._size, _FORM, dtype=torch.int64, device="cpu")
+        self._gather_all(list(forms.unbind()), own)
+        for rank, theirs in enumerate(forms.tolist()):
+            if theirs != numbers:
+                raise Disagreement(
+                    f"ranks disagree: rank {self._rank} called {_described(numbers)}, rank {rank} called "
+                    f"{_described(theirs)}"
+                )
+
+    def _reduce_to_leaders(self, tensor: torch.Tensor, low: Lowered, op: int) -> None:
+        """In place: leaders have the reduction over all ranks, the others what they had.
+
+        Sums are rounded once, after the division of an average; the sum that an average of integers is made of is the
+        true one.
+        """
+        if low.op is None:
+            parts = [torch.empty_like(low.tensor) for _ in range(self._size)]
+            self._gather_all(parts, low.tensor)
+            assert low.combine is not None
+            tensor.copy_(reduce(low.combine, parts))
+            return
+        given = low.tensor
+        average = op == AVG
+        kind = SUM if average else low.op
+        if given.dtype in (torch.bfloat16, torch.float16):
+            wide = given.float()
+        elif average and not given.dtype.is_floating_point:
+            wide = _halves(given)
+        else:
+            wide = given
         if len(self._here) > 1:
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(kind), 0, False
-            self.local.reduce([tensor], options).wait()
+            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(_OPS[kind]), 0, False
+            self._within(lambda: self.local.reduce([wide], options))
         if self.leaders is None:
             return
-        self._reduce_leaders(tensor, kind)
-        if op == ReduceOp.AVG:
-            divide_by(tensor, self._size)
-
-    def _reduce_leaders(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> None:
-        half = tensor.dtype in (torch.bfloat16, torch.float16)
-        wide = tensor.float() if half else tensor
-        if wide.dtype in _GLOO_TYPES:
-            options = dist.AllreduceOptions()
-            options.reduceOp = ReduceOp(op)
-            self._finish(self.leaders.allreduce([wide], options))
+        wide = self._reduced_by_leaders(wide, kind)
+        if average and not given.dtype.is_floating_point:
+            wide = _mean_of_halves(wide, self._size)
+        elif average:
+            divide_by(wide, self._size)
+        wide = wide.to(given.dtype)
+        if low.raised is not None:
+            tensor.copy_(low.raised(wide))
         else:
-            parts = [torch.empty_like(wide) for _ in self.hosts]
-            self._finish(self.leaders.allgather([[_bytes(part) for part in parts]], [_bytes(wide)]))
-            wide = _reduced(parts, op)
-        if wide is not tensor:
-            tensor.copy_(wide)
+            given.copy_(wide)  # shares the tensor's memory
+
+    def _reduced_by_leaders(self, wide: torch.Tensor, op: int) -> torch.Tensor:
+        """The reduction over the hosts."""
+        adds_up = wide.dtype in _GLOO_TYPES
+        if adds_up and op in (MIN, MAX) and wide.dtype.is_floating_point:
+            # gloo's comparisons lose NaN.
+            some = torch.ones(1) if bool(wide.isnan().any()) else torch.zeros(1)
+            self._finish(self.leaders.allreduce([some], dist.AllreduceOptions()))
+            adds_up = not bool(some)
+        if adds_up:
+            options = dist.AllreduceOptions()
+            options.reduceOp = ReduceOp(_OPS[op])
+            self._finish(self.leaders.allreduce([wide], options))
+            return wide
+        parts = [torch.empty_like(wide) for _ in self.hosts]
+        self._finish(self.leaders.allgather([[_bytes(part) for part in parts]], [_bytes(wide)]))
+        return reduce(_FUNCTIONS[op], parts)
 
     def _tell(self, tensor: torch.Tensor, source: int = 0) -> None:
         """From one rank of this host to the others."""
         if len(self._here) > 1:
             options = dist.BroadcastOptions()
             options.rootRank, options.asyncOp = source, False
-            self.local.broadcast([tensor], options).wait()
+            self._within(lambda: self.local.broadcast([tensor], options))
 
     # The group itself ----------------------------------------------------------------------------------------
 
@@ -267,15 +362,40 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _reduced(parts: list[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tensor:
-    """What gloo does not add up: small integers, truth values, complex numbers."""
-    dtype = parts[0].dtype
-    if dtype == torch.bool:
-        if op in (ReduceOp.SUM, ReduceOp.MAX):
-            op = ReduceOp.BOR
-        elif op in (ReduceOp.PRODUCT, ReduceOp.MIN):
-            op = ReduceOp.BAND
-    return reduce(_FUNCTIONS[op], parts)
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Dense tensors of one dtype in one; torch.cat does not know all dtypes."""
+    same_dtype(tensors, "reduce_scatter")
+    return torch.cat([_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
+
+
+def _halves(numbers: torch.Tensor) -> torch.Tensor:
+    """Upper and lower 32 bits of whole numbers, whose sums over all ranks do not overflow."""
+    wide = numbers.to(torch.int64)
+    return torch.stack([wide >> 32, wide & 0xFFFFFFFF])
+
+
+def _mean_of_halves(sums: torch.Tensor, count: int) -> torch.Tensor:
+    """The quotient of what `_halves` is summed to, rounded towards zero."""
+    upper = sums[0].div(count, rounding_mode="floor")
+    rest = ((sums[0] - upper * count) << 32) + sums[1]
+    lower_part = rest.div(count, rounding_mode="floor")
+    remains = rest - lower_part * count
+    mean = (upper << 32) + lower_part
+    return mean + ((mean < 0) & (remains > 0)).to(torch.int64)
+
+
+def _described(form: list[int]) -> str:
+    """What a rank has called, of the numbers that it told."""
+    operation, code, count, op, root = form
+    text = _OPERATIONS[operation]
+    if code != _NONE:
+        names = [str(dtype).removeprefix("torch.") for dtype, number in CODES.items() if number == code]
+        text += f" of {count} {names[0] if names else 'elements'}"
+    if op not in (_NONE, SUM):
+        text += f" with {OP_NAMES[op].lower()}"
+    if root != _NONE:
+        text += f" {'from' if _OPERATIONS[operation] == 'broadcast' else 'to'} rank {root}"
+    return text
 
 
 class _GlooMessage:

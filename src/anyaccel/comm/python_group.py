@@ -23,7 +23,7 @@ from anyaccel.comm import events, log, sparse
 from anyaccel.comm.dtypes import op_code
 from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
 from anyaccel.comm.work import JoinedWork, Line, ShmWork, register
-from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 Wait = Callable[[], None]
 Start = Callable[[], Wait]
@@ -75,6 +75,10 @@ class MessageWork(ShmWork):
         """A future with the tensors; waits for the message."""
         self.wait()
         return super().get_future()
+
+
+class Disagreement(CommError):
+    """Ranks have called different things, and all of them have been told: nobody waits, and the group works on."""
 
 
 class PythonGroup(dist.ProcessGroup):
@@ -167,7 +171,7 @@ class PythonGroup(dist.ProcessGroup):
             begin = since if wait else time.perf_counter()
             try:
                 (wait or start())()
-            except UsageError:
+            except (UsageError, Disagreement):
                 raise  # before anything was sent, or after all was
             except (RuntimeError, AnyAccelError):
                 self.failed()
