@@ -12,8 +12,9 @@ import torch
 
 from anyaccel import _native
 from anyaccel.comm.dtypes import code_of
+from anyaccel.comm.line import EXIT_SECONDS, at_exit
 from anyaccel.comm.tensors import Target, values
-from anyaccel.comm.work import EXIT_SECONDS, ShmWork, at_exit
+from anyaccel.comm.work import ShmWork
 
 ANY = -1  # as a peer: whoever sends
 _PUMP_SECONDS = 0.05

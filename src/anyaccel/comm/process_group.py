@@ -20,9 +20,10 @@ from anyaccel import _native
 from anyaccel.comm import events, log
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.line import Line
 from anyaccel.comm.messages import ANY, Mail, MessageWork
 from anyaccel.comm.tensors import bare_each
-from anyaccel.comm.work import JoinedWork, Line, ShmWork, register
+from anyaccel.comm.work import JoinedWork, ShmWork, register
 from anyaccel.errors import UsageError
 
 _CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ class ShmProcessGroup(ProcessGroup):
         self._group_name = self._group_description = ""
         self.native = native
         self.collectives = Collectives(native, rank, size)
-        self._line = Line("anyaccel-shm", native.set_waiting, native.abort)
+        self._line = Line("anyaccel-shm", native.set_waiting, native.abort, lambda: native.timeout)
         self._mail = Mail(native)
         self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
         self._done = ShmWork(None, done=True)

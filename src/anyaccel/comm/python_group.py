@@ -9,8 +9,10 @@ A subclass gives `start_...` for each of them: started when it is called, waited
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -21,8 +23,9 @@ from torch.distributed import ReduceOp, Work
 
 from anyaccel.comm import events, log, sparse
 from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.line import Line
 from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
-from anyaccel.comm.work import JoinedWork, Line, ShmWork, register
+from anyaccel.comm.work import JoinedWork, ShmWork, register
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 Wait = Callable[[], None]
@@ -98,7 +101,17 @@ class PythonGroup(dist.ProcessGroup):
         self._rank, self._size = rank, size
         self.timeout = timeout
         self._group_name = self._group_description = ""
-        self._line = Line(f"anyaccel-{self.NAME}-{rank}")
+        own = weakref.ref(self)
+
+        def give_up() -> None:
+            if (group := own()) is not None:
+                group.failed()
+
+        def patience() -> float:
+            group = own()
+            return math.inf if group is None else group.timeout.total_seconds()
+
+        self._line = Line(f"anyaccel-{self.NAME}-{rank}", give_up=give_up, timeout=patience)
         self._coalescing: list[Work] | None = None
         self._sequence = 0
 
