@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives as events of torch's profiler, named and shaped as those of torch's own backends are."""
+"""What tools of torch see of collectives: events of its profiler, as its own backends' are, and what it counts."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import autograd
+from torch.utils import _python_dispatch
 
 Run = Callable[[], None]
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Whether a profiler of this thread is on: torch's own function, since each operation asks.
 wanted: Callable[[], bool] = autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -43,3 +48,51 @@ def recorded(backend: str, name: str, tensors: Sequence[torch.Tensor], run: Run)
             end()
 
     return inside
+
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+class _Operation:
+    """An operator of torch that was not called: what CommDebugMode reads of one."""
+
+    def __init__(self, name: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d, name)
+
+    def __call__(self) -> None:
+        """Nothing: the group does it."""
+
+    def __str__(self) -> str:
+        return f"{self._overloadpacket}.default"
+
+
+def counted(name: str) -> Callable[[F], F]:
+    """Have calls of a group's method counted by torch's CommDebugMode as those of `torch.ops.c10d.<name>`.
+
+    torch counts in its dispatcher, which calls of a group written in Python do not pass. What torch's own operators ask
+    a group for, they count themselves: the modes are off then.
+    """
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            if not _modes() or not (modes := _counting()):
+                return method(*args, **options)
+            for mode in modes:
+                mode.__torch_dispatch__(_Operation(name), ())
+            # What it consists of is not counted, as it is not with torch's own groups.
+            with _python_dispatch._disable_current_modes():
+                return method(*args, **options)
+
+        return cast("F", call)
+
+    return decorate
+
+
+def _counting() -> list[Any]:
+    """The CommDebugModes that this thread is inside."""
+    module = sys.modules.get("torch.distributed.tensor.debug._comm_mode")
+    if module is None:
+        return []
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    return [mode for mode in stack if isinstance(mode, module.CommDebugMode)]

@@ -331,6 +331,13 @@ class HierarchicalGroup(PythonGroup):
 
     # The group itself ----------------------------------------------------------------------------------------
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long an operation may wait for others, from the next one on."""
+        super().set_timeout(timeout)
+        for group in (self.local, self.leaders, self.flat):
+            if group is not None:
+                group._set_default_timeout(timeout)
+
     def abort(self) -> None:
         """End what is under way, here and on the peers, with an error."""
         for group in (self.local, self.leaders, self.flat):

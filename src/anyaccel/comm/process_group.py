@@ -23,8 +23,8 @@ from anyaccel.comm.dtypes import op_code
 from anyaccel.comm.line import Line
 from anyaccel.comm.messages import ANY, Mail, MessageWork
 from anyaccel.comm.tensors import bare_each
+from anyaccel.comm.torch_backend import TorchBackend
 from anyaccel.comm.work import JoinedWork, ShmWork, register
-from anyaccel.errors import UsageError
 
 _CPU = torch.device("cpu")
 
@@ -122,6 +122,7 @@ class ShmProcessGroup(ProcessGroup):
 
     # --- collectives
 
+    @events.counted("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """All-reduce in place; `opts` may be an operation."""
         tensors, op = bare_each(_list(tensors)), _op(opts)
@@ -135,10 +136,12 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("all_reduce", tensors, run, tensors, opts)
 
+    @events.counted("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         """All-reduce of several tensors in place."""
         return self.allreduce(tensors, opts)
 
+    @events.counted("reduce_")
     def reduce(self, tensors: Any, opts: Any) -> Work:
         """Reduce to one rank in place."""
         tensors = bare_each(tensors)
@@ -150,6 +153,7 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("reduce", tensors, run, tensors, opts)
 
+    @events.counted("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Work:
         """Reduce-scatter of a list of tensors for each output."""
         outputs, input_lists = bare_each(outputs), bare_each(input_lists)
@@ -161,12 +165,14 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("reduce_scatter", [t for inputs in input_lists for t in inputs], run, outputs, opts)
 
+    @events.counted("_reduce_scatter_base_")
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         """Reduce-scatter of one tensor that has the ranks' inputs in order."""
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @events.counted("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several of the kind of reduce_scatter_single."""
         outputs, inputs = bare_each(outputs), bare_each(inputs)
@@ -180,6 +186,7 @@ class ShmProcessGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @events.counted("broadcast_")
     def broadcast(self, tensors: Any, opts: Any, timeout: timedelta | None = None) -> Work:
         """Broadcast in place; `opts` may be a rank."""
         tensors, root = bare_each(_list(tensors)), _root(opts)
@@ -190,6 +197,7 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("broadcast", tensors, run, tensors, opts)
 
+    @events.counted("allgather_")
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         """All-gather into a list of tensors for each input."""
         output_lists, inputs = bare_each(output_lists), bare_each(inputs)
@@ -200,6 +208,7 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("all_gather", inputs, run, output_lists, opts)
 
+    @events.counted("allgather_coalesced_")
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         """All-gather of several inputs; output_lists[rank][i] gets a rank's input i."""
         output_lists, inputs = bare_each(output_lists), bare_each(inputs)
@@ -210,12 +219,14 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("all_gather", inputs, run, output_lists, opts)
 
+    @events.counted("_allgather_base_")
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         """All-gather into one tensor."""
         return self.all_gather_single_coalesced([output], [source], opts)
 
     _allgather_base = all_gather_single
 
+    @events.counted("allgather_into_tensor_coalesced_")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several of the kind of all_gather_single."""
         outputs, inputs = bare_each(outputs), bare_each(inputs)
@@ -228,6 +239,7 @@ class ShmProcessGroup(ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @events.counted("gather_")
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Work:
         """Gather to one rank."""
         output_lists, inputs = bare_each(output_lists), bare_each(inputs)
@@ -238,6 +250,7 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("gather", inputs, run, output_lists, opts)
 
+    @events.counted("scatter_")
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Work:
         """Scatter from one rank."""
         outputs, input_lists = bare_each(outputs), bare_each(input_lists)
@@ -248,11 +261,13 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("scatter", outputs, run, outputs, opts)
 
+    @events.counted("alltoall_")
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """All-to-all of lists of tensors."""
         outputs, inputs = bare_each(outputs), bare_each(inputs)
         return self._do("all_to_all", inputs, lambda: self.collectives.all_to_all(outputs, inputs), outputs, opts)
 
+    @events.counted("alltoall_base_")
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Work:
@@ -357,10 +372,8 @@ class ShmProcessGroup(ProcessGroup):
     supports_coalescing = False
     supports_time_estimate = False
 
-    def _get_backend(self, device: torch.device) -> ShmProcessGroup:
-        if torch.device(device).type not in {each.type for each in self._device_types}:
-            raise UsageError(f"backend shm has nothing for {device}: it works on the CPU")
-        return self
+    def _get_backend(self, device: torch.device) -> TorchBackend:
+        return TorchBackend(self, device)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether torch could ask for tensors in this backend's memory; it is `comm.symm_empty` here."""

@@ -25,6 +25,7 @@ from anyaccel.comm import events, log, sparse
 from anyaccel.comm.dtypes import op_code
 from anyaccel.comm.line import Line
 from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
+from anyaccel.comm.torch_backend import TorchBackend
 from anyaccel.comm.work import JoinedWork, ShmWork, register
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
@@ -209,6 +210,7 @@ class PythonGroup(dist.ProcessGroup):
 
     # torch.distributed's names -------------------------------------------------------------------------------
 
+    @events.counted("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.AllreduceOptions()
         tensor = _one(tensors)
@@ -231,11 +233,13 @@ class PythonGroup(dist.ProcessGroup):
         given = [tensor._values().detach()]
         return self._do("all_reduce", given, start, [], [tensor], opts)
 
+    @events.counted("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
         each = dist.AllreduceOptions()
         each.reduceOp = (opts or dist.AllreduceCoalescedOptions()).reduceOp
         return JoinedWork([self.allreduce([tensor], each) for tensor in tensors])
 
+    @events.counted("reduce_")
     def reduce(self, tensors: Any, opts: Any) -> ShmWork:
         tensor = _one(tensors)
         op, root = _kind(opts.reduceOp), opts.rootRank
@@ -245,6 +249,7 @@ class PythonGroup(dist.ProcessGroup):
         targets = [target] if self._rank == root else []
         return self._do("reduce", [tensor], lambda: self.start_reduce(space, op, root), targets, [tensor], opts)
 
+    @events.counted("broadcast_")
     def broadcast(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.BroadcastOptions()
         tensor = _one(tensors)
@@ -253,6 +258,7 @@ class PythonGroup(dist.ProcessGroup):
             "broadcast", [tensor], lambda: self.start_broadcast(target.memory, opts.rootRank), [target], [tensor], opts
         )
 
+    @events.counted("allgather_")
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> ShmWork:
         outputs = list(output_lists[0])
         targets = [Target(output) for output in outputs]
@@ -260,6 +266,7 @@ class PythonGroup(dist.ProcessGroup):
         memory = [target.memory for target in targets]
         return self._do("all_gather", [dense], lambda: self.start_all_gather(memory, dense), targets, [outputs], opts)
 
+    @events.counted("allgather_coalesced_")
     def allgather_coalesced(self, output_lists: Any, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
         return JoinedWork(
             [
@@ -268,6 +275,7 @@ class PythonGroup(dist.ProcessGroup):
             ]
         )
 
+    @events.counted("_allgather_base_")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
         if output.numel() != self._size * tensor.numel():
             raise UsageError(
@@ -281,11 +289,13 @@ class PythonGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
+    @events.counted("allgather_into_tensor_coalesced_")
     def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> JoinedWork:
         return JoinedWork([self.all_gather_single(o, t) for o, t in zip(outputs, tensors, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @events.counted("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.ReduceScatterOptions()
         output = _one(outputs)
@@ -299,6 +309,7 @@ class PythonGroup(dist.ProcessGroup):
             opts,
         )
 
+    @events.counted("_reduce_scatter_base_")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
         opts = opts or dist.ReduceScatterOptions()
         if tensor.numel() != self._size * output.numel():
@@ -313,12 +324,14 @@ class PythonGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @events.counted("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> JoinedWork:
         opts = opts or dist.ReduceScatterOptions()
         return JoinedWork([self.reduce_scatter_single(o, t, opts) for o, t in zip(outputs, tensors, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @events.counted("alltoall_base_")
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> ShmWork:
@@ -340,6 +353,7 @@ class PythonGroup(dist.ProcessGroup):
             raise UsageError(f"all_to_all_single: {tensor.size(0)} rows cannot be split among {self._size} ranks")
         return list(torch.split(tensor, tensor.size(0) // self._size)) if tensor.size(0) else [tensor] * self._size
 
+    @events.counted("alltoall_")
     def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
         targets, inputs = [Target(output) for output in outputs], [values(tensor) for tensor in tensors]
         memory = [target.memory for target in targets]
@@ -347,6 +361,7 @@ class PythonGroup(dist.ProcessGroup):
             "all_to_all", inputs, lambda: self.start_all_to_all(memory, inputs), targets, list(outputs), opts
         )
 
+    @events.counted("gather_")
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> ShmWork:
         outputs = list(output_lists[0]) if output_lists and self._rank == opts.rootRank else None
         targets = [Target(output) for output in outputs or []]
@@ -355,6 +370,7 @@ class PythonGroup(dist.ProcessGroup):
             "gather", [dense], lambda: self.start_gather(memory, dense, opts.rootRank), targets, [outputs or []], opts
         )
 
+    @events.counted("scatter_")
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> ShmWork:
         output = _one(outputs)
         target = Target(output)
@@ -401,6 +417,8 @@ class PythonGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return self.NAME
 
+    name = getBackendName
+
     def rank(self) -> int:
         return self._rank
 
@@ -441,10 +459,14 @@ class PythonGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
 
+    def _get_backend(self, device: torch.device) -> TorchBackend:
+        return TorchBackend(self, device)
+
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
-    _set_default_timeout = set_timeout
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
 
     def shutdown(self) -> None:
         self._line.close(None)  # each operation has a deadline
