@@ -22,45 +22,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from anyaccel import env
-from anyaccel.comm.dtypes import (
-    AVG,
-    BAND,
-    BOR,
-    BXOR,
-    CODES,
-    MAX,
-    MIN,
-    OP_NAMES,
-    PRODUCT,
-    SUM,
-    Lowered,
-    code_of,
-    lower,
-    op_code,
-)
-from anyaccel.comm.python_group import Disagreement, Message, PythonGroup, Wait, divide_by
+from anyaccel.comm import agreement
+from anyaccel.comm.between_hosts import OPS, HostMessage, as_bytes, narrowed, reduce_hosts, widened
+from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
+from anyaccel.comm.python_group import PythonGroup, Wait
+from anyaccel.comm.python_messages import Message
 from anyaccel.comm.tensors import same_dtype
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 logger = logging.getLogger(__name__)
-
-# What gloo adds up itself; the rest is gathered and reduced by torch.
-_GLOO_TYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-_FUNCTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    SUM: torch.add,
-    PRODUCT: torch.mul,
-    MIN: torch.minimum,
-    MAX: torch.maximum,
-    BAND: torch.bitwise_and,
-    BOR: torch.bitwise_or,
-    BXOR: torch.bitwise_xor,
-}
-_OPS = tuple(ReduceOp.RedOpType(number) for number in range(len(OP_NAMES)))
-
-# What a rank is doing, as the ranks tell each other before they do it: operation, dtype, elements, reduction, root.
-_OPERATIONS = ("barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
-_FORM = 5
-_NONE = -1
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[str]) -> HierarchicalGroup:
@@ -140,7 +110,7 @@ class HierarchicalGroup(PythonGroup):
                 source = next(number for number, members in enumerate(self.hosts) if root in members)
                 options = dist.BroadcastOptions()
                 options.rootRank = source
-                self._finish(self.leaders.broadcast([_bytes(tensor)], options))
+                self._finish(self.leaders.broadcast([as_bytes(tensor)], options))
             if root not in self._here or root == self._here[0]:
                 self._tell(tensor)
         return _done
@@ -155,8 +125,8 @@ class HierarchicalGroup(PythonGroup):
         if not sum(sizes):
             return
         # Inside the host, by everyone; between hosts, pieces of one size, since gloo takes no others.
-        here = [_bytes(outputs[rank]) for rank in self._here]
-        self._within(lambda: self.local.allgather([here], [_bytes(tensor)], _AT_ONCE))
+        here = [as_bytes(outputs[rank]) for rank in self._here]
+        self._within(lambda: self.local.allgather([here], [as_bytes(tensor)], _AT_ONCE))
         totals = [sum(sizes[rank] for rank in members) for members in self.hosts]
         whole = torch.empty(len(self.hosts), max(totals), dtype=torch.uint8)
         if self.leaders is not None:
@@ -168,7 +138,7 @@ class HierarchicalGroup(PythonGroup):
             begin = 0
             for rank in members:
                 if members is not self._here:
-                    _bytes(outputs[rank]).copy_(piece[begin : begin + sizes[rank]])
+                    as_bytes(outputs[rank]).copy_(piece[begin : begin + sizes[rank]])
                 begin += sizes[rank]
 
     def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
@@ -184,41 +154,41 @@ class HierarchicalGroup(PythonGroup):
             self._reduce_to_leaders(joined, low, op_code(op))
             self._tell(joined)
             begin = sum(counts[: self._rank])
-            _bytes(output).copy_(_bytes(joined[begin : begin + output.numel()]))
+            as_bytes(output).copy_(as_bytes(joined[begin : begin + output.numel()]))
         return _done
 
     def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
-        given = torch.cat([_bytes(tensor) for tensor in inputs])
-        taken = torch.empty(sum(_bytes(tensor).numel() for tensor in outputs), dtype=torch.uint8)
-        counts = [[_bytes(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs)]
+        given = torch.cat([as_bytes(tensor) for tensor in inputs])
+        taken = torch.empty(sum(as_bytes(tensor).numel() for tensor in outputs), dtype=torch.uint8)
+        counts = [[as_bytes(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs)]
         self._finish(self.flat.alltoall_base(taken, given, *counts, dist.AllToAllOptions()))
         for output, part in zip(outputs, torch.split(taken, counts[0]), strict=True):
-            _bytes(output).copy_(part)
+            as_bytes(output).copy_(part)
         return _done
 
     def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Wait:
         options = dist.GatherOptions()
         options.rootRank = root
         if tensor.numel():
-            given = [[_bytes(output) for output in outputs]] if outputs else []
-            self._finish(self.flat.gather(given, [_bytes(tensor)], options))
+            given = [[as_bytes(output) for output in outputs]] if outputs else []
+            self._finish(self.flat.gather(given, [as_bytes(tensor)], options))
         return _done
 
     def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
         options = dist.ScatterOptions()
         options.rootRank = root
         if output.numel():
-            given = [[_bytes(tensor) for tensor in inputs]] if inputs else []
-            self._finish(self.flat.scatter([_bytes(output)], given, options))
+            given = [[as_bytes(tensor) for tensor in inputs]] if inputs else []
+            self._finish(self.flat.scatter([as_bytes(output)], given, options))
         return _done
 
     def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return _GlooMessage(self.flat.send([_bytes(tensor)], peer, tag), -1, self.timeout)
+        return HostMessage(self.flat.send([as_bytes(tensor)], peer, tag), -1, self.timeout)
 
     def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         if peer is None:
-            return _GlooMessage(self.flat.recv_anysource([_bytes(tensor)], tag), None, self.timeout)
-        return _GlooMessage(self.flat.recv([_bytes(tensor)], peer, tag), peer, self.timeout)
+            return HostMessage(self.flat.recv_anysource([as_bytes(tensor)], tag), None, self.timeout)
+        return HostMessage(self.flat.recv([as_bytes(tensor)], peer, tag), peer, self.timeout)
 
     def start_barrier(self) -> Wait:
         self._agree("barrier")  # nobody has everybody's form before everybody has come
@@ -248,24 +218,22 @@ class HierarchicalGroup(PythonGroup):
         self.abort()
 
     def _agree(
-        self, operation: str, dtype: torch.dtype | None = None, count: int = 0, op: Any = None, root: int = _NONE
+        self,
+        operation: str,
+        dtype: torch.dtype | None = None,
+        count: int = 0,
+        op: Any = None,
+        root: int | None = None,
     ) -> None:
         """Whether all ranks do the same; where they do not, all are told, and the group works on.
 
         Raises:
             Disagreement: they do not.
         """
-        code = _NONE if dtype is None else code_of(dtype)
-        numbers = [_OPERATIONS.index(operation), code, count, _NONE if op is None else op_code(op), root]
-        own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        forms = torch.empty(self._size, _FORM, dtype=torch.int64, device="cpu")
+        own = torch.tensor(agreement.form(operation, dtype, count, op, root), dtype=torch.int64, device="cpu")
+        forms = torch.empty(self._size, agreement.LENGTH, dtype=torch.int64, device="cpu")
         self._gather_all(list(forms.unbind()), own)
-        for rank, theirs in enumerate(forms.tolist()):
-            if theirs != numbers:
-                raise Disagreement(
-                    f"ranks disagree: rank {self._rank} called {_described(numbers)}, rank {rank} called "
-                    f"{_described(theirs)}"
-                )
+        agreement.compare(self._rank, forms.tolist())
 
     def _reduce_to_leaders(self, tensor: torch.Tensor, low: Lowered, op: int) -> None:
         """In place: leaders have the reduction over all ranks, the others what they had.
@@ -280,47 +248,20 @@ class HierarchicalGroup(PythonGroup):
             tensor.copy_(reduce(low.combine, parts))
             return
         given = low.tensor
-        average = op == AVG
-        kind = SUM if average else low.op
-        if given.dtype in (torch.bfloat16, torch.float16):
-            wide = given.float()
-        elif average and not given.dtype.is_floating_point:
-            wide = _halves(given)
-        else:
-            wide = given
+        kind = SUM if op == AVG else low.op
+        wide = widened(given, op)
         if len(self._here) > 1:
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(_OPS[kind]), 0, False
+            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(OPS[kind]), 0, False
             self._within(lambda: self.local.reduce([wide], options))
         if self.leaders is None:
             return
-        wide = self._reduced_by_leaders(wide, kind)
-        if average and not given.dtype.is_floating_point:
-            wide = _mean_of_halves(wide, self._size)
-        elif average:
-            divide_by(wide, self._size)
-        wide = wide.to(given.dtype)
+        wide = reduce_hosts(self.leaders, len(self.hosts), wide, kind, self._finish)
+        wide = narrowed(wide, given.dtype, op, self._size)
         if low.raised is not None:
             tensor.copy_(low.raised(wide))
         else:
             given.copy_(wide)  # shares the tensor's memory
-
-    def _reduced_by_leaders(self, wide: torch.Tensor, op: int) -> torch.Tensor:
-        """The reduction over the hosts."""
-        adds_up = wide.dtype in _GLOO_TYPES
-        if adds_up and op in (MIN, MAX) and wide.dtype.is_floating_point:
-            # gloo's comparisons lose NaN.
-            some = torch.ones(1) if bool(wide.isnan().any()) else torch.zeros(1)
-            self._finish(self.leaders.allreduce([some], dist.AllreduceOptions()))
-            adds_up = not bool(some)
-        if adds_up:
-            options = dist.AllreduceOptions()
-            options.reduceOp = ReduceOp(_OPS[op])
-            self._finish(self.leaders.allreduce([wide], options))
-            return wide
-        parts = [torch.empty_like(wide) for _ in self.hosts]
-        self._finish(self.leaders.allgather([[_bytes(part) for part in parts]], [_bytes(wide)]))
-        return reduce(_FUNCTIONS[op], parts)
 
     def _tell(self, tensor: torch.Tensor, source: int = 0) -> None:
         """From one rank of this host to the others."""
@@ -364,61 +305,7 @@ def _done() -> None:
     """What has ended when it was started."""
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Dense tensors of one dtype in one; torch.cat does not know all dtypes."""
     same_dtype(tensors, "reduce_scatter")
-    return torch.cat([_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)
-
-
-def _halves(numbers: torch.Tensor) -> torch.Tensor:
-    """Upper and lower 32 bits of whole numbers, whose sums over all ranks do not overflow."""
-    wide = numbers.to(torch.int64)
-    return torch.stack([wide >> 32, wide & 0xFFFFFFFF])
-
-
-def _mean_of_halves(sums: torch.Tensor, count: int) -> torch.Tensor:
-    """The quotient of what `_halves` is summed to, rounded towards zero."""
-    upper = sums[0].div(count, rounding_mode="floor")
-    rest = ((sums[0] - upper * count) << 32) + sums[1]
-    lower_part = rest.div(count, rounding_mode="floor")
-    remains = rest - lower_part * count
-    mean = (upper << 32) + lower_part
-    return mean + ((mean < 0) & (remains > 0)).to(torch.int64)
-
-
-def _described(form: list[int]) -> str:
-    """What a rank has called, of the numbers that it told."""
-    operation, code, count, op, root = form
-    text = _OPERATIONS[operation]
-    if code != _NONE:
-        names = [str(dtype).removeprefix("torch.") for dtype, number in CODES.items() if number == code]
-        text += f" of {count} {names[0] if names else 'elements'}"
-    if op not in (_NONE, SUM):
-        text += f" with {OP_NAMES[op].lower()}"
-    if root != _NONE:
-        text += f" {'from' if _OPERATIONS[operation] == 'broadcast' else 'to'} rank {root}"
-    return text
-
-
-class _GlooMessage:
-    """A message of the second backend."""
-
-    def __init__(self, work: Any, source: int | None, timeout: timedelta) -> None:
-        self._work, self._source, self._timeout = work, source, timeout
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for its end."""
-        self._work.wait(timeout or self._timeout)
-
-    def is_done(self) -> bool:
-        """Whether it has ended."""
-        return bool(self._work.is_completed())
-
-    def source(self) -> int:
-        """Who sent it."""
-        return self._work._source_rank() if self._source is None else self._source
+    return torch.cat([as_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from anyaccel import _native
 from anyaccel.comm import events, log
@@ -23,10 +23,8 @@ from anyaccel.comm.dtypes import op_code
 from anyaccel.comm.line import Line
 from anyaccel.comm.messages import ANY, Mail, MessageWork
 from anyaccel.comm.tensors import bare_each
-from anyaccel.comm.torch_backend import TorchBackend
+from anyaccel.comm.torch_backend import TorchGroup
 from anyaccel.comm.work import JoinedWork, ShmWork, register
-
-_CPU = torch.device("cpu")
 
 
 class _Synchronous:
@@ -57,7 +55,7 @@ def _stop(native: _native.ShmGroup, line: Line, mail: Mail) -> None:
         mail.close()
 
 
-class ShmProcessGroup(ProcessGroup):
+class ShmProcessGroup(TorchGroup):
     """Ranks of one host.
 
     Its methods are torch's: each takes tensors and an options object, and gives a Work. What is asked for
@@ -68,14 +66,12 @@ class ShmProcessGroup(ProcessGroup):
     def __init__(self, store: Store, native: _native.ShmGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)  # the only one that may be derived from
         self._store = store
-        self._group_name = self._group_description = ""
         self.native = native
         self.collectives = Collectives(native, rank, size)
         self._line = Line("anyaccel-shm", native.set_waiting, native.abort, lambda: native.timeout)
         self._mail = Mail(native)
         self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
         self._done = ShmWork(None, done=True)
-        self._sequence = 0
         self._finalizer = weakref.finalize(self, _stop, native, self._line, self._mail)
         # A daemon thread that is inside native code when the interpreter ends is no harm.
         self._finalizer.atexit = False
@@ -125,7 +121,18 @@ class ShmProcessGroup(ProcessGroup):
     @events.counted("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """All-reduce in place; `opts` may be an operation."""
-        tensors, op = bare_each(_list(tensors)), _op(opts)
+        tensors, op = _list(tensors), _op(opts)
+        if (
+            len(tensors) == 1
+            and not getattr(opts, "asyncOp", True)
+            and self._batch is None
+            and not events.wanted()
+            and not log.active()
+            and _native.all_reduce_plain(self.native, tensors[0], op)
+        ):
+            self._sequence += 1
+            return self._done
+        tensors = bare_each(tensors)
 
         def run() -> None:
             for tensor in tensors:
@@ -338,42 +345,9 @@ class ShmProcessGroup(ProcessGroup):
         """The store that the group met over."""
         return self._store
 
-    def _set_sequence_number_for_group(self) -> None:
-        """Numbers begin at 0 on every rank, without an exchange."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has asked for."""
-        return self._sequence
-
-    # torch keeps names in a group's backends, of which this one has none.
-
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._group_description = description
-
-    def getGroupName(self) -> str:
-        """The name that torch gave it."""
-        return self._group_name
-
-    def getGroupDesc(self) -> str:
-        """What its creator calls it."""
-        return self._group_description
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU]
-
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
-
-    def _get_backend(self, device: torch.device) -> TorchBackend:
-        return TorchBackend(self, device)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether torch could ask for tensors in this backend's memory; it is `comm.symm_empty` here."""

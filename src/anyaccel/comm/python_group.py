@@ -10,12 +10,11 @@ A subclass gives `start_...` for each of them: started when it is called, waited
 from __future__ import annotations
 
 import math
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,9 @@ from torch.distributed import ReduceOp, Work
 from anyaccel.comm import events, log, sparse
 from anyaccel.comm.dtypes import op_code
 from anyaccel.comm.line import Line
+from anyaccel.comm.python_messages import Message, MessageWork
 from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
-from anyaccel.comm.torch_backend import TorchBackend
+from anyaccel.comm.torch_backend import TorchGroup
 from anyaccel.comm.work import JoinedWork, ShmWork, register
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
@@ -33,59 +33,11 @@ Wait = Callable[[], None]
 Start = Callable[[], Wait]
 
 
-class Message(Protocol):
-    """A message under way."""
-
-    def wait(self, timeout: timedelta | None) -> None:
-        """Wait for its end; None: the group's timeout."""
-
-    def is_done(self) -> bool:
-        """Whether it has ended, without waiting."""
-
-    def source(self) -> int:
-        """Who sent it; -1 for one that goes out."""
-
-
-class MessageWork(ShmWork):
-    """What `isend` and `irecv` give: carried on by whoever waits for it."""
-
-    def __init__(self, message: Message, target: Target | None, outputs: list[torch.Tensor]) -> None:
-        super().__init__(outputs)
-        self._message, self._target = message, target
-        self._waiting = threading.Lock()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; raise what went wrong."""
-        with self._waiting:
-            if not self._finished:
-                error: BaseException | None = None
-                try:
-                    self._message.wait(timeout if timeout is not None and timeout > timedelta(0) else None)
-                    if self._target is not None:
-                        self._target.store()
-                        self.source = self._message.source()
-                except (RuntimeError, AnyAccelError) as problem:
-                    error = problem
-                self.finish(error)
-        return super().wait()
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        if not self._finished and self._message.is_done():
-            self.wait()
-        return self._finished
-
-    def get_future(self) -> Any:
-        """A future with the tensors; waits for the message."""
-        self.wait()
-        return super().get_future()
-
-
 class Disagreement(CommError):
     """Ranks have called different things, and all of them have been told: nobody waits, and the group works on."""
 
 
-class PythonGroup(dist.ProcessGroup):
+class PythonGroup(TorchGroup):
     """A process group of CPU tensors.
 
     Attributes:
@@ -101,7 +53,6 @@ class PythonGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self.timeout = timeout
-        self._group_name = self._group_description = ""
         own = weakref.ref(self)
 
         def give_up() -> None:
@@ -114,7 +65,6 @@ class PythonGroup(dist.ProcessGroup):
 
         self._line = Line(f"anyaccel-{self.NAME}-{rank}", give_up=give_up, timeout=patience)
         self._coalescing: list[Work] | None = None
-        self._sequence = 0
 
     # What a subclass gives: dense tensors; lists have one entry a rank ---------------------------------------
 
@@ -426,41 +376,6 @@ class PythonGroup(dist.ProcessGroup):
         return self._size
 
     getRank, getSize = rank, size
-
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self._group_description = text
-
-    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
-
-    def getGroupName(self) -> str:
-        return self._group_name
-
-    def getGroupDesc(self) -> str:
-        return self._group_description
-
-    @property
-    def group_name(self) -> str:
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:
-        return self._group_description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Numbers begin at 0 on every rank, without an exchange."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._sequence
-
-    def _get_backend(self, device: torch.device) -> TorchBackend:
-        return TorchBackend(self, device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
