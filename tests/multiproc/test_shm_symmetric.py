@@ -198,7 +198,6 @@ def blind() -> None:
     assert text.count("rank 1: cannot open") == 2
     assert "(of rank 0)" in text
     symmetric._native = _native
-    assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("anyaccel")]
     assert comm.symm_zeros(10, group=other).tolist() == [0.0] * 10
 
 
