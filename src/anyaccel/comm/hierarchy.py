@@ -28,7 +28,7 @@ from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
 from anyaccel.comm.python_group import PythonGroup, Wait
 from anyaccel.comm.python_messages import Message
 from anyaccel.comm.tensors import same_dtype
-from anyaccel.errors import AnyAccelError, CommError, UsageError
+from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,10 @@ class HierarchicalGroup(PythonGroup):
         except AnyAccelError:
             raise
         except RuntimeError as error:
-            raise CommError(f"rank {self._rank} of {self._size}: between hosts: {error}") from error
+            late = "timed out" in str(error).lower()
+            what = f"not done within the timeout of {self.timeout.total_seconds():g} s: {error}" if late else error
+            kind = CommTimeoutError if late else CommError
+            raise kind(f"rank {self._rank} of {self._size}: between hosts: {what}") from error
 
     def _within(self, operation: Callable[[], Any]) -> None:
         """Do an operation of this host's group, whose errors name ranks by their place in it."""
