@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor.debug import CommDebugMode
 
 import ranks
-from anyaccel.comm import shm
+from anyaccel.comm import log, shm
 from anyaccel.errors import CommTimeoutError
 
 
@@ -47,10 +49,16 @@ def counts(group: Any) -> Any:
     return {str(operation): count for operation, count in inner.get_comm_counts().items()}
 
 
-def events(group: Any) -> set[str]:
+def events(run: Callable[[], None]) -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        collectives(group)
-    return {event.name.split(":")[1] for event in profiler.events() if event.name.startswith(("gloo:", "shm:"))}
+        run()
+    return [event.name for event in profiler.events() if event.name.startswith("shm:")]
+
+
+def reduce_once(group: Any, asynchronous: bool) -> None:
+    work = dist.all_reduce(torch.ones(100_000), group=group, async_op=asynchronous)
+    if work is not None:
+        work.wait()
 
 
 def seen(hosts: tuple[int, ...]) -> None:
@@ -58,10 +66,16 @@ def seen(hosts: tuple[int, ...]) -> None:
     shm._host_identity = lambda: f"host {hosts[dist.get_rank()]}"
     group = dist.new_group(backend="shm", timeout=timedelta(seconds=60))
     assert counts(group) == counts(gloo)
-    names = events(group)
-    assert {name for name in names if "all_reduce" in name}
-    wanted = {"broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "scatter", "gather"}
-    assert wanted <= names, names
+    wanted = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "scatter", "gather")
+    assert {f"shm:{name}" for name in wanted} == set(events(lambda: collectives(group)))
+    # What it consists of is nothing of its own.
+    for asynchronous in (False, True):
+        assert events(partial(reduce_once, group, asynchronous)) == ["shm:all_reduce"]
+    log.configure()
+    reduce_once(group, False)
+    assert [entry.count for entry in log.entries()] == [1]
+    log.configure(enabled=False)
+    log.reset()
     before = group._get_sequence_number_for_group()
     collectives(group)
     numbers: list[Any] = [None] * group.size()

@@ -46,6 +46,7 @@ def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[s
     own = members[hosts[rank]]
     number = list(members).index(hosts[rank])
     local = shm.create_local(PrefixStore(f"host{number}", store), own.index(rank), len(own), timeout)
+    local.is_part = True
     between = env.ANYACCEL_BETWEEN_HOSTS.get()
     flat = _second(between, PrefixStore("flat", store), rank, size, timeout)
     leaders = None

@@ -63,6 +63,8 @@ class ShmProcessGroup(TorchGroup):
     the group. torch calls the methods from Python and, where its trampoline has them, from C++.
     """
 
+    is_part = False  # of a group that logs and shows what it does itself
+
     def __init__(self, store: Store, native: _native.ShmGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)  # the only one that may be derived from
         self._store = store
@@ -82,10 +84,10 @@ class ShmProcessGroup(TorchGroup):
         self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any
     ) -> Work:
         """The one place that every operation passes: log, thread, work object."""
-        if log.active():
+        if log.active() and not self.is_part:
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
         self._sequence += 1
-        if events.wanted():
+        if events.wanted() and not self.is_part:
             run = events.recorded("shm", name, tensors, run)
         queued = self._batch is not None or self._line.waiting
         if getattr(options, "asyncOp", True) or queued:
