@@ -80,24 +80,25 @@ void bind_comm(nb::module_& m) {
       .def("leave", &ShmGroup::leave)
       .def(
           "all_reduce",
-          [](ShmGroup& self, uintptr_t address, size_t count, int dtype, int op) {
-            self.all_reduce(pointer(address), count, dtype_of(dtype), op_of(op));
+          [](ShmGroup& self, uintptr_t address, size_t count, int dtype, int op, int told) {
+            self.all_reduce(pointer(address), count, dtype_of(dtype), op_of(op), false, dtype_of(told));
           },
-          nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), no_gil)
+          nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("told") = 0, no_gil)
       .def(
           "reduce",
-          [](ShmGroup& self, uintptr_t in, uintptr_t out, size_t count, int dtype, int op, int root) {
-            self.reduce(pointer(in), pointer(out), count, dtype_of(dtype), op_of(op), root);
+          [](ShmGroup& self, uintptr_t in, uintptr_t out, size_t count, int dtype, int op, int root, int told) {
+            self.reduce(pointer(in), pointer(out), count, dtype_of(dtype), op_of(op), root, dtype_of(told));
           },
           nb::arg("input"), nb::arg("output"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("root"),
-          no_gil)
+          nb::arg("told") = 0, no_gil)
       .def(
           "reduce_scatter",
-          [](ShmGroup& self, const Addresses& ins, uintptr_t out, size_t count, int dtype, int op) {
+          [](ShmGroup& self, const Addresses& ins, uintptr_t out, size_t count, int dtype, int op, int told) {
             const auto inputs = pointers(self, ins);
-            self.reduce_scatter(constant(inputs), pointer(out), count, dtype_of(dtype), op_of(op));
+            self.reduce_scatter(constant(inputs), pointer(out), count, dtype_of(dtype), op_of(op), dtype_of(told));
           },
-          nb::arg("inputs"), nb::arg("output"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), no_gil)
+          nb::arg("inputs"), nb::arg("output"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("told") = 0,
+          no_gil)
       .def(
           "broadcast",
           [](ShmGroup& self, uintptr_t address, size_t count, int dtype, int root) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // inference_all_reduce and all_reduce_add_rms_norm, as CPython calls functions: no argument tuple, no object but the
-// tensors. Whatever is out of the ordinary (another kind of tensor or group, a strided tensor, the first call of a
-// group) goes to the Python function of the same name in comm/api.py.
+// tensors; all_reduce_plain is the first for who has looked at everything but the tensor. Whatever is out of the
+// ordinary (another kind of tensor or group, a strided tensor, the first call of a group) goes to the Python function
+// of the same name in comm/api.py.
 #include <array>
 #include <stdexcept>
 
@@ -80,6 +81,7 @@ bool look(PyObject* object, DLTensor& view, size_t& count, DType& dtype) {
     return false;
   }
   if (view.device_type != kDLCpu || view.lanes != 1) return false;
+  if (view.data == nullptr) return false;  // torch has zeros without memory
   int64_t expected = 1;
   for (int d = view.ndim - 1; d >= 0; --d) {
     if (view.shape[d] != 1 && view.strides != nullptr && view.strides[d] != expected) return false;
@@ -201,6 +203,36 @@ PyObject* all_reduce(PyObject*, PyObject* const* args, Py_ssize_t given, PyObjec
   return PyObject_Vectorcall(fast.slow_all_reduce, args, static_cast<size_t>(given), keywords);
 }
 
+// all_reduce_plain(native group, tensor, number of the reduction): whether it was done; False: another way is to be
+// taken.
+PyObject* all_reduce_plain(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  DLTensor view;
+  size_t count;
+  DType dtype;
+  if (given != 3) {
+    PyErr_SetString(PyExc_TypeError, "all_reduce_plain: a group, a tensor and a number");
+    return nullptr;
+  }
+  const long op = PyLong_AsLong(args[2]);
+  if (op == -1 && PyErr_Occurred()) return nullptr;
+  ShmGroup* group = nullptr;
+  if (!fast.enabled || op < 0 || op >= static_cast<long>(fast.ops.size()) ||
+      !nb::try_cast<ShmGroup*>(nb::handle(args[0]), group) || group->waiting() || !look(args[1], view, count, dtype))
+    Py_RETURN_FALSE;
+  try {
+    const ReduceOp reduce = static_cast<ReduceOp>(op);
+    if (count * comm::dtype_bytes(dtype) <= kHoldLockBytes) {
+      if (!group->try_all_reduce(view.data, count, dtype, reduce)) Py_RETURN_FALSE;
+    } else {
+      const Unlocked unlocked;
+      group->all_reduce(view.data, count, dtype, reduce);
+    }
+  } catch (...) {
+    return raise();
+  }
+  Py_RETURN_TRUE;
+}
+
 PyObject* add_rms_norm(PyObject*, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
   std::array<PyObject*, 1> values{};
   while (fast.enabled) {
@@ -238,6 +270,8 @@ PyCFunction as_method(Function* function) {
 PyMethodDef all_reduce_def{"inference_all_reduce", as_method(all_reduce), METH_FASTCALL | METH_KEYWORDS, nullptr};
 PyMethodDef norm_def{"all_reduce_add_rms_norm", as_method(add_rms_norm), METH_FASTCALL | METH_KEYWORDS, nullptr};
 
+PyMethodDef plain_def{"all_reduce_plain", as_method(all_reduce_plain), METH_FASTCALL, nullptr};
+
 PyObject* keep(nb::handle object) { return object.inc_ref().ptr(); }
 
 }  // namespace
@@ -268,6 +302,7 @@ void bind_comm_fast(nb::module_& m) {
       },
       nb::arg("all_reduce"), nb::arg("all_reduce_add_rms_norm"), nb::arg("torch_variables"), nb::arg("tensor_type"),
       nb::arg("parameter_type"), nb::arg("ops"));
+  m.attr("all_reduce_plain") = nb::steal(PyCFunction_New(&plain_def, nullptr));
   m.def("enable_fast", [](bool enabled) { fast.enabled = enabled && fast.exchange != nullptr; }, nb::arg("enabled"));
   m.def(
       "remember_group",

@@ -24,33 +24,34 @@ ReduceFn ShmGroup::kernel(DType dtype, ReduceOp op) const {
   return kernels_.by[d][o];
 }
 
-ShmGroup::Descriptor ShmGroup::reduction(Op what, size_t count, DType dtype, ReduceOp op, int root) const {
+ShmGroup::Descriptor ShmGroup::reduction(Op what, size_t count, DType dtype, ReduceOp op, int root, DType told) const {
   Descriptor d;
   d.count = count;
   d.op = what;
   d.dtype = static_cast<uint8_t>(dtype);
   d.reduce_op = static_cast<uint8_t>(op);
   d.root = static_cast<uint16_t>(root);
+  d.told = static_cast<uint8_t>(told);
   return d;
 }
 
-void ShmGroup::all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock) {
+void ShmGroup::all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock, DType told) {
   const std::lock_guard<std::mutex> lock(one_call_);
   holds_lock_ = holds_lock;
-  all_reduce_locked(static_cast<char*>(data), count, dtype, op);
+  all_reduce_locked(static_cast<char*>(data), count, dtype, op, told);
 }
 
 bool ShmGroup::try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op) {
   const std::unique_lock<std::mutex> lock(one_call_, std::try_to_lock);
   if (!lock.owns_lock()) return false;
   holds_lock_ = true;
-  all_reduce_locked(static_cast<char*>(data), count, dtype, op);
+  all_reduce_locked(static_cast<char*>(data), count, dtype, op, DType::f32);
   return true;
 }
 
-void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op) {
+void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op, DType told) {
   const ReduceFn fn = kernel(dtype, op);
-  Descriptor descriptor = reduction(Op::all_reduce, count, dtype, op);
+  Descriptor descriptor = reduction(Op::all_reduce, count, dtype, op, 0, told);
   const Symmetric* memory = symmetric_.empty() ? nullptr : find_symmetric(data, count * dtype_bytes(dtype));
   if (memory != nullptr) {
     descriptor.symmetric = memory->id;

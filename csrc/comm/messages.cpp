@@ -253,7 +253,8 @@ void Messages::look_around() {
         char text[32];
         snprintf(text, sizeof text, "%.3g s", group_.timeout());
         throw CommError(CommError::Kind::timeout, (message->peer == -1 ? "no rank" : group_.peer_name(message->peer)) +
-                                                      " did not come within " + text + " for " + describe(*message));
+                                                      " did not come within the timeout of " + text + " for " +
+                                                      describe(*message));
       }
     } catch (const CommError& error) {
       if (step()) return;  // what a peer left behind is still received

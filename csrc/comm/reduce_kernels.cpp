@@ -272,6 +272,13 @@ template <class T>
 struct Accumulator<T, Sum> {
   using type = std::make_unsigned_t<T>;
 };
+// The sum that an average is made of is the true one.
+__extension__ typedef __int128 Int128;
+template <class T>
+  requires std::is_integral_v<T>
+struct Accumulator<T, Avg> {
+  using type = std::conditional_t<sizeof(T) == 8, Int128, int64_t>;
+};
 template <class T>
   requires std::is_integral_v<T>
 struct Accumulator<T, Product> {
@@ -295,9 +302,7 @@ template <class T, class Op>
 
 template <class T, class Op>
 void reduce_plain(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
-  // An average is a sum to begin with.
-  using Fold = std::conditional_t<std::is_same_v<Op, Avg>, Sum, Op>;
-  using A = typename Accumulator<T, Fold>::type;
+  using A = typename Accumulator<T, Op>::type;
   constexpr size_t kBlock = kBlockBytes / sizeof(A);
   alignas(64) A block[kBlock];
   const auto* const* typed = reinterpret_cast<const T* const*>(sources);
@@ -305,13 +310,11 @@ void reduce_plain(const void* const* sources, int n_sources, void* dst, void* ds
   auto* out2 = static_cast<T*>(dst2);
   for (size_t at = 0; at < count; at += kBlock) {
     const size_t n = std::min(kBlock, count - at);
-    accumulate<T, Fold>(typed, n_sources, at, n, block);
+    accumulate<T, Op>(typed, n_sources, at, n, block);
     for (size_t i = 0; i < n; ++i) {
-      T value = static_cast<T>(block[i]);
-      if constexpr (std::is_same_v<Op, Avg> && std::is_floating_point_v<T>) value /= static_cast<T>(n_sources);
-      if constexpr (std::is_same_v<Op, Avg> && std::is_integral_v<T>)
-        value = static_cast<T>(static_cast<int64_t>(value) / n_sources);
-      out[at + i] = value;
+      A value = block[i];
+      if constexpr (std::is_same_v<Op, Avg>) value /= static_cast<A>(n_sources);
+      out[at + i] = static_cast<T>(value);
     }
     if (out2 != nullptr) std::memcpy(out2 + at, out + at, n * sizeof(T));
   }

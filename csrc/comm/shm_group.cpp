@@ -225,8 +225,9 @@ void ShmGroup::time_out() const {
   uint32_t here = 0;
   control(rank_).gave_up.compare_exchange_strong(
       here, static_cast<uint32_t>(Fate::timed_out) | static_cast<uint32_t>(first) << 16);
-  throw CommError(CommError::Kind::timeout, (missing.empty() ? "a rank" : missing) + " did not come within " +
-                                                seconds_text(call_timeout_s_) + " for " + describe(current_));
+  throw CommError(CommError::Kind::timeout, (missing.empty() ? "a rank" : missing) +
+                                                " did not come within the timeout of " + seconds_text(call_timeout_s_) +
+                                                " for " + describe(current_));
 }
 
 std::string ShmGroup::peer_name(int peer) const {
@@ -271,7 +272,9 @@ void ShmGroup::check_peer(int peer, const std::string& doing) const {
 // ------------------------------------------------------------------------------------------------------
 
 std::string ShmGroup::describe(const Descriptor& d) const {
-  const std::string elements = std::to_string(d.count) + " " + dtype_name(static_cast<DType>(d.dtype));
+  const std::string dtype = dtype_name(static_cast<DType>(d.told == 0 ? d.dtype : d.told));
+  const bool pairs = d.told != 0 && dtype.starts_with("complex");
+  const std::string elements = std::to_string(pairs ? d.count / 2 : d.count) + " " + dtype;
   const std::string with =
       d.reduce_op == 0 ? "" : std::string(" with ") + reduce_op_name(static_cast<ReduceOp>(d.reduce_op));
   const std::string root = " rank " + std::to_string(d.root);

@@ -84,13 +84,15 @@ class ShmGroup {
   // One call at a time; others wait.
 
   // In place. `holds_lock`: the caller holds the interpreter's lock, which is given up only where the wait gets long.
-  void all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock = false);
+  // `told` is the dtype that the caller has, where it was brought to another one: peers are to have the same.
+  void all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock = false, DType told = DType::f32);
   // False, and nothing done, when another thread is inside the group.
   bool try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op);
   // `out` is written on `root` only; may be `in`.
-  void reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, int root);
+  void reduce(const void* in, void* out, size_t count, DType dtype, ReduceOp op, int root, DType told = DType::f32);
   // `ins[r]`: what goes to rank r; `out` may be ins[rank].
-  void reduce_scatter(const void* const* ins, void* out, size_t count, DType dtype, ReduceOp op);
+  void reduce_scatter(const void* const* ins, void* out, size_t count, DType dtype, ReduceOp op,
+                      DType told = DType::f32);
   void broadcast(void* data, size_t count, DType dtype, int root);
   // `counts[r]`: elements that rank r gives, the same on all ranks. outs[rank] may be `in`.
   void all_gather(const void* in, void* const* outs, const size_t* counts, DType dtype);
@@ -144,7 +146,7 @@ class ShmGroup {
     Op op = Op::barrier;
     uint8_t dtype = 0;
     uint8_t reduce_op = 0;
-    uint8_t reserved = 0;
+    uint8_t told = 0;  // the dtype that the caller has, where it is brought to another one; 0: this one
     uint16_t root = 0;
     uint16_t symmetric = 0;  // its id, 0: none
     bool operator==(const Descriptor&) const = default;
@@ -187,9 +189,9 @@ class ShmGroup {
   bool agreed() const;
   std::string describe(const Descriptor& descriptor) const;
   ReduceFn kernel(DType dtype, ReduceOp op) const;
-  Descriptor reduction(Op what, size_t count, DType dtype, ReduceOp op, int root = 0) const;
+  Descriptor reduction(Op what, size_t count, DType dtype, ReduceOp op, int root = 0, DType told = DType::f32) const;
   bool is_small(size_t bytes) const;
-  void all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op);
+  void all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op, DType told);
   // These give false, and have changed nothing, when a peer's tensor is symmetric.
   bool all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn kernel);
   bool all_reduce_small(char* data, size_t count, DType dtype, ReduceFn kernel);

@@ -258,7 +258,7 @@ def test_rank_that_does_not_come_is_a_timeout(tmp_path: Path) -> None:
     outcome = failure("stop", 2, 1, tmp_path, ANYACCEL_COMM_TIMEOUT="2")
     name, text = outcome[0][1].strip().splitlines()[-1].split("|", 1)
     assert (outcome[0][0], name) == (17, "CommTimeoutError"), outcome
-    assert "did not come within 2 s" in text
+    assert "did not come within the timeout of 2 s" in text
     # The late rank is told that the other one has given up.
     assert outcome[1][0] == 17, outcome
     assert "rank 0" in outcome[1][1]

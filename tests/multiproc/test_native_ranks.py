@@ -112,7 +112,7 @@ def that_wait() -> str:
 
 def test_a_rank_that_does_not_come() -> None:
     text, _ = ranks.run(that_wait, 2)
-    assert re.search(r"rank 1 \(pid \d+\) did not come within 1 s", text)
+    assert re.search(r"rank 1 \(pid \d+\) did not come within the timeout of 1 s", text)
 
 
 def that_lose_one() -> str:

@@ -156,4 +156,4 @@ def test_a_sender_that_is_gone(how: str, text: str, tmp_path: Path) -> None:
     outcome = ranks.finish(ranks.start(wait_for_a_message, 2, (how, tmp_path), tmp_path), tmp_path, timeout=60)
     assert text in outcome[0][1], outcome
     if how == "stop":
-        assert "did not come within 2 s for receive of 3 float32 from rank 1" in outcome[0][1]
+        assert "did not come within the timeout of 2 s for receive of 3 float32 from rank 1" in outcome[0][1]

@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ranks
-from anyaccel import comm, errors
+from anyaccel import _native, comm, errors
+from anyaccel.comm import symmetric
 from anyaccel.comm.api import _through
 
 
@@ -148,3 +154,89 @@ def norm(backend: str, dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_fused_norm(dtype: torch.dtype, rows: int) -> None:
     ranks.run(norm, 2, "shm", dtype, rows)
+
+
+class Blind:
+    """Native code of a rank that cannot open what its peers have."""
+
+    def __init__(self, closed: tuple[str, ...]) -> None:
+        self.ShmSegment, self._closed = self, closed
+        self.tried: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_native, name)
+
+    def create(self, size: int, memfd: bool) -> _native.ShmSegment:
+        self.tried.append("memfd" if memfd else "posix")
+        return _native.ShmSegment.create(size, memfd)
+
+    def open(self, name: str, size: int) -> _native.ShmSegment:
+        if self.tried[-1] in self._closed:
+            raise FileNotFoundError(f"cannot open {name}")
+        return _native.ShmSegment.open(name, size)
+
+
+def blind() -> None:
+    group = comm.new_group(backend="shm")
+    world = group.size()
+    symmetric._native = Blind(("memfd",) if group.rank() == 1 else ())
+    for _ in range(3):
+        tensor = comm.symm_zeros(1000, group=group)
+        tensor += 1
+        comm.inference_all_reduce(tensor, group=group)
+        assert bool((tensor == world).all())
+    assert symmetric._native.tried == ["memfd", "posix", "posix", "posix"]  # the way that works is kept
+    del tensor
+    gc.collect()
+    other = comm.new_group(backend="shm")
+    symmetric._native = Blind(("memfd", "posix") if group.rank() == 1 else ())
+    with pytest.raises(errors.CommError) as caught:
+        comm.symm_empty(1000, group=other)
+    text = str(caught.value)
+    assert "cannot share 4096 bytes" in text
+    assert "memory" not in text
+    assert text.count("rank 1: cannot open") == 2
+    assert "(of rank 0)" in text
+    symmetric._native = _native
+    assert comm.symm_zeros(10, group=other).tolist() == [0.0] * 10
+
+
+def test_ranks_that_cannot_see_each_other_share_through_dev_shm() -> None:
+    ranks.run(blind, 3)
+
+
+APART = """
+import os, torch, torch.distributed as dist
+from anyaccel import comm
+comm.init_distributed("shm")
+tensor = comm.symm_zeros(100_000)
+tensor += 1
+comm.inference_all_reduce(tensor)
+assert bool((tensor == 2).all())
+print(dist.get_backend(), os.getpid())
+dist.barrier()
+comm.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_with_numberings_of_processes_of_their_own(tmp_path: Path) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("other numberings of processes need root and util-linux")
+    script = tmp_path / "job.py"
+    script.write_text(APART)
+    base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ranks.free_port())}
+    jobs = [
+        subprocess.Popen(
+            ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-W", "ignore", str(script)],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [job.communicate(timeout=100)[0] for job in jobs]
+    if any("unshare: " in output for output in outputs):
+        pytest.skip(f"no namespaces here: {outputs}")
+    assert outputs == ["shm 1\n", "shm 1\n"]

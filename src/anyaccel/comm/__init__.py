@@ -27,6 +27,7 @@ from torch.distributed import (
 )
 
 from anyaccel.comm import shm as _shm
+from anyaccel.comm.accelerate import support_accelerate
 from anyaccel.comm.api import (
     abort,
     all_reduce_add_rms_norm,
@@ -75,6 +76,7 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
     "send",
+    "support_accelerate",
     "symm_empty",
     "symm_zeros",
 ]

@@ -13,7 +13,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from anyaccel.comm import ccl
-from anyaccel.comm.python_group import Message, PythonGroup, Wait, divide_by
+from anyaccel.comm.python_group import PythonGroup, Wait, divide_by
+from anyaccel.comm.python_messages import Message
 from anyaccel.errors import CommError, CommTimeoutError, UsageError
 
 # Codes of oneapi/ccl/types.hpp.

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from anyaccel import _native
+from anyaccel.comm import sparse
 from anyaccel.comm.dtypes import SUM, Lowered, code_of, lower
-from anyaccel.comm.tensors import Target, check, is_plain, same_dtype, values
+from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, same_dtype, values
 from anyaccel.errors import UsageError
 
 
@@ -35,14 +36,19 @@ class Collectives:
 
     def all_reduce(self, tensor: torch.Tensor, op: int = SUM) -> None:
         """In place."""
-        check(tensor)
-        own = tensor.detach()
+        if tensor.layout == torch.sparse_coo and is_sparse(tensor):
+            sparse.all_reduce(tensor, op, self.size, self.all_gather)
+            return
+        self.all_reduce_bare(bare(tensor), op)
+
+    def all_reduce_bare(self, own: torch.Tensor, op: int) -> None:
+        """As all_reduce, of what `bare` gives."""
         memory = own if is_plain(own) else values(own)
         low = lower(memory, op)
         if low.op is None:
             own.copy_(self._combined(low))
             return
-        self.native.all_reduce(low.tensor.data_ptr(), low.tensor.numel(), low.code, low.op)
+        self.native.all_reduce(low.tensor.data_ptr(), low.tensor.numel(), low.code, low.op, low.told)
         if low.raised is not None:
             own.copy_(low.raised(low.tensor))
         elif memory is not own:
@@ -57,15 +63,14 @@ class Collectives:
 
     def reduce(self, tensor: torch.Tensor, op: int, root: int) -> None:
         """Like all_reduce, but only `root` gets the result; the others' tensors stay as they are."""
-        check(tensor)
-        own = tensor.detach()
+        own = bare(tensor)
         memory = own if is_plain(own) else values(own)
         low = lower(memory, op)
         if low.op is None:
             result = self._combined(low)
         else:
             address = low.tensor.data_ptr()
-            self.native.reduce(address, address, low.tensor.numel(), low.code, low.op, root)
+            self.native.reduce(address, address, low.tensor.numel(), low.code, low.op, root, low.told)
             result = low.tensor if low.raised is None else low.raised(low.tensor)
         if self.rank != root:
             return
@@ -75,20 +80,25 @@ class Collectives:
             own.copy_(memory)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        """`output` gets the reduction of what all ranks gave as inputs[this rank]."""
+        """`output` gets the reduction of what all ranks gave as inputs[this rank]; sizes may differ by rank."""
         if len(inputs) != self.size:
             raise UsageError(f"reduce_scatter needs one tensor a rank: {self.size}; got {len(inputs)}")
         same_dtype([output, *inputs], "reduce_scatter")
-        wrong = [t.numel() for t in inputs if t.numel() != output.numel()]
-        if wrong:
-            raise UsageError(f"reduce_scatter to {output.numel()} elements from tensors of {wrong}: must be equal")
+        if inputs[self.rank].numel() != output.numel():
+            raise UsageError(
+                f"reduce_scatter to {output.numel()} elements with {inputs[self.rank].numel()} in input {self.rank}"
+            )
+        if any(t.numel() != output.numel() for t in inputs):
+            self._reduce_scatter_uneven(output, inputs, op)
+            return
         target = Target(output)
+        output = bare(output)
         lows = [lower(values(t), op) for t in inputs]
         first = lows[0]
         if first.op is None:
             everything = torch.stack([low.tensor.reshape(-1) for low in lows])
             result = self._combined(Lowered(everything, first.code, None, combine=first.combine))[self.rank]
-            output.detach().copy_(result.view(output.shape))
+            output.copy_(result.view(output.shape))
             return
         into = target.memory if first.raised is None else torch.empty_like(first.tensor)
         self.native.reduce_scatter(
@@ -97,11 +107,20 @@ class Collectives:
             first.tensor.numel(),
             first.code,
             first.op,
+            first.told,
         )
         if first.raised is not None:
-            output.detach().copy_(first.raised(into).view(output.shape))
+            output.copy_(first.raised(into).view(output.shape))
         else:
             target.store()
+
+    def _reduce_scatter_uneven(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
+        """One reduction a rank: each rank has the same list of sizes."""
+        for root, tensor in enumerate(inputs):
+            given = bare(tensor).clone(memory_format=torch.contiguous_format)  # stays as it is
+            self.reduce(given, op, root)
+            if root == self.rank:
+                bare(output).copy_(given.view(output.shape))
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, op: int) -> None:
         """As reduce_scatter, with the inputs one after the other in one tensor."""
@@ -118,8 +137,7 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """In place, from `root`."""
-        check(tensor)
-        own = tensor.detach()
+        own = bare(tensor)
         memory = values(own) if self.rank == root else Target(own).memory
         self.native.broadcast(memory.data_ptr(), memory.numel(), code_of(memory.dtype), root)
         if self.rank != root and memory.data_ptr() != own.data_ptr():

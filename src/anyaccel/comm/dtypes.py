@@ -22,7 +22,7 @@ CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in en
 _REDUCED = 9  # the first so many have kernels
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
-_OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _BITWISE = (BAND, BOR, BXOR)
 # Of truth values.
 _BOOL_OPS = {SUM: MAX, PRODUCT: MIN, MIN: MIN, MAX: MAX, BAND: BAND, BOR: BOR, BXOR: BXOR}
@@ -54,8 +54,8 @@ def op_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
     """
     kind: Any = getattr(op, "op", op)  # isinstance() takes each for the other
     number = int(kind)
-    if not 0 <= number < len(_OP_NAMES):
-        raise UsageError(f"backend shm has no {kind}; it has {', '.join(_OP_NAMES)}")
+    if not 0 <= number < len(OP_NAMES):
+        raise UsageError(f"backend shm has no {kind}; it has {', '.join(OP_NAMES)}")
     return number
 
 
@@ -67,6 +67,7 @@ class Lowered:
         tensor: its values; shares memory with the original where `raised` is None.
         code, op: dtype and reduction for native code. `op` is None where there is no kernel: `combine` reduces two.
         raised: gives the original dtype back.
+        told: the code of the original dtype where it is another one, which peers are to have too; else 0.
     """
 
     tensor: torch.Tensor
@@ -74,10 +75,11 @@ class Lowered:
     op: int | None
     raised: Callable[[torch.Tensor], torch.Tensor] | None = None
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    told: int = 0
 
 
 def _no_such(op: int, dtype: torch.dtype) -> UsageError:
-    return UsageError(f"there is no reduction {_OP_NAMES[op]} of {str(dtype).removeprefix('torch.')}")
+    return UsageError(f"there is no reduction {OP_NAMES[op]} of {str(dtype).removeprefix('torch.')}")
 
 
 def lower(dense: torch.Tensor, op: int) -> Lowered:
@@ -97,25 +99,25 @@ def lower(dense: torch.Tensor, op: int) -> Lowered:
     if dtype == torch.bool:
         if op not in _BOOL_OPS:
             raise _no_such(op, dtype)
-        return Lowered(dense.view(torch.uint8), CODES[torch.uint8], _BOOL_OPS[op])
+        return Lowered(dense.view(torch.uint8), CODES[torch.uint8], _BOOL_OPS[op], told=code)
     if dtype.is_complex:
         if op in (SUM, AVG):
             real = torch.view_as_real(dense)
-            return Lowered(real, CODES[real.dtype], op)
+            return Lowered(real, CODES[real.dtype], op, told=code)
         if op == PRODUCT:
             return Lowered(dense, code, None, combine=torch.mul)
         raise _no_such(op, dtype)
     if dtype in _SIGNED:
         if op in (SUM, PRODUCT, *_BITWISE):
             signed = dense.view(_SIGNED[dtype])
-            return Lowered(signed, CODES[signed.dtype], op)
+            return Lowered(signed, CODES[signed.dtype], op, told=code)
         if dtype == torch.uint64:
             if op == AVG:
                 raise _no_such(op, dtype)
             # The same order in signed numbers.
             moved = dense.view(torch.int64) ^ _SMALLEST
-            return Lowered(moved, CODES[torch.int64], op, lambda t: (t ^ _SMALLEST).view(torch.uint64))
-        return Lowered(dense.to(torch.int64), CODES[torch.int64], op, lambda t: t.to(dtype))
+            return Lowered(moved, CODES[torch.int64], op, lambda t: (t ^ _SMALLEST).view(torch.uint64), told=code)
+        return Lowered(dense.to(torch.int64), CODES[torch.int64], op, lambda t: t.to(dtype), told=code)
     if dtype.is_floating_point and dtype.itemsize == 1 and op not in _BITWISE:
-        return Lowered(dense.float(), CODES[torch.float32], op, lambda t: t.to(dtype))
+        return Lowered(dense.float(), CODES[torch.float32], op, lambda t: t.to(dtype), told=code)
     raise _no_such(op, dtype)

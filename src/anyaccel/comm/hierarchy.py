@@ -9,6 +9,7 @@ it (all_to_all, gather, scatter, messages) goes through the second backend as it
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -21,22 +22,15 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from anyaccel import env
-from anyaccel.comm.python_group import Message, PythonGroup, Wait, divide_by
-from anyaccel.errors import AnyAccelError, CommError
+from anyaccel.comm import agreement
+from anyaccel.comm.between_hosts import OPS, HostMessage, as_bytes, narrowed, reduce_hosts, widened
+from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
+from anyaccel.comm.python_group import PythonGroup, Wait
+from anyaccel.comm.python_messages import Message
+from anyaccel.comm.tensors import same_dtype
+from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 
 logger = logging.getLogger(__name__)
-
-# What gloo adds up itself; the rest is gathered and reduced by torch.
-_GLOO_TYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
-_FUNCTIONS: dict[ReduceOp.RedOpType, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.PRODUCT: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
 
 
 def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[str]) -> HierarchicalGroup:
@@ -52,6 +46,7 @@ def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[s
     own = members[hosts[rank]]
     number = list(members).index(hosts[rank])
     local = shm.create_local(PrefixStore(f"host{number}", store), own.index(rank), len(own), timeout)
+    local.is_part = True
     between = env.ANYACCEL_BETWEEN_HOSTS.get()
     flat = _second(between, PrefixStore("flat", store), rank, size, timeout)
     leaders = None
@@ -91,19 +86,24 @@ class HierarchicalGroup(PythonGroup):
     # Collectives ---------------------------------------------------------------------------------------------
 
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
+        low = lower(tensor, op_code(op))  # refuses what there is not, before anything is sent
+        self._agree("all_reduce", tensor.dtype, tensor.numel(), op)
         if tensor.numel():
-            self._reduce_to_leaders(tensor, op)
+            self._reduce_to_leaders(tensor, low, op_code(op))
             self._tell(tensor)
         return _done
 
     def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
+        low = lower(tensor, op_code(op))
+        self._agree("reduce", tensor.dtype, tensor.numel(), op, root)
         if tensor.numel():
-            self._reduce_to_leaders(tensor, op)
+            self._reduce_to_leaders(tensor, low, op_code(op))
             if root in self._here:
                 self._tell(tensor)
         return _done
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
+        self._agree("broadcast", tensor.dtype, tensor.numel(), root=root)
         if tensor.numel():
             if root in self._here and root != self._here[0]:
                 self._tell(tensor, self._here.index(root))
@@ -111,18 +111,23 @@ class HierarchicalGroup(PythonGroup):
                 source = next(number for number, members in enumerate(self.hosts) if root in members)
                 options = dist.BroadcastOptions()
                 options.rootRank = source
-                self._finish(self.leaders.broadcast([_bytes(tensor)], options))
+                self._finish(self.leaders.broadcast([as_bytes(tensor)], options))
             if root not in self._here or root == self._here[0]:
                 self._tell(tensor)
         return _done
 
     def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
+        self._agree("all_gather", tensor.dtype, sum(output.numel() for output in outputs))
+        self._gather_all(outputs, tensor)
+        return _done
+
+    def _gather_all(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> None:
         sizes = [output.numel() * output.element_size() for output in outputs]
         if not sum(sizes):
-            return _done
+            return
         # Inside the host, by everyone; between hosts, pieces of one size, since gloo takes no others.
-        here = [_bytes(outputs[rank]) for rank in self._here]
-        self.local.allgather([here], [_bytes(tensor)], _AT_ONCE).wait()
+        here = [as_bytes(outputs[rank]) for rank in self._here]
+        self._within(lambda: self.local.allgather([here], [as_bytes(tensor)], _AT_ONCE))
         totals = [sum(sizes[rank] for rank in members) for members in self.hosts]
         whole = torch.empty(len(self.hosts), max(totals), dtype=torch.uint8)
         if self.leaders is not None:
@@ -134,55 +139,60 @@ class HierarchicalGroup(PythonGroup):
             begin = 0
             for rank in members:
                 if members is not self._here:
-                    _bytes(outputs[rank]).copy_(piece[begin : begin + sizes[rank]])
+                    as_bytes(outputs[rank]).copy_(piece[begin : begin + sizes[rank]])
                 begin += sizes[rank]
-        return _done
 
     def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
-        if output.numel():
-            joined = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            self._reduce_to_leaders(joined, op)
+        counts = [tensor.numel() for tensor in inputs]
+        if len(inputs) != self._size or counts[self._rank] != output.numel():
+            raise UsageError(
+                f"reduce_scatter of {counts} elements for {self._size} ranks, {output.numel()} for this one"
+            )
+        joined = _joined([*inputs, output])[: sum(counts)]
+        low = lower(joined, op_code(op))
+        self._agree("reduce_scatter", output.dtype, sum(counts), op)
+        if joined.numel():
+            self._reduce_to_leaders(joined, low, op_code(op))
             self._tell(joined)
-            output.copy_(joined.view(self._size, -1)[self._rank].view_as(output))
+            begin = sum(counts[: self._rank])
+            as_bytes(output).copy_(as_bytes(joined[begin : begin + output.numel()]))
         return _done
 
     def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
-        given = torch.cat([_bytes(tensor) for tensor in inputs])
-        taken = torch.empty(sum(_bytes(tensor).numel() for tensor in outputs), dtype=torch.uint8)
-        counts = [[_bytes(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs)]
+        given = torch.cat([as_bytes(tensor) for tensor in inputs])
+        taken = torch.empty(sum(as_bytes(tensor).numel() for tensor in outputs), dtype=torch.uint8)
+        counts = [[as_bytes(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs)]
         self._finish(self.flat.alltoall_base(taken, given, *counts, dist.AllToAllOptions()))
         for output, part in zip(outputs, torch.split(taken, counts[0]), strict=True):
-            _bytes(output).copy_(part)
+            as_bytes(output).copy_(part)
         return _done
 
     def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Wait:
         options = dist.GatherOptions()
         options.rootRank = root
         if tensor.numel():
-            given = [[_bytes(output) for output in outputs]] if outputs else []
-            self._finish(self.flat.gather(given, [_bytes(tensor)], options))
+            given = [[as_bytes(output) for output in outputs]] if outputs else []
+            self._finish(self.flat.gather(given, [as_bytes(tensor)], options))
         return _done
 
     def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
         options = dist.ScatterOptions()
         options.rootRank = root
         if output.numel():
-            given = [[_bytes(tensor) for tensor in inputs]] if inputs else []
-            self._finish(self.flat.scatter([_bytes(output)], given, options))
+            given = [[as_bytes(tensor) for tensor in inputs]] if inputs else []
+            self._finish(self.flat.scatter([as_bytes(output)], given, options))
         return _done
 
     def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return _GlooMessage(self.flat.send([_bytes(tensor)], peer, tag), -1, self.timeout)
+        return HostMessage(self.flat.send([as_bytes(tensor)], peer, tag), -1, self.timeout)
 
     def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         if peer is None:
-            return _GlooMessage(self.flat.recv_anysource([_bytes(tensor)], tag), None, self.timeout)
-        return _GlooMessage(self.flat.recv([_bytes(tensor)], peer, tag), peer, self.timeout)
+            return HostMessage(self.flat.recv_anysource([as_bytes(tensor)], tag), None, self.timeout)
+        return HostMessage(self.flat.recv([as_bytes(tensor)], peer, tag), peer, self.timeout)
 
     def start_barrier(self) -> Wait:
-        token = torch.ones(1)
-        self._reduce_to_leaders(token, ReduceOp.SUM)
-        self._tell(token)
+        self._agree("barrier")  # nobody has everybody's form before everybody has come
         return _done
 
     # Their parts ---------------------------------------------------------------------------------------------
@@ -194,47 +204,84 @@ class HierarchicalGroup(PythonGroup):
         except AnyAccelError:
             raise
         except RuntimeError as error:
-            raise CommError(f"rank {self._rank} of {self._size}: between hosts: {error}") from error
+            late = "timed out" in str(error).lower()
+            what = f"not done within the timeout of {self.timeout.total_seconds():g} s: {error}" if late else error
+            kind = CommTimeoutError if late else CommError
+            raise kind(f"rank {self._rank} of {self._size}: between hosts: {what}") from error
+
+    def _within(self, operation: Callable[[], Any]) -> None:
+        """Do an operation of this host's group, whose errors name ranks by their place in it."""
+        try:
+            operation().wait()
+        except CommError as error:
+            text = re.sub(r"\brank (\d+)", lambda found: f"rank {self._here[int(found[1])]}", str(error))
+            raise type(error)(text) from error
 
     def failed(self) -> None:
         """What went wrong here must not leave the others waiting."""
         self.abort()
 
-    def _reduce_to_leaders(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> None:
-        """In place: leaders have the reduction over all ranks, the others something."""
-        kind = ReduceOp.SUM if op == ReduceOp.AVG else op
+    def _agree(
+        self,
+        operation: str,
+        dtype: torch.dtype | None = None,
+        count: int = 0,
+        op: Any = None,
+        root: int | None = None,
+    ) -> None:
+        """Whether all ranks do the same; where they do not, all are told, and the group works on.
+
+        Raises:
+            Disagreement: they do not.
+        """
+        own = torch.tensor(agreement.form(operation, dtype, count, op, root), dtype=torch.int64, device="cpu")
+        forms = torch.empty(self._size, agreement.LENGTH, dtype=torch.int64, device="cpu")
+        self._gather_all(list(forms.unbind()), own)
+        agreement.compare(self._rank, forms.tolist())
+
+    def _reduce_to_leaders(self, tensor: torch.Tensor, low: Lowered, op: int) -> None:
+        """In place: leaders have the reduction over all ranks, the others what they had.
+
+        Sums are rounded once, after the division of an average; the sum that an average of integers is made of is the
+        true one.
+        """
+        if low.op is None:
+            parts = [torch.empty_like(low.tensor) for _ in range(self._size)]
+            self._gather_all(parts, low.tensor)
+            assert low.combine is not None
+            tensor.copy_(reduce(low.combine, parts))
+            return
+        given = low.tensor
+        kind = SUM if op == AVG else low.op
+        wide = widened(given, op)
         if len(self._here) > 1:
             options = dist.ReduceOptions()
-            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(kind), 0, False
-            self.local.reduce([tensor], options).wait()
+            options.reduceOp, options.rootRank, options.asyncOp = ReduceOp(OPS[kind]), 0, False
+            self._within(lambda: self.local.reduce([wide], options))
         if self.leaders is None:
             return
-        self._reduce_leaders(tensor, kind)
-        if op == ReduceOp.AVG:
-            divide_by(tensor, self._size)
-
-    def _reduce_leaders(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> None:
-        half = tensor.dtype in (torch.bfloat16, torch.float16)
-        wide = tensor.float() if half else tensor
-        if wide.dtype in _GLOO_TYPES:
-            options = dist.AllreduceOptions()
-            options.reduceOp = ReduceOp(op)
-            self._finish(self.leaders.allreduce([wide], options))
+        wide = reduce_hosts(self.leaders, len(self.hosts), wide, kind, self._finish)
+        wide = narrowed(wide, given.dtype, op, self._size)
+        if low.raised is not None:
+            tensor.copy_(low.raised(wide))
         else:
-            parts = [torch.empty_like(wide) for _ in self.hosts]
-            self._finish(self.leaders.allgather([[_bytes(part) for part in parts]], [_bytes(wide)]))
-            wide = _reduced(parts, op)
-        if wide is not tensor:
-            tensor.copy_(wide)
+            given.copy_(wide)  # shares the tensor's memory
 
     def _tell(self, tensor: torch.Tensor, source: int = 0) -> None:
         """From one rank of this host to the others."""
         if len(self._here) > 1:
             options = dist.BroadcastOptions()
             options.rootRank, options.asyncOp = source, False
-            self.local.broadcast([tensor], options).wait()
+            self._within(lambda: self.local.broadcast([tensor], options))
 
     # The group itself ----------------------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long an operation may wait for others, from the next one on."""
+        super().set_timeout(timeout)
+        for group in (self.local, self.leaders, self.flat):
+            if group is not None:
+                group._set_default_timeout(timeout)
 
     def abort(self) -> None:
         """End what is under way, here and on the peers, with an error."""
@@ -262,36 +309,7 @@ def _done() -> None:
     """What has ended when it was started."""
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _reduced(parts: list[torch.Tensor], op: ReduceOp.RedOpType) -> torch.Tensor:
-    """What gloo does not add up: small integers, truth values, complex numbers."""
-    dtype = parts[0].dtype
-    if dtype == torch.bool:
-        if op in (ReduceOp.SUM, ReduceOp.MAX):
-            op = ReduceOp.BOR
-        elif op in (ReduceOp.PRODUCT, ReduceOp.MIN):
-            op = ReduceOp.BAND
-    return reduce(_FUNCTIONS[op], parts)
-
-
-class _GlooMessage:
-    """A message of the second backend."""
-
-    def __init__(self, work: Any, source: int | None, timeout: timedelta) -> None:
-        self._work, self._source, self._timeout = work, source, timeout
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for its end."""
-        self._work.wait(timeout or self._timeout)
-
-    def is_done(self) -> bool:
-        """Whether it has ended."""
-        return bool(self._work.is_completed())
-
-    def source(self) -> int:
-        """Who sent it."""
-        return self._work._source_rank() if self._source is None else self._source
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Dense tensors of one dtype in one; torch.cat does not know all dtypes."""
+    same_dtype(tensors, "reduce_scatter")
+    return torch.cat([as_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)

@@ -12,6 +12,7 @@ import torch
 
 from anyaccel import _native
 from anyaccel.comm.dtypes import code_of
+from anyaccel.comm.line import EXIT_SECONDS, at_exit
 from anyaccel.comm.tensors import Target, values
 from anyaccel.comm.work import ShmWork
 
@@ -77,6 +78,7 @@ class Mail:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        at_exit(self)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
         """Start to send."""
@@ -115,6 +117,15 @@ class Mail:
                 if not self._works:
                     continue
             self._native.pump(_PUMP_SECONDS)
+
+    def end(self) -> None:
+        """As the program ends: move on what is under way, for a moment, and end the thread."""
+        deadline = time.monotonic() + EXIT_SECONDS
+        with self._changed:
+            under_way = list(self._works)
+        while not all(work.settle() for work in under_way) and time.monotonic() < deadline:
+            self._native.pump(_PUMP_SECONDS)
+        self.close()
 
     def close(self) -> None:
         """End the thread; what is under way is given up."""

@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from anyaccel import _native
-from anyaccel.comm import log
+from anyaccel.comm import events, log
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import op_code
-from anyaccel.comm.messages import ANY, Mail
-from anyaccel.comm.work import JoinedWork, Line, ShmWork
-from anyaccel.errors import UsageError
-
-_CPU = torch.device("cpu")
+from anyaccel.comm.line import Line
+from anyaccel.comm.messages import ANY, Mail, MessageWork
+from anyaccel.comm.tensors import bare_each
+from anyaccel.comm.torch_backend import TorchGroup
+from anyaccel.comm.work import JoinedWork, ShmWork, register
 
 
 class _Synchronous:
@@ -55,7 +55,7 @@ def _stop(native: _native.ShmGroup, line: Line, mail: Mail) -> None:
         mail.close()
 
 
-class ShmProcessGroup(ProcessGroup):
+class ShmProcessGroup(TorchGroup):
     """Ranks of one host.
 
     Its methods are torch's: each takes tensors and an options object, and gives a Work. What is asked for
@@ -63,13 +63,14 @@ class ShmProcessGroup(ProcessGroup):
     the group. torch calls the methods from Python and, where its trampoline has them, from C++.
     """
 
+    is_part = False  # of a group that logs and shows what it does itself
+
     def __init__(self, store: Store, native: _native.ShmGroup, rank: int, size: int) -> None:
         super().__init__(rank, size)  # the only one that may be derived from
         self._store = store
-        self._group_name = self._group_description = ""
         self.native = native
         self.collectives = Collectives(native, rank, size)
-        self._line = Line("anyaccel-shm", native.set_waiting)
+        self._line = Line("anyaccel-shm", native.set_waiting, native.abort, lambda: native.timeout)
         self._mail = Mail(native)
         self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
         self._done = ShmWork(None, done=True)
@@ -83,11 +84,15 @@ class ShmProcessGroup(ProcessGroup):
         self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any
     ) -> Work:
         """The one place that every operation passes: log, thread, work object."""
-        if log.active():
+        if log.active() and not self.is_part:
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
-        queued = self._batch is not None or (self._line.waiting and not self._line.here())
+        self._sequence += 1
+        if events.wanted() and not self.is_part:
+            run = events.recorded("shm", name, tensors, run)
+        queued = self._batch is not None or self._line.waiting
         if getattr(options, "asyncOp", True) or queued:
             work = self._line.submit(run, outputs)
+            register(work, outputs)
             if self._batch is not None:
                 self._batch.append(work)
             return work
@@ -115,22 +120,40 @@ class ShmProcessGroup(ProcessGroup):
 
     # --- collectives
 
+    @events.counted("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """All-reduce in place; `opts` may be an operation."""
         tensors, op = _list(tensors), _op(opts)
+        if (
+            len(tensors) == 1
+            and not getattr(opts, "asyncOp", True)
+            and self._batch is None
+            and not events.wanted()
+            and not log.active()
+            and _native.all_reduce_plain(self.native, tensors[0], op)
+        ):
+            self._sequence += 1
+            return self._done
+        tensors = bare_each(tensors)
 
         def run() -> None:
             for tensor in tensors:
-                self.collectives.all_reduce(tensor, op)
+                if tensor.layout == torch.strided:  # looked at above
+                    self.collectives.all_reduce_bare(tensor.detach(), op)
+                else:
+                    self.collectives.all_reduce(tensor, op)
 
         return self._do("all_reduce", tensors, run, tensors, opts)
 
+    @events.counted("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         """All-reduce of several tensors in place."""
         return self.allreduce(tensors, opts)
 
+    @events.counted("reduce_")
     def reduce(self, tensors: Any, opts: Any) -> Work:
         """Reduce to one rank in place."""
+        tensors = bare_each(tensors)
         op = op_code(opts.reduceOp)
 
         def run() -> None:
@@ -139,8 +162,10 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("reduce", tensors, run, tensors, opts)
 
+    @events.counted("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Work:
         """Reduce-scatter of a list of tensors for each output."""
+        outputs, input_lists = bare_each(outputs), bare_each(input_lists)
         op = _op(opts)
 
         def run() -> None:
@@ -149,14 +174,17 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("reduce_scatter", [t for inputs in input_lists for t in inputs], run, outputs, opts)
 
+    @events.counted("_reduce_scatter_base_")
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         """Reduce-scatter of one tensor that has the ranks' inputs in order."""
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @events.counted("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several of the kind of reduce_scatter_single."""
+        outputs, inputs = bare_each(outputs), bare_each(inputs)
         op = _op(opts)
 
         def run() -> None:
@@ -167,9 +195,10 @@ class ShmProcessGroup(ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @events.counted("broadcast_")
     def broadcast(self, tensors: Any, opts: Any, timeout: timedelta | None = None) -> Work:
         """Broadcast in place; `opts` may be a rank."""
-        tensors, root = _list(tensors), _root(opts)
+        tensors, root = bare_each(_list(tensors)), _root(opts)
 
         def run() -> None:
             for tensor in tensors:
@@ -177,8 +206,10 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("broadcast", tensors, run, tensors, opts)
 
+    @events.counted("allgather_")
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         """All-gather into a list of tensors for each input."""
+        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
 
         def run() -> None:
             for outputs, source in zip(output_lists, inputs, strict=True):
@@ -186,8 +217,10 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("all_gather", inputs, run, output_lists, opts)
 
+    @events.counted("allgather_coalesced_")
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Work:
         """All-gather of several inputs; output_lists[rank][i] gets a rank's input i."""
+        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
 
         def run() -> None:
             for i, source in enumerate(inputs):
@@ -195,14 +228,17 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("all_gather", inputs, run, output_lists, opts)
 
+    @events.counted("_allgather_base_")
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         """All-gather into one tensor."""
         return self.all_gather_single_coalesced([output], [source], opts)
 
     _allgather_base = all_gather_single
 
+    @events.counted("allgather_into_tensor_coalesced_")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Several of the kind of all_gather_single."""
+        outputs, inputs = bare_each(outputs), bare_each(inputs)
 
         def run() -> None:
             for output, source in zip(outputs, inputs, strict=True):
@@ -212,8 +248,10 @@ class ShmProcessGroup(ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @events.counted("gather_")
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Work:
         """Gather to one rank."""
+        output_lists, inputs = bare_each(output_lists), bare_each(inputs)
 
         def run() -> None:
             for i, source in enumerate(inputs):
@@ -221,8 +259,10 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("gather", inputs, run, output_lists, opts)
 
+    @events.counted("scatter_")
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Work:
         """Scatter from one rank."""
+        outputs, input_lists = bare_each(outputs), bare_each(input_lists)
 
         def run() -> None:
             for i, output in enumerate(outputs):
@@ -230,14 +270,18 @@ class ShmProcessGroup(ProcessGroup):
 
         return self._do("scatter", outputs, run, outputs, opts)
 
+    @events.counted("alltoall_")
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """All-to-all of lists of tensors."""
+        outputs, inputs = bare_each(outputs), bare_each(inputs)
         return self._do("all_to_all", inputs, lambda: self.collectives.all_to_all(outputs, inputs), outputs, opts)
 
+    @events.counted("alltoall_base_")
     def all_to_all_single(
         self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> Work:
         """All-to-all of slices of one tensor."""
+        output, source = bare_each(output), bare_each(source)
 
         def run() -> None:
             self.collectives.all_to_all_single(output, source, output_splits or [], input_splits or [])
@@ -263,15 +307,27 @@ class ShmProcessGroup(ProcessGroup):
 
     def send(self, tensors: Any, peer: int, tag: int) -> Work:
         """Send one tensor."""
-        return self._posted([self._mail.send(tensor, peer, tag) for tensor in tensors])
+        tensors = bare_each(tensors)
+        return self._posted(
+            [self._recorded("send", tensor, lambda t: self._mail.send(t, peer, tag)) for tensor in tensors]
+        )
 
     def recv(self, tensors: Any, peer: int, tag: int) -> Work:
         """Receive one tensor."""
-        return self._posted([self._mail.receive(tensor, peer, tag) for tensor in tensors])
+        tensors = bare_each(tensors)
+        name = "recvAnySource" if peer == ANY else "recv"
+        return self._posted([self._recorded(name, t, lambda t: self._mail.receive(t, peer, tag)) for t in tensors])
 
     def recv_anysource(self, tensors: Any, tag: int) -> Work:
         """Receive one tensor of whoever sends it."""
         return self.recv(tensors, ANY, tag)
+
+    def _recorded(self, name: str, tensor: torch.Tensor, post: Callable[[torch.Tensor], MessageWork]) -> MessageWork:
+        end = events.begin("shm", name, [tensor])
+        work = post(tensor)
+        if end is not None:
+            work.when_done(end)
+        return work
 
     def _posted(self, works: list[Work]) -> Work:
         if self._batch is not None:
@@ -291,37 +347,9 @@ class ShmProcessGroup(ProcessGroup):
         """The store that the group met over."""
         return self._store
 
-    # torch keeps names in a group's backends, of which this one has none.
-
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._group_description = description
-
-    def getGroupName(self) -> str:
-        """The name that torch gave it."""
-        return self._group_name
-
-    def getGroupDesc(self) -> str:
-        """What its creator calls it."""
-        return self._group_description
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU]
-
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
-
-    def _get_backend(self, device: torch.device) -> ShmProcessGroup:
-        if torch.device(device).type not in {each.type for each in self._device_types}:
-            raise UsageError(f"backend shm has nothing for {device}: it works on the CPU")
-        return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether torch could ask for tensors in this backend's memory; it is `comm.symm_empty` here."""
@@ -338,5 +366,6 @@ class ShmProcessGroup(ProcessGroup):
         self.native.abort()
 
     def shutdown(self) -> None:
-        """Leave the group; peers that still wait for this rank get an error."""
+        """Leave the group when what was asked for is done; peers that still wait for this rank get an error."""
+        self._line.close(None)  # each operation has a deadline
         self._finalizer()

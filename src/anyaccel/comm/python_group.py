@@ -9,75 +9,35 @@ A subclass gives `start_...` for each of them: started when it is called, waited
 
 from __future__ import annotations
 
-import threading
+import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
 
-from anyaccel.comm import log
+from anyaccel.comm import events, log, sparse
 from anyaccel.comm.dtypes import op_code
-from anyaccel.comm.tensors import Target, is_plain, values
-from anyaccel.comm.work import JoinedWork, Line, ShmWork
-from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.comm.line import Line
+from anyaccel.comm.python_messages import Message, MessageWork
+from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
+from anyaccel.comm.torch_backend import TorchGroup
+from anyaccel.comm.work import JoinedWork, ShmWork, register
+from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 Wait = Callable[[], None]
 Start = Callable[[], Wait]
 
 
-class Message(Protocol):
-    """A message under way."""
-
-    def wait(self, timeout: timedelta | None) -> None:
-        """Wait for its end; None: the group's timeout."""
-
-    def is_done(self) -> bool:
-        """Whether it has ended, without waiting."""
-
-    def source(self) -> int:
-        """Who sent it; -1 for one that goes out."""
+class Disagreement(CommError):
+    """Ranks have called different things, and all of them have been told: nobody waits, and the group works on."""
 
 
-class MessageWork(ShmWork):
-    """What `isend` and `irecv` give: carried on by whoever waits for it."""
-
-    def __init__(self, message: Message, target: Target | None, outputs: list[torch.Tensor]) -> None:
-        super().__init__(outputs)
-        self._message, self._target = message, target
-        self._waiting = threading.Lock()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; raise what went wrong."""
-        with self._waiting:
-            if not self._finished:
-                error: BaseException | None = None
-                try:
-                    self._message.wait(timeout if timeout is not None and timeout > timedelta(0) else None)
-                    if self._target is not None:
-                        self._target.store()
-                        self.source = self._message.source()
-                except (RuntimeError, AnyAccelError) as problem:
-                    error = problem
-                self.finish(error)
-        return super().wait()
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        if not self._finished and self._message.is_done():
-            self.wait()
-        return self._finished
-
-    def get_future(self) -> Any:
-        """A future with the tensors; waits for the message."""
-        self.wait()
-        return super().get_future()
-
-
-class PythonGroup(dist.ProcessGroup):
+class PythonGroup(TorchGroup):
     """A process group of CPU tensors.
 
     Attributes:
@@ -93,8 +53,17 @@ class PythonGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size = rank, size
         self.timeout = timeout
-        self._group_name = self._group_description = ""
-        self._line = Line(f"anyaccel-{self.NAME}-{rank}")
+        own = weakref.ref(self)
+
+        def give_up() -> None:
+            if (group := own()) is not None:
+                group.failed()
+
+        def patience() -> float:
+            group = own()
+            return math.inf if group is None else group.timeout.total_seconds()
+
+        self._line = Line(f"anyaccel-{self.NAME}-{rank}", give_up=give_up, timeout=patience)
         self._coalescing: list[Work] | None = None
 
     # What a subclass gives: dense tensors; lists have one entry a rank ---------------------------------------
@@ -157,6 +126,7 @@ class PythonGroup(dist.ProcessGroup):
 
         `given`: what this rank gives; `targets`: what is written; `outputs`: what the future gives.
         """
+        self._sequence += 1
         asynchronous = getattr(options, "asyncOp", True) or self._coalescing is not None
         since = time.perf_counter()
         wait = start() if self.STARTS_AT_ONCE else None
@@ -165,6 +135,8 @@ class PythonGroup(dist.ProcessGroup):
             begin = since if wait else time.perf_counter()
             try:
                 (wait or start())()
+            except (UsageError, Disagreement):
+                raise  # before anything was sent, or after all was
             except (RuntimeError, AnyAccelError):
                 self.failed()
                 raise
@@ -174,8 +146,10 @@ class PythonGroup(dist.ProcessGroup):
                 size = sum(tensor.numel() * tensor.element_size() for tensor in given)
                 log.record(name, size, time.perf_counter() - begin, self)
 
+        run = events.recorded(self.NAME, name, given, run)
         if asynchronous or self._line.waiting:
             work = self._line.submit(run, outputs)
+            register(work, outputs)
             if self._coalescing is not None:
                 self._coalescing.append(work)
             if not asynchronous:
@@ -186,20 +160,36 @@ class PythonGroup(dist.ProcessGroup):
 
     # torch.distributed's names -------------------------------------------------------------------------------
 
+    @events.counted("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.AllreduceOptions()
         tensor = _one(tensors)
-        target = _loaded(tensor)
         op = _kind(opts.reduceOp)
+        if is_sparse(tensor):
+            return self._sparse_all_reduce(tensor, op, opts)
+        target = _loaded(tensor)
         return self._do(
             "all_reduce", [tensor], lambda: self.start_all_reduce(target.memory, op), [target], [tensor], opts
         )
 
+    def _sparse_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, opts: Any) -> ShmWork:
+        sparse.check(tensor, op_code(op))
+
+        def start() -> Wait:
+            # All of it at once: operations are to be started in the same order on all ranks.
+            sparse.all_reduce(tensor, op_code(op), self._size, lambda parts, own: self.start_all_gather(parts, own)())
+            return _none
+
+        given = [tensor._values().detach()]
+        return self._do("all_reduce", given, start, [], [tensor], opts)
+
+    @events.counted("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
         each = dist.AllreduceOptions()
         each.reduceOp = (opts or dist.AllreduceCoalescedOptions()).reduceOp
         return JoinedWork([self.allreduce([tensor], each) for tensor in tensors])
 
+    @events.counted("reduce_")
     def reduce(self, tensors: Any, opts: Any) -> ShmWork:
         tensor = _one(tensors)
         op, root = _kind(opts.reduceOp), opts.rootRank
@@ -209,6 +199,7 @@ class PythonGroup(dist.ProcessGroup):
         targets = [target] if self._rank == root else []
         return self._do("reduce", [tensor], lambda: self.start_reduce(space, op, root), targets, [tensor], opts)
 
+    @events.counted("broadcast_")
     def broadcast(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.BroadcastOptions()
         tensor = _one(tensors)
@@ -217,6 +208,7 @@ class PythonGroup(dist.ProcessGroup):
             "broadcast", [tensor], lambda: self.start_broadcast(target.memory, opts.rootRank), [target], [tensor], opts
         )
 
+    @events.counted("allgather_")
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> ShmWork:
         outputs = list(output_lists[0])
         targets = [Target(output) for output in outputs]
@@ -224,6 +216,7 @@ class PythonGroup(dist.ProcessGroup):
         memory = [target.memory for target in targets]
         return self._do("all_gather", [dense], lambda: self.start_all_gather(memory, dense), targets, [outputs], opts)
 
+    @events.counted("allgather_coalesced_")
     def allgather_coalesced(self, output_lists: Any, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
         return JoinedWork(
             [
@@ -232,6 +225,7 @@ class PythonGroup(dist.ProcessGroup):
             ]
         )
 
+    @events.counted("_allgather_base_")
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
         if output.numel() != self._size * tensor.numel():
             raise UsageError(
@@ -245,11 +239,13 @@ class PythonGroup(dist.ProcessGroup):
 
     _allgather_base = all_gather_single
 
+    @events.counted("allgather_into_tensor_coalesced_")
     def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> JoinedWork:
         return JoinedWork([self.all_gather_single(o, t) for o, t in zip(outputs, tensors, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @events.counted("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.ReduceScatterOptions()
         output = _one(outputs)
@@ -263,6 +259,7 @@ class PythonGroup(dist.ProcessGroup):
             opts,
         )
 
+    @events.counted("_reduce_scatter_base_")
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> ShmWork:
         opts = opts or dist.ReduceScatterOptions()
         if tensor.numel() != self._size * output.numel():
@@ -277,12 +274,14 @@ class PythonGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @events.counted("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> JoinedWork:
         opts = opts or dist.ReduceScatterOptions()
         return JoinedWork([self.reduce_scatter_single(o, t, opts) for o, t in zip(outputs, tensors, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @events.counted("alltoall_base_")
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
     ) -> ShmWork:
@@ -304,6 +303,7 @@ class PythonGroup(dist.ProcessGroup):
             raise UsageError(f"all_to_all_single: {tensor.size(0)} rows cannot be split among {self._size} ranks")
         return list(torch.split(tensor, tensor.size(0) // self._size)) if tensor.size(0) else [tensor] * self._size
 
+    @events.counted("alltoall_")
     def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
         targets, inputs = [Target(output) for output in outputs], [values(tensor) for tensor in tensors]
         memory = [target.memory for target in targets]
@@ -311,6 +311,7 @@ class PythonGroup(dist.ProcessGroup):
             "all_to_all", inputs, lambda: self.start_all_to_all(memory, inputs), targets, list(outputs), opts
         )
 
+    @events.counted("gather_")
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> ShmWork:
         outputs = list(output_lists[0]) if output_lists and self._rank == opts.rootRank else None
         targets = [Target(output) for output in outputs or []]
@@ -319,6 +320,7 @@ class PythonGroup(dist.ProcessGroup):
             "gather", [dense], lambda: self.start_gather(memory, dense, opts.rootRank), targets, [outputs or []], opts
         )
 
+    @events.counted("scatter_")
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> ShmWork:
         output = _one(outputs)
         target = Target(output)
@@ -365,6 +367,8 @@ class PythonGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return self.NAME
 
+    name = getBackendName
+
     def rank(self) -> int:
         return self._rank
 
@@ -373,45 +377,14 @@ class PythonGroup(dist.ProcessGroup):
 
     getRank, getSize = rank, size
 
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self._group_description = text
-
-    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
-
-    def getGroupName(self) -> str:
-        return self._group_name
-
-    def getGroupDesc(self) -> str:
-        return self._group_description
-
-    @property
-    def group_name(self) -> str:
-        return self._group_name
-
-    @property
-    def group_desc(self) -> str:
-        return self._group_description
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Not kept: what ranks do differently is found by the operations themselves."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return 0
-
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
 
-    _set_default_timeout = set_timeout
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        self._line.close()
+        self._line.close(None)  # each operation has a deadline
 
 
 def divide_by(total: torch.Tensor, count: int) -> None:
@@ -423,14 +396,19 @@ def divide_by(total: torch.Tensor, count: int) -> None:
 
 def _loaded(tensor: torch.Tensor) -> Target:
     """A target that has the tensor's values already."""
+    tensor = bare(tensor)
     target = Target(tensor)
     if not is_plain(tensor):
         target.memory.copy_(tensor)
     return target
 
 
+def _none() -> None:
+    pass
+
+
 def _nothing() -> Wait:
-    return lambda: None
+    return _none
 
 
 def _one(tensors: Any) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from anyaccel import _native
 from anyaccel.comm.collectives import Collectives
-from anyaccel.errors import CommError
+from anyaccel.errors import CommError, UsageError
 
 _PAGE = 4096
 _TEXT_BYTES = 1024
@@ -23,11 +23,13 @@ _LAST_NUMBER = 65535  # csrc/comm/shm_group.h
 
 # How many each group has had: ranks allocate in the same order, so equal numbers name the same memory.
 _numbers: WeakKeyDictionary[_native.ShmGroup, itertools.count[int]] = WeakKeyDictionary()
+# In which kinds of memory a group's ranks can reach each other.
+_kinds: WeakKeyDictionary[_native.ShmGroup, tuple[str, ...]] = WeakKeyDictionary()
 
 
 def _tell(through: Collectives, text: str) -> list[str]:
     """Every rank's text, in rank order."""
-    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+    own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
     data = text.encode()[: _TEXT_BYTES - 1]
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     parts = [torch.empty_like(own) for _ in range(through.size)]
@@ -40,45 +42,65 @@ def _release(native: _native.ShmGroup, number: int, segments: list[_native.ShmSe
     segments.clear()
 
 
+def _mapped(through: Collectives, size: int) -> tuple[_native.ShmSegment, list[_native.ShmSegment]]:
+    """This rank's memory, and that of all ranks.
+
+    Without a name first; where ranks cannot open each other's that way, as they see other numbers of processes, with
+    one in /dev/shm. The ranks tell each other how it went, so that all take the same way.
+    """
+    failures: list[str] = []
+    for kind in _kinds.get(through.native, ("memfd", "posix")):
+        own: _native.ShmSegment | None = None
+        name, error = "", ""
+        try:
+            own = _native.ShmSegment.create(size, kind == "memfd")
+            name = own.name
+        except OSError as problem:
+            error = str(problem)
+        told = [json.loads(text) for text in _tell(through, json.dumps([name, size, error[:300]]))]
+        wanted = sorted({peer_size for _, peer_size, _ in told})
+        if len(wanted) > 1:
+            raise CommError(f"the ranks asked for symmetric tensors of different sizes: {wanted} bytes")
+        lacking = [f"rank {r} has no memory: {problem}" for r, (_, _, problem) in enumerate(told) if problem]
+        segments: list[_native.ShmSegment] = []
+        if own is not None and not lacking:
+            try:
+                for rank, (peer_name, _, _) in enumerate(told):
+                    segments.append(own if rank == through.rank else _native.ShmSegment.open(peer_name, size))
+            except OSError as problem:
+                error = f"{problem} (of rank {len(segments)})"
+        closed = [f"rank {r}: {text}" for r, text in enumerate(_tell(through, error[:500])) if text]
+        if own is not None and not lacking and not closed:
+            own.unlink()
+            _kinds[through.native] = (kind,)
+            return own, segments
+        failures.append("; ".join(lacking or closed))
+        del own, segments
+    causes = (f"without a name: {failures[0]}", f"in /dev/shm: {failures[-1]}") if len(failures) > 1 else failures
+    raise CommError(f"the ranks cannot share {size} bytes for a symmetric tensor: " + "; ".join(causes))
+
+
 def allocate(through: Collectives, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
     """A tensor of this rank in shared memory; every rank of the group calls it with the same arguments.
 
     Raises:
-        CommError: the ranks asked for different sizes, or one of them has no memory.
+        CommError: the ranks asked for different sizes, one of them has no memory, or they cannot open each other's.
+        UsageError: a negative length.
     """
     dtype = dtype or torch.get_default_dtype()
+    if any(length < 0 for length in shape):
+        raise UsageError(f"a symmetric tensor of shape {list(shape)}: lengths are 0 or more")
     numel = math.prod(shape)
     size = -(-max(numel * dtype.itemsize, 1) // _PAGE) * _PAGE
     number = next(_numbers.setdefault(through.native, itertools.count(1)))
     if number > _LAST_NUMBER:
         raise CommError(f"a group can have {_LAST_NUMBER} symmetric tensors in its life; keep them and use them again")
-    own: _native.ShmSegment | None = None
-    name, error = "", ""
-    try:
-        own = _native.ShmSegment.create(size, True)
-        name = own.name
-    except OSError as problem:
-        error = str(problem)
-    told = [json.loads(text) for text in _tell(through, json.dumps([name, size, error[:300]]))]
-    wanted = sorted({peer_size for _, peer_size, _ in told})
-    segments: list[_native.ShmSegment] = []
-    if own is not None and not any(problem for _, _, problem in told) and len(wanted) == 1:
-        try:
-            for rank, (peer_name, _, _) in enumerate(told):
-                segments.append(own if rank == through.rank else _native.ShmSegment.open(peer_name, size))
-        except OSError as problem:
-            error = str(problem)
-    errors = [f"rank {r}: {text}" for r, text in enumerate(_tell(through, error[:500])) if text]
-    if len(wanted) > 1:
-        raise CommError(f"the ranks asked for symmetric tensors of different sizes: {wanted} bytes")
-    if errors or own is None:
-        raise CommError("no memory for a symmetric tensor: " + "; ".join(errors))
-    own.unlink()
+    own, segments = _mapped(through, size)
     # A ctypes array is a buffer without a copy, and takes the owner of its memory along.
     kind: Any = type("Memory", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": size})
     memory = kind.from_address(own.address)
     through.native.add_symmetric(number, [segment.address for segment in segments], size)
     weakref.finalize(memory, _release, through.native, number, segments).atexit = False
     if numel == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(shape)

@@ -3,21 +3,77 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from anyaccel.errors import UsageError
 
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
+_BARE = (torch.Tensor, torch.nn.Parameter)
 
-def check(tensor: torch.Tensor) -> None:
-    """Whether the backend can work on this tensor at all.
+
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory, which autograd does not see.
+
+    That of torch's functional collectives is waited for first. What only looks like a tensor is refused: collectives
+    go past torch's dispatcher, and the address of such a thing is not its values'.
 
     Raises:
-        UsageError: it is not on the CPU, or not an array.
+        UsageError: it is not on the CPU, or has no memory that holds its values.
     """
+    return tensor.detach() if _is_bare(tensor) else _unwrapped(tensor)
+
+
+def _is_bare(tensor: torch.Tensor) -> bool:
+    dense = type(tensor) in _BARE and tensor.is_cpu and tensor.layout == torch.strided
+    return dense and not (tensor.is_nested or tensor.is_quantized or tensor._is_zerotensor())
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    # Loaded here: with plain tensors nobody needs it, and it takes a second.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return bare(tensor.trigger_wait())  # type: ignore[no-untyped-call]
+    if _has_dispatch(tensor):
+        raise UsageError(
+            f"collectives work on tensors with memory of their own; this one is a {type(tensor).__name__}: give them "
+            f"the tensor inside it{' (to_local())' if hasattr(tensor, 'to_local') else ''}"
+        )
     if not tensor.is_cpu:
-        raise UsageError(f"backend shm works on CPU tensors; this one is on {tensor.device}")
-    if tensor.layout != torch.strided:
-        raise UsageError(f"backend shm works on dense and strided tensors; this one is {tensor.layout}")
+        raise UsageError(f"collectives of this backend work on CPU tensors; this one is on {tensor.device}")
+    kind = ""
+    if tensor.is_nested:
+        kind = "nested: give its values"
+    elif tensor.is_quantized:
+        kind = f"quantised ({tensor.dtype}): give its int_repr()"
+    elif tensor.layout != torch.strided:
+        kind = f"{tensor.layout}" + (": only all_reduce takes it" if tensor.layout == torch.sparse_coo else "")
+    elif tensor._is_zerotensor():
+        kind = "a zero tensor without memory: clone it"
+    if kind:
+        raise UsageError(f"collectives work on dense and strided tensors; this one is {kind}")
+    return tensor.detach().as_subclass(torch.Tensor)
+
+
+def _has_dispatch(tensor: torch.Tensor) -> bool:
+    """Whether its class says itself what operations do: what it holds is then another tensor, or nothing."""
+    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor of coordinates and values, on the CPU."""
+    return tensor.layout == torch.sparse_coo and tensor.is_cpu and not _has_dispatch(tensor)
+
+
+def bare_each(tensors: Any) -> Any:
+    """Tensors, or lists of them, with the memory: themselves wherever they have it; sparse ones as they are."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors if _is_bare(tensors) or is_sparse(tensors) else _unwrapped(tensors)
+    if len(tensors) == 1 and type(tensors[0]) is torch.Tensor and _is_bare(tensors[0]):  # the most frequent, quickly
+        return tensors
+    return [bare_each(each) for each in tensors]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -27,8 +83,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's values as a plain tensor; itself where it is one. Autograd does not see it."""
-    check(tensor)
-    tensor = tensor.detach()
+    tensor = bare(tensor)
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
@@ -36,10 +91,9 @@ class Target:
     """Where an output is written: the tensor itself or, where its memory is not plain, a tensor that is copied over."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        check(tensor)
-        self._tensor = tensor.detach()
+        self._tensor = bare(tensor)
         plain = is_plain(self._tensor)
-        self.memory = self._tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.memory = self._tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def store(self) -> None:
         """Bring what was written to the tensor."""

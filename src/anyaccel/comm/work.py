@@ -1,19 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work objects of the `shm` backend, and the thread that carries out what was asked for asynchronously."""
+"""Work objects of groups: what is waited for, or followed through its future."""
 
 from __future__ import annotations
 
-import queue
+import functools
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import Work
 from torch.futures import Future
 
 from anyaccel.errors import CommTimeoutError
+
+# The C++ hook FP16_COMPRESS of DistributedDataParallel asks the future of a reduction of halves for a list of tensors;
+# a future made in Python has a Python object. TorchScript's are typed, but are completed by torch's small pool of
+# threads, where callbacks that wait for other futures would hold each other up: only halves, which those hooks use,
+# take that way.
+_TYPED = """
+def after(done: Future[bool], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(done)
+    return tensors
+
+def typed(done: Future[bool], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(after, done, tensors)
+"""
+
+
+@functools.cache
+def _typed() -> Any:
+    return torch.jit.CompilationUnit(_TYPED).typed
+
+
+def _are_halves(outputs: Any) -> bool:
+    return bool(outputs) and all(isinstance(t, torch.Tensor) and t.dtype == torch.float16 for t in outputs)
+
+
+def _ended_well(done: Future[Any]) -> bool:
+    done.value()  # raises what went wrong
+    return True
+
+
+class _Result(Future[Any]):
+    """The future of a work."""
+
+    def __init__(self, work: ShmWork) -> None:
+        super().__init__()
+        self._work = weakref.ref(work)
+
+    def wait(self) -> Any:
+        """Wait for what the operation gives."""
+        work = self._work()
+        if work is not None:
+            work.about_to_wait()
+        del work
+        return super().wait()
 
 
 class ShmWork(Work):
@@ -29,25 +74,61 @@ class ShmWork(Work):
         self._event: threading.Event | None = None
         self._finished = done
         self._error: BaseException | None = None
-        self._future: Future[Any] | None = None
+        self._future: Future[Any] | None = None  # completed by `finish`
+        self._result: Future[Any] | None = None  # what `get_future` gives
+        self._then: Callable[[], None] | None = None
+        self._resumed: list[Any] = []
+        # Told that the calling thread is about to wait for it.
+        self.waited_for: Callable[[ShmWork], None] | None = None
         self.source = -1  # of a message
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Told by whoever carries the operation out."""
+        """Told by whoever carries the operation out. Callbacks of the future are called here."""
+        tell, _ = self.end(error)
+        if tell is not None:
+            tell()
+
+    def end(
+        self, error: BaseException | None = None, nobody_follows: Callable[[], None] | None = None
+    ) -> tuple[Callable[[], None] | None, list[Any]]:
+        """As `finish`, but callbacks are called by calling the first result; None when there is nobody to tell.
+
+        The second has what `resume` was given. Where both are empty, `nobody_follows` is called before anybody sees
+        that it has ended.
+        """
         with self._lock:
+            resumed = self._resumed
+            if self._future is None and not resumed and nobody_follows is not None:
+                nobody_follows()
             self._error = error
             self._finished = True
-            event, future = self._event, self._future
+            event, future, then = self._event, self._future, self._then
+        if then is not None:
+            then()
         if event is not None:
             event.set()
-        if future is not None:
-            self._tell(future)
+        return None if future is None else functools.partial(self._tell, future), resumed
+
+    def resume(self, what: Any) -> bool:
+        """Have `end` give this; False where it has ended."""
+        with self._lock:
+            if not self._finished:
+                self._resumed.append(what)
+            return not self._finished
 
     def _tell(self, future: Future[Any]) -> None:
         if self._error is not None:
             future.set_exception(self._error)
         else:
             future.set_result(self._outputs)
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have this called once it has ended."""
+        with self._lock:
+            if not self._finished:
+                self._then = call
+                return
+        call()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; raise what went wrong.
@@ -57,15 +138,21 @@ class ShmWork(Work):
             CommTimeoutError: `timeout` has passed; the operation goes on.
         """
         if not self._finished:
+            self.about_to_wait()
             with self._lock:
                 event = self._event = self._event or threading.Event()
                 done: bool = self._finished  # meanwhile
             seconds = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
             if not done and not event.wait(seconds):
-                raise CommTimeoutError(f"the operation was not done within {seconds:g} s")
+                raise CommTimeoutError(f"the operation was not done within the timeout of {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True
+
+    def about_to_wait(self) -> None:
+        """Tell whoever carries it out."""
+        if self.waited_for is not None and not self._finished:
+            self.waited_for(self)
 
     def synchronize(self) -> None:
         """As `wait`."""
@@ -97,14 +184,31 @@ class ShmWork(Work):
     def get_future(self) -> Future[Any]:
         """A future with the tensors that were written."""
         with self._lock:
-            if self._future is not None:
-                return self._future
-            future: Future[Any] = Future()
-            self._future = future
+            if self._result is not None:
+                return self._result
+            future: Future[Any] = _Result(self)
             finished = self._finished
+            self._result = self._future = future
+            if _are_halves(self._outputs):
+                self._result = _typed()(future.then(_ended_well), list(self._outputs))
+            result = self._result
         if finished:
             self._tell(future)
-        return future
+        return result
+
+
+def register(work: Work, outputs: Any) -> None:
+    """Have `wait_tensor` of the outputs wait for the work, where torch's own groups do: inside
+    `allow_inflight_collective_as_graph_input_ctx`."""
+    if c10d._allow_inflight_collective_as_graph_input():
+        for tensor in _flat(outputs):
+            c10d._register_work(tensor, c10d.PythonCallbackWork(work.wait))
+
+
+def _flat(outputs: Any) -> list[torch.Tensor]:
+    if isinstance(outputs, torch.Tensor):
+        return [outputs]
+    return [tensor for each in outputs or () for tensor in _flat(each)]
 
 
 class JoinedWork(ShmWork):
@@ -129,59 +233,3 @@ class JoinedWork(ShmWork):
     def get_future(self) -> Future[Any]:
         """The futures of all, as one."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
-
-
-_Job = tuple[Callable[[], None], ShmWork]
-
-
-class Line:
-    """Operations of a group in the order in which they were asked for, on a thread that starts with the first."""
-
-    def __init__(self, name: str, on_change: Callable[[int], None] = lambda _: None) -> None:
-        """`on_change` is told how many are asked for and not done."""
-        self._name = name
-        self._on_change = on_change
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self.waiting = 0  # asked for and not done
-
-    def here(self) -> bool:
-        """Whether the caller is this thread: a callback of a future, which must not wait for what is behind it."""
-        return self._thread is threading.current_thread()
-
-    def submit(self, run: Callable[[], None], outputs: Any) -> ShmWork:
-        """Have `run` called after everything before it."""
-        work = ShmWork(outputs)
-        with self._lock:
-            self.waiting += 1
-            self._on_change(self.waiting)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
-        self._jobs.put((run, work))
-        return work
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            run, work = job
-            error: BaseException | None = None
-            try:
-                run()
-            except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
-                error = problem
-            with self._lock:
-                self.waiting -= 1
-                self._on_change(self.waiting)
-            work.finish(error)
-            del job, run, work, error
-
-    def close(self) -> None:
-        """End the thread, after what was asked for."""
-        with self._lock:
-            if self._thread is not None:
-                self._jobs.put(None)  # first: a Ctrl-C must not leave a thread that nobody ends
-            thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            # Python 3.11 takes a thread for one that has ended when its join is interrupted; nobody asks afterwards.
-            thread.join(5)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools of torch see of collectives: events of its profiler, as its own backends' are, and what it counts."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import autograd
+from torch.utils import _python_dispatch
+
+Run = Callable[[], None]
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Whether a profiler of this thread is on: torch's own function, since each operation asks.
+wanted: Callable[[], bool] = autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def begin(backend: str, name: str, tensors: Sequence[torch.Tensor]) -> Run | None:
+    """Begin an event where a profiler of this thread is on; the result ends it, from any thread."""
+    if not wanted():
+        return None
+    record = autograd._record_function_with_args_enter(f"{backend}:{name}", *tensors)  # type: ignore[attr-defined]
+
+    def end() -> None:
+        # One that ends in another thread is shown as asynchronous: it overlaps with what its own thread does.
+        last = threading.Thread(target=autograd._record_function_with_args_exit, args=(record,))  # type: ignore[attr-defined]
+        last.start()
+        last.join()
+
+    return end
+
+
+def recorded(backend: str, name: str, tensors: Sequence[torch.Tensor], run: Run) -> Run:
+    """The operation; inside an event from now on to its end, where a profiler is on."""
+    end = begin(backend, name, tensors)
+    if end is None:
+        return run
+
+    def inside() -> None:
+        try:
+            run()
+        finally:
+            end()
+
+    return inside
+
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+class _Operation:
+    """An operator of torch that was not called: what CommDebugMode reads of one."""
+
+    def __init__(self, name: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d, name)
+
+    def __call__(self) -> None:
+        """Nothing: the group does it."""
+
+    def __str__(self) -> str:
+        return f"{self._overloadpacket}.default"
+
+
+def counted(name: str) -> Callable[[F], F]:
+    """Have calls of a group's method counted by torch's CommDebugMode as those of `torch.ops.c10d.<name>`.
+
+    torch counts in its dispatcher, which calls of a group written in Python do not pass. What torch's own operators ask
+    a group for, they count themselves: the modes are off then.
+    """
+
+    def decorate(method: F) -> F:
+        @functools.wraps(method)
+        def call(*args: Any, **options: Any) -> Any:
+            if not _modes() or not (modes := _counting()):
+                return method(*args, **options)
+            for mode in modes:
+                mode.__torch_dispatch__(_Operation(name), ())
+            # What it consists of is not counted, as it is not with torch's own groups.
+            with _python_dispatch._disable_current_modes():
+                return method(*args, **options)
+
+        return cast("F", call)
+
+    return decorate
+
+
+def _counting() -> list[Any]:
+    """The CommDebugModes that this thread is inside."""
+    module = sys.modules.get("torch.distributed.tensor.debug._comm_mode")
+    if module is None:
+        return []
+    stack = _python_dispatch._get_current_dispatch_mode_stack()
+    return [mode for mode in stack if isinstance(mode, module.CommDebugMode)]

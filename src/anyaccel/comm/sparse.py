@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of sparse tensors, as torch's COO layout has them: coordinates and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed import ReduceOp
+
+from anyaccel.comm.dtypes import AVG, SUM
+from anyaccel.errors import UsageError
+
+# An all-gather: room for each rank's tensor, and this rank's.
+Gather = Callable[[list[torch.Tensor], torch.Tensor], None]
+
+_MOST_DIMS = 62  # whose sizes fit in the form that ranks exchange
+
+
+def _form(tensor: torch.Tensor) -> torch.Tensor:
+    """What ranks tell each other: number of values, sparse dimensions, dtype, dimensions, then their sizes."""
+    if tensor.dim() > _MOST_DIMS:
+        raise UsageError(
+            f"all_reduce of a sparse tensor of {tensor.dim()} dimensions; at most {_MOST_DIMS} are possible"
+        )
+    # The dtype's name as a number that all ranks agree on.
+    dtype = int.from_bytes(str(tensor.dtype).removeprefix("torch.").encode()[:7], "little")
+    form = torch.zeros(4 + _MOST_DIMS, dtype=torch.int64, device="cpu")
+    numbers = [tensor._nnz(), tensor.sparse_dim(), dtype, tensor.dim(), *tensor.shape]
+    form[: len(numbers)] = torch.tensor(numbers, device="cpu")
+    return form
+
+
+def _shape(form: torch.Tensor) -> str:
+    dims = int(form[3])
+    return f"{form[4 : 4 + dims].tolist()} ({int(form[1])} sparse dimensions)"
+
+
+def check(tensor: torch.Tensor, op: int) -> None:
+    """Whether there is such a reduction; the same on all ranks.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if op not in (SUM, AVG):
+        raise UsageError(f"all_reduce of sparse tensors has SUM and AVG, not {ReduceOp.RedOpType(op).name}")
+    if op == AVG and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        raise UsageError(f"there is no average of {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def all_reduce(tensor: torch.Tensor, op: int, size: int, gather: Gather) -> None:
+    """In place: the sum or average of all ranks' tensors, coalesced.
+
+    Everyone gets all coordinates and values and adds them up in rank order, so the ranks have the same bits. Half
+    types are added in fp32.
+
+    Args:
+        op: torch's number of the reduction.
+        size: how many ranks there are.
+
+    Raises:
+        UsageError: another reduction, or the ranks' tensors differ in shape or dtype; all ranks are told.
+    """
+    check(tensor, op)
+    with torch.no_grad():
+        own = tensor.coalesce()
+        form = _form(own)
+        forms = [torch.empty_like(form) for _ in range(size)]
+        gather(forms, form)
+        for rank, other in enumerate(forms):
+            if not torch.equal(other[1:], form[1:]):
+                raise UsageError(
+                    f"all_reduce of sparse tensors: this rank's is {_shape(form)}, {tensor.dtype}; rank {rank} of the "
+                    f"group has {_shape(other)}" + ("" if other[2] == form[2] else ", another dtype")
+                )
+        counts = [int(other[0]) for other in forms]
+        indices = own.indices().contiguous()
+        values = own.values().contiguous()
+        all_indices = [torch.empty(indices.shape[0], count, dtype=torch.int64, device="cpu") for count in counts]
+        all_values = [torch.empty(count, *values.shape[1:], dtype=values.dtype, device="cpu") for count in counts]
+        gather(all_indices, indices)
+        gather(all_values, values)
+        joined = torch.cat(all_values)
+        half = joined.dtype in (torch.float16, torch.bfloat16)
+        total = torch.sparse_coo_tensor(
+            torch.cat(all_indices, 1),
+            joined.float() if half else joined,
+            tensor.shape,
+            device="cpu",
+            check_invariants=False,
+        ).coalesce()
+        if op == AVG:
+            total = total / size
+        tensor.copy_(total.to(tensor.dtype))
