@@ -66,7 +66,7 @@ def _below(path: str, excluded: Sequence[str]) -> Iterator[str | Skipped]:
         kept = []
         for name in sorted(folders):
             each = str(Path(folder, name))
-            if name in SKIPPED_FOLDERS or is_excluded(each, excluded):
+            if (name in SKIPPED_FOLDERS and not _is_package(each, name)) or is_excluded(each, excluded):
                 continue
             if Path(each).is_symlink():
                 yield Skipped(each, _link_reason(folder, each), failed=False)
@@ -78,6 +78,12 @@ def _below(path: str, excluded: Sequence[str]) -> Iterator[str | Skipped]:
             if name.endswith(SUFFIXES) and not is_excluded(each, excluded):
                 yield each
     yield from problems
+
+
+def _is_package(folder: str, name: str) -> bool:
+    """Whether a folder that is called like the output of a build is a package of Python modules."""
+    either = (Path(folder, "__init__.py"), Path(folder).parent / "__init__.py")
+    return name in ("build", "dist") and any(each.is_file() for each in either)
 
 
 def _link_reason(folder: str, link: str) -> str:
