@@ -34,6 +34,9 @@ _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
 # Arguments that say what to do for a device, and marks of tests that need one.
 _OPTIONS_OF_DEVICES = {"enabled", "non_blocking", "pin_memory"}
 _SKIPS = {"skipif", "skipIf", "skipUnless", "skip_if", "skip_unless"}
+_RAW = {"cuda_stream", "cudart", "raw_cuda_graph"}
+_RUNTIMES = {"cuda", "cupy", "cupyx", "tensorrt", "pycuda", "numba"}
+_OF_KERNELS = re.compile(r"(?<![a-z])(?:trt|tensorrt|cupy|apex|flash\w*|cudf|cuml|triton|nccl)(?![a-z])", re.IGNORECASE)
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
 
 
@@ -236,6 +239,8 @@ class Context:
             return "the code chooses between vendors by itself"
         if self.says_so(node):
             return "a text there is about CUDA"
+        if _OF_KERNELS.search(self._condition(node)):
+            return "the condition is about kernels or libraries of CUDA"
         if self._cpu_goes_elsewhere(node):
             return "the CPU is treated in its own way there"
         if self._wanted_as_cuda(node):
@@ -282,6 +287,13 @@ class Context:
             return f"{name} is passed on, and may mean CUDA there"
         return ""
 
+    def _condition(self, node: cst.CSTNode) -> str:
+        """The code of the condition that the node is a part of."""
+        child, parent = node, self.tree.parent(node)
+        while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
+            child, parent = parent, self.tree.parent(parent)
+        return self.tree.module.code_for_node(child)
+
     def _is_word(self, node: cst.CSTNode) -> bool:
         """Whether it is a text other than the name of a device or of a backend."""
         text = text_of(node)
@@ -315,8 +327,10 @@ class Context:
         child = node
         for around in self.tree.parents(node):
             match around:
-                case cst.Decorator() | cst.Lambda() | cst.FunctionDef() | cst.Annotation():
+                case cst.Lambda() | cst.FunctionDef() | cst.Annotation():
                     return ""
+                case cst.Decorator():
+                    return "" if self._is_decided_at_import(around.decorator) else "a decorator"
                 case cst.Param() if around.default is child:
                     function = self.tree.enclosing(around, cst.FunctionDef, cst.Lambda)
                     return "a default" if isinstance(function, cst.FunctionDef) else ""
@@ -324,6 +338,32 @@ class Context:
                     return "an attribute of a class"
             child = around
         return ""
+
+    def _is_decided_at_import(self, decorator: cst.BaseExpression) -> bool:
+        """Whether a decorator asked at import before as well, or can be asked at no other time."""
+        called = self.tree.imported(_undecorated(decorator)) or dotted(_undecorated(decorator)) or ""
+        name = usage.last_name(called)
+        return name in _SKIPS or name in ("custom_fwd", "custom_bwd", "parametrize")
+
+    def raw_cuda(self, node: cst.CSTNode) -> str:
+        """What of CUDA's own runtime the function around this node uses; empty for nothing."""
+        function = self.tree.enclosing(node, cst.FunctionDef)
+        if function is None:
+            return ""
+        return next((name for each, name in self._raw_uses if function in self.tree.parents(each)), "")
+
+    @functools.cached_property
+    def _raw_uses(self) -> list[tuple[cst.CSTNode, str]]:
+        """Raw handles of streams, and names that come from packages which need CUDA."""
+        found: list[tuple[cst.CSTNode, str]] = []
+        for node in self.tree.nodes:
+            if type(node) is cst.Attribute and node.attr.value in _RAW:
+                found.append((node, node.attr.value))
+            elif type(node) is cst.Name and node.value in self.tree.imported_names:
+                root = (self.tree.imported(node) or "").split(".")[0]
+                if root in _RUNTIMES:
+                    found.append((node, root))
+        return found
 
     def in_own_cuda(self, node: cst.CSTNode) -> bool:
         """Whether it stands in a method cuda() of a class, which says CUDA to its callers."""

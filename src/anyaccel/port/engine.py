@@ -111,6 +111,8 @@ def port_text(
                 candidate.unfixed(
                     f"as {at_import} it would choose when the module is imported; choose where it is used"
                 )
+            elif raw := ctx.raw_cuda(candidate.node):
+                candidate.unfixed(f"the function uses {raw}, which only CUDA has")
             elif ctx.in_own_cuda(candidate.node):
                 candidate.unfixed("a class's own cuda() says CUDA to its callers; let it have to(device)")
             elif own and candidate.code not in _OF_TENSORS:

@@ -149,7 +149,8 @@ def has_newer_way(ctx: Context, node: cst.CSTNode) -> bool:
 def only_sets_cuda(ctx: Context, regions: Sequence[cst.CSTNode], ported: set[cst.CSTNode]) -> bool:
     """Whether what is guarded is settings of cuDNN or torch.backends.cuda, and nothing that is ported."""
     inside = [region for region in regions if not isinstance(region, cst.FunctionDef | cst.Module)]
-    settings = [each for region in inside for each in _names_in(ctx, region) if _SETTINGS.match(dotted(each) or "")]
+    names = [each for region in inside for each in _names_in(ctx, region)]
+    settings = [each for each in names if _SETTINGS.match(ctx.tree.imported(each) or dotted(each) or "")]
     return bool(settings) and not any(region in (each, *ctx.tree.parents(each)) for region in inside for each in ported)
 
 

@@ -166,7 +166,8 @@ def _backend(ctx: Context, node: cst.SimpleString) -> Candidate:
     if not usage.is_backend(ctx.tree, found):
         why = "a comparison may mean NCCL itself" if found.kind == "comparison" else "it is not clear what it is for"
         advice = f"communication_backend_name() names the accelerator's; not fixed: {why}"
-        return Candidate(node, "ACC401", f"`'nccl'`: {advice}", breaks=found.kind not in ("comparison", "key"))
+        asks = found.kind == "comparison"
+        return Candidate(node, "ACC401", f"`'nccl'`: {advice}", breaks=not asks and found.kind != "key", asks=asks)
 
     if not _goes_to_a_group(ctx, node, found):
         why = "an accelerator without collectives raises; call communication_backend_name() where a group is started"
@@ -199,6 +200,19 @@ def _environment(ctx: Context, node: cst.BaseExpression) -> bool:
     return full == "os.environ" or (full is None and _ENVIRONMENTS.fullmatch(name.rpartition(".")[2]) is not None)
 
 
+def _is_of_this_process(ctx: Context, node: cst.BaseExpression) -> bool:
+    """Whether it is os.environ itself, under its own or another name."""
+    if ctx.tree.imported(node) == "os.environ":
+        return True
+    if not isinstance(node, cst.Name):
+        return False
+    for assignment in ctx.tree.scope(node)[node.value]:
+        statement = ctx.tree.enclosing(getattr(assignment, "node", node), cst.Assign, cst.BaseStatement)
+        if isinstance(statement, cst.Assign) and ctx.tree.imported(statement.value) == "os.environ":
+            return True
+    return False
+
+
 def _visible(ctx: Context, node: cst.SimpleString) -> Candidate:
     """Writes through set_visible_devices_envs(), reads through visible_devices_envs()."""
     message = f"`{VISIBLE}`"
@@ -216,7 +230,7 @@ def _visible(ctx: Context, node: cst.SimpleString) -> Candidate:
         if len(item.slice) == 1 and _environment(ctx, item.value):
             statement = ctx.tree.parent(ctx.tree.parent(item))
             if ctx.is_stored(item):
-                if ctx.tree.imported(item.value) == "os.environ":
+                if _is_of_this_process(ctx, item.value):
                     why = "get_accelerator() would choose before it is written; set it before the process starts, or"
                     return Candidate(
                         node, "ACC402", f"{message}: not fixed: {why} in a child's environment", breaks=False

@@ -19,6 +19,7 @@ from pathlib import Path
 from anyaccel.port import notebook, source, tables
 from anyaccel.port.config import Config
 from anyaccel.port.finding import Finding
+from anyaccel.port.mentions import mentions
 from anyaccel.port.project import NO_PROJECT, Outline, Project, join, outline
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Outcome:
         before, after: its content, where fixes change it; else both are None.
         parsed: False when nothing in it looks like CUDA, so it was not parsed.
         suppressed: findings that a comment of the file silences.
+        mentions: lines that merely name CUDA, in a variable or in a text for people; of modules only.
         line, column: of the error, where it has a place.
     """
 
@@ -48,6 +50,7 @@ class Outcome:
     after: bytes | None = None
     parsed: bool = True
     suppressed: int = 0
+    mentions: tuple[int, ...] = ()
     line: int = 0
     column: int = 0
 
@@ -83,7 +86,9 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
     findings = tuple(Finding(path, f.line, f.column, f.code, f.message, f.fixable) for f in ported.findings)
     after = file.encode(ported.text)
     changed = after != data
-    return Outcome(path, "", findings, data if changed else None, after if changed else None, True, ported.suppressed)
+    named = mentions(file.text, {each.line for each in findings})
+    before, new = (data, after) if changed else (None, None)
+    return Outcome(path, "", findings, before, new, True, ported.suppressed, named)
 
 
 def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) -> Outcome:

@@ -33,7 +33,7 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
     On a machine without a GPU every branch that was taken before is taken afterwards; where the CPU as accelerator may
     take a branch that was meant for GPUs, nothing in it changes what is computed.
     """
-    _leave_mixed_variables(candidates)
+    _leave_halves(candidates)
     while _leave_guards(ctx, candidates) or _leave_guarded(ctx, candidates) or _leave_counts(ctx, candidates):
         pass
     by_node = _by_node(candidates)
@@ -50,13 +50,14 @@ def _by_node(candidates: Sequence[Candidate]) -> dict[cst.CSTNode, Candidate]:
     return {node: each for each in candidates if each.fix is not None for node in (each.node, each.replaced)}
 
 
-def _leave_mixed_variables(candidates: Sequence[Candidate]) -> None:
-    """Where one use of CUDA_VISIBLE_DEVICES stays, the others have to go on speaking of the same variable."""
-    own = [each for each in candidates if each.code == "ACC402"]
-    if any(each.fix is None for each in own):
-        for each in own:
-            if each.fix is not None:
-                each.unfixed("the file uses it in another way too, which stays")
+def _leave_halves(candidates: Sequence[Candidate]) -> None:
+    """Where one use of CUDA_VISIBLE_DEVICES or of CUDA's graphs stays, the others go on speaking of the same thing."""
+    for code in ("ACC402", "ACC107"):
+        own = [each for each in candidates if each.code == code]
+        if any(each.fix is None for each in own):
+            for each in own:
+                if each.fix is not None:
+                    each.unfixed("the file uses it in another way too, which stays")
 
 
 def _leave_guards(ctx: Context, candidates: Sequence[Candidate]) -> bool:
@@ -108,6 +109,12 @@ def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
         {node for each in candidates if each.fix is not None for node in (each.node, each.replaced)}
     )
     regions = {region for node in asking for region in governed(ctx, node)}
+    for each in candidates:  # with torch.cuda.device(i): ...
+        item = (
+            ctx.tree.enclosing(each.node, cst.WithItem, cst.BaseStatement) if each.fix is None and each.breaks else None
+        )
+        if isinstance(item, cst.WithItem):
+            regions.add(ctx.tree.parent(item))
     left = False
     if regions:
         for candidate in candidates:
@@ -262,7 +269,7 @@ def _is_harmless_part(part: cst.BaseSmallStatement, by_node: Mapping[cst.CSTNode
         case cst.Expr(value=value):
             return (value in by_node and by_node[value].harmless) or _moved(value, by_node) is not None
         case cst.Assign(targets=[cst.AssignTarget(target=target)], value=value):
-            if (dotted(target) or "").startswith(("torch.backends.cudnn.", "torch.backends.cuda.")):
+            if "cudnn." in (name := dotted(target) or "") or name.startswith("torch.backends.cuda."):
                 return True
             if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
                 pairs = zip(target.elements, value.elements, strict=False)

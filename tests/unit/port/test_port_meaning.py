@@ -70,6 +70,12 @@ def messages(text: str) -> str:
         ("if hasattr(obj, 'cuda'):\n    obj = obj.cuda()", None),
         ("def f():\n    if torch.cuda.is_available():\n        return torch.device('cuda')\n    return g('mps')", None),
         ("for i in range(torch.cuda.device_count()):\n    free.append(torch.cuda.mem_get_info(i)[0])", None),
+        ("if backend == 'nccl' and torch.cuda.is_available():\n    x.cuda()", None),
+        ("with torch.cuda.device(d):\n    torch.cuda.empty_cache()", None),
+        ("def f():\n    s = torch.cuda.Stream()\n    run(s.cuda_stream)\n    x.cuda()", None),
+        ("if trt_imported and torch.cuda.is_available():\n    x.cuda()", None),
+        ("@torch.autocast('cuda', enabled=False)\ndef f(): pass", None),
+        ("env = os.environ\nenv['CUDA_VISIBLE_DEVICES'] = '1'", None),
         # Where a tensor is, asked for another reason than to move it.
         ("assert not x.is_cuda", None),
         ("def f(x):\n    assert x.is_cuda\n    kernel(x)", None),
