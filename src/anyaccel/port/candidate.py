@@ -32,7 +32,7 @@ class Candidate:
         question: what kind of guard it is; "" for none of those that have several forms.
         start: the expression whose value is the answer, when it is not what the fix replaces.
         exact: a fix whose answer is "no" where the CPU is the accelerator.
-        count: the number of devices, which is 0 without CUDA and at least 1 on every accelerator.
+        count: a number that is 0 without CUDA and at least 1 on every accelerator, used in a way where that matters.
     """
 
     node: cst.CSTNode

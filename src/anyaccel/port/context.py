@@ -317,6 +317,19 @@ class Context:
                 return found.position == 0 and usage.last_name(found.callee) in _SKIPS
         return False
 
+    def is_compared(self, node: cst.CSTNode, follow: bool = True) -> bool:
+        """Whether a number is compared, itself, after some arithmetic or by the name that it is assigned to."""
+        child, parent = node, self.tree.parent(node)
+        while isinstance(parent, cst.BinaryOperation | cst.UnaryOperation):
+            child, parent = parent, self.tree.parent(parent)
+        if isinstance(parent, cst.Comparison | cst.ComparisonTarget):
+            return True
+        if isinstance(parent, cst.Arg):
+            return "assert" in usage.role(self.tree, child).callee.lower()
+        if not follow or not isinstance(parent, cst.Assign) or not isinstance(parent.targets[0].target, cst.Name):
+            return False
+        return any(self.is_compared(each, follow=False) for each in self.uses(parent.targets[0].target))
+
     def uses_of_attribute(self, target: cst.CSTNode) -> list[cst.CSTNode]:
         """Where the file reads this `a.b`."""
         name = dotted(target)

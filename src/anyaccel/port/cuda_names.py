@@ -160,6 +160,7 @@ def _function(place: _Place, name: str) -> Candidate:
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
     found.count = name == "device_count" and not usage.is_number_of_processes(place.tree, place.call)
+    found.count = found.count or ("memory" in name and place.ctx.is_compared(place.call))
     found.harmless = name in tables.HARMLESS
     return found
 

@@ -25,6 +25,10 @@ _COUNT_HAS_TWO = (
     "without CUDA it is 0, and an accelerator has at least 1: get_accelerator().device_count() where it is a number "
     'of processes or stands behind `device_name() != "cpu"`'
 )
+_MEASURE_HAS_TWO = (
+    "it is compared: without CUDA it is 0, and a CPU that is the accelerator has the memory of the process; compare it "
+    'behind `get_accelerator().device_name() != "cpu"`'
+)
 
 
 def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
@@ -75,7 +79,7 @@ def _leave_guards(ctx: Context, candidates: Sequence[Candidate]) -> bool:
         why = _why_left(ctx, candidate, breaking, replaced, fixed, by_node)
         if why:
             candidate.unfixed(why)
-            candidate.breaks = candidate.breaks and candidate.question == ""
+            candidate.breaks = candidate.breaks and candidate.question in ("", "tensor")
             candidate.asks = True
             left = True
     return left
@@ -137,8 +141,9 @@ def _leave_counts(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     left = False
     for each in counts:
         if not any(around in safe for around in ctx.tree.parents(each.node)):
-            each.unfixed(_COUNT_HAS_TWO)
-            each.breaks = each.asks = True
+            each.unfixed(_COUNT_HAS_TWO if each.guard else _MEASURE_HAS_TWO)
+            each.breaks = True
+            each.asks = each.guard
             left = True
     return left
 
@@ -159,6 +164,8 @@ def governed(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         elif isinstance(parent, cst.Arg):
             asking = tree.parent(parent)
             loop = tree.parent(asking)
+            if isinstance(loop, cst.Decorator):
+                yield tree.parent(loop)
             if isinstance(loop, cst.For) and loop.iter is asking:
                 yield loop.body
             elif isinstance(loop, cst.CompFor) and loop.iter is asking:

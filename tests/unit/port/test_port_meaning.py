@@ -76,6 +76,9 @@ def messages(text: str) -> str:
         ("if trt_imported and torch.cuda.is_available():\n    x.cuda()", None),
         ("@torch.autocast('cuda', enabled=False)\ndef f(): pass", None),
         ("env = os.environ\nenv['CUDA_VISIBLE_DEVICES'] = '1'", None),
+        ("used = torch.cuda.memory_allocated()\nassert used == expected", None),
+        ("@skipIf(torch.cuda.device_count() < 2, 'few')\ndef test_x():\n    x.to('cuda:1')", None),
+        ("if torch.cuda.is_available():\n    x.cuda()\n    self.assertTrue(x.is_cuda)", None),
         # Where a tensor is, asked for another reason than to move it.
         ("assert not x.is_cuda", None),
         ("def f(x):\n    assert x.is_cuda\n    kernel(x)", None),
