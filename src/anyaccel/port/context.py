@@ -330,6 +330,20 @@ class Context:
             return False
         return any(self.is_compared(each, follow=False) for each in self.uses(parent.targets[0].target))
 
+    def has_another_seed(self, node: cst.Call) -> bool:
+        """Whether the function also seeds torch's own generator, and never with the same number."""
+        around = self.tree.enclosing(node, cst.FunctionDef) or self.tree.module
+        seeds = [
+            each
+            for each in self.tree.nodes
+            if isinstance(each, cst.Call)
+            and self.tree.imported(each.func) in ("torch.manual_seed", "torch.random.manual_seed")
+            and around in self.tree.parents(each)
+        ]
+        code = self.tree.module.code_for_node
+        own = [code(arg.value) for arg in node.args]
+        return bool(seeds) and all([code(arg.value) for arg in each.args] != own for each in seeds)
+
     def uses_of_attribute(self, target: cst.CSTNode) -> list[cst.CSTNode]:
         """Where the file reads this `a.b`."""
         name = dotted(target)

@@ -157,6 +157,9 @@ def _function(place: _Place, name: str) -> Candidate:
         return place.report("ACC101", "not fixed: a text there is about CUDA", breaks=False)
     if name == "device_count" and place.ctx.beside_vendors(place.call):
         return place.report("ACC101", "not fixed: the code chooses between vendors by itself", breaks=False)
+    if name in ("manual_seed", "manual_seed_all") and place.ctx.has_another_seed(place.call):
+        why = "on a CPU it is torch's own generator, which is seeded with another number here"
+        return place.report("ACC101", f"not fixed: {why}", breaks=False)
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
     found.count = name == "device_count" and not usage.is_number_of_processes(place.tree, place.call)

@@ -79,6 +79,9 @@ def messages(text: str) -> str:
         ("used = torch.cuda.memory_allocated()\nassert used == expected", None),
         ("@skipIf(torch.cuda.device_count() < 2, 'few')\ndef test_x():\n    x.to('cuda:1')", None),
         ("if torch.cuda.is_available():\n    x.cuda()\n    self.assertTrue(x.is_cuda)", None),
+        # A CPU has one generator.
+        ("torch.manual_seed(s)\ntorch.cuda.manual_seed(s)", "torch.manual_seed(s)\nget_accelerator().manual_seed(s)"),
+        ("torch.manual_seed(s)\ntorch.cuda.manual_seed(s + rank)", None),
         # Where a tensor is, asked for another reason than to move it.
         ("assert not x.is_cuda", None),
         ("def f(x):\n    assert x.is_cuda\n    kernel(x)", None),
