@@ -7,11 +7,11 @@
     python tools/port_packages.py draw DIR      prints random changes, to be judged by hand (port_precision.tsv)
 
 docs/data/port_corpus.tsv lists the packages with their versions, in parts; --part takes some. Both records are in
-docs/data. What `port` checks: files parse after as before; a second run changes nothing; of the modules that were
-changed, those import after that imported before, with the CPU as accelerator; every use of CUDA that `ast`
+docs/data. What `port` checks: files parse after as before; a second run changes nothing; every use of CUDA that `ast`
 finds in what was ported has a finding in a second report or a comment that silences it, and every other name or text
-with "cuda" in it is among that report's findings or mentions. Required packages that are not installed are stood in for
-by empty modules, the same before and after.
+with "cuda" in it is among that report's findings or mentions. With --imports also: of the modules that were changed,
+those import after that imported before, with the CPU as accelerator; required packages that are not installed are stood
+in for by empty modules, the same before and after.
 """
 
 from __future__ import annotations
@@ -165,9 +165,10 @@ def _archives(downloads: Path, name: str, version: str) -> list[Path]:
     return sorted(each for each in downloads.iterdir() if re.sub(r"[-_.]+", "-", each.name).lower().startswith(wanted))
 
 
-def port(folder: Path, parts: Sequence[str], only: list[str]) -> dict[str, object]:
+def port(folder: Path, parts: Sequence[str], only: list[str], imports: bool) -> dict[str, object]:
     """Port copies, check them; the record of all packages."""
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    record = {name: row for name, row in record.items() if "unreported" in row}
     record = {name: record[name] for name, _, _ in packages() if name in record}
     for name, version, roots in packages(parts):
         if only and name not in only:
@@ -185,7 +186,8 @@ def port(folder: Path, parts: Sequence[str], only: list[str]) -> dict[str, objec
         row["no_longer_parse"] = _broken(before, after)
         own = roots or tuple(each.name.removesuffix(".py") for each in before.iterdir())
         row |= {"unreported": list(_unreported(after))}
-        row |= _imports(before, after, own)
+        if imports:
+            row |= _imports(before, after, own)
         record[name] = row
         ordered = {each: record[each] for each, _, _ in packages() if each in record}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
@@ -340,11 +342,14 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("only", nargs="*", help="for port: these packages; default: all")
     parser.add_argument("--part", action="append", default=[], choices=("first", "rules", "shut"), help="default: all")
+    parser.add_argument(
+        "--imports", action="store_true", help="for port: import the changed modules as well, in minutes"
+    )
     options = parser.parse_args()
     if options.what == "fetch":
         fetch(options.folder, options.part)
     elif options.what == "port":
-        port(options.folder, options.part, options.only)
+        port(options.folder, options.part, options.only, options.imports)
     else:
         draw(options.folder, options.part)
     return 0

@@ -9,6 +9,7 @@ import pytest
 
 from anyaccel.port import files
 from anyaccel.port.engine import port_text
+from anyaccel.port.mentions import mentions
 from anyaccel.port.project import Project, join, outline
 
 THERE = 'get_accelerator().device_name() != "cpu"'
@@ -241,3 +242,12 @@ def test_packages_called_dist_and_build_are_looked_into(tmp_path: Path) -> None:
 def test_the_blank_line_before_imports_stays_when_their_first_goes() -> None:
     text = "import os\n\nfrom torch.cuda import synchronize\nimport zlib\n\nsynchronize()\n"
     assert port(text).startswith("import os\n\n")
+
+
+def test_lines_that_merely_name_cuda_are_mentioned() -> None:
+    text = '"""About CUDA."""\nuse_cuda = 1  # cuda\nprint("no CUDA")\nx.cuda()\n"""cuda"""\nf(cuda=use_cuda)\ny = 1\n'
+    told = {each.line for each in port_text(text).findings}
+    assert told == {4}
+    assert mentions(text, told) == (2, 3, 6)
+    assert mentions("def f(:\n  cuda", ()) == ()
+    assert mentions("from a import cuda_b as c\nclass Cuda: pass\nx = f'{y} cuda'\n", ()) == (1, 2, 3)
