@@ -35,6 +35,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from anyaccel.port.files import find
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "data" / "port_packages.json"
 SEED, DRAWN = 19, 300
@@ -209,7 +211,7 @@ def _unreported(folder: Path) -> Iterator[str]:
     told = {(each["path"].removeprefix("./"), each["line"]) for each in report["findings"]}
     named = {(each["path"].removeprefix("./"), each["line"]) for each in report["mentions"]}
     failed = {each.split(":")[0].removeprefix("./") for each in report["problems"]}
-    for file in sorted(folder.rglob("*.py")):
+    for file in sorted(Path(each) for each in find([str(folder)]) if isinstance(each, str) and each.endswith(".py")):
         path = str(file.relative_to(folder))
         try:
             text = file.read_bytes().decode("utf-8-sig")
@@ -218,23 +220,39 @@ def _unreported(folder: Path) -> Iterator[str]:
             continue
         lines = text.splitlines()
         prose = {id(each.value) for each in ast.walk(module) if isinstance(each, ast.Expr)}
+        others = {
+            (alias.asname or alias.name).split(".")[0]
+            for each in ast.walk(module)
+            if isinstance(each, ast.Import | ast.ImportFrom)
+            for alias in each.names
+            if (getattr(each, "module", None) or alias.name).split(".")[0] != "torch"
+        }
         for node in ast.walk(module):
             if id(node) in prose or not hasattr(node, "lineno") or path in failed:
                 continue
             first, last = node.lineno, node.end_lineno or node.lineno
             near = {(path, line) for line in range(first, last + 1)}
             silenced = re.search(r"#\s*(?:noqa|ignore-cuda)", " ".join(lines[first - 1 : last]), re.IGNORECASE)
-            if (_is_use(node) and not near & told and not silenced) or (_is_named(node) and not near & (told | named)):
+            if (_is_use(node, others) and not near & told and not silenced) or (
+                _is_named(node) and not near & (told | named)
+            ):
                 yield f"{path}:{first}: {ast.unparse(node)[:100]}"
 
 
-def _is_use(node: ast.AST) -> bool:
-    """Whether it does something with CUDA: torch.cuda, x.cuda, x.is_cuda, the name of a device or a variable."""
+def _is_use(node: ast.AST, others: set[str]) -> bool:
+    """Whether it does something with CUDA: torch.cuda, x.cuda, x.is_cuda, the name of a device or a variable.
+
+    Args:
+        node: of a module.
+        others: what the module imports from other packages than torch; `chainer.cuda` is not torch's.
+    """
     match node:
         case ast.Attribute(attr="is_cuda"):
             return isinstance(node.ctx, ast.Load)
         case ast.Attribute(attr="cuda", value=value, ctx=ast.Load()):
-            return not (isinstance(value, ast.Name) and value.id in OPTIONS) and not isinstance(value, ast.Attribute)
+            return not (isinstance(value, ast.Name) and value.id in OPTIONS | others) and not isinstance(
+                value, ast.Attribute
+            )
         case ast.Constant(value=str(value)):
             return re.fullmatch(r"cuda(:\d+)?|(\w+:\w+,)*cuda:\w+(,\w+:\w+)*|CUDA_VISIBLE_DEVICES", value) is not None
     return False

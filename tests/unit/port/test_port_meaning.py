@@ -235,8 +235,13 @@ def test_packages_called_dist_and_build_are_looked_into(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "a.py").write_text("")
     (tmp_path / "pkg" / "__init__.py").write_text("")
-    found = {str(Path(str(each)).relative_to(tmp_path)) for each in files.find([str(tmp_path)])}
-    assert found == {"pkg/__init__.py", "pkg/dist/a.py", "pkg/build/a.py"}
+    found = list(files.find([str(tmp_path)]))
+    names = {str(Path(each).relative_to(tmp_path)) for each in found if isinstance(each, str)}
+    assert names == {"pkg/__init__.py", "pkg/dist/a.py", "pkg/build/a.py"}
+    [left] = [each for each in found if isinstance(each, files.Skipped)]
+    assert left == files.Skipped(
+        str(tmp_path / "dist"), "by its name the output of a build; name it to look into it", failed=False
+    )
 
 
 def test_the_blank_line_before_imports_stays_when_their_first_goes() -> None:
