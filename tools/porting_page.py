@@ -88,7 +88,7 @@ def _precision() -> Iterator[str]:
     number = sum(verdicts.values())
     wrong = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()) if verdict != "right")
     yield (
-        f"**Precision.** Of {number} changed places of the part *shut*, drawn at random and read with what is around, "
+        f"**Precision.** Of {number} changed places of the part *shut*, drawn at random and read in a diff, "
         f"{verdicts['right']} are right{f' ({wrong})' if wrong else ''}: {100 * verdicts['right'] / number:.1f} %."
     )
     for line in _judged():
