@@ -2,22 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs `anyaccel port --write` on published packages, checks what comes of it, and records it for docs/porting.md.
 
-    python tools/port_packages.py fetch DIR     downloads the packages below into DIR/before (pip, no dependencies)
+    python tools/port_packages.py fetch DIR     downloads packages into DIR/before (pip, no dependencies)
     python tools/port_packages.py port DIR      ports copies in DIR/after, checks and records them (port_packages.json)
-    python tools/port_packages.py draw DIR      prints 200 random changes, to be judged by hand (port_precision.tsv)
+    python tools/port_packages.py draw DIR      prints random changes, to be judged by hand (port_precision.tsv)
 
-Both records are in docs/data. What `port` checks: every file parses after as before; a second run changes nothing; of
-the modules that were changed, those import after that imported before, with the CPU as accelerator. Required packages
-that are not installed are stood in for by empty modules, the same before and after.
+docs/data/port_corpus.tsv lists the packages with their versions, in parts; --part takes some. Both records are in
+docs/data. What `port` checks: files parse after as before; a second run changes nothing; every use of CUDA that `ast`
+finds in what was ported has a finding in a second report or a comment that silences it, and every other name or text
+with "cuda" in it is among that report's findings or mentions. With --imports also: of the modules that were changed,
+those import after that imported before, with the CPU as accelerator; required packages that are not installed are stood
+in for by empty modules, the same before and after.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,28 +31,28 @@ import textwrap
 import warnings
 import zipfile
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from anyaccel.port.files import find
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "data" / "port_packages.json"
-SEED, DRAWN = 10, 200
+SEED, DRAWN = 19, 300
 
-# What pip calls it, its version, and the folders of Python modules that are ported.
-PACKAGES = [
-    ("accelerate", "1.15.0", ("accelerate",)),
-    ("diffusers", "0.42.1", ("diffusers",)),
-    ("fairseq", "0.12.2", ("fairseq", "fairseq_cli", "examples", "scripts")),
-    ("lightning", "2.6.6", ("lightning",)),
-    ("open_clip_torch", "3.3.0", ("open_clip", "open_clip_train")),
-    ("openai-whisper", "20250625", ("whisper",)),
-    ("peft", "0.21.2", ("peft",)),
-    ("pytorch-ignite", "0.5.5", ("ignite",)),
-    ("timm", "1.0.31", ("timm",)),
-    ("trl", "1.16.0", ("trl",)),
-    ("TTS", "0.22.0", ("TTS",)),
-    ("ultralytics", "8.4.190", ("ultralytics",)),
-]
+CORPUS = ROOT / "docs" / "data" / "port_corpus.tsv"
+
+
+def packages(parts: Sequence[str] = ()) -> list[tuple[str, str, tuple[str, ...]]]:
+    """What pip calls each package of these parts (of all when there are none), its version, the folders to port."""
+    rows = [line.split("\t") for line in CORPUS.read_text().splitlines() if not line.startswith("#")]
+    return [
+        (name, version, tuple(filter(None, folders.split(","))))
+        for part, name, version, folders in rows
+        if not parts or part in parts
+    ]
+
 
 # Run in a process of its own: argv is the package's folders, then modules. Prints {module: "" or what went wrong}.
 IMPORTER = r"""
@@ -123,20 +128,19 @@ print(json.dumps({"results": results, "absent": sorted(absent)}))
 """
 
 
-def fetch(folder: Path) -> None:
+def fetch(folder: Path, parts: Sequence[str]) -> None:
     """Download and unpack what is not there yet."""
     before, downloads = folder / "before", folder / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
-    for name, version, roots in PACKAGES:
+    for name, version, roots in packages(parts):
         target = before / name
         if target.exists():
             continue
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", "--no-deps"]
-        prefix = f"{name.replace('-', '_')}-".lower()
-        found = sorted(each for each in downloads.iterdir() if each.name.lower().startswith(prefix))
+        found = _archives(downloads, name, version)
         if not found:
             subprocess.run([*pip, "-d", str(downloads), f"{name}=={version}"], check=True)
-            found = sorted(each for each in downloads.iterdir() if each.name.lower().startswith(prefix))
+            found = _archives(downloads, name, version)
         unpacked = folder / "unpacked" / name
         if found[-1].suffix == ".whl":
             with zipfile.ZipFile(found[-1]) as wheel:
@@ -145,17 +149,30 @@ def fetch(folder: Path) -> None:
             with tarfile.open(found[-1]) as archive:
                 archive.extractall(unpacked, filter="data")
             [unpacked] = unpacked.iterdir()
-        for root in roots:
+        for root in roots or [
+            each.name for each in unpacked.iterdir() if not each.name.endswith((".dist-info", ".data"))
+        ]:
             if (unpacked / root).is_dir():
                 shutil.copytree(unpacked / root, target / root, symlinks=True)
+        for each in unpacked.glob("*.py"):
+            if not roots:
+                target.mkdir(exist_ok=True)
+                shutil.copy(each, target)
+        shutil.rmtree(folder / "unpacked" / name)
         print(f"{name} {version}: {sum(1 for _ in target.rglob('*.py'))} files", flush=True)
 
 
-def port(folder: Path, only: list[str]) -> dict[str, object]:
+def _archives(downloads: Path, name: str, version: str) -> list[Path]:
+    wanted = re.sub(r"[-_.]+", "-", f"{name}-{version}").lower()
+    return sorted(each for each in downloads.iterdir() if re.sub(r"[-_.]+", "-", each.name).lower().startswith(wanted))
+
+
+def port(folder: Path, parts: Sequence[str], only: list[str], imports: bool) -> dict[str, object]:
     """Port copies, check them; the record of all packages."""
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    record = {name: record[name] for name, _, _ in PACKAGES if name in record}
-    for name, version, roots in PACKAGES:
+    record = {name: row for name, row in record.items() if "unreported" in row}
+    record = {name: record[name] for name, _, _ in packages() if name in record}
+    for name, version, roots in packages(parts):
         if only and name not in only:
             continue
         before, after = folder / "before" / name, folder / "after" / name
@@ -169,9 +186,12 @@ def port(folder: Path, only: list[str]) -> dict[str, object]:
         row |= {"failed": report["problems"], "fixed_by_rule": dict(sorted(fixed.items())), "found_by_rule": rules}
         row["second_run_changes"] = _run(after, "--diff", *map(str, changed(before, after)))["summary"]["changed"]
         row["no_longer_parse"] = _broken(before, after)
-        row |= _imports(before, after, roots)
+        own = roots or tuple(each.name.removesuffix(".py") for each in before.iterdir())
+        row |= {"unreported": list(_unreported(after))}
+        if imports:
+            row |= _imports(before, after, own)
         record[name] = row
-        ordered = {each: record[each] for each, _, _ in PACKAGES if each in record}
+        ordered = {each: record[each] for each, _, _ in packages() if each in record}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
         print(name, {key: value for key, value in row.items() if "rule" not in key}, flush=True)
     return record
@@ -183,6 +203,68 @@ def _run(folder: Path, mode: str, *paths: str) -> dict[str, Any]:
     if not done.stdout:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def _unreported(folder: Path) -> Iterator[str]:
+    """Uses, names and texts of CUDA in ported files that a second report passes over."""
+    report = _run(folder, "--check")
+    told = {(each["path"].removeprefix("./"), each["line"]) for each in report["findings"]}
+    named = {(each["path"].removeprefix("./"), each["line"]) for each in report["mentions"]}
+    failed = {each.split(":")[0].removeprefix("./") for each in report["problems"]}
+    for file in sorted(Path(each) for each in find([str(folder)]) if isinstance(each, str) and each.endswith(".py")):
+        path = str(file.relative_to(folder))
+        try:
+            text = file.read_bytes().decode("utf-8-sig")
+            module = ast.parse(text)
+        except (SyntaxError, ValueError):
+            continue
+        lines = text.splitlines()
+        prose = {id(each.value) for each in ast.walk(module) if isinstance(each, ast.Expr)}
+        others = {
+            (alias.asname or alias.name).split(".")[0]
+            for each in ast.walk(module)
+            if isinstance(each, ast.Import | ast.ImportFrom)
+            for alias in each.names
+            if (getattr(each, "module", None) or alias.name).split(".")[0] != "torch"
+        }
+        for node in ast.walk(module):
+            if id(node) in prose or not hasattr(node, "lineno") or path in failed:
+                continue
+            first, last = node.lineno, node.end_lineno or node.lineno
+            near = {(path, line) for line in range(first, last + 1)}
+            silenced = re.search(r"#\s*(?:noqa|ignore-cuda)", " ".join(lines[first - 1 : last]), re.IGNORECASE)
+            if (_is_use(node, others) and not near & told and not silenced) or (
+                _is_named(node) and not near & (told | named)
+            ):
+                yield f"{path}:{first}: {ast.unparse(node)[:100]}"
+
+
+def _is_use(node: ast.AST, others: set[str]) -> bool:
+    """Whether it does something with CUDA: torch.cuda, x.cuda, x.is_cuda, the name of a device or a variable.
+
+    Args:
+        node: of a module.
+        others: what the module imports from other packages than torch; `chainer.cuda` is not torch's.
+    """
+    match node:
+        case ast.Attribute(attr="is_cuda"):
+            return isinstance(node.ctx, ast.Load)
+        case ast.Attribute(attr="cuda", value=value, ctx=ast.Load()):
+            return not (isinstance(value, ast.Name) and value.id in OPTIONS | others) and not isinstance(
+                value, ast.Attribute
+            )
+        case ast.Constant(value=str(value)):
+            return re.fullmatch(r"cuda(:\d+)?|(\w+:\w+,)*cuda:\w+(,\w+:\w+)*|CUDA_VISIBLE_DEVICES", value) is not None
+    return False
+
+
+OPTIONS = {"args", "self", "opt", "opts", "cfg", "config", "options", "params", "hparams", "flags", "FLAGS", "cls"}
+
+
+def _is_named(node: ast.AST) -> bool:
+    words = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+    words += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+    return any(isinstance(each, str) and "cuda" in each.lower() for each in words)
 
 
 def _environment(*folders: Path) -> dict[str, str]:
@@ -239,17 +321,17 @@ def _imports(before: Path, after: Path, roots: tuple[str, ...]) -> dict[str, obj
     }
 
 
-def places(folder: Path) -> list[tuple[str, int, list[str], list[str], list[str], list[str]]]:
+def places(folder: Path, parts: Sequence[str]) -> list[tuple[str, int, list[str], list[str], list[str], list[str]]]:
     """Every changed place: file, line, two lines before it, the old lines, the new ones, the line after it.
 
     Lines that only import get_accelerator are not counted as places.
     """
     found = []
-    for package, _, _ in PACKAGES:
+    for package, _, _ in packages(parts):
         before, after = folder / "before" / package, folder / "after" / package
         for name in changed(before, after):
-            old = (before / name).read_text(encoding="utf-8").split("\n")
-            new = (after / name).read_text(encoding="utf-8").split("\n")
+            old = (before / name).read_text(encoding="utf-8", errors="replace").split("\n")
+            new = (after / name).read_text(encoding="utf-8", errors="replace").split("\n")
             for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
                 ours = [line for line in new[k:m] if line.strip() and "from anyaccel import" not in line]
                 if tag != "equal" and (ours or any(line.strip() for line in old[i:j])):
@@ -258,13 +340,13 @@ def places(folder: Path) -> list[tuple[str, int, list[str], list[str], list[str]
     return found
 
 
-def draw(folder: Path) -> None:
+def draw(folder: Path, parts: Sequence[str]) -> None:
     """Print a random sample of the changed places: those of the least hashes, so that most stay when rules change."""
 
     def lot(place: tuple[str, int, *tuple[list[str], ...]]) -> bytes:
         return hashlib.sha256(f"{SEED} {place[0]} {place[1]}".encode()).digest()
 
-    found = places(folder)
+    found = places(folder, parts)
     print(f"{len(found)} places; {DRAWN} of them, seed {SEED}")
     for number, (name, line, above, old, new, below) in enumerate(sorted(sorted(found, key=lot)[:DRAWN]), start=1):
         print(f"== {number}\t{name}\t{line}")
@@ -277,13 +359,17 @@ def main() -> int:
     parser.add_argument("what", choices=("fetch", "port", "draw"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("only", nargs="*", help="for port: these packages; default: all")
+    parser.add_argument("--part", action="append", default=[], choices=("first", "rules", "shut"), help="default: all")
+    parser.add_argument(
+        "--imports", action="store_true", help="for port: import the changed modules as well, in minutes"
+    )
     options = parser.parse_args()
     if options.what == "fetch":
-        fetch(options.folder)
+        fetch(options.folder, options.part)
     elif options.what == "port":
-        port(options.folder, options.only)
+        port(options.folder, options.part, options.only, options.imports)
     else:
-        draw(options.folder)
+        draw(options.folder, options.part)
     return 0
 
 

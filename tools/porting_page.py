@@ -53,32 +53,42 @@ def rules() -> Iterator[str]:
 
 
 def results() -> Iterator[str]:
-    """What `anyaccel port --write` did to published packages (tools/port_packages.py)."""
-    packages = json.loads((DATA / "port_packages.json").read_text(encoding="utf-8"))
-    yield "| package | files | without CUDA | changed | fixed | reported | left by a comment | not ported | import |"
-    yield "| --- " + "| ---: " * 8 + "|"
+    """What `anyaccel port --write` did to published packages (tools/port_packages.py, tools/port_tests.py)."""
+    record = json.loads((DATA / "port_packages.json").read_text(encoding="utf-8"))
+    lines = (DATA / "port_corpus.tsv").read_text(encoding="utf-8").splitlines()
+    part_of = {row[1]: row[0] for line in lines if not line.startswith("#") for row in [line.split("\t")]}
     columns = ("files", "without_cuda", "changed", "fixed", "not_fixable", "suppressed")
-    total: Counter[str] = Counter()
+    lists = ("failed", "no_longer_parse", "unreported")
+    yield (
+        "| packages | " + " | ".join(name.replace("_", " ") for name in (*columns, *lists)) + " | second run changes |"
+    )
+    yield "| --- " + "| ---: " * 10 + "|"
     fixed: Counter[str] = Counter()
-    for name, row in packages.items():
-        counts = {**{key: row[key] for key in columns}, "failed": len(row["failed"])}
-        counts |= {"before": row["import_before"], "after": row["import_after"]}
-        total.update(counts)
-        fixed.update(row["fixed_by_rule"])
-        total["second"] += row["second_run_changes"]
-        total["broken"] += len(row["no_longer_parse"])
-        yield _row(f"{name} {row['version']}", counts)
-    yield _row("**all**", total)
+    for part in sorted({part_of[name] for name in record}):
+        rows = [row for name, row in record.items() if part_of[name] == part]
+        total = {key: sum(row[key] for row in rows) for key in (*columns, "second_run_changes")}
+        total |= {key: sum(len(row[key]) for row in rows) for key in lists}
+        for row in rows:
+            fixed.update(row["fixed_by_rule"])
+        numbers = [total[key] for key in (*columns, *lists, "second_run_changes")]
+        yield f"| {len(rows)} of the part *{part}* | " + " | ".join(map(str, numbers)) + " |"
     yield ""
-    yield "*import*: of the changed modules, those that import before → after, with the CPU as accelerator."
-    yield f"Files that no longer parse: {total['broken']}. Files that a second run changes: {total['second']}."
+    for part in sorted({part_of[name] for name in record}):
+        names = [f"{name} {row['version']} ({row['fixed']})" for name, row in record.items() if part_of[name] == part]
+        yield f"*{part}* (fixed): {', '.join(names)}."
+        yield ""
     yield "Fixed by rule: " + ", ".join(f"{code} {number}" for code, number in sorted(fixed.items())) + "."
+    yield ""
+    yield from _precision()
+    yield from _tests()
+
+
+def _precision() -> Iterator[str]:
     verdicts = Counter(line.split("\t")[2] for line in _judged())
     number = sum(verdicts.values())
     wrong = ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items()) if verdict != "right")
-    yield ""
     yield (
-        f"**Precision.** Of {number} changed places, drawn at random and read by hand in their surroundings, "
+        f"**Precision.** Of {number} changed places of the part *shut*, drawn at random and read in a diff, "
         f"{verdicts['right']} are right{f' ({wrong})' if wrong else ''}: {100 * verdicts['right'] / number:.1f} %."
     )
     for line in _judged():
@@ -88,16 +98,25 @@ def results() -> Iterator[str]:
     yield ""
 
 
+def _tests() -> Iterator[str]:
+    """Packages' own tests before and after."""
+    if not (DATA / "port_tests.json").exists():
+        return
+    yield "| tests of | which | changes | passed before → after | failed | skipped | pass only before |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+    for name, row in json.loads((DATA / "port_tests.json").read_text(encoding="utf-8")).items():
+        counts = [
+            f"{row['before'].get(key, 0)} → {row['after'].get(key, 0)}" for key in ("passed", "failed", "skipped")
+        ]
+        which = ", ".join(f"`{each}`" for each in row["tests"])
+        cells = [name, which, str(row["fixed"]), *counts, str(len(row["passed_only_before"]))]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
 def _judged() -> list[str]:
     lines = (DATA / "port_precision.tsv").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if not line.startswith("#")]
-
-
-def _row(name: str, counts: dict[str, int]) -> str:
-    keys = ("files", "without_cuda", "changed", "fixed", "not_fixable", "suppressed", "failed")
-    return (
-        f"| {name} | " + " | ".join(str(counts[key]) for key in keys) + f" | {counts['before']} → {counts['after']} |"
-    )
 
 
 def page() -> str:

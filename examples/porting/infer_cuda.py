@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from train_cuda import CLASSES, Net, batches
 
 
-def load(path, device="cuda"):
-    """The trained net on this device."""
-    model = Net()
+def load(path):
+    """The trained net on the GPU."""
+    model = Net().cuda()
     model.load_state_dict(torch.load(path, map_location="cuda:0"))
-    return model.to(device).eval()
+    return model.eval()
 
 
 @torch.no_grad()

@@ -28,6 +28,11 @@ _NOT_INHERITED = ("DS_ACCELERATOR", "SIMD0_VISIBLE_DEVICES", "SIMD0_BUILD_SCALE_
 
 # Of examples/porting/train_cuda.py at steps 0, 10, 20 and 30, on every device.
 PORTED_LOSSES = [1.3558, 0.6263, 0.1510, 0.0192]
+# Of tests/data/port, every 10 steps and every 2 epochs, as unported on a CPU without autocast.
+MORE_PORTED_LOSSES = {
+    "gpt_cuda.py": [3.1265, 0.0398, 0.0005, 0.0001],
+    "images_cuda.py": [0.6807, 0.4977, 0.4905, 0.3732],
+}
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -166,6 +171,24 @@ def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> N
     assert [float(words[3]) for words in steps] == pytest.approx(PORTED_LOSSES, abs=2e-3)
     assert outputs[1][-1].startswith("4 classes, 256 of 256 right")
     assert outputs[1][-1].endswith(f"on {device}")
+
+
+@installed
+@pytest.mark.parametrize("name", ["simd0", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_more_ported_scripts_train_to_the_same_losses(run: Run, name: str, tmp_path: Path) -> None:
+    """A transformer whose kind of device comes from a name, and a convolution with flags and ways for the CPU."""
+    pytest.importorskip("libcst", reason="anyaccel port needs LibCST: pip install 'anyaccel[port]'")
+    for script in MORE_PORTED_LOSSES:
+        shutil.copy(REPOSITORY / "tests" / "data" / "port" / script, tmp_path)
+    ported = run("-m", "anyaccel", "port", str(tmp_path), "--write")
+    assert ported.returncode == 0, ported.stderr
+    here = f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.argv = sys.argv[:1]; "
+    for script, losses in MORE_PORTED_LOSSES.items():
+        done = run("-c", f"{here}runpy.run_path({script!r}, run_name='__main__')", DS_ACCELERATOR=name)
+        assert done.returncode == 0, done.stderr
+        steps = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
+        assert {words[5] for words in steps} == {{"simd0": "simd", "cpu": "cpu"}[name]}
+        assert [float(words[3]) for words in steps] == pytest.approx(losses, abs=2e-3)
 
 
 @installed

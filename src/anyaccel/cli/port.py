@@ -107,6 +107,7 @@ def _port(options: argparse.Namespace) -> int:
 
     files, skipped = _files(options)
     findings = []
+    mentions: list[dict[str, Any]] = []
     problems = [f"{each.path}: not ported: {each.reason}" for each in skipped if each.failed]
     notes = [f"{each.path}: left out: {each.reason}" for each in skipped if not each.failed]
     text = not options.json
@@ -133,16 +134,23 @@ def _port(options: argparse.Namespace) -> int:
             totals["changed"] += outcome.after is not None and (fixed or not options.write)
             totals["fixed"] += fixed and sum(each.fixable for each in outcome.findings)
             findings += [(each, fixed and each.fixable) for each in outcome.findings]
+            mentions += [{"path": outcome.path, "line": line} for line in outcome.mentions]
             if text and options.diff:
                 _say(output.difference(outcome), sys.stdout, end="")
             elif text:
                 for each in outcome.findings:
                     if not (fixed and each.fixable):
                         _say(output.line(each), sys.stdout)
-    return _conclude(options, findings, problems, totals)
+    return _conclude(options, findings, mentions, problems, totals)
 
 
-def _conclude(options: argparse.Namespace, findings: list[Any], problems: list[str], totals: dict[str, int]) -> int:
+def _conclude(
+    options: argparse.Namespace,
+    findings: list[Any],
+    mentions: list[dict[str, Any]],
+    problems: list[str],
+    totals: dict[str, int],
+) -> int:
     from anyaccel.port import output
 
     left = [each for each, fixed in findings if not fixed]
@@ -151,7 +159,8 @@ def _conclude(options: argparse.Namespace, findings: list[Any], problems: list[s
     if options.json:
         rows = [output.as_dict(each, fixed) for each, fixed in findings]
         rules = output.counts([each for each, _ in findings])
-        print(output.dumped({"findings": rows, "rules": rules, "problems": problems, "summary": totals}))
+        report = {"findings": rows, "rules": rules, "mentions": mentions, "problems": problems, "summary": totals}
+        print(output.dumped(report))
     else:
         print(_summary(options, totals), file=sys.stderr if options.diff else sys.stdout)
     if problems:

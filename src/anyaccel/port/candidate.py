@@ -27,6 +27,12 @@ class Candidate:
         needs_torch: the fix writes `torch`.
         guard: the value says whether CUDA is there, so it must stay when what it guards stays.
         drops: the fix does not keep comments and layout inside the node.
+        asks: left alone, it asks for CUDA itself, so what it guards stays as well.
+        harmless: done on a CPU as well, the fixed statement changes nothing that its program computes.
+        question: what kind of guard it is; "" for none of those that have several forms.
+        start: the expression whose value is the answer, when it is not what the fix replaces.
+        exact: a fix whose answer is "no" where the CPU is the accelerator.
+        count: a number that is 0 without CUDA and at least 1 on every accelerator, used in a way where that matters.
     """
 
     node: cst.CSTNode
@@ -39,10 +45,21 @@ class Candidate:
     needs_accelerator: bool = True
     guard: bool = False
     drops: bool = False
+    asks: bool = False
+    harmless: bool = False
+    question: str = ""
+    start: cst.CSTNode | None = None
+    exact: Fix | None = None
+    count: bool = False
 
     @property
     def replaced(self) -> cst.CSTNode:
         return self.node if self.target is None else self.target
+
+    @property
+    def answer(self) -> cst.CSTNode:
+        """The expression whose value is used."""
+        return self.replaced if self.start is None else self.start
 
     def unfixed(self, reason: str) -> None:
         """Only report it, for this reason."""

@@ -12,6 +12,7 @@ from libcst.metadata import Access
 from libcst.metadata.scope_provider import GlobalScope, ImportAssignment
 
 from anyaccel.port import usage
+from anyaccel.port.project import NO_PROJECT, Project
 from anyaccel.port.syntax import OTHER_DEVICE, attribute, call, device_index, dotted, text_of
 from anyaccel.port.tree import Tree
 
@@ -27,16 +28,24 @@ _KERNEL = re.compile("fused|flash|apex|kernel", re.IGNORECASE)
 _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
 # In names such as is_xpu_available, torch.xpu and x.is_npu.
 VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
+_OTHER_VENDOR = re.compile(r"(?:mps|xpu|npu|hpu|mlu|musa|xla)(?::\d+)?")
 _PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
+# Arguments that say what to do for a device, and marks of tests that need one.
+_OPTIONS_OF_DEVICES = {"enabled", "non_blocking", "pin_memory"}
+_SKIPS = {"skipif", "skipIf", "skipUnless", "skip_if", "skip_unless"}
+_RAW = {"cuda_stream", "cudart", "raw_cuda_graph"}
+_RUNTIMES = {"cuda", "cupy", "cupyx", "tensorrt", "pycuda", "numba"}
+_OF_KERNELS = re.compile(r"(?<![a-z])(?:trt|tensorrt|cupy|apex|flash\w*|cudf|cuml|triton|nccl)(?![a-z])", re.IGNORECASE)
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
 
 
 class Context:
     """One file being looked at."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, project: Project = NO_PROJECT) -> None:
         self.tree = tree
+        self.project = project
         self._claimed: set[cst.CSTNode] = set()
         self._scripted = {
             name
@@ -131,13 +140,14 @@ class Context:
     def about_cuda(self, node: cst.CSTNode) -> str:
         """Which class or function around this node is CUDA's own by its name; empty for none."""
         for around in self.tree.parents(node):
-            if isinstance(around, cst.FunctionDef) and _MOVES.fullmatch(around.name.value):
+            name = around.name.value if isinstance(around, cst.FunctionDef) else ""
+            if _MOVES.fullmatch(name) and not name.startswith("test"):
                 continue
             if isinstance(around, cst.ClassDef | cst.FunctionDef) and _OF_CUDA.search(around.name.value):
                 return around.name.value
         return ""
 
-    def _chooses_vendor(self, node: cst.CSTNode) -> bool:
+    def chooses_vendor(self, node: cst.CSTNode) -> bool:
         """Whether the function, or at the top of a module the statement, asks for devices of other vendors too."""
         around = self.tree.enclosing(node, cst.FunctionDef) or self.tree.enclosing(
             node, cst.If, cst.SimpleStatementLine
@@ -151,9 +161,14 @@ class Context:
 
     @functools.cached_property
     def _vendor_questions(self) -> list[cst.CSTNode]:
-        """Calls that ask whether another vendor's device is there."""
+        """Calls of what another vendor's name is in, such as is_xpu_available(), and names of such devices."""
         named = [(each, dotted(each.func) or "") for each in self.tree.nodes if isinstance(each, cst.Call)]
-        return [each for each, name in named if name.endswith("available") and VENDORS.search(name)]
+        found: list[cst.CSTNode] = [each for each, name in named if VENDORS.search(name)]
+        return found + [
+            each
+            for each in self.tree.nodes
+            if type(each) is cst.SimpleString and _OTHER_VENDOR.fullmatch(text_of(each) or "") is not None
+        ]
 
     def beside_vendors(self, node: cst.CSTNode) -> bool:
         """Whether the condition that this is in, or one of its alternatives, names another vendor."""
@@ -220,46 +235,216 @@ class Context:
 
     def means_cuda(self, node: cst.CSTNode) -> str:
         """Why this answer to "is CUDA there" is wanted for CUDA itself; empty where it may be about any accelerator."""
-        if self._chooses_vendor(node):
+        if self.chooses_vendor(node):
             return "the code chooses between vendors by itself"
         if self.says_so(node):
             return "a text there is about CUDA"
+        if _OF_KERNELS.search(self._condition(node)):
+            return "the condition is about kernels or libraries of CUDA"
         if self._cpu_goes_elsewhere(node):
             return "the CPU is treated in its own way there"
         if self._wanted_as_cuda(node):
             return "a condition around it asks for CUDA by name"
+        return self._of_value(node)
+
+    def _of_value(self, node: cst.CSTNode) -> str:
+        """Why the answer may be wanted for CUDA itself, from where it goes; empty where it only guards something."""
+        choice = self.tree.enclosing(node, cst.IfExp, cst.BaseStatement)
+        if isinstance(choice, cst.IfExp) and all(self._is_word(each) for each in (choice.body, choice.orelse)):
+            return "it chooses between words about CUDA"
+        if self.is_test(node):
+            return ""
         child, parent = node, self.tree.parent(node)
         while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget):
             child, parent = parent, self.tree.parent(parent)
-        match parent:
-            case cst.Return():
-                function = self.tree.enclosing(parent, cst.FunctionDef)
-                if isinstance(function, cst.FunctionDef) and _SAYS_CUDA.search(function.name.value):
-                    return f"callers of {function.name.value}() may mean CUDA"
-            case cst.FormattedStringExpression() | cst.DictElement():
+        if isinstance(parent, cst.Arg):
+            found = usage.role(self.tree, child)
+            if found.callee in _PRINTS:
                 return "it is printed or kept as a fact about CUDA"
+            return "what it is given to may mean CUDA"
+        if isinstance(parent, cst.Return):
+            return "callers of the function may mean CUDA"
+        if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
+            return "it is kept as a fact about CUDA"
+        target = parent.targets[0].target
+        name = usage.last_name(dotted(target) or "")
+        if _FACT.fullmatch(name) and isinstance(target, cst.Name):
+            return f"{name} may stand for CUDA itself"
+        if _KERNEL.search(name):
+            return f"{name} may be about kernels of CUDA"
+        if isinstance(target, cst.Name):
+            if isinstance(self.tree.scope(parent), GlobalScope) and name in self.project.imported:
+                return f"other files take {name} for what it says"
+            uses: list[cst.CSTNode] = list(self.uses(target))
+        else:
+            if (dotted(target) or "self").startswith(("self.", "cls.")) or dotted(target) is None:
+                return f"other code may take {name} for CUDA"
+            uses = self.uses_of_attribute(target)
+        uses = [each for each in uses if parent not in self.tree.parents(each)]  # args.cuda = args.cuda and ...
+        if not uses:
+            return f"other files may take {name} for CUDA"
+        if not all(self.is_test(each) for each in uses):
+            return f"{name} is passed on, and may mean CUDA there"
+        return ""
+
+    def _condition(self, node: cst.CSTNode) -> str:
+        """The code of the condition that the node is a part of."""
+        child, parent = node, self.tree.parent(node)
+        while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
+            child, parent = parent, self.tree.parent(parent)
+        return self.tree.module.code_for_node(child)
+
+    def _is_word(self, node: cst.CSTNode) -> bool:
+        """Whether it is a text other than the name of a device or of a backend."""
+        text = text_of(node)
+        return text is not None and OTHER_DEVICE.fullmatch(text) is None and text not in ("nccl", "gloo", "mpi")
+
+    def is_test(self, node: cst.CSTNode) -> bool:
+        """Whether the value of this expression only decides what runs."""
+        child, parent = node, self.tree.parent(node)
+        while True:
+            negation = isinstance(parent, cst.UnaryOperation) and isinstance(parent.operator, cst.Not)
+            if not negation and not isinstance(parent, cst.BooleanOperation):
+                break
+            child, parent = parent, self.tree.parent(parent)
+        match parent:
+            case cst.If() | cst.IfExp() | cst.While() | cst.Assert() | cst.CompIf():
+                return parent.test is child
             case cst.Arg():
                 found = usage.role(self.tree, child)
-                if found.callee in _PRINTS:
-                    return "it is printed or kept as a fact about CUDA"
-                if any(_SAYS_CUDA.search(name) for name in found.names):
-                    return f"{found.names[0]}= may mean CUDA"
-            case cst.Assign():
-                target = parent.targets[0].target
-                scope = self.tree.scope(parent)
-                if isinstance(target, cst.Name) and _FACT.fullmatch(target.value):
-                    return f"{target.value} may stand for CUDA itself"
-                if isinstance(target, cst.Name) and _KERNEL.search(target.value):
-                    return f"{target.value} may be about kernels of CUDA"
-                if isinstance(target, cst.Name) and isinstance(scope, GlobalScope) and not list(self.uses(target)):
-                    return f"other files may take {target.value} for CUDA"
-                if (
-                    isinstance(target, cst.Attribute)
-                    and _SAYS_CUDA.search(target.attr.value)
-                    and dotted(target.value) == "self"
-                ):
-                    return f"other code may take {target.attr.value} for CUDA"
+                if found.names:
+                    return found.names[0] in _OPTIONS_OF_DEVICES
+                return found.position == 0 and usage.last_name(found.callee) in _SKIPS
+        return False
+
+    def is_compared(self, node: cst.CSTNode, follow: bool = True) -> bool:
+        """Whether a number is compared, itself, after some arithmetic or by the name that it is assigned to."""
+        child, parent = node, self.tree.parent(node)
+        while isinstance(parent, cst.BinaryOperation | cst.UnaryOperation):
+            child, parent = parent, self.tree.parent(parent)
+        if isinstance(parent, cst.Comparison | cst.ComparisonTarget):
+            return True
+        if isinstance(parent, cst.Arg):
+            return "assert" in usage.role(self.tree, child).callee.lower()
+        if not follow or not isinstance(parent, cst.Assign) or not isinstance(parent.targets[0].target, cst.Name):
+            return False
+        return any(self.is_compared(each, follow=False) for each in self.uses(parent.targets[0].target))
+
+    def has_another_seed(self, node: cst.Call) -> bool:
+        """Whether the function also seeds torch's own generator, and never with the same number."""
+        around = self.tree.enclosing(node, cst.FunctionDef) or self.tree.module
+        seeds = [
+            each
+            for each in self.tree.nodes
+            if isinstance(each, cst.Call)
+            and self.tree.imported(each.func) in ("torch.manual_seed", "torch.random.manual_seed")
+            and around in self.tree.parents(each)
+        ]
+        code = self.tree.module.code_for_node
+        own = [code(arg.value) for arg in node.args]
+        return bool(seeds) and all([code(arg.value) for arg in each.args] != own for each in seeds)
+
+    def uses_of_attribute(self, target: cst.CSTNode) -> list[cst.CSTNode]:
+        """Where the file reads this `a.b`."""
+        name = dotted(target)
+        return [each for each in self.tree.attributes if dotted(each) == name and not self.is_stored(each)]
+
+    def at_import(self, node: cst.CSTNode) -> str:
+        """Why code here runs when its module is imported, where no accelerator should be chosen; empty elsewhere."""
+        child = node
+        for around in self.tree.parents(node):
+            match around:
+                case cst.Lambda() | cst.FunctionDef() | cst.Annotation():
+                    return ""
+                case cst.Decorator():
+                    return "" if self._is_decided_at_import(around.decorator) else "a decorator"
+                case cst.Param() if around.default is child:
+                    function = self.tree.enclosing(around, cst.FunctionDef, cst.Lambda)
+                    return "a default" if isinstance(function, cst.FunctionDef) else ""
+                case cst.ClassDef():
+                    return "an attribute of a class"
+            child = around
         return ""
+
+    def _is_decided_at_import(self, decorator: cst.BaseExpression) -> bool:
+        """Whether a decorator asked at import before as well, or can be asked at no other time."""
+        called = self.tree.imported(_undecorated(decorator)) or dotted(_undecorated(decorator)) or ""
+        name = usage.last_name(called)
+        return name in _SKIPS or name in ("custom_fwd", "custom_bwd", "parametrize")
+
+    def raw_cuda(self, node: cst.CSTNode) -> str:
+        """What of CUDA's own runtime the function around this node uses; empty for nothing."""
+        function = self.tree.enclosing(node, cst.FunctionDef)
+        if function is None:
+            return ""
+        return next((name for each, name in self._raw_uses if function in self.tree.parents(each)), "")
+
+    @functools.cached_property
+    def _raw_uses(self) -> list[tuple[cst.CSTNode, str]]:
+        """Raw handles of streams, and names that come from packages which need CUDA."""
+        found: list[tuple[cst.CSTNode, str]] = []
+        for node in self.tree.nodes:
+            if type(node) is cst.Attribute and node.attr.value in _RAW:
+                found.append((node, node.attr.value))
+            elif type(node) is cst.Name and node.value in self.tree.imported_names:
+                root = (self.tree.imported(node) or "").split(".")[0]
+                if root in _RUNTIMES:
+                    found.append((node, root))
+        return found
+
+    def in_own_cuda(self, node: cst.CSTNode) -> bool:
+        """Whether it stands in a method cuda() of a class, which says CUDA to its callers."""
+        function = self.tree.enclosing(node, cst.FunctionDef)
+        while isinstance(function, cst.FunctionDef):
+            around = self.tree.enclosing(function, cst.FunctionDef, cst.ClassDef)
+            if function.name.value == "cuda" and isinstance(around, cst.ClassDef):
+                return True
+            function = around
+        return False
+
+    def own_class(self, receiver: cst.CSTNode, own: frozenset[str]) -> str:
+        """Which of these classes of the project the receiver may be an instance of; empty for none."""
+        if not own or self._is_of_torch(receiver):
+            return ""
+        name = dotted(receiver) or ""
+        if name in ("self", "cls"):
+            around = self.tree.enclosing(receiver, cst.ClassDef)
+            return around.name.value if isinstance(around, cst.ClassDef) and around.name.value in own else ""
+        last = usage.last_name(name).lower()
+        known = [each for each in self._classes if each in own]
+        known += [each for each in sorted(own) if len(last) > 3 and (last in each.lower() or each.lower() in last)]
+        return known[0] if known else ""
+
+    def _is_of_torch(self, node: cst.CSTNode) -> bool:
+        """Whether it is for sure a tensor or module of torch: what one of its functions returns, or a name for that."""
+        while isinstance(node, cst.Call | cst.Subscript) or (isinstance(node, cst.Attribute) and dotted(node) is None):
+            if isinstance(node, cst.Call) and (self.tree.imported(node.func) or "").startswith("torch."):
+                return True
+            node = node.func if isinstance(node, cst.Call) else node.value
+        if not isinstance(node, cst.Name):
+            return False
+        values = []
+        for assignment in self.tree.scope(node)[node.value]:
+            statement = self.tree.enclosing(getattr(assignment, "node", node), cst.Assign, cst.BaseStatement)
+            values.append(statement.value if isinstance(statement, cst.Assign) else None)
+        calls = [each for each in values if isinstance(each, cst.Call)]
+        return (
+            bool(values)
+            and len(calls) == len(values)
+            and all((self.tree.imported(each.func) or "").startswith("torch.") for each in calls)
+        )
+
+    @functools.cached_property
+    def _classes(self) -> list[str]:
+        """Names of classes that the file defines or imports."""
+        defined = [
+            name
+            for scope in self.tree.scopes
+            if isinstance(scope, GlobalScope)
+            for name, assignments in scope._assignments.items()
+            if assignments
+        ]
+        return sorted(defined)
 
     def uses(self, target: cst.Name) -> Iterator[cst.CSTNode]:
         """Where a variable is read, by the scope that it is assigned in."""
@@ -290,12 +475,7 @@ class Context:
                 return by_name
             uses: Iterable[cst.CSTNode] = self.uses(target)
         else:
-            name = dotted(target)
-            uses = [
-                each
-                for each in self.tree.nodes
-                if isinstance(each, cst.Attribute) and name and dotted(each) == name and not self.is_stored(each)
-            ]
+            uses = self.uses_of_attribute(target)
         kinds = {self._of_use(each) for each in uses} - {"either"}
         if len(kinds) == 1:
             return kinds.pop()
@@ -319,6 +499,16 @@ class Context:
             if region in around and not spoken_for:
                 return True
         return False
+
+    def questions(self, replaced: set[cst.CSTNode]) -> list[cst.CSTNode]:
+        """Calls in conditions that ask for CUDA by their name, such as is_cuda_available(), and are not ported."""
+        return [
+            each
+            for each in self.tree.nodes
+            if isinstance(each, cst.Call)
+            and re.search("cuda", usage.last_name(dotted(each.func) or ""), re.IGNORECASE)
+            and not {each, each.func} & replaced
+        ]
 
     @functools.cached_property
     def _cuda_calls(self) -> list[cst.CSTNode]:

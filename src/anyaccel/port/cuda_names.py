@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import libcst as cst
 
@@ -88,7 +89,7 @@ class _Place:
     def report(self, code: str, advice: str, breaks: bool = True) -> Candidate:
         return Candidate(self.node, code, f"`{self.shown}`: {advice}", breaks=breaks)
 
-    def fixed(self, code: str, use: str, fix: Fix, target: cst.CSTNode | None = None, **more: bool) -> Candidate:
+    def fixed(self, code: str, use: str, fix: Fix, target: cst.CSTNode | None = None, **more: Any) -> Candidate:
         return Candidate(self.node, code, f"`{self.shown}`; use `{use}`", fix, target, **more)
 
     def method(self, name: str) -> Callable[[cst.CSTNode], Expression]:
@@ -121,6 +122,7 @@ class _Place:
         return self.fixed(code, shown, fix, needs_torch=True, needs_accelerator=False)
 
 
+ANY_WILL_DO = 'two readings: leave it where CUDA itself is meant, else `get_accelerator().device_name() != "cpu"`'
 _ASK = {
     "hasattr",
     "getattr",
@@ -155,8 +157,14 @@ def _function(place: _Place, name: str) -> Candidate:
         return place.report("ACC101", "not fixed: a text there is about CUDA", breaks=False)
     if name == "device_count" and place.ctx.beside_vendors(place.call):
         return place.report("ACC101", "not fixed: the code chooses between vendors by itself", breaks=False)
+    if name in ("manual_seed", "manual_seed_all") and place.ctx.has_another_seed(place.call):
+        why = "on a CPU it is torch's own generator, which is seeded with another number here"
+        return place.report("ACC101", f"not fixed: {why}", breaks=False)
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
+    found.count = name == "device_count" and not usage.is_number_of_processes(place.tree, place.call)
+    found.count = found.count or ("memory" in name and place.ctx.is_compared(place.call))
+    found.harmless = name in tables.HARMLESS
     return found
 
 
@@ -165,18 +173,37 @@ def _availability(place: _Place) -> Candidate:
         return place.report("ACC101", "only its calls can be replaced")
     why = place.ctx.means_cuda(place.call)
     if why:
-        return place.report("ACC101", f"not fixed: {why}", breaks=False)
+        found = place.report("ACC101", f"not fixed: {why}; {ANY_WILL_DO}", breaks=False)
+        found.asks = True
+        return found
     found = place.method_call("ACC101", tables.FUNCTIONS["is_available"])
-    found.guard = True
+    if found.fix is None:
+        return found
+    around = place.tree.parent(place.call)
+    negated = isinstance(around, cst.UnaryOperation) and isinstance(around.operator, cst.Not)
+    if negated:
+        found.target = around
+
+    def available(old: cst.CSTNode) -> cst.CSTNode:
+        asked = call(place.ctx.method("is_available"))
+        if isinstance(old, cst.UnaryOperation):
+            return old.with_changes(expression=same_parentheses(asked, old.expression))
+        return same_parentheses(asked, old)
+
+    def exact(old: cst.CSTNode) -> cst.CSTNode:
+        other = cst.ComparisonTarget(cst.Equal() if negated else cst.NotEqual(), cst.SimpleString('"cpu"'))
+        asked = cst.Comparison(call(place.ctx.method("device_name")), [other])
+        return same_parentheses(asked, old)
+
+    found.fix, found.exact, found.start = available, exact, place.call
+    found.guard, found.asks, found.question = True, True, "device_there"
     return found
 
 
 def _bf16(place: _Place) -> Candidate:
-    if place.call is None:
-        return place.fixed("ACC101", "get_accelerator().is_bf16_supported", place.method("is_bf16_supported"))
-    bound = bind(place.call.args, ["including_emulation"])
+    bound = bind(place.call.args, ["including_emulation"]) if place.call is not None else None
     value = bound.get("including_emulation") if bound is not None else None
-    if bound is None or (value is not None and not _is_false(value.value)):
+    if place.call is None or value is None or not _is_false(value.value):
         return place.report("ACC501", _advice("is_bf16_supported"))
 
     def fix(old: cst.CSTNode) -> cst.CSTNode:
@@ -193,6 +220,18 @@ def _is_false(node: Expression) -> bool:
 def _current_device(place: _Place) -> Candidate:
     if place.call is None or place.call.args:
         return place.report("ACC102", _advice("current_device"))
+    found = usage.role(place.tree, place.call)
+    if found.names == ("device_id",) and usage.last_name(found.callee) in ("FullyShardedDataParallel", "FSDP"):
+        torch = place.ctx.torch_at(place.node)
+        if torch is None:
+            return place.report("ACC102", _advice("current_device"))
+
+        def device(old: cst.CSTNode) -> cst.CSTNode:
+            name = call(place.ctx.method("current_device_name"))
+            return same_parentheses(call(attribute(cst.Name(torch), "device"), name), old)
+
+        use = "torch.device(get_accelerator().current_device_name())"
+        return place.fixed("ACC102", use, device, place.call, needs_torch=True)
     kind = place.ctx.device_or_index(place.call)
     if not kind:
         return place.report("ACC102", _advice("current_device"))
@@ -279,7 +318,9 @@ def _range(place: _Place, name: str) -> Candidate:
         return place.fixed("ACC105", f"get_accelerator().{name}", place.method(name))
     if not isinstance(place.tree.parent(place.call), cst.Expr):
         return place.report("ACC105", "the depth that it returns is used; the accelerator's method returns nothing")
-    return place.method_call("ACC105", tables.NVTX[name])
+    found = place.method_call("ACC105", tables.NVTX[name])
+    found.harmless = True
+    return found
 
 
 def _typed_tensor(place: _Place, name: str) -> Candidate:

@@ -11,11 +11,13 @@ from typing import Any
 
 import libcst as cst
 
-from anyaccel.port import cuda_names, literals, packages, pickers, tables, tensors
+from anyaccel.port import cuda_names, literals, packages, pickers, processes, tables, tensors
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
-from anyaccel.port.guards import guarded, has_newer_way, is_for_another_vendor, only_sets_cuda
+from anyaccel.port.guards import has_newer_way, is_for_another_vendor
 from anyaccel.port.imports import Imports
+from anyaccel.port.project import Project, join, outline
+from anyaccel.port.settle import settle
 from anyaccel.port.transform import apply
 from anyaccel.port.tree import AMBIGUOUS, Tree
 
@@ -24,11 +26,13 @@ _NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?
 _OF_TENSORS = {"ACC301", "ACC303"}
 _NAMES = {"ACC102", "ACC201", "ACC401"}
 _METHODS = {"cuda", "pin_memory"}
-_ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension"}
+_ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension", "CUDA"}
 _NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
 _NAMED = {cst.Param, cst.FunctionDef, cst.ClassDef}
 _DEEPEST = 150  # brackets; Python itself takes 200
-_PROGRAMS = re.compile(r"cuda(?::|$)|nccl$|CUDA_VISIBLE_DEVICES$|torch\.cuda\.\w+Tensor$|(?:/usr/bin/)?nvidia-smi")
+_PROGRAMS = re.compile(
+    r"(?:\w+:\w+,)*cuda(?::|$)|nccl$|CUDA_VISIBLE_DEVICES$|torch\.cuda\.\w+Tensor$|(?:/usr/bin/)?nvidia-smi"
+)
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,19 @@ class NotPythonError(Exception):
     """The text cannot be read as Python; the message says where."""
 
 
-def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, removes_imports: bool = True) -> Ported:
+def port_text(
+    text: str,
+    wanted: Callable[[str], bool] = lambda code: True,
+    removes_imports: bool = True,
+    project: Project | None = None,
+) -> Ported:
     """Look at a module, and make the fixes.
 
     Args:
         text: of the module, without a byte-order mark.
         wanted: whether a rule, by its code, is to be applied.
         removes_imports: drop imports from torch.cuda that have no use any more.
+        project: the files that are ported together; None for this one alone.
 
     Raises:
         NotPythonError: it cannot be parsed, or not be written back exactly.
@@ -75,7 +85,7 @@ def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, remo
         raise NotPythonError(_place_of(text) or f"{error.raw_line}:1: {_first_line(error.message)}") from None
     except RecursionError:
         raise NotPythonError("1:1: nested too deeply to be read") from None
-    ctx = Context(tree)
+    ctx = Context(tree, project if project is not None else join([outline(text)]))
     candidates = list(_unique(_candidates(ctx)))
     if not candidates:
         return Ported((), text)
@@ -94,8 +104,17 @@ def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, remo
         if candidate.fix is not None:
             start, end = spans[candidate.replaced]
             own = ctx.about_cuda(candidate.node)
+            at_import = ctx.at_import(candidate.node) if candidate.needs_accelerator else ""
             if ctx.is_scripted(candidate.node):
                 candidate.unfixed("TorchScript compiles this function and knows no get_accelerator()")
+            elif at_import:
+                candidate.unfixed(
+                    f"as {at_import} it would choose when the module is imported; choose where it is used"
+                )
+            elif raw := ctx.raw_cuda(candidate.node):
+                candidate.unfixed(f"the function uses {raw}, which only CUDA has")
+            elif ctx.in_own_cuda(candidate.node):
+                candidate.unfixed("a class's own cuda() says CUDA to its callers; let it have to(device)")
             elif own and candidate.code not in _OF_TENSORS:
                 candidate.unfixed(f"by its name {own} is about CUDA")
             elif is_for_another_vendor(ctx, candidate.node, candidate.code in _NAMES):
@@ -104,7 +123,7 @@ def port_text(text: str, wanted: Callable[[str], bool] = lambda code: True, remo
                 candidate.unfixed("it is for older torch; another branch has torch.amp")
             elif candidate.drops and "#" in text[start:end]:
                 candidate.unfixed("a comment stands inside")
-    _keep_guards(ctx, candidates)
+    settle(ctx, candidates)
     fixed = [candidate for candidate in kept if candidate.fix is not None]
     ported = text
     if fixed:
@@ -152,7 +171,7 @@ def _may_have_findings(text: str) -> bool:
             case ast.ImportFrom(module=str(name), names=names, level=0):
                 if _is_watched(name) or any(_is_watched(f"{name}.{alias.name}") for alias in names):
                     return True
-            case ast.FunctionDef(name="cuda"):
+            case ast.FunctionDef(name="cuda") | ast.keyword(arg="device_ids"):
                 return True
             case ast.Constant(value=str(value)) if _PROGRAMS.match(value):
                 return True
@@ -191,6 +210,8 @@ def _candidates(ctx: Context) -> Iterator[Candidate]:
             found = pickers.device(ctx, node) or pickers.backend(ctx, node)
             if found is not None:
                 yield found
+        elif type(node) is cst.Lambda and not ctx.is_claimed(node):
+            yield from tensors.find_map_location(ctx, node)
     for node in tree.nodes:
         find = _FINDERS.get(type(node))
         if find is not None:
@@ -199,8 +220,10 @@ def _candidates(ctx: Context) -> Iterator[Candidate]:
 
 def _calls(ctx: Context, node: cst.Call) -> Iterator[Candidate]:
     if isinstance(node.func, cst.Attribute) and node.func.attr.value in _METHODS:
-        yield from tensors.find_call(ctx, node)
+        if not ctx.is_claimed(node):
+            yield from tensors.find_call(ctx, node)
     else:
+        yield from processes.find_wrapper(ctx, node)
         yield from _strings(ctx, node)
 
 
@@ -275,24 +298,6 @@ def _is_suppressed(tree: Tree, code: str, lines: Iterable[int]) -> bool:
             if codes is None or any(code.startswith(each.upper()) for each in re.findall(r"[A-Za-z]+\d*", codes)):
                 return True
     return False
-
-
-def _keep_guards(ctx: Context, candidates: list[Candidate]) -> None:
-    """Leave a guard alone when what it guards keeps needing CUDA: elsewhere it would be entered, and fail."""
-    breaking: set[cst.CSTNode] = set()
-    for candidate in candidates:
-        if candidate.fix is None and candidate.breaks:
-            breaking |= {candidate.node, *ctx.tree.parents(candidate.node)}
-    fixed = [candidate for candidate in candidates if candidate.fix is not None]
-    replaced = {node for candidate in fixed for node in (candidate.node, candidate.replaced)}
-    for candidate in candidates:
-        if not candidate.guard or candidate.fix is None:
-            continue
-        regions = list(guarded(ctx, candidate.replaced))
-        if any(region in breaking or ctx.calls_cuda(region, replaced) for region in regions):
-            candidate.unfixed("it guards code that still needs CUDA")
-        elif only_sets_cuda(ctx, regions, {each.replaced for each in fixed if each is not candidate}):
-            candidate.unfixed("it guards settings of CUDA only")
 
 
 def _check(before: str, after: str) -> None:

@@ -16,6 +16,8 @@ SKIPPED_FOLDERS = {
     ".mypy_cache", ".ruff_cache", ".pytest_cache", ".ipynb_checkpoints", "site-packages",
 }  # fmt: skip
 
+_OUTPUTS = ("build", "dist")
+
 
 @dataclass(frozen=True)
 class Skipped:
@@ -66,7 +68,11 @@ def _below(path: str, excluded: Sequence[str]) -> Iterator[str | Skipped]:
         kept = []
         for name in sorted(folders):
             each = str(Path(folder, name))
-            if name in SKIPPED_FOLDERS or is_excluded(each, excluded):
+            if is_excluded(each, excluded):
+                continue
+            if name in SKIPPED_FOLDERS and not _is_package(each, name):
+                if name in _OUTPUTS and next(Path(each).rglob("*.py"), None) is not None:
+                    yield Skipped(each, "by its name the output of a build; name it to look into it", failed=False)
                 continue
             if Path(each).is_symlink():
                 yield Skipped(each, _link_reason(folder, each), failed=False)
@@ -78,6 +84,12 @@ def _below(path: str, excluded: Sequence[str]) -> Iterator[str | Skipped]:
             if name.endswith(SUFFIXES) and not is_excluded(each, excluded):
                 yield each
     yield from problems
+
+
+def _is_package(folder: str, name: str) -> bool:
+    """Whether a folder that is called like the output of a build is a package of Python modules."""
+    either = (Path(folder, "__init__.py"), Path(folder).parent / "__init__.py")
+    return name in _OUTPUTS and any(each.is_file() for each in either)
 
 
 def _link_reason(folder: str, link: str) -> str:

@@ -54,6 +54,9 @@ def guarded(ctx: Context, node: cst.CSTNode, follow: bool = True) -> Iterator[cs
                 yield loop.body
             elif isinstance(loop, cst.CompFor):
                 yield tree.parent(loop)
+        case cst.Assign() if follow and isinstance(parent.targets[0].target, cst.Attribute):
+            for use in ctx.uses_of_attribute(parent.targets[0].target):
+                yield from guarded(ctx, use, follow=False)
         case cst.Assign() if follow and isinstance(parent.targets[0].target, cst.Name):
             for use in ctx.uses(parent.targets[0].target):
                 yield from guarded(ctx, use, follow=False)
@@ -75,6 +78,16 @@ def _ends(body: cst.BaseSuite) -> bool:
     return isinstance(last, cst.Raise | cst.Return | cst.Continue | cst.Break)
 
 
+def ends_with_demand(body: cst.BaseSuite) -> bool:
+    """Whether the block ends the program or raises: so code says that it cannot go on without a GPU."""
+    last = body.body[-1] if body.body else None
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    if isinstance(last, cst.Expr) and isinstance(last.value, cst.Call):
+        return usage.last_name(dotted(last.value.func) or "") in ("exit", "_exit", "abort", "quit")
+    return isinstance(last, cst.Raise)
+
+
 def is_for_another_vendor(ctx: Context, node: cst.CSTNode, is_name: bool) -> bool:
     """Whether this place is one of a choice between vendors, which the accelerator has made already.
 
@@ -86,6 +99,8 @@ def is_for_another_vendor(ctx: Context, node: cst.CSTNode, is_name: bool) -> boo
     """
     tree = ctx.tree
     child = node
+    if is_name and ctx.chooses_vendor(node):
+        return True
     for around in tree.parents(node):
         if isinstance(around, cst.FunctionDef | cst.ClassDef):
             return False
@@ -134,7 +149,8 @@ def has_newer_way(ctx: Context, node: cst.CSTNode) -> bool:
 def only_sets_cuda(ctx: Context, regions: Sequence[cst.CSTNode], ported: set[cst.CSTNode]) -> bool:
     """Whether what is guarded is settings of cuDNN or torch.backends.cuda, and nothing that is ported."""
     inside = [region for region in regions if not isinstance(region, cst.FunctionDef | cst.Module)]
-    settings = [each for region in inside for each in _names_in(ctx, region) if _SETTINGS.match(dotted(each) or "")]
+    names = [each for region in inside for each in _names_in(ctx, region)]
+    settings = [each for each in names if _SETTINGS.match(ctx.tree.imported(each) or dotted(each) or "")]
     return bool(settings) and not any(region in (each, *ctx.tree.parents(each)) for region in inside for each in ported)
 
 

@@ -27,6 +27,7 @@ class Imports:
         self._removes = removes
         self._wants_accelerator = any(each.needs_accelerator for each in fixed) and not ctx.has_accelerator
         self._wants_torch = any(each.needs_torch for each in fixed) and not ctx.tree.is_bound("torch")
+        self._wants_torch = self._wants_torch and not ctx.tree.torch_by_star
 
     # Removing -----------------------------------------------------------------------------------------------
 
@@ -52,9 +53,27 @@ class Imports:
             left = [each for each in statement.names if _bound(each) not in {_text(name) for name in names}]
             if not left:
                 fixes[line] = _remove_line
+                self._keep_blank(line, fixes)
             elif not isinstance(statement, cst.ImportFrom) or not statement.lpar:
                 fixes[statement] = _keep_names(left)
         return fixes
+
+    def _keep_blank(self, line: cst.SimpleStatementLine, fixes: dict[cst.CSTNode, Fix]) -> None:
+        """Give the blank line before a line that goes to the one after it, which begins the group of imports then."""
+        block = self._ctx.tree.parent(line)
+        body = list(block.body) if isinstance(block, cst.Module | cst.IndentedBlock) else []
+        index = next((at for at, each in enumerate(body) if each is line), len(body))
+        following = body[index + 1] if index + 1 < len(body) else None
+        lead = getattr(following, "leading_lines", None)
+        if index == 0 or following is None or lead is None or not line.leading_lines or following in fixes:
+            return
+        if any(each.comment is None for each in lead):
+            return
+
+        def fix(node: cst.CSTNode) -> cst.CSTNode:
+            return node.with_changes(leading_lines=[*line.leading_lines, *node.leading_lines])  # type: ignore[attr-defined]
+
+        fixes[following] = fix
 
     def _is_unused(self, assignment: ImportAssignment, replaced: set[cst.CSTNode]) -> bool:
         full = {name.name for name in assignment.get_qualified_names_for(assignment.name)}
@@ -234,11 +253,13 @@ def _place(module: cst.Module, line: cst.SimpleStatementLine, index: int) -> cst
     gap = cst.EmptyLine(indent=False)
     following = body[index] if index < len(body) else None
     lead: list[cst.EmptyLine] = list(getattr(following, "leading_lines", ()))
+    following_is_apart = following is None or not _is_third_party_line(following) or bool(lead)
     if index == 0 or not _is_third_party_line(body[index - 1]):
         moved = _own_lines(lead)
         first = index == 0 and not module.header
         above = [each for each in lead[:moved] if not first or each.comment is not None]
-        line = line.with_changes(leading_lines=above or ([gap] if index else []))
+        joined = index and _imports(body[index - 1]) is not None and following is not None and not following_is_apart
+        line = line.with_changes(leading_lines=above or ([gap] if index and not joined else []))
         lead = lead[moved:]
         if following is not None:
             if not _is_third_party_line(following) and not (lead and lead[0].comment is None):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from anyaccel.port import usage
+from anyaccel.port import tables, usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.syntax import bind, call, device_index, dotted, same_parentheses, text_of
@@ -20,6 +20,11 @@ _UNCLEAR = {
     "value": "it is not clear that this is a device",
     "text": "it is part of a text",
 }
+_COMPARED = (
+    "a comparison has two readings: CUDA itself (leave it), or any accelerator "
+    '(compare with `get_accelerator().device_name()`, or `!= "cpu"` where the CPU has a way of its own)'
+)
+_BACKENDS = re.compile(r"(?:\w+:\w+,)*cuda:\w+(?:,\w+:\w+)*")
 _TENSOR_TYPE = re.compile(r"torch\.cuda\.\w+Tensor")
 _ENVIRONMENTS = re.compile(r"(?:os\.)?environ|(?:\w+_)?env(?:iron)?(?:_vars|_copy)?", re.IGNORECASE)
 
@@ -36,9 +41,12 @@ def find_device(ctx: Context, node: cst.BaseExpression) -> Iterator[Candidate]:
     if found.callee == "torch.device" and found.names in ((), ("type",)) and found.position <= 0:
         yield _device_object(ctx, node, found)
         return
+    if found.kind == "comparison":
+        yield _compared(ctx, node)
+        return
     if not usage.is_device(ctx.tree, found):
         why = _UNCLEAR.get(found.kind, "it is not clear that this is a device")
-        quiet = found.kind in ("comparison", "key", "text", "annotation")
+        quiet = found.kind in ("key", "text", "annotation")
         yield Candidate(node, "ACC202", f"a CUDA device's name: not fixed: {why}", breaks=not quiet)
         return
 
@@ -50,13 +58,51 @@ def find_device(ctx: Context, node: cst.BaseExpression) -> Iterator[Candidate]:
     yield Candidate(node, "ACC201", "a CUDA device's name; use `get_accelerator().device_name(...)`", fix, drops=True)
 
 
+def _compared(ctx: Context, node: cst.BaseExpression) -> Candidate:
+    """`device.type == "cuda"` and its kin: the accelerator's name where all that it guards may be done on a CPU too."""
+    report = Candidate(node, "ACC202", f"a CUDA device's name: not fixed: {_COMPARED}", breaks=False, asks=True)
+    parent = ctx.tree.parent(node)
+    test = ctx.tree.enclosing(node, cst.Comparison)
+    if not isinstance(parent, cst.Comparison | cst.ComparisonTarget) or not isinstance(test, cst.Comparison):
+        return report
+    if len(test.comparisons) != 1 or text_of(node) != "cuda" or ctx.beside_vendors(test):
+        return report
+    first = isinstance(parent, cst.Comparison)
+    other = test.comparisons[0].comparator if first else test.left
+    operator = test.comparisons[0].operator
+    fits = isinstance(operator, cst.Equal) or (first and isinstance(operator, cst.In))
+    if not fits or not is_device_value(other):
+        return report
+
+    def fix(old: cst.CSTNode) -> cst.CSTNode:
+        return same_parentheses(call(ctx.method("device_name")), old)
+
+    report.fix, report.guard, report.question, report.start = fix, True, "device", test
+    report.message = "compared with a CUDA device's name; use `get_accelerator().device_name()`"
+    return report
+
+
+def is_device_value(node: cst.BaseExpression) -> bool:
+    """Whether an expression is by its name a device or the name of one: device, x.device.type, str(device)."""
+    if isinstance(node, cst.Call) and dotted(node.func) == "str" and len(node.args) == 1:
+        return is_device_value(node.args[0].value)
+    if isinstance(node, cst.Attribute) and node.attr.value == "type":
+        return is_device_value(node.value)
+    name = dotted(node)
+    if name is None and isinstance(node, cst.Attribute):
+        name = node.attr.value
+    return name is not None and tables.DEVICE_NAME.fullmatch(usage.last_name(name)) is not None
+
+
 def _device_object(ctx: Context, node: cst.BaseExpression, found: usage.Role) -> Candidate:
     """torch.device('cuda', i) and its kin."""
-    outer = found.call
-    assert outer is not None
-    compared = usage.role(ctx.tree, outer)
-    if compared.kind == "comparison":
-        return Candidate(node, "ACC202", f"a CUDA device: not fixed: {_UNCLEAR['comparison']}", breaks=False)
+    outer: cst.CSTNode | None = found.call
+    assert isinstance(outer, cst.Call)
+    value: cst.CSTNode = outer
+    while isinstance(ctx.tree.parent(value), cst.Attribute):
+        value = ctx.tree.parent(value)  # torch.device("cuda").type
+    if value is not outer or usage.role(ctx.tree, outer).kind == "comparison":
+        return Candidate(node, "ACC202", f"a CUDA device: not fixed: {_COMPARED}", breaks=False, asks=True)
     bound = bind(outer.args, ("type", "index"))
     if bound is None:
         return Candidate(node, "ACC202", "a CUDA device: not fixed: the arguments of torch.device cannot be told apart")
@@ -94,6 +140,9 @@ def find_text(ctx: Context, node: cst.SimpleString) -> Iterator[Candidate]:
         return
     if text == "nccl":
         yield _backend(ctx, node)
+    elif _BACKENDS.fullmatch(text) and device_index(node) is False:
+        advice = "name the accelerator's device and communication_backend_name() instead, or leave the backend out"
+        yield Candidate(node, "ACC401", f"`{text!r}`: not fixed: {advice}", breaks=False)
     elif text == VISIBLE:
         yield _visible(ctx, node)
     elif _TENSOR_TYPE.fullmatch(text):
@@ -117,15 +166,11 @@ def _backend(ctx: Context, node: cst.SimpleString) -> Candidate:
     if not usage.is_backend(ctx.tree, found):
         why = "a comparison may mean NCCL itself" if found.kind == "comparison" else "it is not clear what it is for"
         advice = f"communication_backend_name() names the accelerator's; not fixed: {why}"
-        return Candidate(node, "ACC401", f"`'nccl'`: {advice}", breaks=found.kind not in ("comparison", "key"))
+        asks = found.kind == "comparison"
+        return Candidate(node, "ACC401", f"`'nccl'`: {advice}", breaks=not asks and found.kind != "key", asks=asks)
 
-    inner = ctx.tree.enclosing(node, cst.Param, cst.FunctionDef, cst.Lambda, cst.ClassDef)
-    at_import = not isinstance(inner, cst.FunctionDef | cst.Lambda)
-    starts = usage.last_name(found.callee) in ("init_process_group", "init_distributed", "new_group")
-    if found.kind == "value":
-        return Candidate(node, "ACC401", "`'nccl'`: not fixed: it is not clear who reads this")
-    if at_import and not starts:
-        why = "this runs at import, and fails there on an accelerator without collectives; set it in a function"
+    if not _goes_to_a_group(ctx, node, found):
+        why = "an accelerator without collectives raises; call communication_backend_name() where a group is started"
         return Candidate(node, "ACC401", f"`'nccl'`: not fixed: {why}")
 
     def fix(old: cst.CSTNode) -> cst.CSTNode:
@@ -134,11 +179,38 @@ def _backend(ctx: Context, node: cst.SimpleString) -> Candidate:
     return Candidate(node, "ACC401", "`'nccl'`; use `get_accelerator().communication_backend_name()`", fix)
 
 
+def _goes_to_a_group(ctx: Context, node: cst.CSTNode, found: usage.Role) -> bool:
+    """Whether the value is given to what starts a process group, at once or through a variable, and to nobody else."""
+    if usage.starts_processes(found):
+        return True
+    assign = ctx.tree.enclosing(node, cst.Assign, cst.BaseStatement)
+    if found.kind != "assigned" or not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
+        return False
+    target = assign.targets[0].target
+    if not isinstance(target, cst.Name) or ctx.tree.enclosing(node, cst.FunctionDef) is None:
+        return False
+    uses = [usage.role(ctx.tree, each) for each in ctx.uses(target)]
+    return bool(uses) and all(usage.starts_processes(each) for each in uses)
+
+
 def _environment(ctx: Context, node: cst.BaseExpression) -> bool:
     """Whether it is os.environ, or by its name a copy of it."""
     name = dotted(node) or ""
     full = ctx.tree.imported(node)
     return full == "os.environ" or (full is None and _ENVIRONMENTS.fullmatch(name.rpartition(".")[2]) is not None)
+
+
+def _is_of_this_process(ctx: Context, node: cst.BaseExpression) -> bool:
+    """Whether it is os.environ itself, under its own or another name."""
+    if ctx.tree.imported(node) == "os.environ":
+        return True
+    if not isinstance(node, cst.Name):
+        return False
+    for assignment in ctx.tree.scope(node)[node.value]:
+        statement = ctx.tree.enclosing(getattr(assignment, "node", node), cst.Assign, cst.BaseStatement)
+        if isinstance(statement, cst.Assign) and ctx.tree.imported(statement.value) == "os.environ":
+            return True
+    return False
 
 
 def _visible(ctx: Context, node: cst.SimpleString) -> Candidate:
@@ -158,6 +230,11 @@ def _visible(ctx: Context, node: cst.SimpleString) -> Candidate:
         if len(item.slice) == 1 and _environment(ctx, item.value):
             statement = ctx.tree.parent(ctx.tree.parent(item))
             if ctx.is_stored(item):
+                if _is_of_this_process(ctx, item.value):
+                    why = "get_accelerator() would choose before it is written; set it before the process starts, or"
+                    return Candidate(
+                        node, "ACC402", f"{message}: not fixed: {why} in a child's environment", breaks=False
+                    )
                 if isinstance(statement, cst.Assign) and len(statement.targets) == 1:
                     return _written(ctx, node, item, statement)
             else:
@@ -166,15 +243,9 @@ def _visible(ctx: Context, node: cst.SimpleString) -> Candidate:
 
 
 def _first(ctx: Context, node: cst.SimpleString) -> Candidate:
-    """The name of the first variable; an empty name, which no environment has, where there is none."""
-
-    def fix(old: cst.CSTNode) -> cst.CSTNode:
-        names = call(cst.Name("iter"), call(ctx.method("visible_devices_envs")))
-        return same_parentheses(call(cst.Name("next"), names, cst.SimpleString('""')), old)
-
-    if ctx.tree.enclosing(node, cst.FormattedString) is not None:
-        return Candidate(node, "ACC402", f"`{VISIBLE}`: not fixed: it is inside an f-string")
-    return Candidate(node, "ACC402", f"`{VISIBLE}` is read; use `get_accelerator().visible_devices_envs()`", fix)
+    """A read: the variables of other vendors are written in other ways, so that what takes them apart has to know."""
+    why = "not fixed: visible_devices_envs() has the accelerator's variables; each vendor writes them in its own way"
+    return Candidate(node, "ACC402", f"`{VISIBLE}` is read: {why}", breaks=False)
 
 
 def _lookup(ctx: Context, node: cst.SimpleString, arg: cst.Arg) -> Candidate | None:

@@ -57,6 +57,9 @@ def find_name(ctx: Context, node: cst.Name | cst.Attribute, full: str) -> Iterat
     elif full == "torch.version.cuda":
         advice = "None without CUDA; runtime_versions() has the versions of every accelerator's software"
         yield Candidate(node, "ACC505", f"`{full}`: {advice}", breaks=False)
+    elif full.endswith("ProfilerActivity.CUDA") and full.startswith("torch."):
+        advice = "it is CUDA's alone: torch.profiler.supported_activities() has those of this machine"
+        yield Candidate(node, "ACC508", f"`{full}`: {advice}")
     elif full in tables.EXTENSIONS:
         advice = "CUDA sources: not fixed: build_extension() and op builders compile for other devices"
         yield Candidate(node, "ACC502", f"`{full}`: {advice}")

@@ -10,14 +10,18 @@ import libcst as cst
 from anyaccel.port import usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
+from anyaccel.port.literals import is_device_value
 from anyaccel.port.syntax import call, device_index, is_simple, same_parentheses, text_of
 
 
 def device(ctx: Context, node: cst.IfExp) -> Candidate | None:
     """`"cuda" if torch.cuda.is_available() else "cpu"` and its kin: one call; None for another conditional."""
-    leaves = _leaves(ctx, node)
+    leaves = _leaves(ctx, node) or _by_name(ctx, node)
     if leaves is None:
         return None
+    by_name = not ctx.is_availability(_plain(node.test), "torch.cuda") and not ctx.is_availability(
+        _plain(node.test), ""
+    )
     cuda = [leaf for leaf in leaves if _spelled(ctx, leaf) is not False]
     used = usage.role(ctx.tree, node)
     if len(cuda) != 1:
@@ -25,12 +29,28 @@ def device(ctx: Context, node: cst.IfExp) -> Candidate | None:
     if used.kind in ("text", "comparison", "key"):
         return Candidate(node, "ACC202", "a device is picked for a text or comparison; not fixed", breaks=False)
     chosen = cuda[0]
+    if by_name and not isinstance(chosen, cst.SimpleString):
+        return None
     is_object = not isinstance(chosen, cst.SimpleString) and _device_call(ctx, chosen) is not None
     index = _spelled(ctx, chosen)
     if not isinstance(index, bool) and index is not None and not is_simple(index):
         return None  # what is inside may have fixes of its own; the parts are fixed one by one
 
+    def fix_both(old: cst.CSTNode) -> cst.CSTNode:
+        assert isinstance(old, cst.IfExp) and isinstance(old.test, cst.Comparison)
+        name = call(ctx.method("device_name"))
+        test = old.test
+        if isinstance(test.comparisons[0].operator, cst.In):
+            test = test.with_changes(left=same_parentheses(name, test.left))
+        else:
+            target = test.comparisons[0]
+            asked = same_parentheses(name, target.comparator)
+            test = test.with_changes(comparisons=[target.with_changes(comparator=asked)])
+        return old.with_changes(body=same_parentheses(name, old.body), test=test)
+
     def fix(old: cst.CSTNode) -> cst.CSTNode:
+        if by_name:
+            return fix_both(old)
         name = call(ctx.method("device_name"), *([index] if isinstance(index, cst.BaseExpression) else []))
         if is_object:
             assert isinstance(chosen, cst.Call)
@@ -77,6 +97,24 @@ def _leaves(ctx: Context, node: cst.IfExp) -> Sequence[cst.BaseExpression] | Non
     if leaves is None or not all(ctx.is_device_spelling(leaf) for leaf in leaves):
         return None
     return leaves if (_spelled(ctx, body) is not False) == cuda else None
+
+
+def _plain(test: cst.BaseExpression) -> cst.BaseExpression:
+    return test.expression if isinstance(test, cst.UnaryOperation) else test
+
+
+def _by_name(ctx: Context, node: cst.IfExp) -> Sequence[cst.BaseExpression] | None:
+    """The two of `"cuda" if "cuda" in device else "cpu"`, which takes the kind of a device from its name."""
+    if (text_of(node.body), text_of(node.orelse)) != ("cuda", "cpu"):
+        return None
+    match node.test:
+        case cst.Comparison(left=left, comparisons=[cst.ComparisonTarget(operator=cst.In(), comparator=device)]):
+            asked = left
+        case cst.Comparison(left=device, comparisons=[cst.ComparisonTarget(operator=cst.Equal(), comparator=asked)]):
+            pass
+        case _:
+            return None
+    return [node.body, node.orelse] if text_of(asked) == "cuda" and is_device_value(device) else None
 
 
 def _device_call(ctx: Context, node: cst.CSTNode) -> cst.Call | None:

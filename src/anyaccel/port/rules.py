@@ -42,14 +42,20 @@ RULES: tuple[Rule, ...] = (
         "ACC101",
         "a function of torch.cuda that every accelerator has",
         "The accelerator's method has the same meaning. Other keywords follow: `device=` becomes `device_index=`. "
-        "`is_available()` stays where it guards something that still needs CUDA, where it is printed, and in a "
-        "function whose name says CUDA or GPU.",
+        'A guard that is_available() is becomes `device_name() != "cpu"`, so that a machine without a GPU takes the '
+        "branches that it took; is_available() only where the CPU may go along: moving data, seeding, waiting, and "
+        "where code says that it needs a GPU. It stays where it guards something that still needs CUDA, and where its "
+        "value is printed, returned or passed on.",
         (
             ("torch.cuda.synchronize(device=1)", "get_accelerator().synchronize(device_index=1)"),
             ("peak = torch.cuda.max_memory_allocated()", "peak = get_accelerator().max_memory_allocated()"),
             (
                 "if torch.cuda.is_available():\n    torch.cuda.manual_seed_all(0)",
                 "if get_accelerator().is_available():\n    get_accelerator().manual_seed_all(0)",
+            ),
+            (
+                "if not torch.cuda.is_available():\n    workers = 1",
+                'if get_accelerator().device_name() == "cpu":\n    workers = 1',
             ),
             _left("if torch.cuda.is_available():\n    torch.cuda.set_per_process_memory_fraction(0.5)"),
         ),
@@ -182,21 +188,27 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ACC201",
         "the name of a CUDA device where a device is wanted",
-        "As an argument, default or variable that is called a device, in `.to()`, `torch.device()` and functions of "
-        "torch that take one.",
+        "As an argument or variable that is called a device, in `.to()`, `torch.device()` and functions of torch that "
+        "take one. A default or an attribute of a class is left: it would choose when its module is imported.",
         (
             ('x = torch.ones(2, device="cuda")', "x = torch.ones(2, device=get_accelerator().device_name())"),
             ('x = x.to("cuda:1")', "x = x.to(get_accelerator().device_name(1))"),
             ('x = x.to(f"cuda:{i}")', "x = x.to(get_accelerator().device_name(i))"),
             ('d = torch.device("cuda", i)', "d = torch.device(get_accelerator().device_name(i))"),
+            _left('def load(path, device="cuda"):\n    pass'),
         ),
     ),
     Rule(
         "ACC202",
         "the name of a CUDA device where its meaning is unclear",
-        "Comparisons, keys, texts and arguments of functions that nobody knows are left; look at each.",
+        "Keys, texts and arguments of functions that nobody knows are left, and comparisons where the CPU has a way of "
+        "its own: look at each.",
         (
-            _left('if x.device.type == "cuda":\n    pass'),
+            (
+                'if x.device.type == "cuda":\n    torch.cuda.synchronize()',
+                "if x.device.type == get_accelerator().device_name():\n    get_accelerator().synchronize()",
+            ),
+            _left('if x.device.type == "cuda":\n    fast(x)'),
             _left('speed = {"cuda": 1.0}'),
             _left('run("cuda")'),
         ),
@@ -213,16 +225,21 @@ RULES: tuple[Rule, ...] = (
                 "x = x.to(get_accelerator().device_name(rank), non_blocking=True)",
             ),
             ("y = y.cuda(x.device)", "y = y.to(x.device)"),
+            (
+                "torch.load(p, map_location=lambda storage, _: storage.cuda(0))",
+                "torch.load(p, map_location=get_accelerator().device_name(0))",
+            ),
             _left("x = x.cuda(where)"),
         ),
     ),
     Rule(
         "ACC302",
         ".is_cuda",
-        "Asks whether the tensor is on the accelerator. Options and attributes of other objects are left, and so is a "
-        "condition with another way for the CPU: with the CPU as accelerator it would not be taken.",
+        "Asks whether the tensor is on the accelerator. On a CPU that is true, so it is replaced where the CPU may go "
+        "along: where data is moved, and in an assertion. Options and attributes of other objects are left.",
         (
             ("if x.is_cuda:\n    y = y.cuda()", _ON_ACCELERATOR),
+            _left("assert not x.is_cuda"),
             _left("if not x.is_cuda:\n    y = on_the_cpu(x)"),
         ),
     ),
@@ -236,7 +253,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ACC401",
         "'nccl' as the backend of a process group",
-        "The accelerator names the backend that moves its tensors.",
+        "The accelerator names the backend that moves its tensors, where it is given to what starts a group; a default "
+        "is left, since an accelerator without collectives would raise.",
         (
             (
                 'torch.distributed.init_process_group("nccl")',
@@ -248,20 +266,29 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ACC402",
         "CUDA_VISIBLE_DEVICES",
-        "Each vendor has its own variables, a CPU has none. A read takes the first of them, and its default where "
-        "there is none.",
+        "Each vendor has its own variables, a CPU has none. Reads are left, since each vendor writes them in its own "
+        "way, and so is a process's own variable: an accelerator would be chosen before it is written.",
         (
             (
-                'os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"',
-                "get_accelerator().set_visible_devices_envs(os.environ, [0, 1])",
+                'env["CUDA_VISIBLE_DEVICES"] = "0,1"',
+                "get_accelerator().set_visible_devices_envs(env, [0, 1])",
             ),
-            (
-                'ids = os.environ.get("CUDA_VISIBLE_DEVICES", "")',
-                'ids = os.environ.get(next(iter(get_accelerator().visible_devices_envs()), ""), "")',
-            ),
+            _left('os.environ["CUDA_VISIBLE_DEVICES"] = ""'),
+            _left('ids = os.environ.get("CUDA_VISIBLE_DEVICES", "")'),
             (
                 'if "CUDA_VISIBLE_DEVICES" in os.environ:\n    pass',
                 "if any(name in os.environ for name in get_accelerator().visible_devices_envs()):\n    pass",
+            ),
+        ),
+    ),
+    Rule(
+        "ACC403",
+        "device_ids of DistributedDataParallel",
+        "A CPU has none, and DistributedDataParallel refuses them there.",
+        (
+            (
+                "model = DDP(model, device_ids=[rank])",
+                'model = DDP(model, device_ids=[rank] if get_accelerator().device_name() != "cpu" else None)',
             ),
         ),
     ),
@@ -299,6 +326,12 @@ RULES: tuple[Rule, ...] = (
         "packages that need CUDA",
         "The message says what replaces the package; most can be guarded.",
         (_left("import bitsandbytes"), _left("from flash_attn import flash_attn_func")),
+    ),
+    Rule(
+        "ACC508",
+        "ProfilerActivity.CUDA",
+        "`torch.profiler.supported_activities()` has those of the machine.",
+        (_left("a = torch.profiler.ProfilerActivity.CUDA"),),
     ),
 )
 BY_CODE = {rule.code: rule for rule in RULES}

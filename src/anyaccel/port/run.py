@@ -19,6 +19,8 @@ from pathlib import Path
 from anyaccel.port import notebook, source, tables
 from anyaccel.port.config import Config
 from anyaccel.port.finding import Finding
+from anyaccel.port.mentions import mentions
+from anyaccel.port.project import NO_PROJECT, Outline, Project, join, outline
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class Outcome:
         before, after: its content, where fixes change it; else both are None.
         parsed: False when nothing in it looks like CUDA, so it was not parsed.
         suppressed: findings that a comment of the file silences.
+        mentions: lines that merely name CUDA, in a variable or in a text for people; of modules only.
         line, column: of the error, where it has a place.
     """
 
@@ -47,19 +50,20 @@ class Outcome:
     after: bytes | None = None
     parsed: bool = True
     suppressed: int = 0
+    mentions: tuple[int, ...] = ()
     line: int = 0
     column: int = 0
 
 
-def look(path: str, config: Config) -> Outcome:
+def look(path: str, config: Config, project: Project = NO_PROJECT) -> Outcome:
     """Look at one file. Never raises for what is in the file."""
     try:
         data = source.read_bytes(path)
         if not tables.WORDS.search(data.decode("latin-1")):
             return Outcome(path, parsed=False)
         if path.endswith(".ipynb"):
-            return _look_at_notebook(path, data, config)
-        return _look_at_module(path, data, config)
+            return _look_at_notebook(path, data, config, project)
+        return _look_at_module(path, data, config, project)
     except source.UnreadableError as error:
         return Outcome(path, error=str(error))
     except (RecursionError, MemoryError) as error:
@@ -70,22 +74,24 @@ def look(path: str, config: Config) -> Outcome:
         return Outcome(path, error=f"anyaccel port failed, please report it: {type(error).__name__}: {told}")
 
 
-def _look_at_module(path: str, data: bytes, config: Config) -> Outcome:
+def _look_at_module(path: str, data: bytes, config: Config, project: Project) -> Outcome:
     from anyaccel.port.engine import NotPythonError, port_text
 
     file = source.decode(data)
     try:
-        ported = port_text(file.text, config.wants, removes_imports=Path(path).name != "__init__.py")
+        ported = port_text(file.text, config.wants, Path(path).name != "__init__.py", project)
     except NotPythonError as error:
         line, column, reason = str(error).split(":", 2)
         return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
     findings = tuple(Finding(path, f.line, f.column, f.code, f.message, f.fixable) for f in ported.findings)
     after = file.encode(ported.text)
     changed = after != data
-    return Outcome(path, "", findings, data if changed else None, after if changed else None, True, ported.suppressed)
+    named = mentions(file.text, {each.line for each in findings})
+    before, new = (data, after) if changed else (None, None)
+    return Outcome(path, "", findings, before, new, True, ported.suppressed, named)
 
 
-def _look_at_notebook(path: str, data: bytes, config: Config) -> Outcome:
+def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) -> Outcome:
     from anyaccel.port.engine import NotPythonError, port_text
 
     try:
@@ -94,7 +100,7 @@ def _look_at_notebook(path: str, data: bytes, config: Config) -> Outcome:
         raise source.UnreadableError(f"not valid utf-8: {error.reason}") from None
     book = notebook.read(text)
     try:
-        ported = port_text(book.module, config.wants)
+        ported = port_text(book.module, config.wants, project=project)
     except NotPythonError as error:
         raise source.UnreadableError(str(error).split(":", 2)[2].strip()) from None
     findings = []
@@ -118,15 +124,16 @@ def look_at_all(
         done: called after each file.
         workers: 0 for as many as there are cores.
     """
+    project = join(_outline(path) for path, _ in files)
     workers = min(workers or len(os.sched_getaffinity(0)), len(files))
     if workers <= 1 or len(files) <= _FEW or _has_threads():
         for path, config in files:
-            yield look(path, config)
+            yield look(path, config, project)
             done()
         return
     ready: dict[int, Outcome] = {}
     following = 0
-    for index, outcome in _in_workers(files, workers):
+    for index, outcome in _in_workers(files, project, workers):
         ready[index] = outcome
         done()
         while following in ready:
@@ -134,7 +141,17 @@ def look_at_all(
             following += 1
 
 
-def _in_workers(files: Sequence[tuple[str, Config]], workers: int) -> Iterator[tuple[int, Outcome]]:
+def _outline(path: str) -> Outline:
+    """What a file says to the others; nothing where it cannot be read, which look() tells."""
+    if not path.endswith((".py", ".pyi")):
+        return Outline()
+    try:
+        return outline(source.read_bytes(path).decode("utf-8", "replace"))
+    except source.UnreadableError:
+        return Outline()
+
+
+def _in_workers(files: Sequence[tuple[str, Config]], project: Project, workers: int) -> Iterator[tuple[int, Outcome]]:
     waiting = iter(range(len(files)))
     lost: list[int] = []
     executor = _executor(workers)
@@ -143,7 +160,7 @@ def _in_workers(files: Sequence[tuple[str, Config]], workers: int) -> Iterator[t
         while True:
             try:
                 for index in itertools.islice(waiting, workers * _AHEAD - len(running)):
-                    running[executor.submit(look, *files[index])] = index
+                    running[executor.submit(look, *files[index], project)] = index
                 if not running:
                     break
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -161,17 +178,17 @@ def _in_workers(files: Sequence[tuple[str, Config]], workers: int) -> Iterator[t
                 executor.shutdown(wait=True, cancel_futures=True)
                 executor = _executor(workers)
                 for index in sorted(set(lost)):
-                    yield index, _alone(*files[index])
+                    yield index, _alone(*files[index], project)
                 lost.clear()
     finally:
         _end(executor)
 
 
-def _alone(path: str, config: Config) -> Outcome:
+def _alone(path: str, config: Config, project: Project) -> Outcome:
     """A file whose worker died, once more in a worker of its own, so that it cannot take others with it."""
     executor = _executor(1)
     try:
-        return executor.submit(look, path, config).result()
+        return executor.submit(look, path, config, project).result()
     except BrokenProcessPool:
         return Outcome(path, error="the process that looked at it died")
     finally:

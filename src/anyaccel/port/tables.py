@@ -38,6 +38,9 @@ FUNCTIONS: dict[str, Method] = {
     **_same("stream", ("stream", "stream")),
     "_lazy_call": Method("lazy_call", (("callable", "callback"),)),
 }
+# Those that change nothing of what a program computes where the CPU is the accelerator.
+HARMLESS = {"empty_cache", "manual_seed", "manual_seed_all", "set_device", "synchronize", "_lazy_call"}
+HARMLESS |= {"reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_memory_stats"}
 # Classes that the accelerator has under the same name; their arguments are the vendor's.
 CLASSES = ("Stream", "Event")
 TYPED_TENSORS = ("BFloat16Tensor", "ByteTensor", "DoubleTensor", "FloatTensor", "HalfTensor", "IntTensor", "LongTensor")
@@ -98,7 +101,8 @@ ADVICE = {
     "comm": "use torch.distributed",
     "cudart": "only CUDA has it; register_host_memory() page-locks host memory",
     "check_error": "only CUDA has it; guard it",
-    "is_bf16_supported": "is_bf16_supported() takes no argument here; it does not count emulation",
+    "is_bf16_supported": "torch's answer counts emulation (true on a V100), get_accelerator().is_bf16_supported() "
+    "does not: use the latter where speed is asked for, or pass including_emulation=False",
     "current_device": "current_device() gives the index, current_device_name() what device= takes: choose one",
 }
 NO_COUNTERPART = "the accelerator interface has no counterpart; guard it or rewrite it"
@@ -113,6 +117,8 @@ INDEX_NAME = re.compile(
     r"(?:\w*_)?(?:device_ids?|device_idx|device_index|device_num|index|idx|rank|gpu|gpus|gpu_ids?|id|i|ordinal)",
     re.IGNORECASE,
 )
+# Names that hold how many processes are started, which is what a number of devices may become on every accelerator.
+PROCESSES_NAME = re.compile(r"(?:\w*_)?(?:world_size|n_?procs?|nproc_per_node|num_processes|n?gpus_per_node)")
 BACKEND_NAME = re.compile(r"(?:\w*_)?backend(?:_name)?", re.IGNORECASE)
 
 # Function -> position of its device argument.
@@ -181,7 +187,7 @@ EXTENSION_LOADERS = {"torch.utils.cpp_extension.load", "torch.utils.cpp_extensio
 
 # A file in which none of these occurs has nothing to port.
 WORDS = re.compile(
-    r"cuda|nccl|pin_memory|triton|nvidia|pynvml|py3nvml|GPUtil|gpustat|nvitop|bitsandbytes|flash_attn|flashinfer|apex|"
+    r"cuda|nccl|device_ids|pin_memory|triton|nvidia|pynvml|py3nvml|GPUtil|gpustat|nvitop|bitsandbytes|flash_attn|flashinfer|apex|"
     r"xformers|cupy|cuml|cudf|mamba_ssm|tensorrt|transformer_engine|spconv|MinkowskiEngine|auto_gptq|amp_C|causal_conv1d",
     re.IGNORECASE,
 )

@@ -10,7 +10,7 @@ import libcst as cst
 from anyaccel.port import tables, usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
-from anyaccel.port.syntax import bind, call, device_index, dotted, keyword, same_parentheses
+from anyaccel.port.syntax import bind, call, device_index, dotted, is_simple, keyword, same_parentheses
 
 _STORAGE = ("storage", "untyped_storage", "typed_storage")
 _OPTIONS = {"args", "opt", "opts", "options", "config", "cfg", "hparams", "params", "self", "cls", "flags", "FLAGS"}
@@ -38,6 +38,11 @@ def _cuda(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candidate:
         return report("a storage has no to(device); copy the tensor")
     if dotted(receiver) in ("self", "cls") and _own_method(ctx, node, "cuda"):
         return report("the class has its own cuda(); let it have to()")
+    own = ctx.own_class(receiver, ctx.project.own_cuda)
+    if own:
+        return report(
+            f"{own} has its own cuda() and no to(): a tensor has two readings here, to(device_name()) or that method"
+        )
     bound = bind(node.args, ("device", "non_blocking", "memory_format"))
     if bound is None:
         return report("its arguments cannot be told apart")
@@ -79,7 +84,36 @@ def _cuda(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candidate:
         return old.with_changes(func=to, args=[first, *rest])
 
     use = ".to(get_accelerator().device_name(...))" if not as_it_is else ".to(...)"
-    return Candidate(node, "ACC301", f"`.cuda(...)`; use `{use}`", fix, needs_accelerator=not as_it_is)
+    return Candidate(node, "ACC301", f"`.cuda(...)`; use `{use}`", fix, needs_accelerator=not as_it_is, harmless=True)
+
+
+def find_map_location(ctx: Context, node: cst.Lambda) -> Iterator[Candidate]:
+    """`map_location=lambda storage, location: storage.cuda(i)`: storages take another path than tensors do."""
+    found = usage.role(ctx.tree, node)
+    if found.names != ("map_location",) and not (found.callee == "torch.load" and found.position == 1):
+        return
+    if not any(node in ctx.tree.parents(each) and each.attr.value == "cuda" for each in ctx.tree.attributes):
+        return
+    ctx.claim(node)
+    index: cst.BaseExpression | None = None
+    body = node.body
+    fits = isinstance(body, cst.Call) and len(body.args) <= 1 and len(node.params.params) == 2
+    if fits and isinstance(body, cst.Call):
+        storage = node.params.params[0].name.value
+        fits = dotted(body.func) == f"{storage}.cuda" and not any(each.keyword or each.star for each in body.args)
+        index = body.args[0].value if body.args else None
+        kind = "" if index is None else _argument_kind(ctx, index)
+        fits = fits and (index is None or (kind == "index" and is_simple(index)))
+    if not fits:
+        why = "a storage is moved; give map_location the name of a device"
+        yield Candidate(node, "ACC301", f"`.cuda(...)`: not fixed: {why}")
+        return
+
+    def fix(old: cst.CSTNode) -> cst.CSTNode:
+        return same_parentheses(call(ctx.method("device_name"), *([] if index is None else [index])), old)
+
+    use = "get_accelerator().device_name(...)"
+    yield Candidate(node, "ACC301", f"storages moved by `.cuda(...)`; use `{use}`", fix, drops=True)
 
 
 def _argument_kind(ctx: Context, value: cst.BaseExpression) -> str:
@@ -134,7 +168,7 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
         return
 
     def report(why: str) -> Candidate:
-        return Candidate(node, "ACC302", f"`.is_cuda`: not fixed: {why}")
+        return Candidate(node, "ACC302", f"`.is_cuda`: not fixed: {why}", asks=True)
 
     parent = ctx.tree.parent(node)
     name = dotted(node.value) or ""
@@ -145,8 +179,6 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
         yield report(f"{name} need not be a tensor")
     elif _kept_as_cuda(ctx, node):
         yield report("it is kept under a name that says CUDA, so it may choose something of CUDA")
-    elif _has_other_way(ctx, node):
-        yield report("the code has another way for the CPU, which a CPU accelerator would not take any more")
     elif ctx.says_so(node):
         yield report("a text there is about CUDA")
     elif ctx.beside_vendors(node):
@@ -160,36 +192,12 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
             return same_parentheses(call(ctx.method("on_accelerator"), old.value), old)
 
         message = "`.is_cuda`; use `get_accelerator().on_accelerator(...)`"
-        yield Candidate(node, "ACC302", message, fix, drops=True, guard=True)
+        yield Candidate(node, "ACC302", message, fix, drops=True, guard=True, asks=True, question="tensor")
 
 
 def _is_accelerator(ctx: Context, node: cst.CSTNode) -> bool:
     name = dotted(node.func) if isinstance(node, cst.Call) else dotted(node)
     return name is not None and (name == ctx.accelerator or "accelerator" in name.lower())
-
-
-def _has_other_way(ctx: Context, node: cst.Attribute) -> bool:
-    """Whether tensors of the CPU have a way of their own, other than an error: an `else`, a `not`, a setting."""
-    negated, top = False, ctx.tree.parent(node)
-    child: cst.CSTNode = node
-    while isinstance(top, cst.UnaryOperation | cst.BooleanOperation):
-        negated = negated != (isinstance(top, cst.UnaryOperation) and isinstance(top.operator, cst.Not))
-        child, top = top, ctx.tree.parent(top)
-    if isinstance(top, cst.Arg) and top.keyword is not None and top.keyword.value == "enabled":
-        return True  # mixed precision for CUDA, none elsewhere
-    if not isinstance(top, cst.If) or top.test is not child:
-        return child is not node and not isinstance(top, cst.IfExp | cst.Assert | cst.While | cst.CompIf)
-    other = top.body if negated else top.orelse
-    if other is None:
-        return False
-    first = (
-        other.body.body[0]
-        if isinstance(other, cst.Else)
-        else other.body[0]
-        if isinstance(other, cst.BaseSuite)
-        else None
-    )
-    return not (isinstance(first, cst.SimpleStatementLine) and isinstance(first.body[0], cst.Raise))
 
 
 def _kept_as_cuda(ctx: Context, node: cst.Attribute) -> bool:
@@ -211,6 +219,9 @@ def _pin_memory(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candid
         return report("the accelerator chooses the device; leave its arguments out")
     if _is_super(function.value) or dotted(function.value) in ("self", "cls"):
         return report("a class has its own pin_memory()")
+    own = ctx.own_class(function.value, ctx.project.own_pinning)
+    if own:
+        return report(f"{own} has its own pin_memory(), which get_accelerator().pin_memory() does not call")
 
     def fix(old: cst.CSTNode) -> cst.CSTNode:
         assert isinstance(old, cst.Call) and isinstance(old.func, cst.Attribute)

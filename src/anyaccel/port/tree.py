@@ -40,7 +40,7 @@ _LAYOUT |= {
     cst.RightSquareBracket,
 }
 _TOLD = {cst.Name, cst.Attribute, cst.Call, cst.SimpleString, cst.FormattedString, cst.BinaryOperation, cst.IfExp}
-_TOLD |= {cst.Import, cst.ImportFrom, cst.FunctionDef}
+_TOLD |= {cst.Import, cst.ImportFrom, cst.FunctionDef, cst.Lambda}
 
 
 # Fields in the order of the source, where the class has them in another.
@@ -120,7 +120,17 @@ class Tree:
             for assignment in scope.assignments
             if isinstance(assignment, ImportAssignment)
         }
+        stars = [each for each in self.nodes if type(each) is cst.ImportFrom and isinstance(each.names, cst.ImportStar)]
+        # `torch` that nothing in the file binds came with one of its `from x import *`.
+        self.torch_by_star = bool(stars) and not self.is_bound("torch")
+        if self.torch_by_star:
+            self.imported_names.add("torch")
         self._starts = [0, *(match.end() for match in re.finditer(r"\r\n?|\n", text))]
+
+    @functools.cached_property
+    def attributes(self) -> list[cst.Attribute]:
+        """Every `x.y`, in order."""
+        return [each for each in self.nodes if type(each) is cst.Attribute]
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """The node around this one; the module is its own."""
@@ -152,6 +162,8 @@ class Tree:
         name = dotted(node)
         if name is None or name.split(".")[0] not in self.imported_names:
             return None
+        if self.torch_by_star and name.split(".")[0] == "torch":
+            return name
         found = self.scope(node).get_qualified_names_for(name)
         names = {each.name for each in found}
         if any(each.source is not QualifiedNameSource.IMPORT for each in found):

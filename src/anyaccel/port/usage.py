@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from anyaccel.port import tables
-from anyaccel.port.syntax import dotted, names_in_target, text_of
+from anyaccel.port.syntax import OTHER_DEVICE, dotted, names_in_target, text_of
 from anyaccel.port.tree import Tree
 
 _OPTION_FUNCTIONS = {"add_argument", "option", "Option", "Argument", "argument"}
@@ -63,13 +63,19 @@ def _role_in(tree: Tree, parent: cst.CSTNode, child: cst.CSTNode, plural: bool) 
     """The role that this parent gives, or None where the parent's own value is what counts."""
     match parent:
         case cst.IfExp():
-            return Role("test") if parent.test is child else None
+            if parent.test is child:
+                return Role("test")
+            other = text_of(parent.orelse if parent.body is child else parent.body)
+            # "device" or "cuda" is a choice between words, not between devices.
+            return Role("text") if other is not None and OTHER_DEVICE.fullmatch(other or "cpu") is None else None
         case cst.BooleanOperation():
             return Role("test") if isinstance(parent.operator, cst.And) and parent.left is child else None
         case cst.List() | cst.Tuple() | cst.Set() | cst.Element() | cst.NamedExpr():
             return None
         case cst.Arg():
-            return _argument(tree, parent, plural)
+            found = _argument(tree, parent, plural)
+            asked = found.callee in (".startswith", "hasattr") and not found.names
+            return Role("comparison", callee=found.callee, plural=plural, call=found.call) if asked else found
         case cst.DictElement():
             if parent.key is child:
                 return Role("key", plural=plural)
@@ -196,9 +202,30 @@ _RETURNS_DEVICE = re.compile(
 
 def is_backend(tree: Tree, found: Role) -> bool:
     """Whether a string in this role is the name of a process group's backend for sure."""
-    if found.kind == "argument" and not found.names and found.position == 0:
-        return last_name(found.callee) in ("init_process_group", "init_distributed")
+    if starts_processes(found):
+        return True
     return not found.plural and _is_named(tree, found, tables.BACKEND_NAME, re.compile("backend"), "backend")
+
+
+def starts_processes(found: Role) -> bool:
+    """Whether the value goes to what starts a process group with this backend."""
+    if found.kind != "argument" or last_name(found.callee) not in (
+        "init_process_group",
+        "init_distributed",
+        "new_group",
+    ):
+        return False
+    first = last_name(found.callee) != "new_group" and not found.names and found.position == 0
+    return first or found.names in (("backend",), ("dist_backend",))
+
+
+def is_number_of_processes(tree: Tree, node: cst.CSTNode) -> bool:
+    """Whether a number of devices says how many processes to start, or which device each of them has."""
+    parent = tree.parent(node)
+    if isinstance(parent, cst.BinaryOperation) and parent.right is node:
+        return isinstance(parent.operator, cst.Modulo | cst.FloorDivide)
+    found = role(tree, node)
+    return found.kind in ("argument", "assigned") and _called(tables.PROCESSES_NAME, found.names)
 
 
 _INDEX_FUNCTIONS = {"int", "str", "print", "range", "hash", "set_device", "append_index"}

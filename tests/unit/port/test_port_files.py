@@ -313,11 +313,11 @@ def test_many_files_in_workers_of_which_one_dies(tmp_path: Path) -> None:
         from anyaccel.port import run
         from anyaccel.port.config import Config
         look, parent = run.look, os.getpid()
-        def dies(path, config):
+        def dies(path, config, project):
             assert os.getpid() != parent
             if path.endswith("07.py"):
                 os.kill(os.getpid(), signal.SIGKILL)
-            return look(path, config)
+            return look(path, config, project)
         run.look = dies
         for outcome in run.look_at_all([(path, Config()) for path in {[str(path) for path in files]}], workers=2):
             print(outcome.path, outcome.error or f"{{outcome.parsed}} {{outcome.after is not None}}")

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines that merely name CUDA: a variable such as use_cuda, a text for people. No rule is about them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Container, Iterator
+
+_CUDA = re.compile("cuda", re.IGNORECASE)
+
+
+def mentions(text: str, told: Container[int]) -> tuple[int, ...]:
+    """Lines whose code has "cuda" in a name or text, other than those of findings.
+
+    Args:
+        text: of a module; without lines where Python cannot read it, which is told as an error.
+        told: lines with a finding.
+    """
+    if not _CUDA.search(text):
+        return ()
+    try:
+        module = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    docstrings = set(_docstrings(module))
+    lines = {
+        node.lineno  # type: ignore[attr-defined]
+        for node in ast.walk(module)
+        if id(node) not in docstrings and any(_CUDA.search(each) for each in _words(node))
+    }
+    return tuple(sorted(line for line in lines if line not in told))
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Constant(value=str(value)):
+            yield value
+        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
+            yield name
+        case ast.alias(name=name, asname=other):
+            yield name
+            yield other or ""
+        case ast.ImportFrom(module=name):
+            yield name or ""
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+
+
+def _docstrings(module: ast.Module) -> Iterator[int]:
+    """Texts that are statements: documentation, by which nothing is done."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield id(node.value)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What files must know of the others that are ported with them: classes with a cuda() of their own, shared answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+_CLASS = re.compile(r"^([ \t]*)class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:", re.MULTILINE)
+_METHOD = re.compile(r"^([ \t]+)def[ \t]+(cuda|to|pin_memory)[ \t]*\(", re.MULTILINE)
+_IMPORT = re.compile(r"^[ \t]*from[ \t]+[\w.]+[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)", re.MULTILINE)
+_SHARED = re.compile(r"\w*(?:cuda|gpu|device)\w*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Project:
+    """What is known of all files that are ported together.
+
+    Attributes:
+        own_cuda: classes that define cuda(), or are derived from one that does, and define no to() beside it; what a
+            torch.nn.Module has of Module passes its cuda() by.
+        own_pinning: classes that define pin_memory().
+        imported: names about devices that a file of the project imports from another.
+    """
+
+    own_cuda: frozenset[str] = frozenset()
+    own_pinning: frozenset[str] = frozenset()
+    imported: frozenset[str] = frozenset()
+
+
+NO_PROJECT = Project()
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What one file says to the others: its classes with their bases and methods, and the names that it imports."""
+
+    classes: tuple[tuple[str, tuple[str, ...], frozenset[str]], ...] = ()
+    imported: frozenset[str] = frozenset()
+
+
+def outline(text: str) -> Outline:
+    """The outline of a module, by its lines: parsing every file of a project would take minutes."""
+    found = []
+    matches = list(_CLASS.finditer(text))
+    for position, match in enumerate(matches):
+        end = matches[position + 1].start() if position + 1 < len(matches) else len(text)
+        indent = len(match[1].expandtabs())
+        methods = {each[2] for each in _METHOD.finditer(text, match.end(), end) if len(each[1].expandtabs()) > indent}
+        bases = re.findall(r"(\w+)\s*(?:\[[^\]]*\])?\s*(?:,|$)", re.sub(r"\w+\s*=[^,]*", "", match[3] or ""))
+        found.append((match[2], tuple(bases), frozenset(methods)))
+    names = {name for match in _IMPORT.finditer(text) for name in _SHARED.findall(match[1])}
+    return Outline(tuple(found), frozenset(names))
+
+
+def join(outlines: Iterable[Outline]) -> Project:
+    """What the outlines of all files come to."""
+    bases: dict[str, set[str]] = {}
+    methods: dict[str, set[str]] = {}
+    imported: set[str] = set()
+    for each in outlines:
+        imported |= each.imported
+        for name, above, own in each.classes:
+            bases.setdefault(name, set()).update(above)
+            methods.setdefault(name, set()).update(own)
+    own_cuda = frozenset(
+        name
+        for name in bases
+        for above in [_above(name, bases)]
+        if any("cuda" in methods.get(each, ()) for each in above)
+        and not any("to" in methods.get(each, ()) for each in above)
+    )
+    own_pinning = frozenset(name for name, own in methods.items() if "pin_memory" in own)
+    return Project(own_cuda, own_pinning, frozenset(imported))
+
+
+def _above(name: str, bases: Mapping[str, set[str]]) -> set[str]:
+    """The class and all that it is derived from."""
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        each = waiting.pop()
+        if each not in seen:
+            seen.add(each)
+            waiting += bases.get(each, ())
+    return seen

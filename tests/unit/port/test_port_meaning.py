@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a value is used for decides: guards keep the branch for no GPU, names stay where they ask, defaults stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anyaccel.port import files
+from anyaccel.port.engine import port_text
+from anyaccel.port.mentions import mentions
+from anyaccel.port.project import Project, join, outline
+
+THERE = 'get_accelerator().device_name() != "cpu"'
+NOT_THERE = 'get_accelerator().device_name() == "cpu"'
+NAME = "get_accelerator().device_name()"
+
+
+def port(text: str, project: Project | None = None) -> str:
+    ported = port_text(text, project=project)
+    assert port_text(ported.text, project=project).text == ported.text
+    return ported.text
+
+
+def messages(text: str) -> str:
+    return "\n".join(each.message for each in port_text(text).findings if not each.fixable)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        # A test that asks where a module went: gpytorch's test_kernel_dtype_device.
+        (
+            "if torch.cuda.is_available():\n    kernel.to(device='cuda')\n    assert kernel.device != CPU",
+            f"if {THERE}:\n    kernel.to(device={NAME})\n    assert kernel.device != CPU",
+        ),
+        # The way of a machine without a GPU: transformer_lens.
+        ("if not torch.cuda.is_available():\n    backend = 'sdpa'", f"if {NOT_THERE}:\n    backend = 'sdpa'"),
+        ("if not torch.cuda.is_available():\n    pytest.skip('no GPU')", f"if {NOT_THERE}:\n    pytest.skip('no GPU')"),
+        (
+            "@skipif(not torch.cuda.is_available())\ndef test_x():\n    x.cuda()",
+            f"@skipif({NOT_THERE})\ndef test_x():\n    x.to({NAME})",
+        ),
+        ("n = 4 if torch.cuda.is_available() else 0", f"n = 4 if {THERE} else 0"),
+        ("DataLoader(d, pin_memory=torch.cuda.is_available())", f"DataLoader(d, pin_memory={THERE})"),
+        ("if a or torch.cuda.is_available():\n    x.cuda()", f"if a or {THERE}:\n    x.to({NAME})"),
+        ("x = (not torch.cuda.is_available()) and y", None),  # what x means is not known
+        (
+            "args.cuda = args.cuda and torch.cuda.is_available()\nif args.cuda:\n    model.cuda()",
+            f"args.cuda = args.cuda and {THERE}\nif args.cuda:\n    model.to({NAME})",
+        ),
+        # What a CPU may do as well keeps its question.
+        (
+            "if torch.cuda.is_available():\n    x, y = x.cuda(), y.cuda()\n    torch.cuda.synchronize()",
+            f"if get_accelerator().is_available():\n    x, y = x.to({NAME}), y.to({NAME})\n"
+            "    get_accelerator().synchronize()",
+        ),
+        (
+            "def f():\n    if not torch.cuda.is_available():\n        raise RuntimeError('needs a GPU')\n    x.cuda()",
+            "def f():\n    if not get_accelerator().is_available():\n        raise RuntimeError('needs a GPU')\n"
+            f"    x.to({NAME})",
+        ),
+        ("x = x.cuda() if torch.cuda.is_available() else x",
+         f"x = x.to({NAME}) if get_accelerator().is_available() else x"),
+        ("if x.is_cuda:\n    x = x.cpu()", "if get_accelerator().on_accelerator(x):\n    x = x.cpu()"),
+        # What stays about CUDA keeps all that it guards.
+        ("if torch.cuda.is_available():\n    print(torch.cuda.get_device_name())\n    model.cuda()", None),
+        ("if is_cuda_available():\n    torch.cuda.empty_cache()\nelif is_musa_available():\n    pass", None),
+        ("if device.type == 'cuda' and torch.cuda.current_device() != device.index:\n    f()", None),
+        ("if hasattr(obj, 'cuda'):\n    obj = obj.cuda()", None),
+        ("def f():\n    if torch.cuda.is_available():\n        return torch.device('cuda')\n    return g('mps')", None),
+        ("for i in range(torch.cuda.device_count()):\n    free.append(torch.cuda.mem_get_info(i)[0])", None),
+        ("if backend == 'nccl' and torch.cuda.is_available():\n    x.cuda()", None),
+        ("with torch.cuda.device(d):\n    torch.cuda.empty_cache()", None),
+        ("def f():\n    s = torch.cuda.Stream()\n    run(s.cuda_stream)\n    x.cuda()", None),
+        ("if trt_imported and torch.cuda.is_available():\n    x.cuda()", None),
+        ("@torch.autocast('cuda', enabled=False)\ndef f(): pass", None),
+        ("env = os.environ\nenv['CUDA_VISIBLE_DEVICES'] = '1'", None),
+        ("used = torch.cuda.memory_allocated()\nassert used == expected", None),
+        ("@skipIf(torch.cuda.device_count() < 2, 'few')\ndef test_x():\n    x.to('cuda:1')", None),
+        ("if torch.cuda.is_available():\n    x.cuda()\n    self.assertTrue(x.is_cuda)", None),
+        # A CPU has one generator.
+        ("torch.manual_seed(s)\ntorch.cuda.manual_seed(s)", "torch.manual_seed(s)\nget_accelerator().manual_seed(s)"),
+        ("torch.manual_seed(s)\ntorch.cuda.manual_seed(s + rank)", None),
+        # Where a tensor is, asked for another reason than to move it.
+        ("assert not x.is_cuda", None),
+        ("def f(x):\n    assert x.is_cuda\n    kernel(x)", None),
+        ("if x.is_cuda and y:\n    warn('slow')", None),  # torch_geometric's warning
+        ("limit = 4 if x.is_cuda else 1", None),
+        ("if not x.is_cuda:\n    raise ValueError(x)\nkernel(x)", None),
+        # Comparisons.
+        (
+            "if device == 'cuda':\n    torch.cuda.synchronize()",
+            f"if device == {NAME}:\n    get_accelerator().synchronize()",
+        ),
+        ("seed(s, using=self.device.type == torch.device('cuda').type)", None),
+        ("if device.type != 'cuda':\n    raise ValueError(device)", None),
+        (  # nanoGPT's device_type
+            "device_type = 'cuda' if 'cuda' in device else 'cpu'",
+            f"device_type = {NAME} if {NAME} in device else 'cpu'",
+        ),
+        (  # stable_baselines3's get_device
+            "def f(device):\n    if device == 'auto':\n        device = 'cuda'\n    device = torch.device(device)\n"
+            "    if device.type == torch.device('cuda').type and not torch.cuda.is_available():\n"
+            "        return torch.device('cpu')\n    return device",
+            f"def f(device):\n    if device == 'auto':\n        device = {NAME}\n    device = torch.device(device)\n"
+            "    if device.type == torch.device('cuda').type and not torch.cuda.is_available():\n"
+            "        return torch.device('cpu')\n    return device",
+        ),
+        ("word = 'device' if new else 'cuda'", None),  # torch_geometric's name of a column
+        ("told = 'available' if torch.cuda.is_available() else 'not available'", None),
+        # Code that runs at import.
+        ("def f(x, device='cuda'): pass", None),
+        ("def f(x, device='cuda' if torch.cuda.is_available() else 'cpu'): pass", None),
+        ("class A:\n    device: str = 'cuda'", None),
+        ("class A:\n    count = torch.cuda.memory_allocated()", None),
+        ("class A:\n    device: str = field(default_factory=lambda: pick(device='cuda'))",
+         f"class A:\n    device: str = field(default_factory=lambda: pick(device={NAME}))"),
+        ("def f():\n    return cfg.get('env', dict(backend='nccl'))", None),
+        ("def f():\n    parser.add_argument('--backend', default='nccl')", None),
+        (
+            "def f():\n    backend = 'nccl'\n    dist.init_process_group(backend)",
+            "def f():\n    backend = get_accelerator().communication_backend_name()\n"
+            "    dist.init_process_group(backend)",
+        ),
+        # Variables of the process itself.
+        ("os.environ['CUDA_VISIBLE_DEVICES'] = ''\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'",
+         f"os.environ['CUDA_VISIBLE_DEVICES'] = ''\ndevice = {NAME}"),
+        ("env['CUDA_VISIBLE_DEVICES'] = '0'\nold = os.environ.get('CUDA_VISIBLE_DEVICES')", None),
+        # Numbers of devices.
+        ("n = torch.cuda.device_count()\nif n == 0:\n    f()", None),
+        ("if torch.cuda.device_count() > 1:\n    model = DataParallel(model)", None),
+        ("torch.cuda.set_device(rank % torch.cuda.device_count())",
+         "get_accelerator().set_device(rank % get_accelerator().device_count())"),
+        ("mp.spawn(f, nprocs=torch.cuda.device_count())", "mp.spawn(f, nprocs=get_accelerator().device_count())"),
+        ("n = torch.cuda.device_count() if torch.cuda.is_available() else 1",
+         f"n = get_accelerator().device_count() if {THERE} else 1"),
+        # Wrappers of several processes.
+        ("m = torch.nn.parallel.DistributedDataParallel(m.cuda(i), device_ids=[i], output_device=i)",
+         "m = torch.nn.parallel.DistributedDataParallel(m.to(get_accelerator().device_name(i)), "
+         f"device_ids=[i] if {THERE} else None, output_device=i if {THERE} else None)"),
+        ("m = FSDP(m, device_id=torch.cuda.current_device())",
+         "m = FSDP(m, device_id=torch.device(get_accelerator().current_device_name()))"),
+        # A storage takes its device by keyword only.
+        ("torch.load(p, map_location=lambda s, l: s.cuda(0))",
+         "torch.load(p, map_location=get_accelerator().device_name(0))"),
+        ("torch.load(p, lambda s, l: s.cuda())", f"torch.load(p, {NAME})"),
+        ("torch.load(p, map_location=lambda s, l: s.cuda(args.gpu_or_none))", None),
+        # Emulated bfloat16 counts for torch.
+        ("ok = torch.cuda.is_bf16_supported()", None),
+        ("ok = torch.cuda.is_bf16_supported(including_emulation=False)", "ok = get_accelerator().is_bf16_supported()"),
+    ],
+)  # fmt: skip
+def test_the_use_decides(before: str, after: str | None) -> None:
+    text = f"import os\nimport torch\n{before}\n"
+    assert port(text).replace("from anyaccel import get_accelerator\n", "") == (
+        text if after is None else f"import os\nimport torch\n{after}\n"
+    )
+    assert after is not None or messages(text)
+
+
+@pytest.mark.parametrize(
+    ("code", "readings"),
+    [
+        ("def f():\n    return torch.cuda.is_available()", ["leave it where CUDA itself is meant", THERE]),
+        ("if x.is_cuda:\n    a()\nelse:\n    b()", ["on_accelerator(x)", 'x.device.type != "cpu"']),
+        ("if device == 'cuda':\n    a()", ["CUDA itself (leave it)", NAME]),
+        ("n = torch.cuda.device_count()", ["it is 0", "get_accelerator().device_count()"]),
+    ],
+)
+def test_doubts_are_told_with_both_readings(code: str, readings: list[str]) -> None:
+    told = messages(f"import torch\n{code}\n")
+    assert all(reading in told for reading in readings), told
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch.profiler import ProfilerActivity\na = [ProfilerActivity.CUDA]",
+        "import torch\ntorch.distributed.init_process_group('cuda:nccl,cpu:gloo')",
+        "import torch\nb = 'cpu:gloo,cuda:nccl'",
+    ],
+)
+def test_nothing_is_passed_over_without_a_word(code: str) -> None:
+    assert port(f"{code}\n") == f"{code}\n"
+    assert messages(f"{code}\n")
+
+
+def test_torch_that_comes_with_a_star() -> None:
+    text = "from .imports import *\n\nx = y.cuda()\ntorch.cuda.synchronize()\n"
+    ported = port(text)
+    assert f"x = y.to({NAME})\nget_accelerator().synchronize()\n" in ported
+    assert "import torch\n" not in ported
+
+
+OWN = """
+import torch
+class Batch:
+    def cuda(self):
+        self.x = self.x.cuda()
+        return self
+class Model(torch.nn.Module):
+    def cuda(self, device=None):
+        self.placed = torch.device('cuda')
+        return super().cuda(device)
+class Both:
+    def cuda(self): return self.to('cuda')
+    def to(self, device): return self
+class Derived(Batch): pass
+"""
+
+
+def test_classes_with_a_cuda_of_their_own() -> None:
+    project = join([outline(OWN), outline("from .data import use_gpu, other\n")])
+    assert project.own_cuda == {"Batch", "Model", "Derived"}
+    assert port(OWN) == OWN  # its own methods say CUDA to their callers
+    left = "from .data import Derived\nd = Derived()\nd.cuda()\n"
+    assert port(left, project) == left
+    assert "d.cuda()" not in port(left)
+    assert "batch.cuda()" in port("def step(batch):\n    batch.cuda()\n", project)
+    assert "x.cuda()" not in port("import torch\nx = torch.ones(1)\nx.cuda()\n", project)
+    shared = "import torch\nuse_gpu = torch.cuda.is_available()\nif use_gpu:\n    model.cuda()\n"
+    assert "use_gpu = torch.cuda.is_available()" in port(shared, project)
+    assert "use_gpu = get_accelerator().is_available()" in port(shared)
+
+
+def test_own_pinning_is_left() -> None:
+    project = join([outline("class Data:\n    def pin_memory(self):\n        return self\n")])
+    assert "data.pin_memory()" in port("data = data.pin_memory()\n", project)
+
+
+def test_packages_called_dist_and_build_are_looked_into(tmp_path: Path) -> None:
+    for name in ("pkg/dist", "dist", "pkg/build"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "a.py").write_text("")
+    (tmp_path / "pkg" / "__init__.py").write_text("")
+    found = list(files.find([str(tmp_path)]))
+    names = {str(Path(each).relative_to(tmp_path)) for each in found if isinstance(each, str)}
+    assert names == {"pkg/__init__.py", "pkg/dist/a.py", "pkg/build/a.py"}
+    [left] = [each for each in found if isinstance(each, files.Skipped)]
+    assert left == files.Skipped(
+        str(tmp_path / "dist"), "by its name the output of a build; name it to look into it", failed=False
+    )
+
+
+def test_the_blank_line_before_imports_stays_when_their_first_goes() -> None:
+    text = "import os\n\nfrom torch.cuda import synchronize\nimport zlib\n\nsynchronize()\n"
+    assert port(text).startswith("import os\n\n")
+
+
+def test_lines_that_merely_name_cuda_are_mentioned() -> None:
+    text = '"""About CUDA."""\nuse_cuda = 1  # cuda\nprint("no CUDA")\nx.cuda()\n"""cuda"""\nf(cuda=use_cuda)\ny = 1\n'
+    told = {each.line for each in port_text(text).findings}
+    assert told == {4}
+    assert mentions(text, told) == (2, 3, 6)
+    assert mentions("def f(:\n  cuda", ()) == ()
+    assert mentions("from a import cuda_b as c\nclass Cuda: pass\nx = f'{y} cuda'\n", ()) == (1, 2, 3)
