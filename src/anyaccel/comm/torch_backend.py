@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from anyaccel.accelerator.base import HOST
 from anyaccel.errors import UsageError
 
 
@@ -26,7 +27,7 @@ class TorchBackend:
         Raises:
             UsageError: the group has nothing for the device.
         """
-        if torch.device(device).type != "cpu":
+        if torch.device(device).type != HOST.type:
             raise UsageError(f"backend {group.name()} has nothing for {device}: it works on the CPU")
         self._group = group
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from anyaccel import env
+from anyaccel.accelerator.base import HOST
 from anyaccel.ops.aio import memory
 
 from .._cover import cover
@@ -37,7 +38,7 @@ class NativePinnedMemory:
         """Whether the tensor, or what it is a view of, came from here and was not unpinned."""
         if getattr(tensor, "ds_pinned", False):
             return True
-        return tensor.device.type == "cpu" and type(tensor).__name__ != "FakeTensor" and memory.is_locked(tensor)
+        return tensor.device.type == HOST.type and type(tensor).__name__ != "FakeTensor" and memory.is_locked(tensor)
 
     def unpin(self, tensor: torch.Tensor) -> bool:
         """Unlock now; whether it was locked."""

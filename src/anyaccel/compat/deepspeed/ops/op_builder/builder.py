@@ -69,7 +69,8 @@ class OpBuilder(ops.OpBuilder):
     @staticmethod
     def is_sycl_enabled() -> bool:
         """Whether torch is built for SYCL devices."""
-        return getattr(torch.version, "xpu", None) is not None
+        version = getattr(torch.version, "xpu", None)
+        return version is not None
 
     def nvcc_args(self) -> list[str]:
         """Flags for CUDA sources: none."""
