@@ -6,10 +6,12 @@ The ranks are forked from a server that has imported torch and anyaccel already:
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import random
+import signal
 import socket
 import tempfile
 import time
@@ -81,6 +83,7 @@ def _rank_main(function: Callable[..., Any], arguments: tuple[Any, ...], env: di
     os.dup2(output, 1)
     os.dup2(output, 2)
     code = 1
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
     try:
         import torch
 
@@ -137,7 +140,9 @@ def finish(processes: list[BaseProcess], folder: Path, timeout: float = 100) -> 
     for process in processes:
         process.join(max(deadline - time.monotonic(), 0.01))
     for process in processes:
-        if process.is_alive():
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR2)  # its output ends with where it waits
+            process.join(1)
             process.kill()
             process.join(10)
     outcome = []

@@ -76,6 +76,7 @@ def ways(ports: tuple[str, ...], folder: str) -> None:
     dist.init_process_group("gloo")  # that the test ends with
 
 
+@pytest.mark.slow  # it trains three times
 def test_the_trainer(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     ports = tuple(str(ranks.free_port()) for _ in range(3))
