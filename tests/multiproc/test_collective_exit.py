@@ -71,7 +71,7 @@ def destroyed(hosts: tuple[int, ...]) -> list[float]:
         works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
         ending = threading.Thread(target=group.shutdown)
         ending.start()
-        wait_for(lambda: group._line._closed, "the group does not begin to end")
+        wait_for(lambda: group._executor._closed, "the group does not begin to end")
         dist.barrier()  # of another group: only now do the others come
         ending.join()
         assert all(work.is_completed() for work in works)

@@ -12,7 +12,7 @@ import torch
 
 from anyaccel import _native
 from anyaccel.comm.dtypes import code_of
-from anyaccel.comm.line import EXIT_SECONDS, at_exit
+from anyaccel.comm.executor import EXIT_SECONDS, at_exit
 from anyaccel.comm.tensors import Target, values
 from anyaccel.comm.work import ShmWork
 

@@ -20,7 +20,7 @@ from anyaccel import _native
 from anyaccel.comm import events, log
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import op_code
-from anyaccel.comm.line import Line
+from anyaccel.comm.executor import Executor
 from anyaccel.comm.messages import ANY, Mail, MessageWork
 from anyaccel.comm.tensors import bare_each
 from anyaccel.comm.torch_backend import TorchGroup
@@ -47,10 +47,10 @@ def _root(opts: Any) -> int:
     return int(getattr(opts, "rootRank", opts))
 
 
-def _stop(native: _native.ShmGroup, line: Line, mail: Mail) -> None:
+def _stop(native: _native.ShmGroup, executor: Executor, mail: Mail) -> None:
     native.leave()
     try:
-        line.close()
+        executor.close()
     finally:  # Ctrl-C, while that waits
         mail.close()
 
@@ -70,11 +70,11 @@ class ShmProcessGroup(TorchGroup):
         self._store = store
         self.native = native
         self.collectives = Collectives(native, rank, size)
-        self._line = Line("anyaccel-shm", native.set_waiting, native.abort, lambda: native.timeout)
+        self._executor = Executor("anyaccel-shm", native.set_waiting, native.abort, lambda: native.timeout)
         self._mail = Mail(native)
         self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
         self._done = ShmWork(None, done=True)
-        self._finalizer = weakref.finalize(self, _stop, native, self._line, self._mail)
+        self._finalizer = weakref.finalize(self, _stop, native, self._executor, self._mail)
         # A daemon thread that is inside native code when the interpreter ends is no harm.
         self._finalizer.atexit = False
 
@@ -89,9 +89,9 @@ class ShmProcessGroup(TorchGroup):
         self._sequence += 1
         if events.wanted() and not self.is_part:
             run = events.recorded("shm", name, tensors, run)
-        queued = self._batch is not None or self._line.waiting
+        queued = self._batch is not None or self._executor.waiting
         if getattr(options, "asyncOp", True) or queued:
-            work = self._line.submit(run, outputs)
+            work = self._executor.submit(run, outputs)
             register(work, outputs)
             if self._batch is not None:
                 self._batch.append(work)
@@ -298,8 +298,8 @@ class ShmProcessGroup(TorchGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come; `wait_all_ranks` is always so."""
         seconds = 0.0 if timeout is None else timeout.total_seconds()
-        if self._line.waiting:
-            self._line.submit(lambda: self.native.barrier(max(seconds, 0.0)), []).wait()
+        if self._executor.waiting:
+            self._executor.submit(lambda: self.native.barrier(max(seconds, 0.0)), []).wait()
         else:
             self.native.barrier(max(seconds, 0.0))
 
@@ -367,5 +367,5 @@ class ShmProcessGroup(TorchGroup):
 
     def shutdown(self) -> None:
         """Leave the group when what was asked for is done; peers that still wait for this rank get an error."""
-        self._line.close(None)  # each operation has a deadline
+        self._executor.close(None)  # each operation has a deadline
         self._finalizer()

@@ -107,7 +107,7 @@ class ShmWork(Work):
             then()
         if event is not None:
             event.set()
-        return None if future is None else functools.partial(self._tell, future), resumed
+        return None if future is None else functools.partial(self._complete, future), resumed
 
     def resume(self, what: Any) -> bool:
         """Have `end` give this; False where it has ended."""
@@ -116,7 +116,7 @@ class ShmWork(Work):
                 self._resumed.append(what)
             return not self._finished
 
-    def _tell(self, future: Future[Any]) -> None:
+    def _complete(self, future: Future[Any]) -> None:
         if self._error is not None:
             future.set_exception(self._error)
         else:
@@ -193,7 +193,7 @@ class ShmWork(Work):
                 self._result = _typed()(future.then(_ended_well), list(self._outputs))
             result = self._result
         if finished:
-            self._tell(future)
+            self._complete(future)
         return result
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from anyaccel.comm.line import Line
+from anyaccel.comm.executor import Executor
 from anyaccel.comm.process_group import _stop
 from anyaccel.errors import CommTimeoutError
 from waiting import wait_for
@@ -31,32 +31,32 @@ class Group:
 
 
 def test_an_interrupt_while_a_group_ends_leaves_no_thread() -> None:
-    line, group = Line("a-line"), Group()
+    executor, group = Executor("an-executor"), Group()
     going, release = threading.Event(), threading.Event()
 
     def run() -> None:
         going.set()
         release.wait()
 
-    work = line.submit(run, "done")
-    thread = line._thread
+    work = executor.submit(run, "done")
+    thread = executor._thread
     assert thread is not None
     assert going.wait(60)
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        _stop(group, line, group)  # type: ignore[arg-type]
+        _stop(group, executor, group)  # type: ignore[arg-type]
     assert group.called == ["leave", "close"]
     release.set()
     assert work.result() == "done"
     wait_for(lambda: thread not in threading.enumerate(), "the thread ends")
-    line.close()  # a second time is no mistake
+    executor.close()  # a second time is no mistake
 
 
 class Asked:
-    """Operations of a line, which write down that they were done."""
+    """Operations of an executor, which write down that they were done."""
 
-    def __init__(self, line: Line) -> None:
-        self.line, self.done = line, list[str]()
+    def __init__(self, executor: Executor) -> None:
+        self.executor, self.done = executor, list[str]()
         self.may_begin = threading.Event()
 
     def __call__(self, name: str) -> Any:
@@ -64,14 +64,14 @@ class Asked:
             assert self.may_begin.wait(60)
             self.done.append(name)
 
-        return self.line.submit(run, name)
+        return self.executor.submit(run, name)
 
 
 @pytest.fixture
 def asked() -> Iterator[Asked]:
-    line = Line("a-line")
-    yield Asked(line)
-    assert line.close(60)
+    executor = Executor("an-executor")
+    yield Asked(executor)
+    assert executor.close(60)
 
 
 def test_what_callbacks_ask_for_goes_before_what_is_behind(asked: Asked) -> None:
@@ -112,13 +112,13 @@ def test_a_callback_that_waits_for_what_is_behind_goes_on_right_after_that(
     asked.may_begin.set()
     behind[-1].wait()
     assert asked.done == ["a", "before the wait", "b", "c", "of c", "after the wait", "d", "at the end", "e"]
-    assert asked.line.waiting == 0
+    assert asked.executor.waiting == 0
 
 
 def test_a_callback_that_never_ends_is_an_error_of_what_is_behind() -> None:
     given_up: list[bool] = []
-    line = Line("a-line", give_up=lambda: given_up.append(True), timeout=lambda: 0.1)
-    asked, go_on, ended = Asked(line), threading.Event(), threading.Event()
+    executor = Executor("an-executor", give_up=lambda: given_up.append(True), timeout=lambda: 0.1)
+    asked, go_on, ended = Asked(executor), threading.Event(), threading.Event()
     late: list[Any] = []
 
     def callback(_: Any) -> None:
@@ -138,17 +138,17 @@ def test_a_callback_that_never_ends_is_an_error_of_what_is_behind() -> None:
     for work in (late[0], asked("c")):
         with pytest.raises(CommTimeoutError):
             work.wait()
-    assert line.close(60)
-    wait_for(lambda: not any(t.name.startswith("a-line") for t in threading.enumerate()), "the threads end")
+    assert executor.close(60)
+    wait_for(lambda: not any(t.name.startswith("an-executor") for t in threading.enumerate()), "the threads end")
 
 
 def test_a_callback_may_take_its_time_while_nobody_waits() -> None:
-    line = Line("a-line", timeout=lambda: 0.01)
-    asked, go_on = Asked(line), threading.Event()
+    executor = Executor("an-executor", timeout=lambda: 0.01)
+    asked, go_on = Asked(executor), threading.Event()
     chain = asked("a").get_future().then(lambda _: (go_on.wait(60), asked("b").wait()))
     asked.may_begin.set()
     wait_for(lambda: asked.done == ["a"], "it is done")
     threading.Timer(0.1, go_on.set).start()
     chain.wait()
     assert asked.done == ["a", "b"]
-    assert line.close(60)
+    assert executor.close(60)

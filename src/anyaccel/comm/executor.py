@@ -60,12 +60,12 @@ class _Callbacks:
         self.own: weakref.WeakSet[ShmWork] = weakref.WeakSet()
 
 
-class Line:
+class Executor:
     """Operations of a group in the order in which they were asked for, on a thread that starts with the first.
 
     Callbacks of a future run on a thread of their own. What they ask for of this group is done right after the
     operation that they follow, before what is behind it: on all ranks in the same order, whenever the operation ends
-    on each. So a callback may wait for what it asks for. One that waits for an operation behind lets the line go on
+    on each. So a callback may wait for what it asks for. One that waits for an operation behind lets the executor go on
     and has its place right after that operation from then on: that depends on the program alone, not on how long
     anything takes.
     """
@@ -94,7 +94,7 @@ class Line:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._followed = 0  # operations whose callbacks the line waits for
+        self._followed = 0  # operations whose callbacks the executor waits for
         self._broken: Exception | None = None
         self.waiting = 0  # asked for and not done
         at_exit(self)
