@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from anyaccel import _native, env
+from anyaccel.comm import hierarchy
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError
 
@@ -205,14 +205,7 @@ def create_process_group(store: Store, rank: int, size: int, timeout: timedelta)
     group, hosts = _try_local(store, rank, size, timeout)
     if group is not None:
         return group
-    try:
-        hierarchy = importlib.import_module("anyaccel.comm.hierarchy")
-    except ImportError:
-        raise CommError(
-            f"{size} ranks are on {len(set(hosts))} hosts, and backend shm is for one: use backend gloo"
-        ) from None
-    made: dist.ProcessGroup = hierarchy.create(store, rank, size, timeout, hosts)
-    return made
+    return hierarchy.create(store, rank, size, timeout, hosts, create_local)
 
 
 def register() -> None:
