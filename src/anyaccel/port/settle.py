@@ -120,6 +120,9 @@ def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
         if each.count and each.fix is None and isinstance(assign, cst.Assign) and len(assign.targets) == 1:
             target = assign.targets[0].target
             asking += list(ctx.uses(target)) if isinstance(target, cst.Name) else []
+    for each in candidates:  # is_cuda = device.type == "cuda"; if is_cuda: ...
+        if each.fix is None and each.asks and each.code == "ACC202":
+            asking += _named(ctx, each.answer)
     asking += ctx.questions(
         {node for each in candidates if each.fix is not None for node in (each.node, each.replaced)}
     )
@@ -137,6 +140,16 @@ def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
                 candidate.unfixed("the condition around it asks for CUDA itself, and stays")
                 left = True
     return left
+
+
+def _named(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Where the variable is read that a comparison is assigned to, by itself or as a part of a condition."""
+    operations = cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget
+    parent = ctx.tree.parent(node)
+    while isinstance(parent, operations):
+        parent = ctx.tree.parent(parent)
+    if isinstance(parent, cst.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0].target, cst.Name):
+        yield from ctx.uses(parent.targets[0].target)
 
 
 def _leave_counts(ctx: Context, candidates: Sequence[Candidate]) -> bool:

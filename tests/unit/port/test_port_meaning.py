@@ -119,6 +119,7 @@ def messages(text: str) -> str:
         ),
         # Questions about CUDA itself that no accelerator has.
         ("if torch.cuda.is_initialized():\n    log(torch.cuda.max_memory_reserved())", None),
+        ("is_cuda = kind == 'cuda'\nif is_cuda:\n    d = torch.device(kind, index=torch.cuda.current_device())", None),
         ("if dist.get_backend() == dist.Backend.NCCL:\n    torch.cuda.synchronize()", None),
         # A number of devices under a name: it stays with what it counts, unless a rank is divided by it.
         ("def f():\n    n = torch.cuda.device_count()\n    return [torch.device(f'cuda:{i}') for i in range(n)]", None),
