@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives among processes of one host through shared memory.
 //
-// Each rank owns one segment: a control block, three buffers, and mailboxes for messages (p2p.h). A rank writes its own
+// Each rank owns one segment: a control block, three buffers, and mailboxes for messages (messages.h). A rank writes its own
 // segment only, so its pages can be local to its memory node, and reads the others'. Progress is a counter per rank
 // ("arrived"): a synchronisation point is passed when every rank's counter has reached it.
 //
@@ -10,7 +10,7 @@
 // chunk i is copied in, this rank's share of chunk i-1 is reduced and the other ranks' shares of chunk i-2 are
 // copied out (reduce-scatter and all-gather: Thakur, Rabenseifner, Gropp, "Optimization of collective
 // communication operations in MPICH", 2005).
-// All-reduce of symmetric tensors (symmetric.h): every rank reduces its share out of all tensors and writes the result
+// All-reduce of symmetric tensors (all_reduce.cpp): every rank reduces its share out of all tensors and writes the result
 // into all of them; nothing is copied.
 // The others move data chunk by chunk: write, synchronise, read.
 //
@@ -113,7 +113,7 @@ class ShmGroup {
   void add_symmetric(uint16_t id, const std::vector<char*>& bases, size_t bytes);
   void remove_symmetric(uint16_t id);
 
-  // For messages, which are apart from collectives (p2p.h).
+  // For messages, which are apart from collectives (messages.h).
   char* mailboxes(int rank) const { return buffers_[rank] + kBuffers * buffer_bytes_; }
   size_t mailbox_bytes() const { return mailbox_bytes_; }
   // Throws when `peer` cannot be waited for any more: it has ended, left or given up; or when this rank has aborted.
