@@ -20,9 +20,8 @@ from typing import Any
 
 from _common import emit_json, machine, note, table
 
-from anyaccel.bench.contenders import Contender, Sizes, parse_peer
+from anyaccel.bench.contenders import Contender, Sizes, measure, parse_peer
 from anyaccel.bench.report import medians, ratios
-from anyaccel.cli.bench import measure
 
 _METRICS = ("decode", "prefill", "batch_decode", "peak_memory_mb")
 
@@ -34,8 +33,8 @@ def random_1b(folder: Path) -> Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from anyaccel.cli.generate import default_model_file
-    from anyaccel.inference.loading import model_folder
+    from anyaccel.inference.checkpoints.model_path import default_model_file
+    from anyaccel.inference.generic.loading import model_folder
 
     note(f"writing {folder}")
     torch.manual_seed(0)
@@ -61,7 +60,7 @@ def random_1b(folder: Path) -> Path:
 
 def bytes_a_token(model: str, dtype: str) -> int:
     """Packed bytes that one decode step reads: all but the embedding, of which it reads one row."""
-    from anyaccel.inference.runtimes.cpu import load_native
+    from anyaccel.inference.native.runtime import load_native
 
     native = load_native(model, dtype=dtype)
     spec = native.whole_spec
@@ -87,7 +86,7 @@ def main() -> int:
     add("--json", action="store_true")
     options = parser.parse_args()
     from anyaccel import _llm
-    from anyaccel.cli.generate import default_model_file
+    from anyaccel.inference.checkpoints.model_path import default_model_file
 
     model = str(options.model or default_model_file())
     if options.random_1b:

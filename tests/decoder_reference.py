@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anyaccel.inference.runtimes.families import Family
-from anyaccel.inference.runtimes.mapping import Part
-from anyaccel.inference.runtimes.spec import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, QkNorm, Rope, weights
+from anyaccel.inference.families.registry import Family
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, QkNorm, Rope, weights
+from anyaccel.inference.spec.mapping import Part
 
 
 def part_rows(part: Part, tensor: Tensor, vector: bool) -> Tensor:

@@ -532,11 +532,11 @@ def damaged_folder(rng: random.Random, folder: Path) -> tuple[Path, str]:
 def read(path: Path, folder: Path) -> None:
     """All that `generate` reads of a model, and two tokens of it."""
     from anyaccel import _llm
-    from anyaccel.inference.counts import check_folder, check_gguf
-    from anyaccel.inference.gguf_tokenizer import write_tokenizer
-    from anyaccel.inference.runtimes.cpu import load_native
-    from anyaccel.inference.runtimes.mapping import Unsupported
-    from anyaccel.inference.tokenizer import TextTokenizer, end_tokens
+    from anyaccel.inference.checkpoints.counts import check_folder, check_gguf
+    from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.spec.mapping import Unsupported
+    from anyaccel.inference.text.gguf_tokenizer import write_tokenizer
+    from anyaccel.inference.text.tokenizer import TextTokenizer, end_tokens
 
     problems: list[AnyAccelError] = []
     try:

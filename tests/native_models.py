@@ -12,9 +12,9 @@ import torch
 
 import decoder_reference
 import family_cases
-from anyaccel.inference.runtimes import shard
-from anyaccel.inference.runtimes.families import family_of
-from anyaccel.inference.runtimes.spec import DecoderSpec, weights
+from anyaccel.inference.families.registry import family_of
+from anyaccel.inference.native import shard
+from anyaccel.inference.spec.decoder import DecoderSpec, weights
 
 
 @functools.cache

@@ -10,7 +10,7 @@ def ranks_below(pid: int) -> list[int]:
     """The ranks that a command has started, in their order."""
     found: list[int] = []
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if b"anyaccel.cli._rank" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+        if b"anyaccel.inference.ranks.rank" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
             found.append(int(child))
         found += ranks_below(int(child))
     return sorted(found)

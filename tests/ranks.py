@@ -39,9 +39,9 @@ _context.set_forkserver_preload(
         "anyaccel.comm.shm",
         "anyaccel.inference.engine",
         "anyaccel.inference.generate",
-        "anyaccel.inference.runtimes.cpu",
-        "anyaccel.inference.runtimes.torch",
-        "anyaccel.inference.tp.apply",
+        "anyaccel.inference.native.runtime",
+        "anyaccel.inference.generic.runtime",
+        "anyaccel.inference.generic.tp.apply",
     ]
 )
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from anyaccel.inference.runtimes.families import FAMILIES
-from anyaccel.inference.runtimes.spec import Attention, DecoderSpec, Layer, Mlp
+from anyaccel.inference.families.registry import FAMILIES
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"

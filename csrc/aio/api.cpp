@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions that anyaccel/ops/aio.py calls. Every int result is 0 or an errno.
+// The functions that ops/aio/native.py calls. Every int result is 0 or an errno.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>

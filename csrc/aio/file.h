@@ -8,10 +8,10 @@
 
 namespace anyaccel::aio {
 
-// What was being done when an error came. The order is that of STEPS in anyaccel/ops/aio.py.
+// What was being done when an error came. The order is that of STEPS in ops/aio/native.py.
 enum class Step : int32_t { none, open, stat, allocate, read, write, sync, rename, end_of_file, cancelled };
 
-// What a failed write left. The order is that of LEFTOVERS in anyaccel/ops/aio.py.
+// What a failed write left. The order is that of LEFTOVERS in ops/aio/native.py.
 enum class Leftover : int32_t { untouched, removed, truncated, undefined };
 
 struct Failure {

@@ -3,8 +3,7 @@
 //
 // Each rank owns one segment: a control block, three buffers, and mailboxes for messages (messages.h). A rank writes
 // its own segment only, so its pages can be local to its memory node, and reads the others'. Progress is a counter per
-// rank
-// ("arrived"): a synchronisation point is passed when every rank's counter has reached it.
+// rank ("arrived"): a synchronisation point is passed when every rank's counter has reached it.
 //
 // All-reduce, small: copy in, synchronise, every rank reduces all copies.
 // All-reduce, large: chunk by chunk, pipelined over three buffers with one synchronisation a chunk: while

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a decoder computes, as data: the fields of src/anyaccel/inference/runtimes/spec.py, which explains them.
+// What a decoder computes, as data: the fields of src/anyaccel/inference/spec/decoder.py, which explains them.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@
 
 namespace anyaccel::llm {
 
-// As spec.py's MatrixShape and VectorShape.
+// As spec/decoder.py's MatrixShape and VectorShape.
 struct MatrixEntry {
   std::string name;
   int64_t rows, cols;
@@ -55,7 +55,7 @@ struct LayerWeights {
 
 class Weights {
  public:
-  // Throws UsageError when the lists are not what `spec` needs (spec.py's weights()), std::bad_alloc.
+  // Throws UsageError when the lists are not what `spec` needs (spec/decoder.py's weights()), std::bad_alloc.
   Weights(const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors);
 
   size_t bytes() const { return bytes_; }

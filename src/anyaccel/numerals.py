@@ -3,6 +3,14 @@
 
 from __future__ import annotations
 
+import operator
+
+from anyaccel.errors import UsageError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 # No number that anybody means has more, and reading takes the square of them.
 _DIGITS = 100
 
@@ -36,3 +44,13 @@ def parse_number(text: str) -> float:
     if value in (float("inf"), float("-inf")):
         raise ValueError("is too large a number")
     return value
+
+
+def whole_number(name: str, value: Any) -> int:
+    """`value` as an int; UsageError where it is none, such as 1.5, True or a text."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise UsageError(f"{name}={value!r}: must be a whole number")

@@ -18,7 +18,7 @@ import anyaccel
 import ranks
 from anyaccel import comm
 from anyaccel.inference import generate_tokens
-from anyaccel.inference.loading import load_tokenizer
+from anyaccel.inference.text.tokenizer import load_tokenizer
 from rank_processes import ranks_below
 from waiting import wait_for
 

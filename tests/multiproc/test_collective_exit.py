@@ -65,7 +65,7 @@ def test_a_program_ends_with_work_under_way() -> None:
 
 
 def destroyed(hosts: tuple[int, ...]) -> list[float]:
-    shm._host_identity = lambda: f"host {hosts[dist.get_rank()]}"
+    shm.host_identity = lambda: f"host {hosts[dist.get_rank()]}"
     group = comm.new_group(backend="shm")
     rank, world = group.rank(), group.size()
     tensors = [torch.ones(100_000) for _ in range(5)]

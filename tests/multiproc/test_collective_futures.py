@@ -42,7 +42,7 @@ def model_gradients(group: Any, hook: str) -> list[torch.Tensor]:
 
 
 def hooks(hosts: tuple[int, ...]) -> None:
-    shm._host_identity = lambda: f"host {hosts[dist.get_rank()]}"
+    shm.host_identity = lambda: f"host {hosts[dist.get_rank()]}"
     group = comm.new_group(backend="shm")
     wanted = model_gradients(group, "")
     for hook, tolerance in (("mean", 1e-6), ("fp16", 1e-3), ("python fp16", 1e-3)):

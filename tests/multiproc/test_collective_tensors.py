@@ -65,7 +65,7 @@ def _operations(world: int, group: Any) -> dict[str, Callable[[torch.Tensor], ob
 
 
 def wrapped(backend: str, hosts: tuple[int, ...]) -> None:
-    shm._host_identity = lambda: f"host {hosts[dist.get_rank()]}"
+    shm.host_identity = lambda: f"host {hosts[dist.get_rank()]}"
     group = comm.new_group(backend=backend)
     rank, world = group.rank(), group.size()
     mesh = init_device_mesh("cpu", (world,))
@@ -118,7 +118,7 @@ def wrapped(backend: str, hosts: tuple[int, ...]) -> None:
 
 
 def sparse_sums(backend: str, hosts: tuple[int, ...]) -> None:
-    shm._host_identity = lambda: f"host {hosts[dist.get_rank()]}"
+    shm.host_identity = lambda: f"host {hosts[dist.get_rank()]}"
     group = comm.new_group(backend=backend)
     rank, world = group.rank(), group.size()
     # Ranks have other numbers of values, one of them twice, one rank none.

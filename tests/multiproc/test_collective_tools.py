@@ -63,7 +63,7 @@ def reduce_once(group: Any, asynchronous: bool) -> None:
 
 def seen(hosts: tuple[int, ...]) -> None:
     gloo = dist.new_group(backend="gloo")
-    shm._host_identity = lambda: f"host {hosts[dist.get_rank()]}"
+    shm.host_identity = lambda: f"host {hosts[dist.get_rank()]}"
     group = dist.new_group(backend="shm", timeout=timedelta(seconds=60))
     assert counts(group) == counts(gloo)
     wanted = ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "scatter", "gather")

@@ -29,7 +29,7 @@ QUICK = [
 
 def pretend(hosts: tuple[int, ...]) -> None:
     """From here on, groups of this process take it to be on this host."""
-    shm._host_identity = lambda: f"host {hosts[dist.get_rank()]}"
+    shm.host_identity = lambda: f"host {hosts[dist.get_rank()]}"
 
 
 def cases(hosts: tuple[int, ...]) -> dict[str, str]:

@@ -19,7 +19,7 @@ _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 
 
 def pretend(hosts: tuple[int, ...]) -> hierarchy.HierarchicalGroup:
-    shm._host_identity = lambda: f"host {hosts[dist.get_rank()]}"
+    shm.host_identity = lambda: f"host {hosts[dist.get_rank()]}"
     group = dist.new_group(backend="shm")
     assert isinstance(group, hierarchy.HierarchicalGroup)
     return group

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import ast
+import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,56 +15,101 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "anyaccel"
 
-# Part -> the other parts that it may import. errors, numerals, outside, _version and _native are everybody's.
+# Part -> the other parts that it may import: only parts above it in this table.
 MAY_IMPORT = {
-    "_registry": set(),
     "env": set(),
+    "_registry": set(),
+    "host_memory": set(),
     "topology": set(),
+    "port": set(),
     "launch": {"topology", "env"},
-    "accelerator": {"topology", "env", "_registry"},
+    "accelerator": {"topology", "env", "_registry", "host_memory"},
+    "interop": {"accelerator"},
     "ops": {"accelerator", "env"},
     "report": {"accelerator", "topology", "env"},
     "io": {"ops", "accelerator", "env"},
     "comm": {"accelerator", "ops", "launch", "env"},
-    "inference": {"comm", "accelerator", "env"},
+    "inference": {"comm", "accelerator", "launch", "topology", "env", "host_memory"},
     "bench": {"launch", "inference", "topology", "env"},
-    "port": set(),
-    "interop": {"accelerator"},
-    # The alias stands for everything, the command included.
-    "compat": {"accelerator", "cli", "comm", "env", "inference", "launch", "ops", "topology"},
+    "compat": set(),
     "cli": {
         "bench", "launch", "accelerator", "ops", "topology", "inference", "comm", "port", "report", "env", "compat"
     },
+    # The alias stands for everything, the command included.
+    "compat.deepspeed": {"accelerator", "cli", "comm", "compat", "env", "inference", "launch", "ops", "topology"},
 }  # fmt: skip
 EVERYBODYS = {"errors", "numerals", "outside", "_version", "_native", "_llm"}
 
+# The rooms of inference/ and what stands beside them; each imports only those before it, for types too.
+ROOMS = (
+    "config", "spec", "checkpoints", "text", "families", "modules", "native", "generic", "hf", "engine", "generate",
+    "quantize", "ranks",
+)  # fmt: skip
 
-def imported_parts(file: Path) -> set[str]:
-    parts = set()
-    for node in ast.walk(ast.parse(file.read_text())):
-        names = []
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a file imports, anywhere in it: at its head, in a function, for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            module = node.module or ""
-            names = [f"anyaccel.{alias.name}" for alias in node.names] if module == "anyaccel" else [module]
-        parts |= {name.split(".")[1] for name in names if name.startswith("anyaccel.")}
-    return parts
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES or node.module == "anyaccel" else node.module for name in names}
+    return {name for name in found if name.startswith("anyaccel.")}
+
+
+IMPORTED = {name: imported(path) for name, path in MODULES.items()}
+
+
+def part_of(name: str) -> str:
+    return "compat.deepspeed" if name.startswith("anyaccel.compat.deepspeed") else name.split(".")[1]
 
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_parts_import_only_what_stands_below_them(part: str) -> None:
-    path = PACKAGE / part
-    files = list(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
-    assert files
-    for file in files:
-        wrong = imported_parts(file) - MAY_IMPORT[part] - EVERYBODYS - {part}
-        assert not wrong, f"{file.relative_to(ROOT)} imports {sorted(wrong)}"
+    mine = [name for name in MODULES if name != "anyaccel" and part_of(name) == part]
+    assert mine
+    for name in mine:
+        wrong = {part_of(each) for each in IMPORTED[name]} - MAY_IMPORT[part] - EVERYBODYS - {part}
+        assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
 def test_every_part_has_a_rule() -> None:
     parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert parts - EVERYBODYS - {"__init__", "__main__"} == set(MAY_IMPORT)
+    assert parts - EVERYBODYS - {"__init__", "__main__"} == set(MAY_IMPORT) - {"compat.deepspeed"}
+
+
+def test_rooms_of_inference_import_only_what_stands_below_them() -> None:
+    def place(name: str) -> int:
+        return ROOMS.index(name.split(".")[2])
+
+    mine = {name: found for name, found in IMPORTED.items() if name.startswith("anyaccel.inference.")}
+    assert {name.split(".")[2] for name in mine} == set(ROOMS)
+    wrong = [
+        f"{name} imports {other}"
+        for name, found in mine.items()
+        for other in found & mine.keys()
+        if place(other) > place(name)
+    ]
+    assert not wrong
+
+
+def test_imports_make_no_circle() -> None:
+    """Whoever reads a file needs only what it imports, and what that imports. The package's own names are for users."""
+    order = graphlib.TopologicalSorter({name: found & MODULES.keys() for name, found in IMPORTED.items()})
+    order.prepare()
+
+
+def test_only_tests_of_commands_import_them() -> None:
+    helpers = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    for path in [*(ROOT / "benchmarks").rglob("*.py"), *helpers]:
+        assert "cli" not in {name.split(".")[1] for name in imported(path)}, path
 
 
 def modules_after(code: str) -> set[str]:
@@ -77,8 +124,9 @@ def modules_after(code: str) -> set[str]:
         "import anyaccel; anyaccel.__version__; dir(anyaccel)",
         "import anyaccel.launch, anyaccel.topology, anyaccel.env, anyaccel.cli.run, anyaccel.cli.generate",
         "import anyaccel.accelerator, anyaccel.ops",
-        "import anyaccel.inference, anyaccel.inference.runtimes.cpu, anyaccel.inference.tokenizer, anyaccel.cli.chat",
-        "import anyaccel.inference.generate, anyaccel.inference.runtimes.packing, anyaccel.inference.chat_template",
+        "import anyaccel.inference.native.runtime, anyaccel.inference.text.tokenizer, anyaccel.inference.ranks.loading",
+        "import anyaccel.inference.generate, anyaccel.inference.native.packing, anyaccel.inference.text.chat_template",
+        "import anyaccel.cli.chat",
     ],
 )
 def test_these_imports_bring_neither_torch_nor_a_vendor_package(code: str) -> None:
@@ -94,7 +142,7 @@ SOURCES = [
     for folder, patterns in {
         ROOT / "src": ("*.py", "*.pyi"),
         ROOT / "tests": ("*.py",),
-        ROOT / "benchmarks": ("*.py",),
+        ROOT / "benchmarks": ("*.py", "*.cpp", "*.h"),
         ROOT / "tools": ("*.py",),
         ROOT / "csrc": ("*.cpp", "*.h"),
         ROOT / "examples": ("*.py", "*.cpp", "*.h"),
@@ -118,3 +166,31 @@ def test_map_names_every_package() -> None:
     packages = [p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()]
     native = [p.name for p in (ROOT / "csrc").iterdir() if p.is_dir()]
     assert not [name for name in packages + [f"csrc/{n}" for n in native] if f"`{name}" not in text]
+
+
+# Files of other projects, of the system, and of users in examples.
+ELSEWHERE = {
+    "_update.h", "activations.py", "convert_hf_to_gguf.py", "convert_hf_to_gguf_update.py", "ddp.py", "inference.py",
+    "llama.cpp", "modeling_rope_utils.py", "noop.py", "script.py", "serve.py", "socket.py", "sysexits.h", "train.py",
+    "transformer.h", "verify.py", "x.py",
+}  # fmt: skip
+FOREIGN = (
+    "ATen/",
+    "linux/",
+    # Packages that the porting tool is measured on.
+    *(f"{line.split()[1]}/" for line in (ROOT / "docs/data/port_corpus.tsv").read_text().splitlines() if line),
+    "path/in/the/repository.py",
+    "tests/native/NAME",
+)
+NAMED = re.compile(r"(?<![\w./<{$*-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))(?![\w/(])")
+EXAMPLE = re.compile(r"^```.*?^```$|<!-- file: .*? -->", re.MULTILINE | re.DOTALL)
+
+
+def test_files_that_comments_messages_and_pages_name_exist() -> None:
+    there = [path.relative_to(ROOT).as_posix() for path in [*SOURCES, *ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")]]
+    ends = {"/".join(path.split("/")[-count:]) for path in there for count in range(1, path.count("/") + 2)}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"]
+    for path in pages + [path for path in SOURCES if ROOT / "tests" not in path.parents]:
+        names = NAMED.findall(EXAMPLE.sub("", path.read_text()) if path.suffix == ".md" else path.read_text())
+        missing = {name for name in names if name not in ends | ELSEWHERE and not name.startswith(FOREIGN)}
+        assert not missing, f"{path.relative_to(ROOT)} names {sorted(missing)}"

@@ -43,7 +43,7 @@ def test_what_cannot_quantise_runs_in_floating_point_only() -> None:
 _TWO = """
 import os, sys
 from anyaccel.bench.contenders import Contender, Sizes
-from anyaccel.cli.bench import measure
+from anyaccel.bench.contenders import measure
 os.environ["LAUNCHER"] = str(os.getpid())
 try:
     measure([Contender(name, "m", python=sys.argv[1]) for name in ("hf", "vllm")], Sizes(), 1, 100)

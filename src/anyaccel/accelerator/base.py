@@ -14,6 +14,7 @@ import abc
 import contextlib
 import importlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,6 @@ from typing import Any, ClassVar, NoReturn, Self
 import torch
 
 from anyaccel.accelerator import inert
-from anyaccel.accelerator.select import get_accelerator
 from anyaccel.accelerator.spec import METHODS_OF, BackendSpec, Capability, Unavailable
 from anyaccel.errors import CapabilityError, UsageError
 
@@ -129,7 +129,8 @@ class Accelerator(abc.ABC):
         return self
 
     def __reduce__(self) -> tuple[Callable[[], Accelerator], tuple[()]]:
-        return get_accelerator, ()
+        # Detection imports this module. Its package is imported before both.
+        return sys.modules["anyaccel.accelerator"].get_accelerator, ()
 
     # Detection ----------------------------------------------------------------------------------------------
 

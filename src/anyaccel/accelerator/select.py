@@ -168,6 +168,11 @@ def probe_candidates(detection: Detection | None = None) -> tuple[Candidate, ...
     return tuple(sorted(rows, key=lambda row: row.order))
 
 
+def silence_detection() -> None:
+    """No warning that the accelerator is the CPU: for commands, which say themselves which one they use."""
+    logger.setLevel(logging.ERROR)
+
+
 def describe_choice() -> str:
     """One line: the name of the accelerator in use, and why it is that one."""
     detection = detection_report()

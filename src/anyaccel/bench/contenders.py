@@ -162,3 +162,30 @@ def _start(command: Sequence[str], contender: Contender, log: Path) -> int:
             for number, copy in zip((1, 2), saved, strict=True):
                 os.dup2(copy, number)
                 os.close(copy)
+
+
+def measure(
+    contenders: Sequence[Contender], sizes: Sizes, rounds: int, vocabulary: int
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+    """Every contender in turn, `rounds` times: their figures, and why some have none."""
+    figures: dict[str, dict[str, list[float]]] = {}
+    failures: dict[str, str] = {}
+    for number in range(rounds):
+        for contender in contenders:
+            if contender.name in failures:
+                continue
+            _say(f"round {number + 1} of {rounds}: {contender.name}")
+            try:
+                found = run(contender, sizes, vocabulary)
+            except AnyAccelError as error:
+                failures[contender.name] = str(error)
+                _say(f"left out: {error}")
+                continue
+            for metric, values in found.items():
+                figures.setdefault(contender.name, {}).setdefault(metric, []).extend(values)
+    return figures, failures
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

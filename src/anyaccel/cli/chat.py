@@ -9,7 +9,6 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from anyaccel.cli._llm import open_backend
 from anyaccel.cli._model_options import (
     add_model_options,
     add_sampling_options,
@@ -21,9 +20,10 @@ from anyaccel.cli._model_options import (
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.ranks.loading import open_backend
 
 if TYPE_CHECKING:
-    from anyaccel.cli._backends import Backend
+    from anyaccel.inference.ranks.backends import Backend
 
 _EXAMPLES = """\
   anyaccel chat
@@ -74,7 +74,7 @@ def _open(options: argparse.Namespace, screen: Screen) -> Backend:
         return open_backend(options, screen)
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise UsageError(f"--tp {options.tp}: a chat starts its workers itself; run it without a launcher")
-    from anyaccel.cli._ranks import start
+    from anyaccel.inference.ranks.command import start
 
     return start(options, screen)
 

@@ -10,7 +10,6 @@ from collections import Counter
 
 from anyaccel._version import __version__
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._quiet import silence_detection
 from anyaccel.errors import UsageError
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
@@ -48,6 +47,7 @@ def main(argv: list[str]) -> int:
 
     from anyaccel.accelerator import get_accelerator
     from anyaccel.accelerator.conformance.run import run_check, select_checks
+    from anyaccel.accelerator.select import silence_detection
 
     silence_detection()
     accelerator = get_accelerator()

@@ -10,26 +10,22 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.cli._llm import open_backend
 from anyaccel.cli._model_options import (
-    DTYPES,
     add_model_options,
     add_sampling_options,
     add_tp_option,
     check_numbers,
-    default_model_file,
     model_path,
     sampling_of,
 )
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
 from anyaccel.errors import UsageError
+from anyaccel.inference.ranks.loading import open_backend
 
 if TYPE_CHECKING:
-    from anyaccel.cli._backends import Backend
     from anyaccel.inference.generate import Generation
-
-__all__ = ["DTYPES", "build_parser", "default_model_file", "main"]
+    from anyaccel.inference.ranks.backends import Backend
 
 _EXAMPLES = """\
   anyaccel generate "Why is the sky blue?"
@@ -81,7 +77,7 @@ def _prompt(text: str) -> str:
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     if options.tp == 1 or os.environ.get("WORLD_SIZE") == str(options.tp):
         return open_backend(options, screen, options.tp)  # alone, or one of the ranks that another launcher started
-    from anyaccel.cli._ranks import start
+    from anyaccel.inference.ranks.command import start
 
     return start(options, screen, lasting=False)
 

@@ -9,7 +9,6 @@ import sys
 import time
 
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._quiet import silence_detection
 from anyaccel.errors import AnyAccelError, UsageError
 
 TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
@@ -49,6 +48,7 @@ def main(argv: list[str]) -> int:
 
     from anyaccel.accelerator import get_accelerator
     from anyaccel.accelerator.apart import run_apart
+    from anyaccel.accelerator.select import silence_detection
     from anyaccel.ops import builders_in
 
     silence_detection()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 
 from anyaccel.cli._parser import Parser
-from anyaccel.cli._quiet import silence_detection
 
 
 def build_parser() -> Parser:
@@ -27,6 +26,7 @@ def main(argv: list[str]) -> int:
     """Print the report; 0, or 1 when something cannot be used (the report says what, and why)."""
     options = build_parser().parse_args(argv)
 
+    from anyaccel.accelerator.select import silence_detection
     from anyaccel.report.collect import collect
     from anyaccel.report.render import render
 

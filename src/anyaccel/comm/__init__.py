@@ -26,7 +26,6 @@ from torch.distributed import (
     send,
 )
 
-from anyaccel.comm import shm as _shm
 from anyaccel.comm.accelerate import support_accelerate
 from anyaccel.comm.api import (
     abort,
@@ -37,12 +36,11 @@ from anyaccel.comm.api import (
     symm_empty,
     symm_zeros,
 )
-from anyaccel.comm.ccl import register as _register_ccl
+from anyaccel.comm.backends import register as _register_backends
 from anyaccel.comm.log import log_summary
 from anyaccel.comm.start import get_local_rank, init_distributed, new_group
 
-_register_ccl()
-_shm.register()
+_register_backends()
 
 __all__ = [
     "ReduceOp",

@@ -23,7 +23,7 @@ from anyaccel.ops.builders.ccl import PIP_LINE, CCLCommBuilder, Installation, fi
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PIP_LINE", "Installation", "find", "is_available", "native", "register", "why_not"]
+__all__ = ["PIP_LINE", "Installation", "find", "is_available", "native", "why_not"]
 
 
 def is_available() -> bool:
@@ -249,18 +249,3 @@ def native() -> Native:
     """
     find()
     return Native(CCLCommBuilder().load())
-
-
-def register() -> None:
-    """Make `ccl` known to torch.distributed; the group itself is imported when one is made."""
-    import torch.distributed as dist
-
-    if "CCL" in dist.Backend._plugins:
-        return
-
-    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        from anyaccel.comm import ccl_group
-
-        return ccl_group.create(store, rank, size, timeout)
-
-    dist.Backend.register_backend("ccl", create, devices=["cpu"])

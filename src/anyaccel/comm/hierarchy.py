@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ReduceOp
 
 from anyaccel import env
-from anyaccel.comm import agreement
+from anyaccel.comm import agreement, shm
 from anyaccel.comm.between_hosts import OPS, HostMessage, as_bytes, narrowed, reduce_hosts, widened
 from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
 from anyaccel.comm.python_group import PythonGroup
@@ -33,15 +33,9 @@ from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageErr
 
 logger = logging.getLogger(__name__)
 
-CreateLocal = Callable[[Store, int, int, timedelta], Any]
 
-
-def create(
-    store: Store, rank: int, size: int, timeout: timedelta, hosts: list[str], create_local: CreateLocal
-) -> HierarchicalGroup:
+def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[str]) -> HierarchicalGroup:
     """A group of ranks on several hosts; `hosts` has each rank's host, as the ranks have told each other. Collective.
-
-    `create_local` makes the group of the ranks of this host, given a store, this rank, their number and the timeout.
 
     Raises:
         CommError: the ranks of a host cannot share memory, or the hosts cannot reach each other.
@@ -50,7 +44,7 @@ def create(
     members = {host: [peer for peer in range(size) if hosts[peer] == host] for host in dict.fromkeys(hosts)}
     own = members[hosts[rank]]
     number = list(members).index(hosts[rank])
-    local = create_local(PrefixStore(f"host{number}", store), own.index(rank), len(own), timeout)
+    local = shm.create_local(PrefixStore(f"host{number}", store), own.index(rank), len(own), timeout)
     local.is_part = True
     between = env.ANYACCEL_BETWEEN_HOSTS.get()
     flat = _second(between, PrefixStore("flat", store), rank, size, timeout)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from anyaccel import _native, env
-from anyaccel.comm import hierarchy
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError
 
@@ -31,7 +30,7 @@ _MAILBOX_BYTES = 256 << 10  # of one pair of ranks and direction, at most
 Exchange = Callable[[str], list[str]]
 
 
-def _host_identity() -> str:
+def host_identity() -> str:
     """Equal for two processes if and only if they can map each other's shared memory."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # Containers of one host share the boot id, but each may have a /dev/shm and a numbering of processes of its own.
@@ -47,7 +46,8 @@ def _pid_namespace() -> str:
     return str(Path("/proc/self/ns/pid").readlink())
 
 
-def _exchange(group: dist.ProcessGroup, value: object) -> list[object]:
+def exchange_objects(group: dist.ProcessGroup, value: object) -> list[object]:
+    """Every rank's `value` in rank order; a collective call."""
     received: list[object] = [None] * group.size()
     dist.all_gather_object(received, value, group=group)
     return received
@@ -106,7 +106,7 @@ def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.S
     """This rank's segment, and what the peers are told about it."""
     card: dict[str, Any] = {"host": "", "pid": os.getpid(), "pids": "", "segment": "", "error": ""}
     try:
-        card["host"], card["pids"] = _host_identity(), _pid_namespace()
+        card["host"], card["pids"] = host_identity(), _pid_namespace()
         buffer, mailboxes = sizes(size, env.ANYACCEL_SHM_BYTES.get())
         native = _native.ShmGroup(rank, size, buffer, timeout_s, kind == "memfd", mailboxes)
     except (OSError, ValueError, AnyAccelError) as problem:
@@ -156,7 +156,7 @@ def connect(group: dist.ProcessGroup) -> _native.ShmGroup | None:
     """
 
     def exchange(text: str) -> list[str]:
-        return [str(value) for value in _exchange(group, text)]
+        return [str(value) for value in exchange_objects(group, text)]
 
     native, hosts, problem = _join(group.rank(), group.size(), env.ANYACCEL_COMM_TIMEOUT.get(), exchange)
     if native is None and not problem:
@@ -173,13 +173,14 @@ def create_local(store: Store, rank: int, size: int, timeout: timedelta) -> ShmP
         CommTimeoutError: a rank did not come; it is named.
         CommError: the ranks are on several hosts, or cannot share memory.
     """
-    group, hosts = _try_local(store, rank, size, timeout)
+    group, hosts = try_local(store, rank, size, timeout)
     if group is None:
         raise CommError(f"{size} ranks are on {len(set(hosts))} hosts: they cannot share memory")
     return group
 
 
-def _try_local(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ShmProcessGroup | None, list[str]]:
+def try_local(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ShmProcessGroup | None, list[str]]:
+    """The group of `create_local`, None where the ranks are on several hosts; and the identity of each rank's host."""
     env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
     meeting = _Meeting(PrefixStore("anyaccel-shm", store), rank, size, timeout)
     native, hosts, problem = _join(rank, size, timeout.total_seconds(), meeting)
@@ -190,26 +191,3 @@ def _try_local(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[
     native.barrier()  # all have read what the store has
     meeting.tidy()
     return ShmProcessGroup(store, native, rank, size), hosts
-
-
-def create_process_group(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """What `init_process_group("shm")` and `new_group(backend="shm")` give: shared memory inside a host.
-
-    Where the ranks are on several hosts, which they tell each other through the store, it is the hierarchical group
-    of comm/hierarchy.py.
-
-    Raises:
-        CommTimeoutError: a rank did not come; it is named.
-        CommError: the ranks cannot share memory.
-    """
-    group, hosts = _try_local(store, rank, size, timeout)
-    if group is not None:
-        return group
-    return hierarchy.create(store, rank, size, timeout, hosts, create_local)
-
-
-def register() -> None:
-    """Tell torch.distributed of the backend; does nothing the second time."""
-    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
-        return
-    dist.Backend.register_backend(NAME, create_process_group, devices=["cpu"])

@@ -15,15 +15,15 @@ from torch import nn
 
 from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
-from anyaccel.inference import ranks
 from anyaccel.inference.config import QUANTISED, InferenceConfig
-from anyaccel.inference.loading import model_folder, native_skeleton, skeleton, weights_for
-from anyaccel.inference.stand_in import StandIn
-from anyaccel.inference.tp.apply import LoadedWeights, WeightSource, apply
-from anyaccel.inference.tp.plan import TensorParallelPlan, make_plan
+from anyaccel.inference.generic.loading import model_folder, native_skeleton, skeleton, weights_for
+from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource, apply
+from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
+from anyaccel.inference.hf.group import in_step, one_host, together, tp_group
+from anyaccel.inference.modules.stand_in import StandIn
 
 if TYPE_CHECKING:
-    from anyaccel.inference.runtimes.cpu import NativeModel
+    from anyaccel.inference.native.runtime import NativeModel
 
 logger = logging.getLogger(__name__)
 
@@ -148,13 +148,13 @@ class InferenceEngine(nn.Module):
         drift apart. `seed=` or `generator=` may be given.
         """
         if self.native is None:
-            from anyaccel.inference.generate_checks import check_arguments
+            from anyaccel.inference.hf.generate_checks import check_arguments
 
             check_arguments({name: value for name, value in kwargs.items() if name != "attention_mask"})
             seed, generator = kwargs.pop("seed", None), kwargs.pop("generator", None)
-            ranks.in_step(kwargs, self.group)
+            in_step(kwargs, self.group)
             if seed is not None or generator is not None:
-                from anyaccel.inference.native_generate import seeded
+                from anyaccel.inference.hf.native_generate import seeded
 
                 with seeded(seed, generator):
                     return self.module.generate(*args, **kwargs)  # type: ignore[operator]
@@ -199,7 +199,7 @@ def init_inference(
     """
     settings = InferenceConfig.from_options({**(config or {}), **options})
     tp_size = settings.tensor_parallel.tp_size
-    group, rank = ranks.tp_group(tp_size)
+    group, rank = tp_group(tp_size)
     on_host = torch.empty(0, device=get_accelerator().device()).is_cpu
     if not on_host and (settings.runtime in ("native", "torch") or settings.dtype in QUANTISED):
         asked = f"runtime={settings.runtime!r}" if settings.runtime != "auto" else f"dtype={settings.dtype!r}"
@@ -210,7 +210,7 @@ def init_inference(
         raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
     why = ""
     if on_host and settings.runtime in ("auto", "native"):
-        from anyaccel.inference.runtimes.mapping import Unsupported
+        from anyaccel.inference.spec.mapping import Unsupported
 
         try:
             return _native_engine(model, settings, group, rank, progress)
@@ -252,18 +252,18 @@ def _native_engine(
     Raises:
         Unsupported: the native runtime lacks something that the model needs.
     """
-    from anyaccel.inference.frozen import shapes_of
-    from anyaccel.inference.hf_model import make_native
-    from anyaccel.inference.runtimes.cpu import load_native
-    from anyaccel.inference.runtimes.mapping import Unsupported
-    from anyaccel.inference.runtimes.module_code import check_code
+    from anyaccel.inference.hf.frozen import shapes_of
+    from anyaccel.inference.hf.model import make_native
+    from anyaccel.inference.modules.code import check_code
+    from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.spec.mapping import Unsupported
 
     tp_size = settings.tensor_parallel.tp_size
-    if not ranks.one_host(group):
+    if not one_host(group):
         raise Unsupported("tensor parallelism over several hosts")
     shapes = shapes_of(model) if isinstance(model, nn.Module) else {}
     try:
-        native = ranks.together(
+        native = together(
             group,
             lambda: load_native(
                 model,
@@ -346,7 +346,7 @@ def _torch_engine(
     engine = InferenceEngine(module, plan, settings, group, "plain", why)
     engine.dtype = dtype
     if packed:
-        from anyaccel.inference.runtimes.torch import pack
+        from anyaccel.inference.generic.runtime import pack
 
         pack(module, "bf16" if settings.dtype == "auto" else settings.dtype, settings.group_size)
         engine.runtime = "torch"
@@ -355,7 +355,7 @@ def _torch_engine(
 
 def _replaced_layers(settings: InferenceConfig) -> str:
     """What of torch's layers somebody has replaced, so that no packed ones may take their places."""
-    from anyaccel.inference.runtimes.module_code import replaced_in_torch
+    from anyaccel.inference.modules.code import replaced_in_torch
 
     replaced = replaced_in_torch()
     if replaced and settings.dtype in QUANTISED:

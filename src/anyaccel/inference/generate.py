@@ -3,23 +3,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import numbers
-import operator
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.numerals import whole_number
 
 if TYPE_CHECKING:
     import torch
 
     from anyaccel import _llm
     from anyaccel.inference.engine import InferenceEngine
-    from anyaccel.inference.runtimes.cpu import NativeModel
+    from anyaccel.inference.native.runtime import NativeModel
 
 
 @dataclass
@@ -47,14 +46,6 @@ class Generation:
     def tokens_per_second(self) -> float:
         """Generated tokens per second, without the first, which belongs to the prompt; 0.0 when there is no other."""
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else 0.0
-
-
-def whole_number(name: str, value: Any) -> int:
-    """`value` as an int; UsageError where it is none, such as 1.5, True or a text."""
-    if not isinstance(value, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(value)
-    raise UsageError(f"{name}={value!r}: must be a whole number")
 
 
 @dataclass(frozen=True)
@@ -231,7 +222,7 @@ def generate_tokens(
     result = Generation() if result is None else result
     result.prompt_tokens = len(ids)
     if engine.native is not None:
-        from anyaccel.inference.native_generate import check_memory
+        from anyaccel.inference.native.runtime import check_memory
 
         check_memory(engine.native, [len(ids)], 1, max_new_tokens)
         options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(_end_tokens(engine))}

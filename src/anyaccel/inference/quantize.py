@@ -19,15 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.inference.new_folder import new_folder
-from anyaccel.inference.runtimes.families import family_of
-from anyaccel.inference.runtimes.formats import GROUPS, Precision
-from anyaccel.inference.runtimes.packing import Checkpoint, checkpoint_of
-from anyaccel.inference.runtimes.sources import BLOCKS, TensorView, entry_of
-from anyaccel.inference.runtimes.spec import MatrixShape, each_weight
-from anyaccel.inference.runtimes.tied import own_head
-from anyaccel.inference.safetensors_writer import Planned, SafetensorsWriter
-from anyaccel.inference.stored_values import (
+from anyaccel.inference.checkpoints.new_folder import new_folder
+from anyaccel.inference.checkpoints.safetensors_writer import Planned, SafetensorsWriter
+from anyaccel.inference.checkpoints.sources import BLOCKS, TensorView, entry_of
+from anyaccel.inference.checkpoints.stored_values import (
     as_bf16,
     floats_of,
     kept_dtype,
@@ -38,6 +33,11 @@ from anyaccel.inference.stored_values import (
     stored_bytes,
     with_zero_points,
 )
+from anyaccel.inference.families.registry import family_of
+from anyaccel.inference.native.checkpoint import Checkpoint, checkpoint_of
+from anyaccel.inference.native.formats import GROUPS, Precision
+from anyaccel.inference.native.tied import own_head
+from anyaccel.inference.spec.decoder import MatrixShape, each_weight
 
 Progress = Callable[[int, int], object]
 
@@ -357,7 +357,7 @@ def _write_configs(source: Path, folder: Path, checkpoint: Checkpoint, work: _Wo
     """config.json, and whatever else a model folder has beside its weights."""
     others = source
     if source.is_file():
-        from anyaccel.inference.gguf import converted_tokenizer
+        from anyaccel.inference.text.gguf_conversion import converted_tokenizer
 
         others = converted_tokenizer(source, announce)
         (folder / "generation_config.json").write_text(json.dumps(checkpoint.generation_config, indent=1))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
-from anyaccel.topology.sysfs import names
+from anyaccel.topology.files import names
 
 
 @dataclass(frozen=True)

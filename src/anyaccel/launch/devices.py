@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from anyaccel.errors import UsageError
 from anyaccel.topology import Machine
-from anyaccel.topology.sysfs import names, number, numbered, numbers, read_text
+from anyaccel.topology.files import names, number, numbered, numbers, read_text
 
 # PCI classes that compute: display (VGA, 3D), processing accelerator, co-processor.
 _PCI_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200", "0x0b40")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from anyaccel.topology.files import listed, names, number, numbered, numbers, read_text
 from anyaccel.topology.memory import cpu_model
 from anyaccel.topology.model import Machine
-from anyaccel.topology.sysfs import listed, names, number, numbered, numbers, read_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

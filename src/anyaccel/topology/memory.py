@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from anyaccel.topology.files import names, number, numbered, numbers, read_text
 from anyaccel.topology.model import NumaNode
-from anyaccel.topology.sysfs import names, number, numbered, numbers, read_text
 
 # HBM gives at least twice the bandwidth of the memory channels beside it, CXL at most half.
 _FASTER, _SLOWER = 1.5, 0.67

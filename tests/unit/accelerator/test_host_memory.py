@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anyaccel.accelerator import host_memory
+from anyaccel import host_memory
 
 MIB, GIB = 1 << 20, 1 << 30
 V1_UNLIMITED = 9223372036854771712
@@ -169,7 +169,7 @@ def test_the_peak_where_the_kernel_refuses_a_reset(
     del block
     assert resident.peak() == max(start, seen)
     # Far above: a kernel that is short of memory takes pages of libraries away meanwhile.
-    above = host_memory._high_water_mark() - resident.current() + 400 * MIB
+    above = host_memory.high_water_mark() - resident.current() + 400 * MIB
     bytearray(above)  # exceeds the old mark, and is caught though no call saw it
     assert resident.peak() - start > 100 * MIB
 
@@ -223,7 +223,7 @@ def test_a_forked_child_sees_its_own_memory() -> None:
     # In a process of its own, without torch's threads.
     script = """
 import os
-from anyaccel.accelerator.host_memory import RESIDENT_SET as resident
+from anyaccel.host_memory import RESIDENT_SET as resident
 MIB = 1 << 20
 resident.reset_peak()
 before = resident.current()

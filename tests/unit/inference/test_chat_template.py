@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.inference.chat_template import ChatTemplate
-from anyaccel.inference.loading import model_folder
-from anyaccel.inference.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
+from anyaccel.inference.generic.loading import model_folder
+from anyaccel.inference.text.chat_template import ChatTemplate
+from anyaccel.inference.text.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -149,7 +149,7 @@ def test_damaged_tokenizer_is_named(content: str, tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written_is_no_hindrance(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from anyaccel.cli.generate import default_model_file
+    from anyaccel.inference.checkpoints.model_path import default_model_file
 
     monkeypatch.setenv("ANYACCEL_CACHE_DIR", "/proc/none")
     tokenizer = load_text_tokenizer(default_model_file())

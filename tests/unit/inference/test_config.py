@@ -71,7 +71,7 @@ def test_wrong_options_are_named(options: dict[str, object], text: str) -> None:
 @pytest.mark.parametrize("name", ["top_k", "no_repeat_ngram_size"])
 def test_counts_that_no_kernel_can_hold_are_named(name: str) -> None:
     from anyaccel.inference.generate import Sampling
-    from anyaccel.inference.generate_checks import sampling_options
+    from anyaccel.inference.hf.generate_checks import sampling_options
 
     for number in (2**31, 10**40):
         with pytest.raises(UsageError, match=rf"{name}={number}: must be 0 \(off\) or above, and below 2\*\*31"):
@@ -82,7 +82,7 @@ def test_counts_that_no_kernel_can_hold_are_named(name: str) -> None:
 
 
 def test_a_limit_of_the_cache_that_no_machine_has_is_refused_before_anything_is_read() -> None:
-    from anyaccel.inference.runtimes.cpu import load_native
+    from anyaccel.inference.native.runtime import load_native
 
     for limit in (2**63, 2**70, -1):
         with pytest.raises(UsageError, match=f"cache_limit={limit}"):

@@ -13,13 +13,14 @@ import pytest
 
 import fuzz_models
 from anyaccel.errors import ModelError
+from anyaccel.inference.families.gguf_models import open_gguf
 from anyaccel.inference.generate import check_prompt
-from anyaccel.inference.gguf_tokenizer import write_tokenizer
-from anyaccel.inference.runtimes.formats import Precision
-from anyaccel.inference.runtimes.gguf_models import open_gguf
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.packing import Plan, checkpoint_of
-from anyaccel.inference.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.packing import Plan
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.text.gguf_tokenizer import write_tokenizer
+from anyaccel.inference.text.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
 from fuzz_models import ARRAY, F32, HEAD_DIM, I32, TEXT, TOKENS, U32
 
 ROWS = len(TOKENS)

@@ -17,13 +17,14 @@ import pytest
 
 import fuzz_models
 from anyaccel.errors import ModelError
-from anyaccel.inference.gguf_tokenizer import write_tokenizer
-from anyaccel.inference.runtimes.families import FAMILIES
-from anyaccel.inference.runtimes.formats import Precision
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.model_config import Config
-from anyaccel.inference.runtimes.packing import Plan, checkpoint_of
-from anyaccel.inference.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.families.registry import FAMILIES
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.packing import Plan
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.text.gguf_tokenizer import write_tokenizer
+from anyaccel.inference.text.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
 from fuzz_models import ARRAY, F32, I32, TEXT, U32, U64
 
 MOST_CALLS = 100_000  # of functions, to read a tiny file: a healthy one takes about ten thousand
@@ -197,7 +198,7 @@ def test_templates_are_checked(content: bytes, tmp_path: Path) -> None:
     ],
 )
 def test_configs_are_checked(name: str, value: Any, said: str, tmp_path: Path) -> None:
-    from anyaccel.inference.runtimes.cpu import load_native
+    from anyaccel.inference.native.runtime import load_native
 
     folder = tmp_path / "model"
     fuzz_models.healthy_folder(folder, "llama")
@@ -222,7 +223,7 @@ def test_what_transformers_would_build_is_counted(count: int, tmp_path: Path) ->
     """It makes the layers of a model that the native runtime lacks before it looks for their weights."""
     import torch
 
-    from anyaccel.inference.loading import skeleton
+    from anyaccel.inference.generic.loading import skeleton
 
     folder = tmp_path / "model"
     fuzz_models.healthy_folder(folder, "llama")

@@ -21,12 +21,12 @@ from transformers.models.mistral import modeling_mistral
 
 import anyaccel
 import family_cases
-from anyaccel.inference.runtimes.families import FAMILIES
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.module_check import check_unmodified
-from anyaccel.inference.runtimes.module_code import check_code
-from anyaccel.inference.runtimes.module_probe import _difference as difference
-from anyaccel.inference.runtimes.module_probe import check_computes_the_same
+from anyaccel.inference.families.registry import FAMILIES
+from anyaccel.inference.modules.check import check_unmodified
+from anyaccel.inference.modules.code import check_code
+from anyaccel.inference.native.module_probe import _difference as difference
+from anyaccel.inference.native.module_probe import check_computes_the_same
+from anyaccel.inference.spec.mapping import Unsupported
 
 IDS = torch.randint(3, 131, (2, 24), generator=torch.Generator().manual_seed(7))
 

@@ -15,8 +15,8 @@ from torch import nn
 import anyaccel
 import family_cases
 from anyaccel.errors import ModelError
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.torch import pack
+from anyaccel.inference.generic.runtime import pack
+from anyaccel.inference.spec.mapping import Unsupported
 
 IDS = torch.randint(3, 131, (2, 24), generator=torch.Generator().manual_seed(7))
 

@@ -23,8 +23,9 @@ import anyaccel
 import decoder_reference
 import family_cases
 from anyaccel.errors import ModelError
-from anyaccel.inference.runtimes.families import FAMILIES, Unsupported, family_of
-from anyaccel.inference.runtimes.spec import DecoderSpec
+from anyaccel.inference.families.registry import FAMILIES, family_of
+from anyaccel.inference.spec.decoder import DecoderSpec
+from anyaccel.inference.spec.mapping import Unsupported
 
 pytest.importorskip("transformers")
 
@@ -86,7 +87,7 @@ def test_the_spec_means_what_transformers_computes(name: str) -> None:
 def _native(source: Any, **more: Any) -> Any:
     """A float32 model of the native runtime."""
     pytest.importorskip("anyaccel._llm")
-    from anyaccel.inference.runtimes.cpu import load_native
+    from anyaccel.inference.native.runtime import load_native
 
     return load_native(source, dtype="fp32", cache_dtype="fp32", cache_limit=1 << 26, use_cache=False, **more).model
 
@@ -412,7 +413,7 @@ def test_a_damaged_config_is_told(model_type: str) -> None:
 
 def test_families_are_read_without_torch() -> None:
     code = (
-        "import sys; from anyaccel.inference.runtimes.families import FAMILIES; "
+        "import sys; from anyaccel.inference.families.registry import FAMILIES; "
         "FAMILIES['llama'].spec({'model_type': 'llama'}); "
         "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     )

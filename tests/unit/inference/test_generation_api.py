@@ -16,7 +16,8 @@ from transformers.generation.streamers import BaseStreamer
 import anyaccel
 import family_cases
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.inference import InferenceEngine, generate_tokens, native_generate, optimize
+from anyaccel.inference import InferenceEngine, generate_tokens, optimize
+from anyaccel.inference.hf import native_generate
 
 IDS = torch.tensor([[5, 17, 99, 3, 64], [0, 0, 7, 8, 9]])
 MASK = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import fuzz_models
-from anyaccel.cli.generate import default_model_file
 from anyaccel.errors import ModelError
-from anyaccel.inference.runtimes.formats import Precision
-from anyaccel.inference.runtimes.gguf_file import GgufFile, GgufSource
-from anyaccel.inference.runtimes.gguf_types import GGML_TYPES
-from anyaccel.inference.runtimes.gguf_unused import check_all_used
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.packing import Plan, checkpoint_of
+from anyaccel.inference.checkpoints.gguf_file import GgufFile, GgufSource
+from anyaccel.inference.checkpoints.gguf_types import GGML_TYPES
+from anyaccel.inference.checkpoints.gguf_unused import check_all_used
+from anyaccel.inference.checkpoints.model_path import default_model_file
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.packing import Plan
+from anyaccel.inference.spec.mapping import Unsupported
 
 gguf = pytest.importorskip("gguf")
 
@@ -244,7 +245,7 @@ def test_divisors_of_frequencies_are_used_or_ones(tmp_path: Path) -> None:
 
 def test_what_transformers_passes_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says nothing of tensors that it does not know, and makes up weights that it does not find."""
-    from anyaccel.inference.gguf import converted
+    from anyaccel.inference.generic.gguf_conversion import converted
 
     monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
     path = tmp_path / "model.gguf"

@@ -18,13 +18,13 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-import anyaccel.inference.gguf as conversion
-from anyaccel.cli.generate import default_model_file
+import anyaccel.inference.text.gguf_conversion as conversion
 from anyaccel.errors import ModelError
-from anyaccel.inference.gguf_splits import SPLITS
-from anyaccel.inference.gguf_tokenizer import write_tokenizer
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.tokenizer import TextTokenizer, load_text_tokenizer
+from anyaccel.inference.checkpoints.model_path import default_model_file
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.text.gguf_splits import SPLITS
+from anyaccel.inference.text.gguf_tokenizer import write_tokenizer
+from anyaccel.inference.text.tokenizer import TextTokenizer, load_text_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from anyaccel import _llm
-from anyaccel.inference.runtimes import packed_cache
-from anyaccel.inference.runtimes.formats import Format, Precision, choose, stored_format
-from anyaccel.inference.runtimes.gguf_file import GgufFile
-from anyaccel.inference.runtimes.gguf_types import BLOCK_BYTES, HELD, UNREAD
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.packing import _pack, _Tensor
-from anyaccel.inference.runtimes.spec import MatrixShape
+from anyaccel.inference.checkpoints.gguf_file import GgufFile
+from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD, UNREAD
+from anyaccel.inference.native import packed_cache
+from anyaccel.inference.native.formats import Format, Precision, choose, stored_format
+from anyaccel.inference.native.packing import _pack, _Tensor
+from anyaccel.inference.spec.decoder import MatrixShape
+from anyaccel.inference.spec.mapping import Unsupported
 
 gguf = pytest.importorskip("gguf")
 

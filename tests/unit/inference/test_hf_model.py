@@ -16,7 +16,7 @@ import family_cases
 from anyaccel import _native
 from anyaccel.errors import UsageError
 from anyaccel.inference import InferenceEngine, optimize
-from anyaccel.inference.hf_cache import NativeCache
+from anyaccel.inference.hf.cache import NativeCache
 
 IDS = torch.tensor([[5, 17, 99, 3, 64], [11, 12, 7, 8, 9]])
 LEFT = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
@@ -224,7 +224,7 @@ def test_weights_in_memory_are_taken_over() -> None:
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from anyaccel.accelerator.host_memory import RESIDENT_SET
+    from anyaccel.host_memory import RESIDENT_SET
 
     config = LlamaConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8

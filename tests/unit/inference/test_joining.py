@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.joining import OtherRankError, together
-from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.inference.native.joining import OtherRankError, together
+from anyaccel.inference.spec.mapping import Unsupported
 
 
 class Model:

@@ -20,8 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import anyaccel
 import family_cases
 from anyaccel.errors import UsageError
-from anyaccel.inference import InferenceEngine, native_generate
-from anyaccel.inference.generate_code import replaced
+from anyaccel.inference import InferenceEngine
+from anyaccel.inference.hf import native_generate
+from anyaccel.inference.hf.generate_code import replaced
 
 IDS = torch.tensor([[5, 17, 99, 3, 64]])
 CASES = ("llama", "mixtral", "gpt2")  # linears, stacked experts, Conv1D and a tied head

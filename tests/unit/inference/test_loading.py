@@ -14,10 +14,11 @@ import anyaccel
 import family_cases
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import generate_tokens
-from anyaccel.inference.checkpoint import Checkpoint
-from anyaccel.inference.gguf import converted
-from anyaccel.inference.loading import model_folder, skeleton
-from anyaccel.inference.tp.plan import Slice, make_plan
+from anyaccel.inference.checkpoints.slices import Slice
+from anyaccel.inference.checkpoints.torch_files import Checkpoint
+from anyaccel.inference.generic.gguf_conversion import converted
+from anyaccel.inference.generic.loading import model_folder, skeleton
+from anyaccel.inference.generic.tp.plan import make_plan
 
 MATRIX = torch.arange(60.0).view(10, 6)
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from test_packed_cache import CONFIG, entries, logits, model, write
 
-from anyaccel.inference import gguf, identity
-from anyaccel.inference.runtimes.cpu import load_native
+from anyaccel.inference.checkpoints import identity
+from anyaccel.inference.native.runtime import load_native
+from anyaccel.inference.text import gguf_conversion as gguf
 
 __all__ = ["model"]  # the fixture
 

@@ -16,7 +16,7 @@ from torch import nn
 import anyaccel
 import family_cases
 from anyaccel.errors import UsageError
-from anyaccel.inference.runtimes import cpu
+from anyaccel.inference.native import runtime as cpu
 
 IDS = torch.tensor([[5, 6, 7, 9, 11]])
 

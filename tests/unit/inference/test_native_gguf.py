@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-import anyaccel.inference.runtimes.gguf_file as gguf_file
-from anyaccel.cli.generate import default_model_file
+import anyaccel.inference.checkpoints.gguf_file as gguf_file
 from anyaccel.errors import ModelError
-from anyaccel.inference.runtimes.families import family_of
-from anyaccel.inference.runtimes.formats import Precision
-from anyaccel.inference.runtimes.gguf_models import open_gguf
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.packing import Plan, checkpoint_in_memory, checkpoint_of
+from anyaccel.inference.checkpoints.model_path import default_model_file
+from anyaccel.inference.families.gguf_models import open_gguf
+from anyaccel.inference.families.registry import family_of
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.in_memory import checkpoint_in_memory
+from anyaccel.inference.native.packing import Plan
+from anyaccel.inference.spec.mapping import Unsupported
 from recorded_model import RecordedModel
 
 gguf = pytest.importorskip("gguf")
@@ -402,8 +404,8 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
 
 
 def test_what_types_run_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anyaccel.cli._llm import describe_weights
-    from anyaccel.inference.runtimes.cpu import load_native
+    from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.ranks.loading import describe_weights
 
     class Screen:
         lines: list[str]
@@ -433,8 +435,8 @@ def test_a_small_vocabulary_is_enough_for_an_engine(tmp_path: Path, monkeypatch:
     import torch
 
     import anyaccel
-    from anyaccel.inference.loading import native_skeleton
-    from anyaccel.inference.runtimes.cpu import load_native
+    from anyaccel.inference.generic.loading import native_skeleton
+    from anyaccel.inference.native.runtime import load_native
 
     monkeypatch.setenv("ANYACCEL_PACKED_CACHE_BYTES", "0")
     for name in MODELS:

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
-from anyaccel.inference.runtimes.formats import Precision
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.packing import Plan, checkpoint_in_memory, checkpoint_of
-from anyaccel.inference.runtimes.shard import shard, slices
-from anyaccel.inference.runtimes.sources import SafetensorsSource, safetensors_entries
-from anyaccel.inference.runtimes.spec import weights
+from anyaccel.inference.checkpoints.sources import SafetensorsSource, safetensors_entries
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.in_memory import checkpoint_in_memory
+from anyaccel.inference.native.packing import Plan
+from anyaccel.inference.native.shard import shard, slices
+from anyaccel.inference.spec.decoder import weights
+from anyaccel.inference.spec.mapping import Unsupported
 from recorded_model import RecordedModel
 
 HIDDEN, FEATURES, VOCAB, LAYERS = 48, 80, 100, 2
@@ -152,7 +154,7 @@ def test_what_a_checkpoint_has_too_much_is_said(folder: Path, caplog: pytest.Log
     config = {**CONFIG, "num_hidden_layers": CONFIG["num_hidden_layers"] - 1}
     config["architectures"] = ["LlamaForSequenceClassification"]
     (folder / "config.json").write_text(json.dumps(config))
-    from anyaccel.inference.runtimes.cpu import load_native
+    from anyaccel.inference.native.runtime import load_native
 
     load_native(folder, use_cache=False)
     last = CONFIG["num_hidden_layers"] - 1
@@ -302,10 +304,8 @@ def test_a_module_in_memory_is_packed_and_released() -> None:
 CHECK = """
 import sys
 from pathlib import Path
-from anyaccel.inference.runtimes.cpu import load_native
-
-def peak():
-    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+from anyaccel.host_memory import high_water_mark as peak
+from anyaccel.inference.native.runtime import load_native
 
 before = peak()
 native = load_native(sys.argv[1], dtype=sys.argv[2], use_cache=False)

@@ -200,7 +200,7 @@ def test_weights_that_are_missing_or_wrong(llama: Any) -> None:
 def test_lists_of_weights_that_do_not_fit() -> None:
     import dataclasses
 
-    from anyaccel.inference.runtimes.spec import weights
+    from anyaccel.inference.spec.decoder import weights
 
     _, spec, _ = native_models.whole("llama")
     matrices, vectors = weights(spec)

@@ -18,9 +18,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.runtimes.formats import Precision
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.packing import Plan, checkpoint_of
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.packing import Plan
+from anyaccel.inference.spec.mapping import Unsupported
 from recorded_model import RecordedModel
 
 HIDDEN, FEATURES, VOCAB = 128, 256, 48

@@ -17,9 +17,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.runtimes import packed_cache
-from anyaccel.inference.runtimes.cpu import NativeModel, load_native
-from anyaccel.inference.runtimes.mapping import Unsupported
+from anyaccel.inference.native import packed_cache
+from anyaccel.inference.native.runtime import NativeModel, load_native
+from anyaccel.inference.spec.mapping import Unsupported
 
 CONFIG = {
     "model_type": "llama",
@@ -195,7 +195,9 @@ def test_what_a_killed_process_left_is_cleaned_up(model: Path) -> None:
 
 
 def test_processes_at_once(model: Path) -> None:
-    code = "import sys; from anyaccel.inference.runtimes.cpu import load_native; print(load_native(sys.argv[1]).cached)"
+    code = (
+        "import sys; from anyaccel.inference.native.runtime import load_native; print(load_native(sys.argv[1]).cached)"
+    )
     started = [
         subprocess.Popen([sys.executable, "-c", code, str(model)], stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]

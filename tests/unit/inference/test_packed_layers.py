@@ -19,9 +19,9 @@ from transformers.pytorch_utils import Conv1D
 import anyaccel
 import family_cases
 from anyaccel.errors import UsageError
-from anyaccel.inference.runtimes.module_code import replaced_in_torch
-from anyaccel.inference.runtimes.torch import pack
-from anyaccel.inference.runtimes.torch_layers import PackedExperts, PackedLinear, PackedRMSNorm
+from anyaccel.inference.generic.runtime import pack
+from anyaccel.inference.modules.code import replaced_in_torch
+from anyaccel.inference.modules.layers import PackedExperts, PackedLinear, PackedRMSNorm
 
 IDS = torch.randint(3, 131, (2, 24), generator=torch.Generator().manual_seed(7))
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.tp.partition import HeadShard, split_evenly, split_features, split_heads
+from anyaccel.inference.spec.partition import HeadShard, split_evenly, split_features, split_heads
 
 
 def test_smollm2_on_two_ranks() -> None:

@@ -16,9 +16,10 @@ from safetensors.numpy import save_file
 
 from anyaccel.cli import main
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.quantize import quantize
-from anyaccel.inference.runtimes.formats import Precision
-from anyaccel.inference.runtimes.packing import Plan, checkpoint_of
 from recorded_model import RecordedModel
 
 HIDDEN, FEATURES, VOCAB = 64, 160, 48

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.stopping import Detokenizer, StopFilter, StopStrings
+from anyaccel.inference.text.stopping import Detokenizer, StopFilter, StopStrings
 
 
 def of_bytes(tokens: list[int]) -> str:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import anyaccel
-import anyaccel.inference.runtimes.torch as torch_runtime
+import anyaccel.inference.generic.runtime as torch_runtime
 import family_cases
 from anyaccel.errors import UsageError
 from anyaccel.inference import generate_tokens, optimize
-from anyaccel.inference.runtimes.mapping import Unsupported
-from anyaccel.inference.runtimes.torch import PackedEmbedding, PackedExperts, PackedLinear, PackedRMSNorm, pack
+from anyaccel.inference.generic.runtime import PackedEmbedding, PackedExperts, PackedLinear, PackedRMSNorm, pack
+from anyaccel.inference.spec.mapping import Unsupported
 
 IDS = torch.tensor([[5, 17, 99, 3, 64, 28, 101]])
 # With the attention that transformers chooses itself, as users have it.

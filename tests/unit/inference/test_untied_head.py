@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 import anyaccel
 import ranks
+from anyaccel.inference.native.runtime import load_native
 from anyaccel.inference.quantize import quantize
-from anyaccel.inference.runtimes.cpu import load_native
 
 IDS = torch.tensor([[5, 17, 42, 3, 64, 28, 101]])
 SIZES = {"vocab_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

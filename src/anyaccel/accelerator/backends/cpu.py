@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from anyaccel.accelerator import host_memory, inert
+from anyaccel import host_memory
+from anyaccel.accelerator import inert
 from anyaccel.accelerator.base import Accelerator, DeviceIndex
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
 from anyaccel.errors import UsageError

@@ -40,7 +40,7 @@ WHY_NOT: dict[str, str] = {
     "deepspeed.monitor": "monitoring of the training engine is out of scope; use TensorBoard or Weights & Biases",
     "deepspeed.profiling": "use torch.profiler and torch.utils.flop_counter",
     "deepspeed.linear": "LoRA is out of scope; use the package peft",
-    "deepspeed.nvme": "use anyaccel.ops.aio and benchmarks/bench_aio.py",
+    "deepspeed.nvme": "use anyaccel.ops.aio and benchmarks/aio.py",
     "deepspeed.io": "use anyaccel.io, or deepspeed.ops.aio here",
     "deepspeed.ops.lamb": "there is no LAMB; use deepspeed.ops.adam",
     "deepspeed.ops.transformer": "its kernels are out of scope; init_inference brings its own",

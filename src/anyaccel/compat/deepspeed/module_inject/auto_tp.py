@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.tp.plan import TensorParallelPlan, make_plan
+from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
 
 from .._cover import cover, refuse
 

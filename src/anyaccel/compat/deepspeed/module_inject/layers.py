@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from anyaccel.inference.tp.layers import RowParallelLinear
-from anyaccel.inference.tp.partition import split_features
+from anyaccel.inference.generic.tp.layers import RowParallelLinear
+from anyaccel.inference.spec.partition import split_features
 
 from .._cover import cover, refuse
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices of a GGUF file whose blocks native code does not read: brought into the native format that holds them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD, Format
+from anyaccel.inference.checkpoints.sources import MappedFile
+from anyaccel.inference.spec.mapping import Unsupported
+
+_LEAST_GROUP = 16
+_SAMPLES = 4  # rows, read before the format is chosen
+_LEAST, _MOST = 2.0**-14, 2.0**15  # of scales as halves that have all their bits
+
+
+@dataclass(frozen=True)
+class GgufBlocks:
+    """A matrix (or a stack of them) of a type in HELD."""
+
+    where: str
+    type: str
+    shape: tuple[int, ...]
+    file: MappedFile
+    begin: int
+    row_bytes: int
+    transposed: bool = False
+    order: Sequence[int] | None = None
+    plus: float = 0.0
+
+    @functools.cached_property
+    def _fits_halves(self) -> bool:
+        """Whether the scales can be halves, by those of a few rows: the largest ones decide about a matrix."""
+        import numpy
+
+        held = HELD[self.type]
+        if not held.fractions:
+            return True
+        count = math.prod(self.shape[:-1])
+        rows = sorted({number * (count - 1) // max(_SAMPLES - 1, 1) for number in range(_SAMPLES)})
+        scales, _ = held.levels(self._stored(rows).reshape(-1, BLOCK_BYTES[self.type][1]))
+        most = float(numpy.abs(scales).max())
+        return most == 0 or _LEAST <= most <= _MOST
+
+    def format(self, cols: range) -> Format:
+        """The native format that holds these columns; bfloat16 for scales that no half can be and odd columns."""
+        kind, group, minimum = HELD[self.type].format
+        while group > _LEAST_GROUP and cols.start % group:
+            group //= 2
+        if not self._fits_halves or cols.start % group:
+            return ("bf16", 0, False)
+        return ("i8" if group == _LEAST_GROUP else kind, group, minimum)
+
+    def entry(self, index: int) -> GgufBlocks:
+        """One entry of a stack."""
+        rows = math.prod(self.shape[1:-1])
+        return replace(self, shape=self.shape[1:], begin=self.begin + index * rows * self.row_bytes)
+
+    def _stored(self, rows: Any) -> Any:
+        """The bytes of stored rows [rows, row_bytes]: a copy, so that their pages can go."""
+        import numpy
+
+        count = math.prod(self.shape[:-1])
+        length = count * self.row_bytes
+        whole = numpy.frombuffer(self.file.bytes(self.begin, length), numpy.uint8).reshape(count, self.row_bytes)
+        if isinstance(rows, range) and rows.step == 1:
+            chosen = whole[rows.start : rows.stop].copy()
+            self.file.drop(self.begin + rows.start * self.row_bytes, self.begin + rows.stop * self.row_bytes)
+        else:
+            chosen = whole[numpy.asarray(rows)]
+            self.file.drop(self.begin, self.begin + length)
+        return chosen
+
+    def _dequantised(self, stored: Any) -> Any:
+        """float32 [rows, all columns]."""
+        try:
+            from gguf import GGMLQuantizationType, dequantize
+        except ImportError as error:
+            raise ModelError(f"{self.where}: type {self.type} needs the package gguf: pip install gguf") from error
+        try:
+            return dequantize(stored, GGMLQuantizationType[self.type.upper()])
+        except (NotImplementedError, KeyError) as error:
+            raise Unsupported(f"GGUF type {self.type} ({self.where}: the package gguf cannot read it)") from error
+
+    def floats(self, rows: Any, cols: range) -> Any:
+        """float32 [rows, cols]."""
+        import numpy
+
+        return numpy.ascontiguousarray(self._dequantised(self._stored(rows))[:, cols.start : cols.stop], numpy.float32)
+
+    def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
+        """As `ConvertedTensor` has it, in the bits of `format`; `group` divides its own."""
+        import numpy
+
+        held = HELD[self.type]
+        stored = self._stored(rows)
+        count = len(stored)
+        blocks = stored.reshape(-1, BLOCK_BYTES[self.type][1])
+        scales, minima = held.levels(blocks)
+        scales = scales.reshape(count, -1)
+        if minima is not None:
+            minima = minima.reshape(count, -1)
+        four_bits = self.format(cols)[0] == "i4"
+        if self.type == "q4_k":  # the most common one, without floats in between
+            nibbles = blocks[:, 16:].reshape(-1, 4, 1, 32)
+            q = numpy.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(count, -1)
+        else:
+            steps = self._dequantised(stored).reshape(count, scales.shape[1], -1)
+            if minima is not None:
+                steps = steps - minima[..., None]
+            # A scale of zero has nothing but zeros; with one that is no number, neither are the values.
+            with numpy.errstate(over="ignore", invalid="ignore"):
+                inverse = numpy.divide(1, scales, out=numpy.zeros_like(scales), where=scales != 0)
+                q = numpy.rint(steps * inverse[..., None]).reshape(count, -1).astype(numpy.int8)
+        if four_bits and minima is None:
+            q, minima = q + numpy.int8(8), -8 * scales
+        if four_bits:
+            q = q.view(numpy.uint8) & 15
+        of = numpy.arange(cols.start, cols.stop, group) * scales.shape[1] // self.shape[-1]
+        dense = numpy.ascontiguousarray
+        return (
+            dense(q[:, cols.start : cols.stop]),
+            dense(scales[:, of], numpy.float32),
+            None if minima is None else dense(minima[:, of], numpy.float32),
+        )

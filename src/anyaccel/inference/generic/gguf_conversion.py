@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model of a GGUF file as a Hugging Face folder in the user's cache, by transformers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.conversions import made_once
+from anyaccel.inference.checkpoints.counts import check_gguf
+from anyaccel.inference.checkpoints.gguf_file import GgufSource
+from anyaccel.inference.checkpoints.gguf_unused import check_all_used
+from anyaccel.inference.text.gguf_conversion import convert_tokenizer, location, one_reader
+from anyaccel.outside import told
+
+
+def converted(source: Path, announce: Callable[[str], object] | None = None) -> Path:
+    """The folder with the converted model of the GGUF file `source`, made when it is not there yet.
+
+    The weights are dequantised to float32 safetensors: exactly the values that the file stands for.
+
+    Args:
+        announce: called with one line before a conversion, which takes a while.
+
+    Raises:
+        ModelError: the file is no GGUF file, is damaged, or has an architecture that transformers cannot read; or the
+            cache cannot be written.
+    """
+    try:
+        return made_once(source, "models", announce, _save_model)
+    except OSError as error:
+        raise ModelError(
+            f"{source}: this model needs a converted copy, which cannot be written ({error}); "
+            "set ANYACCEL_CACHE_DIR to a folder with room"
+        ) from error
+
+
+@contextmanager
+def _noting_unread() -> Iterator[list[str]]:
+    """The names of tensors that transformers passes over while it loads a file, without a word."""
+    library: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    unread: list[str] = []
+    original = library.TENSOR_PROCESSORS, library.TensorProcessor
+
+    def noting(processor: Any) -> Any:
+        def process(self: Any, weights: Any, name: str, **options: Any) -> Any:
+            result = processor.process(self, weights=weights, name=name, **options)
+            # Without a name the processor has put it where it belongs itself.
+            if result.name is not None and result.name not in options["tensor_key_mapping"]:
+                unread.append(name)
+            return result
+
+        return type(processor.__name__, (processor,), {"process": process})
+
+    library.TENSOR_PROCESSORS = {kind: noting(processor) for kind, processor in original[0].items()}
+    library.TensorProcessor = noting(original[1])
+    try:
+        yield unread
+    finally:
+        library.TENSOR_PROCESSORS, library.TensorProcessor = original
+
+
+def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | None) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if announce is not None:
+        announce(f"converting {source.name} once, to {folder.parent}")
+    check_gguf(source)
+    try:
+        with one_reader():
+            config = AutoConfig.from_pretrained(**location(source))
+            pad_within_vocabulary(config)
+            with _noting_unread() as unread:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    **location(source), config=config, dtype=torch.float32, output_loading_info=True
+                )
+    except Exception as error:  # the readers raise whatever a damaged file leads them to
+        raise ModelError(f"{source}: transformers cannot read this GGUF file ({told(error)})") from error
+    model, info = loaded
+    tensors = GgufSource(source)
+    check_all_used(tensors, set(tensors.names()) - set(unread))
+    if missing := sorted(info["missing_keys"]):  # transformers makes them up
+        raise ModelError(f"{source}: the file lacks {len(missing)} weights of the model, for example {missing[0]!r}")
+    # The weights are plain now; transformers would refuse to save a model that still calls itself quantised.
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    convert_tokenizer(source, folder, announce)
+
+
+def pad_within_vocabulary(config: Any) -> None:
+    """No padding token where the vocabulary has not the one that is named: a family's default may be outside (Phi-3's).
+
+    A module only learns from it which row gets no gradient; nn.Embedding refuses such a row.
+    """
+    text = config.get_text_config()
+    pad, vocabulary = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if isinstance(pad, int) and isinstance(vocabulary, int) and not -vocabulary <= pad < vocabulary:
+        text.pad_token_id = None

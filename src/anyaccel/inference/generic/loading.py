@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a path to a model whose weights are still in the file."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.counts import check_folder
+from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.checkpoints.slices import Slice
+from anyaccel.inference.checkpoints.torch_files import Checkpoint
+from anyaccel.inference.generic.gguf_conversion import converted, pad_within_vocabulary
+from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource
+from anyaccel.outside import Values, read_json, shown, told
+
+if TYPE_CHECKING:
+    from anyaccel.inference.native.runtime import NativeModel
+
+logger = logging.getLogger(__name__)
+
+
+def model_folder(path: str | Path, announce: Callable[[str], object] | None = None) -> Path:
+    """The Hugging Face folder for `path`: a folder itself, or a `.gguf` file, which is converted once.
+
+    Args:
+        announce: called with one line before a conversion.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    location = Path(path).expanduser()
+    check_model_path(location)
+    return location if location.is_dir() else converted(location, announce)
+
+
+def skeleton(folder: Path, dtype: torch.dtype) -> Any:
+    """The model of a folder with its parameters on the meta device: structure without memory.
+
+    Args:
+        dtype: in which buffers are computed, as when transformers loads the model in it.
+
+    Raises:
+        ModelError: the configuration cannot be read, the weights are quantised, or the model needs code from the
+            checkpoint, which is not run.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_folder(folder, lambda: Checkpoint(folder).shapes())
+    _check_dtype(folder / "config.json")
+    config: Any
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        if getattr(config, "quantization_config", None):
+            raise ModelError(f"{folder}: its weights are quantised ({_method(config)}), which is not supported")
+        pad_within_vocabulary(config)
+        # Buffers (rotary frequencies, masks) are real: no checkpoint has them.
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model.tie_weights()  # the empty weights above were made one by one
+        model.eval()
+        model.name_or_path = str(folder)
+        _read_generation_config(model, folder)
+    except ModelError:
+        raise
+    except Exception as error:  # a configuration can be wrong in any way
+        raise ModelError(f"{folder}: transformers cannot build this model ({told(error)})") from error
+    return model
+
+
+def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
+    """The model of a folder or GGUF file that the native runtime computes: structure and configuration only.
+
+    Raises:
+        ModelError: transformers does not know the architecture.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if path.is_dir():
+        _check_dtype(path / "config.json")
+    try:
+        if path.is_dir():
+            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        else:
+            values = dict(native.config)
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        if getattr(config, "quantization_config", None) is not None:
+            del config.quantization_config  # the native runtime has unpacked it
+        pad_within_vocabulary(config)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        _untie_head(model, native)
+        model.eval()
+        model.name_or_path = str(path)
+        if native.generation_config:
+            model.generation_config = GenerationConfig.from_dict(native.generation_config)
+    except Exception as error:  # a configuration can be wrong in any way
+        raise ModelError(f"{path}: transformers cannot build this model ({told(error)})") from error
+    return model
+
+
+def _check_dtype(path: Path) -> None:
+    """Raise ModelError for a config.json with a dtype that torch has not: transformers asks torch for it."""
+    config = Values(read_json(path), f"{path}: ")
+    for values in (config, config.mapping("text_config")):
+        name = "dtype" if values.has("dtype") else "torch_dtype"
+        given = values.required(name) if values.has(name) else None
+        if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
+            raise ModelError(f"{values.where}{name}={shown(given)}: torch has no such dtype; bfloat16 is usual")
+
+
+def _untie_head(model: Any, native: NativeModel) -> None:
+    """A head of its own, where the native decoder has one and the configuration ties it to the embedding."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not native.whole_spec.tied and head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+        for target, origin in list(getattr(model, "all_tied_weights_keys", {}).items()):
+            if model.get_parameter(target) is not model.get_parameter(origin):
+                del model.all_tied_weights_keys[target]
+
+
+def _method(config: Any) -> str:
+    quantization = config.quantization_config
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    return str(method or getattr(quantization, "quant_method", "unknown method"))
+
+
+def _read_generation_config(model: Any, folder: Path) -> None:
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+class CheckpointWeights:
+    """Weights of a checkpoint under the parameter names of a model."""
+
+    mapped = True
+
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+        self._checkpoint = checkpoint
+        self._names = names
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
+        return self._checkpoint.read(self._names[name], shape, part)
+
+
+def weights_for(model: nn.Module, folder: Path) -> WeightSource:
+    """Where the weights of `model` (a skeleton of `folder`) come from.
+
+    Slices are read from the files when the checkpoint has the model's own tensor names. A checkpoint that transformers
+    renames or merges while loading is loaded whole through transformers first.
+    """
+    checkpoint = Checkpoint(folder)
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+
+    def stored(name: str) -> str | None:
+        return next((each for each in (name, name.removeprefix(prefix), prefix + name) if each in checkpoint), None)
+
+    _untie(model, folder, lambda target, origin: _differ(checkpoint, stored(target), stored(origin)))
+    names: dict[str, str] = {}
+    missing = []
+    tied = getattr(model, "all_tied_weights_keys", {})
+    buffers = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
+    for name in [*(name for name, _ in model.named_parameters()), *sorted(buffers)]:
+        same = [name, *(target for target, origin in tied.items() if origin == name)]
+        same += [origin for target, origin in tied.items() if target == name]
+        found = next(filter(None, map(stored, same)), None)
+        if found is None and name in buffers:
+            continue  # the model has computed it
+        if found is None:
+            missing.append(name)
+        else:
+            names[name] = found
+    if not missing:
+        return CheckpointWeights(checkpoint, names)
+    logger.info("%s: %s is stored under another name; loading through transformers", folder, missing[0])
+    whole = _load_whole(folder)
+    each = dict(whole.named_parameters(remove_duplicate=False))
+    _untie(model, folder, lambda target, origin: {target, origin} <= each.keys() and each[target] is not each[origin])
+    return LoadedWeights(whole, mapped=True)  # transformers leaves them mapped
+
+
+def _differ(checkpoint: Checkpoint, target: str | None, origin: str | None) -> bool:
+    return target is not None and origin is not None and target != origin and not checkpoint.same(target, origin)
+
+
+def _untie(model: Any, folder: Path, differ: Callable[[str, str], bool]) -> None:
+    """Give a skeleton's tied parameters places of their own where the checkpoint has different values for the two.
+
+    transformers believes the weights then, not the configuration.
+
+    Args:
+        differ: tells it of the names of a parameter and of the one that it is tied to.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for target, origin in list(tied.items()):
+        if not differ(target, origin):
+            continue
+        logger.warning(
+            "%s: config.json ties %s to %s, but the checkpoint has both with different values: each is used as it is; "
+            "tie_word_embeddings=false there says so",
+            *(folder, target, origin),
+        )
+        owner, _, short = target.rpartition(".")
+        parameter = model.get_parameter(target)
+        # The shape is the configuration's: a stored one that is different is refused where it is read.
+        setattr(model.get_submodule(owner), short, nn.Parameter(torch.empty_like(parameter), requires_grad=False))
+        del tied[target]
+
+
+def _load_whole(folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", output_loading_info=True, trust_remote_code=False
+        )
+        model, info = loaded
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        raise ModelError(f"{folder}: transformers cannot load this checkpoint ({told(error)})") from error
+    if info["missing_keys"]:
+        names = sorted(info["missing_keys"])
+        raise ModelError(f"{folder}: the checkpoint lacks {len(names)} weights, for example {names[0]!r}")
+    whole: nn.Module = model
+    return whole

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generic path: a Hugging Face module whose linears, experts, embedding and RMS norms are packed native ones.
+
+Attention, caches and whatever else the module does stay its own, so every architecture gets the faster products.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import logging
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anyaccel import _llm, comm
+from anyaccel.inference.config import QUANTISED
+from anyaccel.inference.generic.tp.layers import RowParallelLinear
+from anyaccel.inference.modules.code import has_own_experts, is_own_method
+from anyaccel.inference.modules.layers import (
+    TYPES,
+    PackedEmbedding,
+    PackedExperts,
+    PackedLinear,
+    PackedParallelExperts,
+    PackedRMSNorm,
+)
+
+logger = logging.getLogger(__name__)
+
+_FORMATS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
+# nn.Linear's own forward under another name.
+_PLAIN_SUBCLASSES = frozenset({"FalconLinear", "Conv1D"})
+_NOT_RUN = frozenset({"__init__", "_init_weights", "reset_parameters", "tie_weights"})
+_ROUTERS = frozenset({"gate", "gating", "shared_expert_gate"})
+_MOST_EXPERTS = 1024  # an MLP's gate has more features
+_NOT_MODELS = ("torch.", "transformers.modeling_", "transformers.generation", "transformers.integrations")
+# Asking a weight for its dtype and the like is no reason to keep it.
+_WEIGHT_READ = re.compile(r"\b(\w+)\.((?:\w+\.)+)(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b)")
+
+
+@dataclass
+class Packed:
+    """What `pack` has done.
+
+    Attributes:
+        linears, norms, experts: how many were replaced.
+        kept: name of a linear that stays torch's -> why.
+        bytes: of the packed matrices.
+    """
+
+    linears: int = 0
+    norms: int = 0
+    experts: int = 0
+    kept: dict[str, str] = field(default_factory=dict)
+    bytes: int = 0
+
+
+def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
+    """Replace linears, norms, stacked experts and the embedding of `module`, in place; a weight goes once it is packed.
+
+    A tied head and embedding become one matrix. As on the native path, quantised embeddings and heads have 8 bits and
+    routers stay as they are.
+
+    Args:
+        precision: fp32, bf16, fp16, int8 or int4.
+        group_size: of int4.
+    """
+    done = Packed()
+    read = _weights_read_elsewhere(module)
+    shared = _shared(module)
+    embedding, head = _embeddings(module)
+    tied = embedding is not None and head is not None and embedding.weight is head.weight
+    packed: dict[int, nn.Module] = {}
+    for name, parent, short, child in list(_children(module)):
+        if id(child) in packed:
+            setattr(parent, short, packed[id(child)])
+        elif isinstance(child, RowParallelLinear) or _is_linear(child):
+            if _is_read(read, parent, short):
+                done.kept[name] = f"{type(parent).__name__} reads its weight"
+                continue
+            if precision in QUANTISED and _routes(name, parent, child):
+                done.kept[name] = "it chooses experts by small differences"
+                continue
+            own = "int8" if child is head and precision in QUANTISED else precision
+            linear = packed[id(child)] = _pack_linear(child, own, group_size, name)
+            done.linears += 1
+            done.bytes += linear.packed.bytes
+            if id(child.weight) not in shared:
+                child.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+            setattr(parent, short, linear)
+        elif (experts := _pack_experts(child, precision, group_size, name)) is not None:
+            packed[id(child)] = experts
+            done.experts += 1
+            done.bytes += sum(each.packed.bytes for each in (*experts.up, *experts.down))
+            setattr(parent, short, experts)
+        elif (parallel := _pack_parallel_experts(child, precision, group_size, name)) is not None:
+            packed[id(child)] = parallel
+            done.experts += 1
+            done.bytes += sum(each.packed.bytes for each in parallel.linears)
+            setattr(parent, short, parallel)
+        elif _is_read(read, parent, short):
+            continue  # the norm's weight, of which a packed one has no values
+        elif (norm := _rms_norm(child, name)) is not None:
+            packed[id(child)] = norm
+            setattr(parent, short, norm)
+            done.norms += 1
+    if embedding is not None:
+        _pack_embedding(module, embedding, packed.get(id(head)) if tied else None, precision, read, done)
+    for name, why in done.kept.items():
+        logger.info("%s stays torch's: %s", name, why)
+    return done
+
+
+def _embeddings(module: nn.Module) -> tuple[Any, Any]:
+    """The modules of the embedding and of the head; None where there is none, or it is of an unusual kind."""
+    found = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        part = None
+        with contextlib.suppress(NotImplementedError, AttributeError):
+            part = getattr(module, name)()
+        found.append(part if isinstance(getattr(part, "weight", None), torch.Tensor) else None)
+    return found[0], found[1]
+
+
+def _pack_embedding(
+    module: nn.Module, embedding: Any, head: Any, precision: str, read: Mapping[type, set[str]], done: Packed
+) -> None:
+    """Give the embedding the matrix of the head that it is tied to, or when quantised one of its own."""
+    found = [(name, parent, short) for name, parent, short, child in _children(module) if child is embedding]
+    places = [(parent, short) for _, parent, short in found]
+    scale = _embedding_scale(embedding)
+    if scale is None or any(_is_read(read, parent, short) for parent, short in places):
+        return
+    shape = tuple(embedding.weight.shape)
+    if isinstance(head, PackedLinear) and (head.out_features, head.in_features) == shape:
+        native = head.packed
+    elif precision in QUANTISED:
+        native = _packed_matrix(embedding.weight.detach(), "int8", 0)
+        done.bytes += native.bytes
+    else:
+        return
+    replaced = PackedEmbedding(native, shape, embedding.weight.dtype, embedding.padding_idx, scale, found[0][0])
+    for parent, short in places:
+        setattr(parent, short, replaced)
+
+
+def _embedding_scale(embedding: Any) -> float | None:
+    """What an embedding multiplies its rows by, found out by trying; None when it does anything else."""
+    weight = embedding.weight
+    if not isinstance(embedding, nn.Embedding) or not _has_values(weight):
+        return None
+    if not _is_as_written(embedding) or embedding.max_norm is not None:
+        return None
+    if type(embedding) is nn.Embedding:
+        return 1.0
+    if {name for name, _ in embedding.named_parameters()} != {"weight"}:
+        return None
+    ids = torch.arange(min(64, weight.shape[0]))
+    with torch.no_grad():
+        try:
+            got = embedding(ids).float()
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        rows = weight[ids].float()
+        if got.shape != rows.shape or not bool(rows.abs().max() > 0):
+            return None
+        at = int(rows.abs().argmax())
+        scale = float(got.flatten()[at] / rows.flatten()[at])
+        named = [getattr(embedding, name, None) for name in ("embed_scale", "scalar_embed_scale")]
+        for value in named:  # without the rounding of a product in 16 bits
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):
+                scale = float(value) if math.isclose(float(value), scale, rel_tol=2e-2) else scale  # type: ignore[arg-type]
+        return scale if torch.allclose(got, rows * scale, rtol=1e-2, atol=1e-6) else None
+
+
+def _routes(name: str, parent: nn.Module, linear: Any) -> bool:
+    """Whether a linear chooses experts."""
+    words = name.split(".")[-2:]
+    named = any(word in _ROUTERS or word.endswith("router") for word in words) or "Router" in type(parent).__name__
+    return named and linear.weight.shape[0] <= _MOST_EXPERTS and not isinstance(linear, RowParallelLinear)
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    for prefix, parent in module.named_modules():
+        for short, child in parent.named_children():
+            yield f"{prefix}.{short}" if prefix else short, parent, short, child
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not _has_values(weight):
+        return False
+    if not _is_as_written(module) or {n for n, _ in module.named_parameters()} - {"weight", "bias"}:
+        return False
+    bias, outputs = getattr(module, "bias", None), weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
+    if bias is not None and tuple(bias.shape) != (outputs,):  # torch would repeat it
+        return False
+    return type(module) is nn.Linear or type(module).__name__ in _PLAIN_SUBCLASSES
+
+
+def _has_values(weight: torch.Tensor) -> bool:
+    return weight.dtype in TYPES and not weight.is_meta and weight.numel() > 0
+
+
+def _is_as_written(module: nn.Module) -> bool:
+    """Whether a module runs the code of its class, as that was written, and nothing beside it."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and "forward" not in vars(module) and is_own_method(type(module), "forward")
+
+
+def _shared(module: nn.Module) -> set[int]:
+    """Parameters in several modules: a tied head's is the embedding's too and must stay."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for part in module.modules():
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                (twice if id(parameter) in seen else seen).add(id(parameter))
+    return twice
+
+
+def _weights_read_elsewhere(module: nn.Module) -> dict[type, set[str]]:
+    """Class of a parent -> children whose weight code computes with itself; under nn.Module: whoever the parent is."""
+    found: dict[type, set[str]] = {nn.Module: set()}
+    for kind in {type(part) for part in module.modules()}:
+        # It hands the weight to a function of torch's.
+        names = {"out_proj"} if issubclass(kind, nn.MultiheadAttention) else set()
+        for base in kind.__mro__:
+            if not base.__module__.startswith(_NOT_MODELS) and base is not object:
+                for root, path in (each for text in _method_sources(base) for each in _WEIGHT_READ.findall(text)):
+                    *above, short = path.rstrip(".").split(".")
+                    (names if root == "self" and not above else found[nn.Module]).add(short)
+        found[kind] = found.get(kind, set()) | names
+    return found
+
+
+def _is_read(read: Mapping[type, set[str]], parent: nn.Module, short: str) -> bool:
+    return short in read.get(type(parent), ()) or short in read[nn.Module]
+
+
+@functools.cache
+def _method_sources(kind: type) -> tuple[str, ...]:
+    """Source of a class's methods as far as it runs: not what initialises, what trains, or `cuda_kernels_forward`."""
+    texts = []
+    for name, method in vars(kind).items():
+        if inspect.isfunction(method) and name not in _NOT_RUN and not name.startswith(("init_", "cuda_")):
+            with contextlib.suppress(OSError, TypeError, SyntaxError):
+                tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
+                texts.append(ast.unparse(_WithoutTraining().visit(tree)))
+    return tuple(texts)
+
+
+class _WithoutTraining(ast.NodeTransformer):
+    """Removes what only `if self.training` leads to."""
+
+    def visit_If(self, node: ast.If) -> Any:
+        """The branch that runs when the model does not train."""
+        self.generic_visit(node)
+        parts = (
+            node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else [node.test]
+        )
+        if any(isinstance(part, ast.Attribute) and part.attr == "training" for part in parts):
+            return node.orelse or ast.Pass()
+        return node
+
+
+def format_for(precision: str, group_size: int, columns: int) -> tuple[str, int, bool]:
+    """(format, group, minimum) of a packed matrix: int4 needs whole groups, else it is int8."""
+    if precision == "int4":
+        fits = [size for size in (group_size, 64, 32) if size <= group_size and columns % size == 0]
+        if fits:
+            return "i4", fits[0], True  # a minimum beside the scale: far more accurate
+        return "i8", 0, False
+    if precision == "int8":
+        return "i8", 0, False
+    return _FORMATS[precision], 0, False
+
+
+def _packed_matrix(weight_OI: torch.Tensor, precision: str, group_size: int) -> _llm.Linear:
+    rows, columns = weight_OI.shape
+    name, group, minimum = format_for(precision, group_size, columns)
+    native = _llm.Linear(rows, columns, name, group, minimum)
+    size = weight_OI.element_size()
+    native.set_rows(
+        0,
+        rows,
+        weight_OI.data_ptr(),
+        TYPES[weight_OI.dtype],
+        weight_OI.stride(0) * size,
+        weight_OI.stride(1) * size,
+    )
+    return native
+
+
+def _pack_linear(module: nn.Module, precision: str, group_size: int, name: str) -> PackedLinear:
+    assert isinstance(module.weight, torch.Tensor)
+    weight = module.weight.detach()
+    weight_OI = weight.t() if type(module).__name__ == "Conv1D" else weight
+    native = _packed_matrix(weight_OI, precision, group_size)
+    bias = getattr(module, "bias", None)
+    reduce = None
+    if isinstance(module, RowParallelLinear):
+        reduce = _summed(module._group)
+    rows, columns = weight_OI.shape
+    return PackedLinear(native, (rows, columns), None if bias is None else bias.detach(), weight.dtype, reduce, name)
+
+
+def _pack_experts(module: Any, precision: str, group_size: int, name: str) -> PackedExperts | None:
+    """The experts of a module that follows transformers' `use_experts_implementation`; None of any other."""
+    flags = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
+    if not all(hasattr(module, flag) for flag in flags) or getattr(module, "has_post_expert_norm", False):
+        return None
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    wanted = {weight + suffix for weight in (up, "down_proj") for suffix in ("", "_bias")[: 1 + module.has_bias]}
+    stacked = dict(module.named_parameters())
+    if set(stacked) != wanted or not _is_as_written(module) or not has_own_experts(getattr(module, "config", None)):
+        return None
+    if not all(map(_has_values, stacked.values())):
+        return None
+    for weight in (up, "down_proj"):
+        bias, matrices = stacked.get(f"{weight}_bias"), stacked[weight]
+        outputs = -1 if module.is_transposed else -2
+        if matrices.dim() != 3 or (bias is not None and bias.shape != (len(matrices), matrices.shape[outputs])):
+            return None
+    made = []
+    for weight in (up, "down_proj"):
+        made.append(
+            _pack_stack(stacked[weight], stacked.get(f"{weight}_bias"), module.is_transposed, precision, group_size)
+        )
+        del stacked[weight], module._parameters[weight]
+    return PackedExperts(module, made[0], made[1], name)
+
+
+def _pack_parallel_experts(module: Any, precision: str, group_size: int, name: str) -> PackedParallelExperts | None:
+    """The stacked linears of a `...ParallelExperts`, which gets its rows sorted by expert; None of any other module."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("ParallelExperts") or not isinstance(weight, torch.Tensor):
+        return None
+    if weight.dim() != 3 or not _has_values(weight) or not _is_as_written(module):
+        return None
+    takes = list(inspect.signature(type(module).forward).parameters)
+    shape = tuple(getattr(module, size, 0) for size in ("num_experts", "output_size", "input_size"))
+    if takes != ["self", "inputs", "expert_size"] or shape != tuple(weight.shape):
+        return None
+    linears = _pack_stack(weight, None, False, precision, group_size)
+    module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+    return PackedParallelExperts(linears, name)
+
+
+def _pack_stack(
+    stack: torch.Tensor, biases: torch.Tensor | None, transposed: bool, precision: str, group_size: int
+) -> list[PackedLinear]:
+    linears = []
+    for index, matrix in enumerate(stack.detach()):
+        matrix_OI = matrix.t() if transposed else matrix
+        bias = None if biases is None else biases[index].detach()
+        rows, columns = matrix_OI.shape
+        native = _packed_matrix(matrix_OI, precision, group_size)
+        linears.append(PackedLinear(native, (rows, columns), bias, matrix.dtype))
+    return linears
+
+
+def _summed(group: dist.ProcessGroup | None) -> Callable[[torch.Tensor], object]:
+    return lambda tensor: comm.inference_all_reduce(tensor, group=group)
+
+
+def _rms_norm(module: nn.Module, name: str) -> PackedRMSNorm | None:
+    """A native norm that computes what `module` does, found out by trying; None when it is no plain RMS norm."""
+    weight = getattr(module, "weight", None)
+    if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+        return None
+    if {n for n, _ in module.named_parameters()} != {"weight"} or not _has_values(weight):
+        return None
+    takes_one = len(inspect.signature(type(module).forward).parameters) == 2
+    if weight.numel() < 2 or not takes_one or not _is_as_written(module):
+        return None
+    eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
+    if not isinstance(eps, float):
+        return None
+    compute: Any = module
+    generator = torch.Generator().manual_seed(0)
+    width = weight.numel()
+    # Small values too, where eps counts.
+    x_TH = torch.randn(4, width, generator=generator) * torch.tensor([[1.0], [3.0], [1e-3], [1e-2]])
+    with torch.no_grad():
+        try:
+            got_TH: torch.Tensor = compute(x_TH).float()
+        except (TypeError, ValueError, RuntimeError):
+            return None
+        normed_TH = x_TH * torch.rsqrt(x_TH.square().mean(-1, keepdim=True) + eps)
+        for factor_H in (weight.detach().float(), 1 + weight.detach().float()):
+            if got_TH.shape == x_TH.shape and torch.allclose(
+                got_TH, normed_TH * factor_H, rtol=1e-2 if weight.dtype != torch.float32 else 1e-4, atol=1e-5
+            ):
+                return PackedRMSNorm(weight.detach(), factor_H, eps, name)
+    return None

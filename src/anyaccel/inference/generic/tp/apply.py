@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives a model this rank's shards, from a checkpoint or from the weights that it has already."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.slices import Slice, take
+from anyaccel.inference.generic.tp.layers import RowParallelLinear
+from anyaccel.inference.generic.tp.plan import TensorParallelPlan
+
+
+class WeightSource(Protocol):
+    """Where the weights come from.
+
+    Attributes:
+        mapped: `read` returns views of a mapped file, strided ones for slices of columns.
+    """
+
+    mapped: bool
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
+        """The tensor `name`, which is of `shape` as a whole, or only `part` of it. Each is asked for once."""
+        ...
+
+
+class LoadedWeights:
+    """Weights that a model has in memory already; each is let go of when it has been read."""
+
+    def __init__(self, model: nn.Module, mapped: bool = False) -> None:
+        self.mapped = mapped
+        self._tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self._tensors.update(model.named_buffers(remove_duplicate=False))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
+        tensor = self._tensors.pop(name).detach()
+        return tensor if part is None else take(tensor, part)
+
+
+def apply(
+    model: nn.Module,
+    plan: TensorParallelPlan,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Replace every parameter of `model` by this rank's part in `dtype` on `device`, and put the sums in.
+
+    Args:
+        source: gives the weights by parameter name.
+        progress: called with the bytes of each parameter once it is there.
+    """
+    places = _places(model)
+    made_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
+    for name, parameter in list(model.named_parameters()):
+        tensor = source.read(name, parameter.shape, plan.slices.get(name))
+        if parameter.is_floating_point() and not tensor.is_floating_point():
+            raise ModelError(
+                f"tensor {name!r} has integers ({tensor.dtype}), and the model's configuration does not say what they "
+                "stand for"
+            )
+        # Out of the file into this rank's own memory, dense, on its own memory node.
+        kind = _kind(model, name, dtype) if tensor.is_floating_point() else tensor.dtype
+        tensor = tensor.to(device, kind, copy=source.mapped, memory_format=torch.contiguous_format)
+        loaded = nn.Parameter(tensor, requires_grad=False)
+        for owner, short in places.pop(parameter):
+            owner._parameters[short] = loaded
+        del parameter
+        if progress is not None:
+            progress(tensor.numel() * tensor.element_size())
+    saved = model.state_dict().keys()
+    for name, buffer in list(model.named_buffers()):
+        if name in saved and name in source:  # the others are computed by the model itself
+            buffer = source.read(name, buffer.shape, plan.slices.get(name)).to(buffer.dtype, copy=True)
+        if buffer.dtype == made_in and not name.endswith("inv_freq"):  # rotary frequencies are float32 always
+            buffer = buffer.to(_kind(model, name, dtype))
+        owner_name, _, short = name.rpartition(".")
+        model.get_submodule(owner_name)._buffers[short] = buffer.to(device)
+    for name, attributes in plan.attributes.items():
+        for attribute, value in attributes.items():
+            setattr(model.get_submodule(name), attribute, value)
+    for name, values in plan.config.items():
+        module = model.get_submodule(name)
+        local = copy.copy(module.config)
+        for attribute, value in values.items():
+            setattr(local, attribute, value)
+        module.config = local
+    for module in model.modules():
+        _fit_features(module)
+    for name in plan.row_parallel:
+        parent_name, _, short = name.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        old = getattr(parent, short)
+        weight = old.weight
+        if type(old).__name__ == "Conv1D":
+            weight = nn.Parameter(weight.t().contiguous(), requires_grad=False)
+        setattr(parent, short, RowParallelLinear(weight, old.bias, group))
+
+
+def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Every place of each parameter: a shared one has several, and all get the one tensor."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for short, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, short))
+    return places
+
+
+def _kind(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or float32 for what the model says must not be in half precision."""
+    keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        keep |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return torch.float32 if any(f".{module}." in f".{name}." for module in keep) else dtype
+
+
+def _fit_features(module: nn.Module) -> None:
+    """Linears remember their sizes; a column-parallel one has become narrower."""
+    if isinstance(module, nn.Linear):
+        module.out_features, module.in_features = module.weight.shape
+    elif type(module).__name__ == "Conv1D" and isinstance(module.weight, torch.Tensor):
+        vars(module).update(nx=module.weight.shape[0], nf=module.weight.shape[1])

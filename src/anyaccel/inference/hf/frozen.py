@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules of a model that the native runtime computes: they tell its structure, and refuse to be called or edited.
+
+Nothing that is done to them would change an answer, so each attempt is an error at once: another module, weight, number
+or function in the place of one, a hook, a state dict to read or to write, values of a weight. They are of subclasses of
+their own classes, with the same names; their registries are dicts that cannot be changed. No call pays for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from anyaccel.errors import UsageError
+from anyaccel.inference.modules.stand_in import stand_in
+from anyaccel.inference.modules.state import NOTES
+
+ADVICE = "do it before init_inference, or load the model with runtime='torch'"
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
+# Where nn.Module notes that it is in use, in no way that counts.
+_FREE = NOTES | {"training", "_compiled_call_impl"}
+
+
+class _Fixed(dict[str, Any]):
+    """A registry of a module that cannot be changed."""
+
+    def __init__(self, content: Mapping[str, Any], where: str) -> None:
+        super().__init__(content)
+        self.where = where
+
+    def _refuse(self, *args: Any, **_kwargs: Any) -> NoReturn:
+        raise _error(f"{self.where}.{args[0]}" if args and isinstance(args[0], str) else self.where)
+
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = clear = update = setdefault = _refuse
+    move_to_end = _refuse
+
+
+class _Frozen:
+    """Mixed into the classes of the modules below the model."""
+
+    _where: str
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        there = getattr(self, name, self)
+        if there is value:
+            return
+        if name in _FREE or (there is self and not isinstance(value, nn.Module | torch.Tensor)):
+            object.__setattr__(self, name, value)  # a note of somebody's, which no code asks for
+        elif "_where" in vars(self):
+            raise _error(f"{self._where}.{name}")
+        else:  # what has been made of it, for instance a part of a list of modules
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if "_where" in vars(self):
+            raise _error(f"{self._where}.{name}")
+        super().__delattr__(name)
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse_state_dict("state_dict()")
+
+    def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        refuse_state_dict("load_state_dict()")
+
+    load_state_dict = _load_from_state_dict
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        refuse_state_dict("pickle or deepcopy")
+
+
+def refuse_state_dict(what: str) -> NoReturn:
+    """Say that there are no weights to read or write.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(f"{what}: the weights are packed for the native runtime; {ADVICE}")
+
+
+def _error(where: str) -> UsageError:
+    return UsageError(f"{where}: a change here would do nothing, as the native runtime has packed the model; {ADVICE}")
+
+
+@functools.cache
+def _frozen_class(kind: type) -> Any:
+    @functools.wraps(kind.forward)  # type: ignore[attr-defined]
+    def forward(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UsageError(
+            f"{kind.__name__}: the layers run in the native runtime; call the whole model, or "
+            "load it with runtime='torch'"
+        )
+
+    return type(
+        kind.__name__,
+        (_Frozen, kind),
+        {"__module__": kind.__module__, "__doc__": kind.__doc__, "__qualname__": kind.__qualname__, "forward": forward},
+    )
+
+
+def shapes_of(model: nn.Module) -> dict[int, torch.Size]:
+    """Shapes of a model's parameters, by id(): of those whose memory goes when they are packed."""
+    return {id(each): each.shape for each in model.parameters()}
+
+
+def code_of(model: nn.Module) -> dict[type, Any]:
+    """The classes of a model's modules, and the code that each runs."""
+    return {kind: kind.forward for kind in {type(module) for module in model.modules()}}
+
+
+def check_code_is(recorded: Mapping[type, Any]) -> None:
+    """Compare with what `code_of` told of the model before it was frozen.
+
+    Raises:
+        UsageError: the code of a class was replaced since, which would do nothing.
+    """
+    for kind, code in recorded.items():
+        if kind.forward is not code:  # type: ignore[attr-defined]
+            raise UsageError(
+                f"{kind.__name__}.forward was replaced after the native runtime had packed the model, which runs "
+                f"without it; {ADVICE}"
+            )
+
+
+def freeze(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:
+    """Let go of a model's weights, and refuse changes of its modules; of the model itself only what it consists of.
+
+    Args:
+        shapes: `shapes_of` the model before its weights were packed.
+    """
+    made: dict[int, Any] = {}
+    for name, module in list(model.named_modules()):
+        prefix = f"{name}." if name else ""
+        for registry in (module._parameters, module._buffers):
+            for short, tensor in registry.items():
+                if tensor is not None:
+                    registry[short] = _gone(tensor, prefix + short, shapes, made)
+        for registry_name in _REGISTRIES:
+            vars(module)[registry_name] = _Fixed(vars(module)[registry_name], name or type(model).__name__)
+        if module is model:
+            continue
+        for registry_name in _hooks(module):
+            vars(module)[registry_name] = _Fixed({}, f"{name}: hooks")
+        kind: Any = type(module)
+        module.__class__ = _frozen_class(kind)
+        vars(module)["_where"] = name
+
+
+def _hooks(module: nn.Module) -> Iterable[str]:
+    return [name for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, dict)]
+
+
+def _gone(tensor: torch.Tensor, name: str, shapes: Mapping[int, torch.Size], made: dict[int, Any]) -> Any:
+    if id(tensor) not in made:
+        told = f"{name}: its values are packed for the native runtime, and can be neither read nor changed; {ADVICE}"
+        made[id(tensor)] = stand_in(tuple(shapes.get(id(tensor), tensor.shape)), tensor.dtype, "meta", told)
+    return made[id(tensor)]

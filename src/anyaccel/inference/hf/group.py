@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks that share a model agree on: their group, their segments of shared memory, their random state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from anyaccel import comm
+from anyaccel.accelerator import get_accelerator
+from anyaccel.comm import shm
+from anyaccel.errors import UsageError
+from anyaccel.inference.native import joining
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from anyaccel.inference.native.runtime import NativeModel
+
+# Tensor-parallel groups of this rank by tp_size, for each default group: engines share them.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def tp_group(tp_size: int) -> tuple[dist.ProcessGroup | None, int]:
+    """The group of consecutive ranks that this rank belongs to, and its place in it.
+
+    Raises:
+        UsageError: tp_size does not divide the ranks of the job.
+    """
+    accelerator = get_accelerator()
+    accelerator.set_device(comm.get_local_rank())
+    if tp_size == 1:
+        return None, 0
+    comm.init_distributed()
+    world = comm.get_world_size()
+    if world % tp_size:
+        raise UsageError(
+            f"tensor_parallel tp_size={tp_size} does not divide the {world} ranks of this job; start it with "
+            f"`anyaccel run --num_accelerators {tp_size} ...`"
+        )
+    everyone = dist.group.WORLD
+    if world == tp_size or everyone is None:
+        return everyone, comm.get_rank()
+    groups = _groups.setdefault(everyone, {})
+    if tp_size not in groups:
+        for first in range(0, world, tp_size):  # every rank takes part in making every group
+            made = comm.new_group(list(range(first, first + tp_size)))
+            if first <= comm.get_rank() < first + tp_size:
+                groups[tp_size] = made
+    return groups[tp_size], comm.get_rank() % tp_size
+
+
+def one_host(group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of the group can share memory; a collective call."""
+    return group is None or len(set(shm.exchange_objects(group, shm.host_identity()))) == 1
+
+
+def together(group: dist.ProcessGroup | None, work: Callable[[], NativeModel]) -> NativeModel:
+    """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
+
+    Raises:
+        AnyAccelError: this rank's own error.
+        OtherRankError: that of another rank.
+    """
+    if group is None:
+        return work()
+    return joining.together(lambda value: shm.exchange_objects(group, value), work)
+
+
+def shared_seed(seed: int, group: dist.ProcessGroup | None) -> int:
+    """Rank 0's seed, 64 bits."""
+    if group is None:
+        return seed % 2**64
+    tensor = torch.tensor([seed % 2**63])
+    return int(comm.inference_broadcast(tensor, group=group))
+
+
+def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Make Hugging Face's own loop choose the same tokens on every rank: rank 0's random state and scores count.
+
+    Args:
+        arguments: keyword arguments of `generate`, changed in place.
+
+    Raises:
+        UsageError: max_time is among them.
+    """
+    if group is None:
+        return
+    if arguments.get("max_time") is not None:
+        raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
+    from transformers import LogitsProcessorList
+
+    accelerator = get_accelerator()
+    device = accelerator.device()
+    state = accelerator.get_rng_state().to(device)
+    accelerator.set_rng_state(comm.inference_broadcast(state, group=group).cpu())
+    processors = LogitsProcessorList(arguments.pop("logits_processor", None) or [])
+    processors.append(lambda _ids, scores: comm.inference_broadcast(scores, group=group))
+    arguments["logits_processor"] = processors

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face model whose decoder runs in csrc/llm: the same class and methods, other insides."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from anyaccel.accelerator import get_accelerator
+from anyaccel.errors import UsageError
+from anyaccel.inference.hf import native_generate
+from anyaccel.inference.hf.cache import NativeCache
+from anyaccel.inference.hf.frozen import check_code_is, code_of, freeze, refuse_state_dict
+
+if TYPE_CHECKING:
+    from anyaccel.inference.native.runtime import NativeModel
+
+_ADVICE = "load the model with runtime='torch' for it"
+# Of the loss alone: transformers' own takes them beside the logits and the labels.
+_OF_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
+# What transformers' loops were given for themselves (for stop_strings, say) and hand on to every forward.
+_OF_GENERATE = frozenset(("tokenizer", "assistant_tokenizer"))
+
+
+class NativeCausalLM:
+    """Mixed into a model's own class by `make_native`.
+
+    The module keeps its structure and configuration; its parameters have no values, and what is below it is `frozen`.
+    """
+
+    # Any: transformers evaluates the annotations of its models' classes.
+    _native: Any  # NativeModel
+    _native_dtype: Any  # torch.dtype
+    _native_group: Any  # dist.ProcessGroup | None
+    _native_code: Any  # dict[type, Callable]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the model's own forward, of which it takes what a decoder without hooks inside can answer.
+
+        Args:
+            input_ids: [rows, new tokens].
+            attention_mask: [rows, cached columns + new tokens] of 0 and 1; hidden tokens do not enter the cache, so
+                padding may be on the left, on the right or between.
+            past_key_values: a NativeCache of an earlier call, or an empty cache of any class, which becomes one.
+
+        Returns:
+            Logits of hidden positions are 0.
+
+        Raises:
+            UsageError: an argument cannot be answered or is not known, tokens are out of the vocabulary, the context
+                overflows, or the code of a layer's class was replaced.
+        """
+        if torch.compiler.is_compiling():  # nothing here is torch's to compile: run it as it is
+            return torch.compiler.disable(self.forward)(  # type: ignore[no-untyped-call]
+                *(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels),
+                *(use_cache, output_attentions, output_hidden_states, logits_to_keep, return_dict),
+                **kwargs,
+            )
+        for name, value in {
+            "inputs_embeds": inputs_embeds,
+            "output_attentions": output_attentions,
+            "output_hidden_states": output_hidden_states,
+        }.items():
+            if value is not None and value is not False:
+                raise UsageError(f"{name}: the native runtime keeps these to itself; {_ADVICE}")
+        self._check_others(kwargs)
+        if input_ids is None:
+            raise UsageError("input_ids of shape [rows, tokens] are needed")
+        native_generate.check_input_ids(input_ids)
+        config: Any = self.config  # type: ignore[attr-defined]
+        native: NativeModel = self._native
+        rows, tokens = input_ids.shape
+        cache = NativeCache.adopt(past_key_values, native.model, native.spec.max_tokens)
+        if not cache.get_seq_length():
+            check_code_is(self._native_code)
+        cache.begin(rows)
+        new_BT = _new_columns(cache, attention_mask, rows, tokens)
+        _check_columns(cache, kwargs.pop("cache_position", None), tokens)
+        _check_positions(cache, position_ids, new_BT)
+        native_generate.check_tokens(input_ids[new_BT], native.whole_spec.vocab)
+        kept = range(tokens) if isinstance(logits_to_keep, int) and not logits_to_keep else None
+        columns = list(kept) if kept is not None else torch.arange(tokens)[_keep(logits_to_keep)].tolist()
+        logits = self._logits(cache, input_ids, new_BT, columns)
+        cache.kept_BT = torch.cat([cache.kept_BT, new_BT], dim=1)
+        loss = None
+        if labels is not None:
+            if getattr(config, "output_router_logits", False):
+                raise UsageError(f"labels: the loss of the router is not known to the native runtime; {_ADVICE}")
+            loss = self.loss_function(  # type: ignore[attr-defined]
+                logits=logits, labels=labels, vocab_size=config.get_text_config().vocab_size, **kwargs
+            )
+        if use_cache is None:
+            use_cache = getattr(config, "use_cache", True) is not False
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cache if use_cache or past_key_values is not None else None
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def _check_others(self, kwargs: dict[str, Any]) -> None:
+        """Refuse arguments of the model's own forward that change what it computes, and unknown ones."""
+        for name, value in kwargs.items():
+            if value is None or name in _OF_LOSS | _OF_GENERATE or name == "cache_position":
+                continue
+            if (name == "is_causal" and value is True) or (name.startswith("output_") and value is False):
+                continue
+            if name == "token_type_ids":  # many tokenizers give it; few models take it, and for those 0 may mean text
+                kinds = inspect.signature(super().forward).parameters  # type: ignore[misc]
+                if name not in kinds or ("mm_encoder_outputs" in kinds and not bool(torch.as_tensor(value).any())):
+                    continue
+            raise UsageError(
+                f"{name}={_short(value)}: an argument that the native runtime does not know; leave it out, or {_ADVICE}"
+            )
+
+    def _logits(
+        self, cache: NativeCache, input_ids: torch.Tensor, new_BT: torch.Tensor, columns: Sequence[int]
+    ) -> torch.Tensor:
+        """Run the new tokens and give the logits of `columns`: [rows, columns, vocabulary]."""
+        native = self._native
+        counts = new_BT.sum(1).tolist()
+        limit = native.spec.max_tokens
+        for row, (length, count) in enumerate(zip(cache.lengths(), counts, strict=True)):
+            if limit and length + count > limit:
+                raise UsageError(
+                    f"row {row}: {length} cached tokens and {count} new ones exceed the model's context of {limit}"
+                )
+        # Where each position is among the tokens that run, and which of those the caller wants to see.
+        place_BT = (new_BT.flatten().cumsum(0) - 1).view_as(new_BT)
+        shown_BK = new_BT[:, list(columns)]
+        places = place_BT[:, list(columns)][shown_BK]
+        wanted = sorted(set(places.tolist()))
+        vocabulary = native.whole_spec.vocab
+        logits = torch.empty(len(wanted), vocabulary, dtype=torch.float32)
+        ids = input_ids.cpu()[new_BT].to(torch.int64).contiguous()
+        active = [row for row, count in enumerate(counts) if count]
+        try:
+            if active:
+                native.model.forward(
+                    [cache.sequences[row] for row in active],
+                    [counts[row] for row in active],
+                    ids.data_ptr(),
+                    logits.data_ptr() if wanted else 0,
+                    wanted,
+                )
+        except BaseException:
+            cache.crop(0)  # what a part of the step has added
+            raise
+        logits = logits.to(self._native_dtype)
+        shape = (*shown_BK.shape, vocabulary)
+        if len(wanted) == shown_BK.numel() and wanted == places.tolist():
+            return logits.view(shape)
+        result = torch.zeros(shape, dtype=self._native_dtype)
+        result[shown_BK] = logits[torch.searchsorted(torch.tensor(wanted), places)]
+        return result
+
+    @torch.no_grad()
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: Any = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        *args: Any,
+        streamer: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As Hugging Face's `generate`, in the native loop where it knows all arguments, else in their own.
+
+        With tensor parallelism every rank must call it with the same arguments and gets the same tokens.
+
+        Args:
+            seed, generator: of the sampling; without them torch's own random state is used (rank 0's).
+            tokenizer: needed with stop_strings.
+
+        Raises:
+            UsageError: an empty prompt, tokens out of the vocabulary, a context or a cache that overflows; the code of
+                a layer's class was replaced.
+            ModelError: the logits are NaN.
+        """
+        call = native_generate.Call(
+            inputs, generation_config, logits_processor, stopping_criteria, args, streamer, kwargs
+        )
+        check_code_is(self._native_code)
+        own = super().generate  # type: ignore[misc]
+        return native_generate.generate(self, call, own, type(self).__bases__[1])
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *_args: Any, **_kwargs: Any
+    ) -> None:
+        """A native cache for Hugging Face's own loops, whatever `cache_implementation` says."""
+        native = self._native
+        if generation_config.use_cache is False and model_kwargs.get("past_key_values") is None:
+            return
+        model_kwargs["past_key_values"] = NativeCache.adopt(
+            model_kwargs.get("past_key_values"), native.model, native.spec.max_tokens
+        )
+
+    # Models that shape their cache themselves have this one; the native cache reorders itself.
+    def _reorder_cache(self, past_key_values: NativeCache, beam_idx: torch.Tensor) -> NativeCache:
+        past_key_values.reorder_cache(beam_idx)
+        return past_key_values
+
+    def _valid_auto_compile_criteria(self, *_args: Any, **_kwargs: Any) -> bool:
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        return get_accelerator().device()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return self._native_dtype  # type: ignore[no-any-return]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if (device is not None and device != self.device) or dtype not in (None, self._native_dtype):
+            self._fixed(f"to{args}")
+        return self
+
+    def half(self) -> Any:
+        return self.to(torch.float16)
+
+    def float(self) -> Any:
+        return self.to(torch.float32)
+
+    def bfloat16(self) -> Any:
+        return self.to(torch.bfloat16)
+
+    def double(self) -> Any:
+        return self.to(torch.float64)
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
+    def train(self, mode: bool = True) -> Any:
+        if mode:
+            self._fixed("train()")
+        return self
+
+    def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._fixed("save_pretrained()")
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._fixed("state_dict()")
+
+    def load_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._fixed("load_state_dict()")
+
+    # Of a module that this one is in: an engine, say.
+    def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._fixed("load_state_dict()")
+
+    def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        self._fixed("resize_token_embeddings()")
+
+    def _fixed(self, what: str) -> NoReturn:
+        refuse_state_dict(what)
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        self._fixed("pickle or deepcopy")
+
+
+@functools.cache
+def _native_class(kind: Any) -> type[nn.Module]:
+    # The model's own name: pipelines and generation look models up by it.
+    return type(kind.__name__, (NativeCausalLM, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def make_native(
+    module: nn.Module,
+    native: NativeModel,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    shapes: Mapping[int, torch.Size] | None = None,
+) -> nn.Module:
+    """Let `native` compute what `module` does; the module's own weights are let go of.
+
+    Args:
+        dtype: of the logits.
+        group: ranks that share `native`.
+        shapes: of the module's weights before they were packed, by id().
+    """
+    module.eval()
+    for each in module.modules():
+        vars(each).pop("_compiled_call_impl", None)  # of the module as it was
+    module.zero_grad(set_to_none=True)  # gradients of weights that are gone
+    module._native_code = code_of(module)  # type: ignore[assignment]
+    freeze(module, shapes or {})
+    module.__class__ = _native_class(type(module))  # type: ignore[arg-type]
+    module._native, module._native_dtype, module._native_group = native, dtype, group  # type: ignore[assignment]
+    return module
+
+
+def _new_columns(cache: NativeCache, mask: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor:
+    """Which of the new tokens count, [rows, tokens].
+
+    Raises:
+        UsageError: the mask does not fit, or hides or shows what the cache does not.
+    """
+    if mask is None:
+        return torch.ones(rows, tokens, dtype=torch.bool)
+    past = cache.get_seq_length()
+    native_generate.check_arguments({"attention_mask": mask})
+    if mask.dim() != 2 or mask.shape[0] not in (1, rows) or mask.shape[1] != past + tokens:
+        raise UsageError(
+            f"attention_mask of shape {tuple(mask.shape)}: needs [{rows}, {past + tokens}], a 0 or 1 for each of "
+            f"{past} cached and {tokens} new tokens"
+        )
+    bits_BT = native_generate.mask_bits(mask).expand(rows, -1)
+    if not torch.equal(bits_BT[:, :past], cache.kept_BT):
+        raise UsageError("attention_mask differs from the earlier one in tokens that are in the cache already")
+    return bits_BT[:, past:].contiguous()
+
+
+def _check_positions(cache: NativeCache, position_ids: torch.Tensor | None, new_BT: torch.Tensor) -> None:
+    if position_ids is None:
+        return
+    native_generate.check_whole("position_ids", position_ids)
+    lengths_B1 = torch.tensor(cache.lengths(), dtype=torch.int64)[:, None]
+    natural_BT = lengths_B1 + new_BT.long().cumsum(1) - 1
+    given = position_ids.to("cpu", torch.int64)
+    fits = given.dim() == 2 and given.shape[1] == new_BT.shape[1] and given.shape[0] in (1, new_BT.shape[0])
+    if not fits or bool((given.expand_as(new_BT) != natural_BT)[new_BT].any()):
+        raise UsageError(
+            "position_ids differ from 0, 1, 2, ... of the tokens that attention_mask shows; "
+            f"the native runtime has only those: leave them out, or {_ADVICE}"
+        )
+
+
+def _check_columns(cache: NativeCache, cache_position: torch.Tensor | None, tokens: int) -> None:
+    past = cache.get_seq_length()
+    if cache_position is not None and cache_position.tolist() != list(range(past, past + tokens)):
+        raise UsageError(
+            f"cache_position={_short(cache_position)}: new tokens follow the cached ones, here from {past} to "
+            f"{past + tokens - 1}; leave it out, or {_ADVICE}"
+        )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.dim():
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def _keep(logits_to_keep: int | torch.Tensor) -> Any:
+    if isinstance(logits_to_keep, int):
+        return slice(-logits_to_keep, None)
+    if isinstance(logits_to_keep, torch.Tensor):
+        return logits_to_keep.cpu()
+    raise UsageError(
+        f"logits_to_keep={logits_to_keep!r}: must be a whole number (the last so many; 0: all) or a tensor of positions"
+    )

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face's `generate` in native steps: their arguments and results, our loop.
+
+What the loop does not know goes to their own `generate`, which then calls the native forward.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from anyaccel.errors import UsageError
+from anyaccel.inference.hf.generate_checks import (
+    check_arguments,
+    check_context,
+    check_input_ids,
+    check_tokens,
+    check_whole,
+    mask_bits,
+    sampling_options,
+)
+from anyaccel.inference.hf.generate_code import replaced
+from anyaccel.inference.hf.group import in_step, shared_seed
+from anyaccel.inference.hf.native_loop import Job, not_finite, run
+from anyaccel.inference.native.runtime import check_memory
+from anyaccel.inference.text.stopping import StopStrings
+
+if TYPE_CHECKING:
+    from anyaccel.inference.native.runtime import NativeModel
+
+__all__ = [
+    "Call",
+    "check_arguments",
+    "check_context",
+    "check_input_ids",
+    "check_memory",
+    "check_tokens",
+    "check_whole",
+    "generate",
+    "mask_bits",
+    "not_finite",
+    "sampling_options",
+    "seeded",
+]
+
+logger = logging.getLogger(__name__)
+
+# Arguments of Hugging Face's GenerationConfig that the native loop carries out.
+# fmt: off
+_KNOWN = frozenset((
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size",
+    "num_return_sequences", "output_logits", "output_scores", "use_cache", "return_dict_in_generate",
+    "pad_token_id", "bos_token_id", "eos_token_id",
+))
+# Those without effect when neither beams, drafts nor a compiler are asked for, and what describes the file.
+_IDLE = frozenset((
+    "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
+    "assistant_ensemble_weight", "max_matching_ngram_size", "compile_config", "disable_compile",
+    "continuous_batching_config", "transformers_version", "decoder_start_token_id", "cache_implementation",
+    "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "generation_kwargs",
+))
+# fmt: on
+# Values that ask for nothing.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "num_beams": (1,),
+    "guidance_scale": (1, 1.0),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+}
+_told: set[str] = set()
+
+
+@dataclass
+class Call:
+    """The arguments of one `generate`."""
+
+    inputs: torch.Tensor | None
+    generation_config: Any
+    logits_processor: Any
+    stopping_criteria: Any
+    args: tuple[Any, ...]
+    streamer: Any
+    kwargs: dict[str, Any]
+
+
+def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> Any:
+    """Run `call` natively, or through `own`, Hugging Face's generate for models of the class `kind`."""
+    kwargs = call.kwargs
+    check_arguments(vars(call.generation_config) if call.generation_config is not None else {})
+    check_arguments(
+        kwargs
+        | {
+            "streamer": call.streamer,
+            "stopping_criteria": call.stopping_criteria,
+            "logits_processor": call.logits_processor,
+        }
+    )
+    seed, generator, tokenizer = (kwargs.pop(name, None) for name in ("seed", "generator", "tokenizer"))
+    inputs = call.inputs if call.inputs is not None else kwargs.get("input_ids")
+    if inputs is not None:
+        check_input_ids(inputs)
+        if inputs.element_size() < 4:  # the answer's tokens would not fit
+            inputs = inputs.long()
+            if call.inputs is not None:
+                call.inputs = inputs
+            else:
+                kwargs["input_ids"] = inputs
+    strange = _strange_arguments(call, inputs) or replaced(module, kind)
+    config = model_kwargs = None
+    if not strange:
+        given = {name: value for name, value in kwargs.items() if name != "input_ids"}
+        config, model_kwargs = module._prepare_generation_config(call.generation_config, **given)
+        strange = _strange_options(config, model_kwargs, call)
+    if strange:
+        _tell(strange)
+        _check_cached(kwargs, inputs)
+        return _through_hugging_face(module, call, own, seed, generator, tokenizer)
+    assert inputs is not None and config is not None and model_kwargs is not None
+    if module._native_group is not None and config.max_time is not None:
+        raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
+    job = _prepare(module, call, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
+    job.seed = shared_seed(_seed(config, seed, generator), module._native_group)
+    return run(module._native, job)
+
+
+def _tell(argument: str) -> None:
+    if argument not in _told:
+        _told.add(argument)
+        logger.warning(
+            "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model", argument
+        )
+
+
+def _strange_arguments(call: Call, inputs: Any) -> str:
+    """The name of an argument that the native loop does not know; empty when there is none."""
+    if call.args and any(value is not None for value in call.args):
+        return "a positional argument"
+    if inputs is None:
+        return "generation without input_ids"
+    if call.logits_processor:
+        return "logits_processor"
+    for name in (
+        "prefix_allowed_tokens_fn",
+        "synced_gpus",
+        "assistant_model",
+        "assistant_tokenizer",
+        "negative_prompt_ids",
+        "negative_prompt_attention_mask",
+        "custom_generate",
+        "use_model_defaults",
+        "trust_remote_code",
+    ):
+        if call.kwargs.get(name) is not None:
+            return name
+        call.kwargs.pop(name, None)
+    return ""
+
+
+def _strange_options(config: Any, model_kwargs: dict[str, Any], call: Call) -> str:
+    for name, value in model_kwargs.items():
+        if value is not None and name not in ("attention_mask", "use_cache"):
+            return name
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in _KNOWN or name in _IDLE:
+            continue
+        if value is not None and value is not False and value not in _NEUTRAL.get(name, ()):
+            return str(name)
+    if config.use_cache is False:
+        return "use_cache"
+    if (config.num_return_sequences or 1) > 1 and not config.do_sample:
+        return "num_return_sequences"  # they say what is wrong with it
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        return "attention_mask"
+    changed = config.do_sample or (config.repetition_penalty or 1.0) != 1.0 or config.no_repeat_ngram_size
+    changed = changed or config.min_length or config.min_new_tokens
+    if config.output_scores and config.return_dict_in_generate and changed:
+        return "output_scores"  # the native loop keeps the logits, not what sampling makes of them
+    return ""
+
+
+def _through_hugging_face(
+    module: Any, call: Call, own: Callable[..., Any], seed: Any, generator: Any, tokenizer: Any
+) -> Any:
+    kwargs = dict(call.kwargs)
+    given = {"logits_processor": call.logits_processor, "tokenizer": tokenizer, "streamer": call.streamer}
+    kwargs |= {name: value for name, value in given.items() if value is not None}
+    in_step(kwargs, module._native_group)
+    with seeded(seed, generator):
+        return own(
+            call.inputs,
+            call.generation_config,
+            kwargs.pop("logits_processor", None),
+            call.stopping_criteria,
+            *call.args,
+            **kwargs,
+        )
+
+
+def _check_cached(kwargs: dict[str, Any], inputs: Any) -> None:
+    """Refuse a cache that leaves nothing of the prompt to run: transformers runs part of it again behind the cache.
+
+    A mask that is longer than `input_ids` says that those are the new tokens alone.
+    """
+    count = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
+    mask = kwargs.get("attention_mask")
+    if inputs is None or not count or (mask is not None and mask.shape[-1] != inputs.shape[-1]):
+        return
+    if inputs.shape[-1] <= count:
+        raise UsageError(
+            f"past_key_values: has {count} tokens and input_ids {inputs.shape[-1]}, which are to be those and at least "
+            f"one more: give them all, or make the cache shorter, past_key_values.crop({max(inputs.shape[-1] - 1, 0)})"
+        )
+
+
+@contextmanager
+def seeded(seed: Any, generator: torch.Generator | None) -> Iterator[None]:
+    """torch's random state from `seed` or `generator` inside; as it is when neither is given."""
+    if seed is None and generator is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_seed(None, seed, generator))
+        yield
+
+
+def _seed(config: Any, seed: Any, generator: torch.Generator | None) -> int:
+    """The seed that was given, or one of torch's random state, which moves on by it."""
+    if seed is not None:
+        check_arguments({"seed": seed})
+        return operator.index(seed) % 2**64
+    if config is not None and not config.do_sample and generator is None:
+        return 0
+    return int(torch.randint(2**63 - 1, (), generator=generator))
+
+
+def _token_list(value: Any) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    return [int(token) for token in (value if isinstance(value, list | tuple) else [value]) if int(token) >= 0]
+
+
+def _prepare(
+    module: Any, call: Call, config: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, tokenizer: Any
+) -> Job:
+    native: NativeModel = module._native
+    check_arguments(vars(config))  # the model's own generation_config is part of it
+    columns = input_ids.shape[1]
+    if not input_ids.numel():
+        raise UsageError(f"the prompt is empty: input_ids have shape {tuple(input_ids.shape)}")
+    ends = _token_list(config.eos_token_id)
+    pads = _token_list(config.pad_token_id)
+    if mask is None:
+        mask = _mask_of_padding(input_ids, pads, ends)
+    if mask.shape != input_ids.shape:
+        raise UsageError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}")
+    shown = mask_bits(mask)
+    check_tokens(input_ids.cpu()[shown], native.whole_spec.vocab)
+    prompts = [ids[keep].tolist() for ids, keep in zip(input_ids.cpu(), shown, strict=True)]
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise UsageError(f"the prompt of row {row} is empty: attention_mask hides all of it")
+    max_new = _max_new_tokens(module, call, config, columns, max(map(len, prompts)), native.spec.max_tokens)
+    options = sampling_options(
+        do_sample=bool(config.do_sample),
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        typical_p=config.typical_p,
+        repetition_penalty=config.repetition_penalty,
+        no_repeat_ngram_size=config.no_repeat_ngram_size,
+    )
+    options["max_new_tokens"] = max_new
+    least = config.min_new_tokens or 0
+    options["min_new_tokens"] = least if config.min_new_tokens else max(0, (config.min_length or 0) - columns)
+    options["end_tokens"] = ends
+    stop = None
+    if config.stop_strings:
+        if tokenizer is None:
+            raise UsageError("stop_strings need the tokenizer: generate(..., stop_strings=..., tokenizer=tokenizer)")
+        strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
+        stop = StopStrings(strings, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
+    as_dict = bool(config.return_dict_in_generate)
+    job = Job(
+        input_ids=input_ids,
+        mask=shown,
+        prompts=prompts,
+        copies=config.num_return_sequences or 1,
+        max_new=max_new,
+        options=options,
+        pad=(pads or ends or [0])[0],
+        stop=stop,
+        criteria=call.stopping_criteria,
+        streamer=call.streamer,
+        max_time=config.max_time,
+        keep_logits=as_dict and bool(config.output_logits or config.output_scores),
+        output_logits=as_dict and bool(config.output_logits),
+        output_scores=as_dict and bool(config.output_scores),
+        as_dict=as_dict,
+        use_cache=config.use_cache is not False,
+    )
+    check_memory(native, [len(prompt) for prompt in prompts], job.copies, max_new)
+    return job
+
+
+def _mask_of_padding(input_ids: torch.Tensor, pads: list[int], ends: list[int]) -> torch.Tensor:
+    """What Hugging Face takes for the mask when there is none: padding tokens are padding, unless they end texts."""
+    if not pads or pads[0] in ends:
+        return torch.ones_like(input_ids)
+    mask = input_ids.ne(pads[0])
+    return mask if not bool(mask.all()) else torch.ones_like(input_ids)
+
+
+def _max_new_tokens(module: Any, call: Call, config: Any, columns: int, longest: int, limit: int) -> int:
+    """How many tokens to generate, by Hugging Face's rules for max_new_tokens, max_length and neither."""
+    if config.max_new_tokens is not None:
+        wanted = int(config.max_new_tokens)
+        if wanted < 1:
+            raise UsageError(f"max_new_tokens={wanted}: must be at least 1")
+    else:
+        chosen = (call.kwargs.get("max_length"), getattr(call.generation_config, "max_length", None))
+        default = all(value is None for value in (*chosen, module.generation_config.max_length))
+        wanted = int(config.max_length) if default else int(config.max_length) - columns
+        if default and limit:
+            wanted = min(wanted, limit - longest)
+        elif wanted < 1:
+            raise UsageError(
+                f"the prompt has {columns} tokens, max_length={config.max_length} leaves none; give max_new_tokens"
+            )
+    check_context(longest, max(wanted, 1), limit)
+    return wanted

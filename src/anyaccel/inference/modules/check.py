@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model in memory is what its configuration says: the native runtime computes that, and not the modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from anyaccel.inference.modules.code import check_code, check_implementations, is_transformers_hook
+from anyaccel.inference.modules.state import compare_state, restore_buffers
+from anyaccel.inference.spec.mapping import Unsupported
+
+
+def check_unmodified(model: nn.Module) -> None:
+    """Compare a model with the one that transformers builds from its configuration, without memory.
+
+    Raises:
+        Unsupported: it is no causal LM of transformers, or it has modules, hooks, functions or a head of its own.
+    """
+    kind = type(model)
+    config: Any = getattr(model, "config", None)
+    if kind not in _causal_lms(config):
+        raise Unsupported(f"code for {kind.__module__}.{kind.__qualname__}, which is no causal LM of transformers")
+    for name, module in model.named_modules():
+        where = f"module {name!r} ({type(module).__name__})"
+        check_implementations(getattr(module, "config", None), f" in {where}" if name else "")
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if not all(map(is_transformers_hook, hooks)):
+            raise Unsupported(f"code for forward hooks ({where})")
+        if "forward" in vars(module):
+            raise Unsupported(f"code for a forward that was replaced ({where})")
+    plain = _as_configured(model)
+    _compare(model, plain)
+    check_code(model)
+    restore_buffers(plain)
+    compare_state(model, plain)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
+    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+    if tied and head is not None and head.weight is not embedding.weight:
+        raise Unsupported("code for a head with weights of its own where the configuration ties it to the embedding")
+
+
+def _causal_lms(config: Any) -> tuple[type, ...]:
+    """transformers' causal LMs of a configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    try:
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        return ()
+    return tuple(found) if isinstance(found, list | tuple) else (found,)
+
+
+def _as_configured(model: Any) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            built: nn.Module = type(model)._from_config(copy.deepcopy(model.config))
+    except Exception as error:  # a configuration that was changed can be wrong in any way
+        raise Unsupported(f"code for a configuration that transformers cannot build a model from ({error})") from error
+    return built
+
+
+def _compare(model: nn.Module, plain: nn.Module) -> None:
+    wanted = {name: type(module) for name, module in plain.named_modules(remove_duplicate=False)}
+    for name, module in model.named_modules(remove_duplicate=False):
+        usual = wanted.pop(name, None)
+        if usual is not type(module):
+            instead = f"where the architecture has {usual.__name__}" if usual else "which the architecture has not"
+            raise Unsupported(f"code for module {name!r} of type {type(module).__name__} {instead}")
+    if wanted:
+        raise Unsupported(f"code for a model without the module {next(iter(wanted))!r} of its architecture")
+    shapes = {name: each.shape for name, each in plain.state_dict().items()}
+    for name, tensor in model.state_dict().items():
+        if name in shapes and tensor.shape != shapes[name]:
+            raise Unsupported(
+                f"code for {name!r} of shape {tuple(tensor.shape)}, where the configuration gives {tuple(shapes[name])}"
+            )
+    names = {name for name, _ in plain.named_parameters(remove_duplicate=False)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in names:
+            raise Unsupported(f"code for parameter {name!r}, which the architecture has not")
+        if type(parameter.data) is not torch.Tensor:
+            raise Unsupported(f"weights of type {type(parameter.data).__name__} (tensor {name!r})")
+        names.discard(name)
+    if names:
+        raise Unsupported(f"code for a model without the parameter {min(names)!r} of its architecture")

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint on disk: its tensors and the configs that go with them, whatever its format. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.checkpoints.sources import TensorSource, folder_source
+from anyaccel.outside import read_json
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Tensors under Hugging Face's names and the configs that go with them."""
+
+    source: TensorSource
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    check_all_used: Callable[[Iterable[str]], None] | None = None  # of the source's tensors: those that a model reads
+
+
+def checkpoint_of(path: Path) -> Checkpoint:
+    """The checkpoint in a Hugging Face folder or a GGUF file.
+
+    Raises:
+        ModelError: something is missing or damaged. Unsupported: it is of a kind that is not read here.
+    """
+    check_model_path(path)
+    if path.is_file():
+        from anyaccel.inference.families.gguf_models import open_gguf
+
+        opened = open_gguf(path)
+        return Checkpoint(opened.source, opened.config, opened.generation_config, opened.source.check_all_used)
+    config = read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    from anyaccel.inference.checkpoints.quantised import quantised_source
+
+    source = quantised_source(folder_source(path), config)
+    return Checkpoint(source, config, read_json(generation) if generation.is_file() else {})

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the ranks of a native model connect, whatever they talk through until then. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from anyaccel import env
+from anyaccel.errors import AnyAccelError, CommError, ModelError
+from anyaccel.inference.spec.mapping import Unsupported
+
+if TYPE_CHECKING:
+    from anyaccel.inference.native.runtime import NativeModel
+
+# Tells a value of each rank, which JSON can hold, to all: given this rank's, everybody's in rank order.
+Exchange = Callable[[Any], list[Any]]
+
+
+class OtherRankError(ModelError):
+    """What went wrong on another rank, told to this one."""
+
+
+def together(exchange: Exchange, work: Callable[[], NativeModel], *, anonymous: bool = False) -> NativeModel:
+    """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
+
+    Args:
+        exchange: a collective call among the ranks.
+        work: loads this rank's part.
+        anonymous: the ranks see each other's process ids, so that their shared memory needs no name in /dev/shm, where
+            a rank that is killed just then would leave it.
+
+    Raises:
+        Unsupported: the native runtime lacks something that a rank's part needs, and nothing else is wrong anywhere.
+        AnyAccelError: this rank's own error.
+        OtherRankError: that of another rank.
+    """
+    error: BaseException | None = None
+    native = None
+    card: list[Any] = ["", 0, ""]
+    try:
+        native = work()
+        segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get(), anonymous)
+        card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid")]  # noqa: PTH115
+    except (AnyAccelError, OSError, MemoryError) as problem:
+        error = problem
+    told = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
+    lacks = [feature for _, _, feature in told if feature]
+    if lacks and len(lacks) == sum(bool(text) for _, text, _ in told):
+        raise Unsupported(lacks[0])  # on every rank: none goes on alone
+    _raise_any(error, [text for _, text, _ in told])
+    assert native is not None
+    model = native.model
+    cards = [other for other, _, _ in told]
+    try:
+        # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
+        model.connect([name for name, _, _ in cards], [pid if space == card[2] else 0 for _, pid, space in cards])
+    except (AnyAccelError, OSError) as problem:
+        error = CommError(f"shared memory of the ranks cannot be mapped: {problem}")
+    _raise_any(error, exchange(_text(error)))
+    model.unlink()  # every rank has mapped every segment
+    return native
+
+
+def _text(error: BaseException | None) -> str:
+    return "" if error is None else str(error) or type(error).__name__
+
+
+def _raise_any(own: BaseException | None, told: list[Any]) -> None:
+    if own is not None:
+        raise own
+    for rank, text in enumerate(told):
+        if text:
+            raise OtherRankError(f"rank {rank}: {text}")

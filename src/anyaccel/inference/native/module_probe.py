@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few tokens through a model in memory and through the native decoder, before its weights are taken over.
+
+`module_state` finds what a module holds and `module_code` what was patched; this finds what both miss, for instance
+values of a configuration that the two read in different ways. It runs the first layers, all kinds of them where that is
+a small part, in float32 and with some of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from anyaccel.inference.checkpoints.sources import TorchSource
+from anyaccel.inference.families.registry import Family, family_of
+from anyaccel.inference.native.checkpoint import Checkpoint
+from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.packing import Plan
+from anyaccel.inference.spec.decoder import DecoderSpec, weights
+from anyaccel.inference.spec.mapping import Unsupported
+
+if TYPE_CHECKING:
+    from anyaccel import _llm
+
+_VOCABULARY = 512
+_ROWS, _TOKENS, _STEPS = 2, 40, 2
+# Float32 sums in another order; what the modules hold was compared exactly before.
+_TOLERANCE = 1e-2
+_TRIES = 3  # experts whose scores are equal but for rounding may be chosen otherwise, not thrice
+_MOST_LAYERS = 8
+_SMALL = 1 << 22  # values; not worth several threads
+# For the copies of both sides: of one layer, and of several, which may take so much of what the weights take, too.
+_MOST_BYTES, _FEW_BYTES, _SHARE = 4 << 30, 64 << 20, 1 / 8
+
+
+def check_computes_the_same(model: Any, config: Mapping[str, Any]) -> None:
+    """Compare the logits of prompts and of cached steps after them.
+
+    Args:
+        model: a causal LM of transformers in memory, which is left as it is.
+        config: `model.config.to_dict()`.
+
+    Raises:
+        Unsupported: they differ, or the model's own code fails.
+        ModelError: see `Plan`.
+    """
+    family = family_of(config)
+    spec = family.spec(config)
+    count = _layers(family, spec, model, config)
+    if count == 0:
+        return
+    part = replace(spec, layers=spec.layers[:count], vocab=min(spec.vocab, _VOCABULARY))
+    used = _tensors(family, part, config)
+    if any(not parameter.is_cpu for parameter in model.parameters()):
+        return  # packing refuses it
+    twin = _Copier(model, used, part).copy()
+    checkpoint = Checkpoint(TorchSource(twin.state_dict(keep_vars=True)), dict(config), {})
+    plan = Plan(checkpoint, Precision("fp32"), 0, 1, part)
+    native = _native(plan)
+    # transformers keeps all tokens in the cache of a window of 1, of which its own uncached forward shows none: steps
+    # through that are no measure.
+    steps = 0 if any(layer.attention.window == 1 for layer in part.layers) else _STEPS
+    tokens = min(_TOKENS, spec.max_tokens - steps if spec.max_tokens else _TOKENS)
+    if tokens < 1:
+        return
+    difference = 0.0
+    for seed in range(_TRIES):
+        generator = torch.Generator().manual_seed(seed)
+        ids_BT = torch.randint(part.vocab, (_ROWS, tokens + steps), generator=generator)
+        try:
+            theirs = _module_logits(twin, ids_BT, tokens)
+        except Exception as error:  # a model that was edited can fail in any way
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:120]
+            raise Unsupported(f"code for a model whose own code fails ({text})") from error
+        ours = _native_logits(native, ids_BT, tokens, part.vocab)
+        difference = _difference(ours, theirs)
+        if difference <= _TOLERANCE:
+            return
+    raise Unsupported(
+        f"code for what {type(model).__name__} computes here: the logits of a few tokens differ by {difference:.2g} "
+        "of the largest (were classes or functions of transformers replaced?)"
+    )
+
+
+def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of the largest; infinities and NaN must be in the same places."""
+    finite = theirs.isfinite()
+    if not torch.equal(ours.where(~finite, 0.0).nan_to_num(7.0), theirs.where(~finite, 0.0).nan_to_num(7.0)):
+        return math.inf
+    ours, theirs = ours.where(finite, 0.0), theirs.where(finite, 0.0)
+    return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
+
+
+def _tensors(family: Family, spec: DecoderSpec, config: Mapping[str, Any]) -> set[str]:
+    """Names of what the weights of `spec` may be made of."""
+    return {
+        part.tensor
+        for shapes in weights(spec)
+        for shape in shapes
+        for alternative in family.parts(spec, config, shape.name)
+        for part in alternative
+    }
+
+
+def _layers(family: Family, spec: DecoderSpec, model: Any, config: Mapping[str, Any]) -> int:
+    """How many of the first layers show what all of them do, as far as there is room; 0: not even one has."""
+    kinds = list(dict.fromkeys(spec.layers))
+    count = max(spec.layers.index(kind) for kind in kinds) + 1
+    state = model.state_dict()
+    sizes = {name: tensor.numel() for name, tensor in state.items()}
+    room = max(_FEW_BYTES, sum(tensor.nbytes for tensor in state.values()) * _SHARE)
+    for fewer in range(min(count, _MOST_LAYERS), 0, -1):
+        part = replace(spec, layers=spec.layers[:fewer], vocab=min(spec.vocab, _VOCABULARY))
+        bodies = replace(part, layers=())
+        values = sum(sizes.get(name, 0) for name in _tensors(family, part, config) - _tensors(family, bodies, config))
+        if 8 * values <= (min(room, _MOST_BYTES) if fewer > 1 else _MOST_BYTES):  # four bytes on each side
+            return fewer
+    return 0
+
+
+@dataclass
+class _Copier:
+    """Copies a model's modules, with its first layers only; the weights that count are float32, the others shared."""
+
+    model: Any
+    used: set[str]
+    spec: DecoderSpec
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    parameters: dict[int, nn.Parameter] = field(default_factory=dict)
+    configs: dict[int, Any] = field(default_factory=dict)
+
+    def copy(self) -> Any:
+        config = copy.deepcopy(self.model.config, self.configs)
+        if not str(config._attn_implementation).startswith(("eager", "sdpa")):
+            config._attn_implementation = "eager"
+        self.vocabulary = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        return self._module(self.model, "")
+
+    def _module(self, module: nn.Module, name: str) -> nn.Module:
+        if id(module) in self.modules:
+            return self.modules[id(module)]
+        twin = self.modules[id(module)] = copy.copy(module)
+        for attribute, value in vars(module).items():
+            if id(value) in self.configs:
+                vars(twin)[attribute] = self.configs[id(value)]
+        vars(twin)["training"] = False
+        # Hooks that are left are transformers' own, to train and to record outputs; what is compiled is the original.
+        vars(twin).update(_forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict(), _compiled_call_impl=None)
+        prefix = f"{name}." if name else ""
+        in_vocabulary = any(module is each for each in self.vocabulary)
+        if in_vocabulary and hasattr(module, "padding_idx"):
+            vars(twin)["padding_idx"] = None  # it says which row has no gradient
+        twin._parameters = {
+            key: self._parameter(each, prefix + key, in_vocabulary) for key, each in module._parameters.items()
+        }
+        twin._buffers = {key: None if each is None else each.clone() for key, each in module._buffers.items()}
+        children = list(module._modules.items())
+        if isinstance(module, nn.ModuleList) and any(each.startswith(f"{prefix}0.") for each in self.used):
+            children = [each for each in children if any(one.startswith(f"{prefix}{each[0]}.") for one in self.used)]
+        twin._modules = {key: child and self._module(child, prefix + key) for key, child in children}
+        return twin
+
+    def _parameter(self, parameter: nn.Parameter | None, name: str, in_vocabulary: bool) -> nn.Parameter | None:
+        if parameter is None or id(parameter) in self.parameters:
+            return None if parameter is None else self.parameters[id(parameter)]
+        value = parameter.detach()
+        if in_vocabulary:
+            value = value[: self.spec.vocab]
+        if in_vocabulary or name in self.used:
+            value = value.float()
+        twin = self.parameters[id(parameter)] = nn.Parameter(value, requires_grad=False)
+        return twin
+
+
+def _native(plan: Plan) -> _llm.Model:
+    from anyaccel import _llm
+
+    shapes = plan.shapes()
+    limit = _ROWS * 1024 * max(1, _cache_values(plan.spec)) * 4
+    threads = 1 if sum(each.rows * each.cols for each in plan.matrices) < _SMALL else 0
+    made = _llm.Model(asdict(plan.spec), shapes["matrices"], shapes["vectors"], threads, "f32", limit)
+    plan.fill(made, lambda _done, _total: None)
+    made.finish()
+    return made
+
+
+def _cache_values(spec: DecoderSpec) -> int:
+    """Of a token, at most."""
+    return sum(each.attention.kv_heads * (each.attention.head_dim + each.attention.value_dim) for each in spec.layers)
+
+
+def _pieces(tokens: int, every: int) -> Sequence[tuple[int, int]]:
+    """The prompt at once, then one token a step."""
+    return [(0, tokens), *((each, each + 1) for each in range(tokens, every))]
+
+
+def _module_logits(twin: Any, ids_BT: torch.Tensor, tokens: int) -> torch.Tensor:
+    found, cache = [], None
+    with torch.inference_mode():
+        for first, last in _pieces(tokens, ids_BT.shape[1]):
+            output = twin(ids_BT[:, first:last], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            found.append(output.logits.float())
+    return torch.cat(found, 1)
+
+
+def _native_logits(model: _llm.Model, ids_BT: torch.Tensor, tokens: int, vocabulary: int) -> torch.Tensor:
+    sequences = [model.create() for _ in ids_BT]
+    found = []
+    try:
+        for first, last in _pieces(tokens, ids_BT.shape[1]):
+            ids = ids_BT[:, first:last].contiguous()
+            logits = torch.empty(*ids.shape, vocabulary)
+            rows = list(range(ids.numel()))
+            model.forward(sequences, [last - first] * len(sequences), ids.data_ptr(), logits.data_ptr(), rows)
+            found.append(logits)
+    finally:
+        for sequence in sequences:
+            model.destroy(sequence)
+    return torch.cat(found, 1)

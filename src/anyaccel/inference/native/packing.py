@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packs a checkpoint's tensors into a native decoder: each native weight is made of parts of tensors, cut to a rank."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.sources import (
+    BLOCKS,
+    TensorView,
+    dense_strides,
+    entry_of,
+)
+from anyaccel.inference.families.registry import family_of
+from anyaccel.inference.native.checkpoint import Checkpoint
+from anyaccel.inference.native.formats import Format, Precision, choose, forms, holds, stored_format
+from anyaccel.inference.native.shard import WeightSlice, shard, slices
+from anyaccel.inference.native.tied import own_head
+from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
+from anyaccel.inference.spec.mapping import Part, Unsupported
+from anyaccel.outside import told
+
+if TYPE_CHECKING:
+    from anyaccel import _llm
+
+_BLOCK_ROWS = 16
+# Read, packed and given back at a time: what is in memory beside the packed weights.
+_CHUNK_BYTES = 4 << 20
+
+_WEIGHT = re.compile(r"\.(weight|bias)$")
+_BUFFER = re.compile(r"\.(attn|attention)\.bias$")  # a mask that old checkpoints of GPT-2 and GPT-NeoX have
+
+Rows = range | Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A part with the tensor that it is of, after `index` and `transposed`; `rows` are as they are stored."""
+
+    name: str
+    tensor: Any
+    rows: Rows
+    cols: int
+    plus: float
+
+
+class Plan:
+    """Which tensors' rows go where in the packed weights of one rank.
+
+    Args:
+        whole: what is computed, where that is not all that the checkpoint's config says.
+
+    Raises:
+        Unsupported, ModelError: see `load_native`.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, precision: Precision, rank: int, size: int, whole: DecoderSpec | None = None
+    ) -> None:
+        self.source = checkpoint.source
+        self.config = checkpoint.config
+        self.family = family_of(checkpoint.config)
+        self.whole = whole or self.family.spec(checkpoint.config)
+        # Tensors of an embedding and a head that the config ties and the checkpoint has with different values.
+        self.untied = None if whole else own_head(self.source, self.family, self.whole, self.config)
+        if self.untied:
+            self.whole = replace(self.whole, tied=False)
+        self._known: set[str] = set()  # tensors that the model's weights may be called
+        # All weights are found before anything is made of them: a count of layers or experts that the file has no
+        # tensors for ends here, at the first one that is missing.
+        found: dict[str, list[_Tensor]] = {}
+        self._whole_matrices: dict[str, MatrixShape] = {}
+        for shape in each_weight(self.whole):
+            if isinstance(shape, MatrixShape):
+                self._whole_matrices[shape.name] = shape
+                found[shape.name] = self._find(shape.name, shape.rows, shape.cols)
+            else:
+                found[shape.name] = self._find(shape.name, shape.count, None)
+        if checkpoint.check_all_used is not None:
+            checkpoint.check_all_used(part.name for parts in found.values() for part in parts)
+        self.spec = shard(self.whole, rank, size) if size > 1 else self.whole
+        self._slices = slices(self.whole, rank, size)
+        matrices, self.vectors = weights(self.spec)
+        mine = [each.name for each in matrices]
+        mine += [each.name for each in self.vectors if not self._slice(each.name).zero]
+        self._parts = {name: found[name] for name in mine}
+        self.matrices = [self._with_format(shape, precision) for shape in matrices]
+
+    def shapes(self) -> dict[str, Any]:
+        """The weights as `_llm.Model` takes them."""
+        return {
+            "matrices": [(m.name, m.rows, m.cols, m.format, m.group, m.minimum) for m in self.matrices],
+            "vectors": [(v.name, v.count) for v in self.vectors],
+        }
+
+    def forms(self) -> dict[str, list[str]]:
+        """What the matrices are stored as -> what they run as, in words, the most common first."""
+        return forms(
+            (part.tensor.type, shape)
+            for shape in self.matrices
+            for part in {each.tensor.type: each for each in self._parts[shape.name]}.values()
+        )
+
+    def unread(self) -> list[str]:
+        """Weights of the decoder's layers that the configuration does not know: unexpected ones."""
+        found = [part.name for name, parts in self._parts.items() if name.startswith("layers.") for part in parts]
+        layers = re.split(r"\d", found[0], maxsplit=1)[0]
+        return [
+            name
+            for name in self.source.names()
+            if name.startswith(layers) and name not in self._known and _WEIGHT.search(name) and not _BUFFER.search(name)
+        ]
+
+    def _slice(self, name: str) -> WeightSlice:
+        return self._slices.get(name, WeightSlice(()))
+
+    def _with_format(self, shape: MatrixShape, precision: Precision) -> MatrixShape:
+        whole = self._whole_matrices[shape.name]
+        cols = self._slice(shape.name).cols or range(whole.cols)
+        return choose(shape, precision, [stored_format(each.tensor, cols) for each in self._parts[shape.name]])
+
+    def _find(self, name: str, rows: int, cols: int | None) -> list[_Tensor]:
+        """The parts of a native weight: the first alternative whose tensors all exist."""
+        alternatives = self.family.parts(self.whole, self.config, name)
+        self._known.update(part.tensor for each in alternatives for part in each)
+        chosen = next((each for each in alternatives if all(part.tensor in self.source for part in each)), None)
+        if chosen is None:
+            missing = next(part.tensor for part in alternatives[0] if part.tensor not in self.source)
+            raise ModelError(f"{self._where()}the checkpoint has no tensor {missing!r}, which {name} is made of")
+        found = [self._resolve(part, vector=cols is None) for part in chosen]
+        if sum(len(each.rows) for each in found) != rows or any(cols not in (None, each.cols) for each in found):
+            shapes = ", ".join(f"{each.name} {tuple(each.tensor.shape)}" for each in found)
+            wanted = f"{rows}" if cols is None else f"{rows} x {cols}"
+            raise ModelError(f"{found[0].tensor.where}: wrong shape: {shapes} should give {name} of {wanted}")
+        return found
+
+    def _where(self) -> str:
+        first = next(iter(self.source.names()), None)
+        where = self.source.tensor(first).where if first is not None else ""
+        return f"{where.split(': tensor ')[0]}: " if ": tensor " in where else ""
+
+    def _resolve(self, part: Part, vector: bool) -> _Tensor:
+        tensor: Any = self.source.tensor(part.tensor)
+        if part.index is not None:
+            tensor = entry_of(tensor, part.index)
+        if not vector and len(tensor.shape) == 1 and isinstance(tensor, TensorView):  # one row
+            tensor = replace(tensor, shape=(1, *tensor.shape), strides=(0, *tensor.strides))
+        if vector and len(tensor.shape) > 1 and isinstance(tensor, TensorView):  # Cohere's norms: [heads, head_dim]
+            tensor = _flattened(tensor)
+        if len(tensor.shape) != (1 if vector else 2):
+            raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)} for {part}")
+        if part.transposed != tensor.transposed:
+            if not isinstance(tensor, TensorView) or BLOCKS[tensor.type][0] > 1:
+                raise Unsupported(f"matrix of type {tensor.type} that runs along its columns ({tensor.where})")
+            tensor = replace(tensor, shape=tensor.shape[::-1], strides=tensor.strides[::-1])
+        count = tensor.shape[0]
+        rows: Rows = range(part.first, count if part.count < 0 else part.first + part.count)
+        if part.order is not None:
+            rows = part.order
+        if len(rows) and (min(rows) < 0 or max(rows) >= count):
+            raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)}: row {max(rows)} is needed")
+        if tensor.order is not None:
+            rows = [tensor.order[row] for row in rows]
+        return _Tensor(part.tensor, tensor, rows, 1 if vector else tensor.shape[1], part.plus + tensor.plus)
+
+    def fill(self, model: _llm.Model, report: Callable[[int, int], object]) -> None:
+        """Pack everything into `model`.
+
+        Args:
+            report: called with (bytes packed, bytes in all).
+        """
+        last = self._last_uses()
+        ahead = [name for name in self._parts if name in self._whole_matrices]
+        progress = _Progress(self.matrices, model.weight_bytes, report)
+        for number, shape in enumerate(self.matrices):
+            for following in ahead[number + 1 : number + 2]:
+                for part in self._parts[following]:
+                    self.source.will_need(part.name)
+            self._fill_matrix(model, shape, progress)
+            self._release(last.get(shape.name, ()))
+        for vector in self.vectors:
+            self._fill_vector(model, vector)
+            self._release(last.get(vector.name, ()))
+        progress.end()
+
+    def _last_uses(self) -> dict[str, list[str]]:
+        """Native weight -> tensors whose memory it needs last: one parameter of a module may have several names."""
+        order = [*(each.name for each in self.matrices), *(each.name for each in self.vectors)]
+        tensors = {part.name: self.source.tensor(part.name) for name in order for part in self._parts.get(name, [])}
+        memory = {name: each.address if isinstance(each, TensorView) else name for name, each in tensors.items()}
+        last = {memory[part.name]: name for name in order for part in self._parts.get(name, [])}
+        found: dict[str, list[str]] = {}
+        for name in tensors:
+            found.setdefault(last[memory[name]], []).append(name)
+        return found
+
+    def _release(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.source.release(name)
+
+    def _pieces(self, name: str) -> Iterator[tuple[_Tensor, Rows]]:
+        """The rank's rows of a native weight, in order: tensors and their rows."""
+        parts = self._parts[name]
+        for wanted in self._slice(name).rows or (range(sum(len(each.rows) for each in parts)),):
+            at = 0
+            for part in parts:
+                first, last = max(wanted.start, at), min(wanted.stop, at + len(part.rows))
+                if first < last:
+                    yield part, part.rows[first - at : last - at]
+                at += len(part.rows)
+
+    def _fill_matrix(self, model: _llm.Model, shape: MatrixShape, progress: _Progress) -> None:
+        cols = self._slice(shape.name).cols or range(shape.cols)
+        at = 0
+        for part, rows in self._pieces(shape.name):
+            for chunk in _chunks(part, rows, at):
+                try:
+                    _pack(model, shape, at, part, chunk, cols)
+                except (ValueError, OverflowError) as error:
+                    if isinstance(error, ModelError):
+                        raise
+                    raise ModelError(
+                        f"{part.tensor.where}: cannot be packed as {shape.format} ({told(error)})"
+                    ) from error
+                at += len(chunk)
+                self._give_back(part, chunk)
+                progress.add(len(chunk) * shape.cols, shape)
+
+    def _give_back(self, part: _Tensor, rows: Rows) -> None:
+        tensor = part.tensor
+        if not isinstance(tensor, TensorView):
+            return  # it has done so itself
+        if isinstance(rows, range) and tensor.strides[0] >= tensor.strides[1]:
+            first, last = rows.start, rows.stop
+        else:  # rows from all over the tensor: its pages come again from the system's cache
+            first, last = 0, tensor.shape[0]
+        if tensor.strides[0] < tensor.strides[1]:
+            self.source.done(tensor.address, tensor.address + tensor.shape[1] * tensor.strides[1])
+        else:
+            self.source.done(tensor.address + first * tensor.strides[0], tensor.address + last * tensor.strides[0])
+
+    def _fill_vector(self, model: _llm.Model, shape: VectorShape) -> None:
+        if self._slice(shape.name).zero:
+            zeros = (ctypes.c_float * shape.count)()
+            model.set_vector(shape.name, 0, shape.count, ctypes.addressof(zeros), "f32")
+            return
+        at = 0
+        for part, rows in self._pieces(shape.name):
+            tensor = part.tensor
+            if not isinstance(tensor, TensorView) or BLOCKS[tensor.type][0] > 1:
+                raise Unsupported(f"vector of type {tensor.type} ({tensor.where})")
+            for first, count, step in _runs(rows):
+                stride = tensor.strides[0]
+                address = tensor.address + first * stride
+                model.set_vector(shape.name, at, count, address, tensor.type, step * stride, part.plus)
+                at += count
+
+
+def _flattened(tensor: TensorView) -> TensorView:
+    """A dense tensor as one vector."""
+    values, size = BLOCKS[tensor.type]
+    if values > 1 or tensor.strides != dense_strides(tensor.shape, size):
+        raise Unsupported(f"vector that is not dense ({tensor.where})")
+    return replace(tensor, shape=(math.prod(tensor.shape),), strides=(size,))
+
+
+class _Progress:
+    """Counts values as bytes of the packed weights."""
+
+    def __init__(self, matrices: Sequence[MatrixShape], total: int, report: Callable[[int, int], object]) -> None:
+        self._report = report
+        self._total = total
+        self._all = sum(each.rows * each.cols * _BITS[each.format] for each in matrices)
+        self._done = 0
+
+    def add(self, values: int, shape: MatrixShape) -> None:
+        self._done += values * _BITS[shape.format]
+        self._report(min(self._total * self._done // max(self._all, 1), self._total - 1), self._total)
+
+    def end(self) -> None:
+        self._report(self._total, self._total)
+
+
+_BITS = {"f32": 32, "f16": 16, "bf16": 16, "i8": 8, "i4": 4}
+
+
+def _chunks(part: _Tensor, rows: Rows, at: int) -> Iterator[Rows]:
+    """`rows` in chunks of a few megabytes that end, in the packed matrix, where a block of rows does."""
+    row_bytes = part.cols * 4
+    if isinstance(part.tensor, TensorView):
+        values, size = BLOCKS[part.tensor.type]
+        row_bytes = part.cols // values * size
+        if part.tensor.strides[0] < part.tensor.strides[1]:
+            yield rows  # rows of a transposed matrix have all their pages in common
+            return
+    step = max(_CHUNK_BYTES // max(row_bytes, 1) // _BLOCK_ROWS, 1) * _BLOCK_ROWS
+    begin = 0
+    while begin < len(rows):
+        end = min((at + begin + step) // _BLOCK_ROWS * _BLOCK_ROWS - at, len(rows))
+        yield rows[begin:end]
+        begin = end
+
+
+def _pack(model: _llm.Model, shape: MatrixShape, at: int, part: _Tensor, rows: Rows, cols: range) -> None:
+    tensor = part.tensor
+    if isinstance(tensor, TensorView):
+        row_stride, col_stride = tensor.strides
+        values, size = BLOCKS[tensor.type]
+        if values > 1:
+            if cols.start % values or cols.stop % values:
+                raise Unsupported(f"{tensor.type} blocks that ranks would share ({tensor.where})")
+            address, col_stride = tensor.address + cols.start // values * size, 0
+        else:
+            address = tensor.address + cols.start * col_stride
+        order = None
+        if isinstance(rows, range):
+            address += rows.start * row_stride
+        else:
+            order = list(rows)
+        model.set_rows(shape.name, at, len(rows), address, tensor.type, row_stride, col_stride, order)
+        return
+    own = tensor.format(cols)
+    if holds(shape, own):
+        q, scales, minima = _values(shape, tensor, own, rows, cols)
+        kept = minima.ctypes.data if shape.minimum else 0
+        model.set_quantised_rows(shape.name, at, len(rows), q.ctypes.data, scales.ctypes.data, kept)
+        return
+    floats = tensor.floats(rows, cols)
+    model.set_rows(shape.name, at, len(rows), floats.ctypes.data, "f32", floats.strides[0], floats.strides[1])
+
+
+def _values(shape: MatrixShape, tensor: Any, own: Format, rows: Rows, cols: range) -> tuple[Any, Any, Any]:
+    """Values, scales and minima in the format of `shape`, which holds `own`: nothing is rounded."""
+    import numpy
+
+    q, scales, minima = tensor.values(rows, cols, shape.group)
+    if own[0] == "i4" and shape.format == "i8":
+        q = numpy.ascontiguousarray(q, numpy.int8) - numpy.int8(0 if shape.minimum else 8)
+    if shape.minimum and minima is None:
+        minima = numpy.zeros_like(scales)
+    return q, scales, minima
+
+
+def _runs(rows: Rows) -> Iterator[tuple[int, int, int]]:
+    """Rows as (first, count, step)."""
+    if isinstance(rows, range):
+        yield rows.start, len(rows), 1
+        return
+    begin = 0
+    while begin < len(rows):
+        step = rows[begin + 1] - rows[begin] if begin + 1 < len(rows) else 1
+        end = begin + 1
+        while step > 0 and end < len(rows) and rows[end] - rows[end - 1] == step:
+            end += 1
+        yield rows[begin], end - begin, max(step, 1)
+        begin = end

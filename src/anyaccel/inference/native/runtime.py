@@ -1,0 +1,312 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a model's files, or a model in memory, to the native decoder with packed weights. Torch-free from files.
+
+Weights exist once: they are packed a few rows at a time from mapped files, whose pages are given back as they are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel import host_memory
+from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
+from anyaccel.inference.native.packed_cache import Entry
+from anyaccel.inference.spec.decoder import DecoderSpec
+from anyaccel.inference.spec.stored import spec_from_dict
+from anyaccel.outside import Values, line, text
+
+if TYPE_CHECKING:
+    from anyaccel import _llm
+    from anyaccel.inference.native.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], object]
+
+_CACHE_FORMATS = {"fp32": "f32", "f32": "f32", "bf16": "bf16", "int8": "i8", "i8": "i8"}
+_THREADS_A_CPU = 4  # more than one is for tests
+_CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_SHARE_OF_MEMORY = 0.75  # of what is available, that the key/value cache may grow to
+
+
+# Those of this process by id(), whose caches may grow yet.
+_models: weakref.WeakValueDictionary[int, NativeModel] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class NativeModel:
+    """A decoder that is ready, and what it was made from.
+
+    Attributes:
+        model: the native decoder, of this rank.
+        spec: of this rank; `whole_spec` of the whole model.
+        config: config.json, or the same made from a GGUF file's metadata.
+        generation_config: generation_config.json, {} without one.
+        dtype: that was asked for; None: the file's own.
+        forms: types that matrices are stored as -> what those run as, in words.
+        cached: the packed weights came from the cache.
+    """
+
+    model: _llm.Model
+    spec: DecoderSpec
+    whole_spec: DecoderSpec
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    dtype: str | None
+    forms: dict[str, list[str]]
+    rank: int = 0
+    size: int = 1
+    cached: bool = False
+
+    def __post_init__(self) -> None:
+        _models[id(self)] = self
+
+
+def load_native(
+    model: Any,
+    config: Mapping[str, Any] | None = None,
+    *,
+    dtype: str | None = "bf16",
+    group: int = DEFAULT_GROUP,
+    asymmetric: bool = True,
+    rank: int = 0,
+    size: int = 1,
+    threads: int = 0,
+    cache_dtype: str = "bf16",
+    cache_limit: int = 0,
+    progress: Progress | None = None,
+    use_cache: bool = True,
+    release: bool = False,
+    check: Callable[[], object] | None = None,
+) -> NativeModel:
+    """Make the native decoder of a model; on `size` ranks each has a part.
+
+    Args:
+        model: path of a Hugging Face folder or a GGUF file, a Hugging Face model in memory, or a TensorSource.
+        config: of a TensorSource or a model in memory that has none; as config.json.
+        dtype: fp32, bf16, fp16, int8, int4; None or "auto": the precision that the file has.
+        group, asymmetric: of int4: columns that share a scale; a minimum beside it.
+        threads: 0 for the CPUs of this process.
+        cache_dtype: of keys and values: bf16, int8, fp32.
+        cache_limit: most bytes of keys and values; 0: three quarters of what memory is available then and not promised
+            to other models of this process.
+        progress: called with (bytes done, bytes in all) while weights are read or packed.
+        use_cache: keep the packed weights of files in the user's cache folder, and read them from there.
+        release: give up each of the module's weights once it is packed.
+        check: called between the steps of the work, in its thread; what it raises ends the work.
+
+    Raises:
+        Unsupported: the native runtime lacks something that this model needs: its `feature`.
+        ModelError: a file is damaged, a weight missing or of the wrong shape.
+        UsageError: an argument is wrong, or the model is too small for so many ranks.
+    """
+    most = _THREADS_A_CPU * (os.cpu_count() or 1)
+    if not 0 <= cache_limit < 2**63:
+        raise UsageError(f"cache_limit={cache_limit}: must be 0 or above, and fit 64 bits")
+    if threads > most:
+        raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning")
+    precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
+    if cache_dtype not in _CACHE_FORMATS:
+        raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8 or fp32")
+    settings = _Settings(precision, rank, size, threads, _CACHE_FORMATS[cache_dtype], cache_limit, progress, check)
+    if not isinstance(model, str | Path):
+        from anyaccel.inference.native.in_memory import checkpoint_in_memory
+
+        return _packed(settings, checkpoint_in_memory(model, config, release))[0]
+    path = Path(model).expanduser()
+    check_model_path(path)
+    entry = _entry(path, settings) if use_cache else None
+    if entry is None:
+        return _from_files(path, settings)[0]
+    found = _from_cache(entry, settings)
+    if found is not None:
+        return found
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(entry.locked(settings.go_on))
+        except OSError as error:
+            logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
+            return _from_files(path, settings)[0]
+        found = _from_cache(entry, settings)  # another process may have made it meanwhile
+        if found is None:
+            found, shapes = _from_files(path, settings)
+            _save(entry, found, shapes, settings)
+        return found
+
+
+@dataclass(frozen=True)
+class _Settings:
+    precision: Precision
+    rank: int
+    size: int
+    threads: int
+    cache_format: str
+    cache_limit: int
+    progress: Progress | None
+    check: Callable[[], object] | None
+
+    def go_on(self) -> None:
+        if self.check is not None:
+            self.check()
+
+    def report(self, done: int, total: int) -> None:
+        self.go_on()
+        if self.progress is not None:
+            self.progress(done, total)
+
+
+def _entry(path: Path, settings: _Settings) -> Entry | None:
+    from anyaccel import env
+
+    if env.ANYACCEL_PACKED_CACHE_BYTES.get() == 0:
+        return None
+    try:
+        return Entry(path, {"precision": asdict(settings.precision), "rank": settings.rank, "size": settings.size})
+    except OSError as error:  # of a file that the model may do without
+        logger.warning("%s: packed weights are not kept (%s)", path, error)
+        return None
+
+
+def _make(spec: dict[str, Any], shapes: Mapping[str, Any], settings: _Settings) -> _llm.Model:
+    from anyaccel import _llm
+
+    limit = settings.cache_limit
+    if limit == 0:
+        promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
+        available = host_memory.available()
+        free = max(available - promised, available // 4)  # few use all that they were promised
+        limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.size)
+    try:
+        return _llm.Model(spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit)
+    except (MemoryError, ValueError, RuntimeError) as error:
+        if isinstance(error, ModelError | UsageError):
+            raise
+        raise ModelError(f"the native runtime cannot hold this model ({error or 'out of memory'})") from error
+
+
+def _from_cache(entry: Entry, settings: _Settings) -> NativeModel | None:
+    """The model of the entry; None when there is none, or when it is damaged: it is removed then."""
+    saved = entry.load()
+    if saved is None:
+        return None
+    try:
+        file = entry.weights.open("rb")
+    except OSError:
+        return None
+    damage = ""
+    with file:
+        try:
+            made = _make(saved["spec"], saved["shapes"], settings)
+            total = made.weight_bytes
+            if total != saved["weight_bytes"]:
+                damage = "its size is another one"
+            elif made.read(file.fileno(), 0, lambda done: settings.report(done, total)) != saved["checksum"]:
+                damage = "its checksum is another one"
+            else:
+                made.finish()
+        except (OSError, ModelError, UsageError) as error:
+            damage = str(error) or type(error).__name__
+    if damage:
+        logger.warning("%s: %s; packing again", entry.weights, damage)
+        entry.remove()
+        return None
+    return NativeModel(
+        made,
+        spec_from_dict(saved["spec"]),
+        spec_from_dict(saved["whole_spec"]),
+        saved["config"],
+        saved["generation_config"],
+        settings.precision.dtype,
+        saved["forms"],
+        settings.rank,
+        settings.size,
+        cached=True,
+    )
+
+
+def _from_files(path: Path, settings: _Settings) -> tuple[NativeModel, dict[str, Any]]:
+    from anyaccel.inference.native.checkpoint import checkpoint_of
+
+    checkpoint = checkpoint_of(path)
+    given = Values(checkpoint.config, f"{path}: config: ").items("architectures")
+    kinds = [text(kind, f"{path}: config: architectures") for kind in given]
+    if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):
+        logger.warning("%s: its config.json says %s; it runs as a causal LM here", path, line(", ".join(kinds)))
+    return _packed(settings, checkpoint)
+
+
+def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, dict[str, Any]]:
+    """The model, and the shapes of its weights."""
+    from anyaccel.inference.native.packing import Plan
+
+    settings.go_on()
+    plan = Plan(checkpoint, settings.precision, settings.rank, settings.size)
+    settings.go_on()
+    if unread := plan.unread():
+        logger.warning(
+            "%d weights of the checkpoint are not part of the model that its configuration describes, for example %s",
+            len(unread),
+            unread[0],
+        )
+    if plan.untied and settings.rank == 0:
+        logger.warning(
+            "config.json ties %s to %s, but the checkpoint has both with different values: each is used as it is; "
+            "tie_word_embeddings=false there says so",
+            *reversed(plan.untied),
+        )
+    shapes = plan.shapes()
+    made = _make(asdict(plan.spec), shapes, settings)
+    plan.fill(made, settings.report)
+    made.finish()
+    native = NativeModel(
+        made,
+        plan.spec,
+        plan.whole,
+        checkpoint.config,
+        checkpoint.generation_config,
+        settings.precision.dtype,
+        plan.forms(),
+        settings.rank,
+        settings.size,
+    )
+    return native, shapes
+
+
+def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any], settings: _Settings) -> None:
+    size = made.model.weight_bytes
+    saved = {
+        "spec": asdict(made.spec),
+        "whole_spec": asdict(made.whole_spec),
+        "shapes": shapes,
+        "config": made.config,
+        "generation_config": made.generation_config,
+        "forms": made.forms,
+    }
+    try:
+        if entry.has_room(size):
+            entry.save(saved, size, lambda descriptor: made.model.write(descriptor, 0, lambda _: settings.go_on()))
+    except OSError as error:  # no cache then: the model itself is there
+        logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
+
+
+def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: int) -> None:
+    """Raise UsageError, with the bytes, when the cache of a batch cannot fit."""
+    page = 64
+    model = native.model
+    tokens = sum(-(-(length + new) // page) * page + (copies - 1) * (-(-new // page) + 1) * page for length in prompts)
+    needed = tokens * model.cache_bytes_per_token()
+    if needed > model.cache_limit_bytes:
+        raise UsageError(
+            f"{len(prompts) * copies} sequences of up to {max(prompts) + new} tokens need {needed / 2**20:.0f} MiB of "
+            f"key/value cache ({needed} bytes), its limit is {model.cache_limit_bytes / 2**20:.0f} MiB: use a smaller "
+            "batch, fewer new tokens, kv_cache='int8' or a larger cache_bytes"
+        )

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of each native weight a rank of tensor parallelism has. Pure functions.
+
+Heads go along their KV groups, features in aligned units, the vocabulary in blocks of 16 rows. A matrix that is divided
+by its columns (`o`, `down`) gives each rank a part of a sum: its bias belongs to rank 0 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from anyaccel.errors import UsageError
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mlp, Moe
+from anyaccel.inference.spec.partition import HeadShard, split_evenly, split_features, split_heads
+
+_VOCABULARY_BLOCK = 16  # rows of a block of a packed matrix
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """A rank's part of a whole native weight.
+
+    Attributes:
+        rows: ranges of its rows (entries, for a vector), in this order.
+        cols: of a matrix; None: all.
+        zero: the rank's values are zeros, whatever the whole weight has.
+    """
+
+    rows: tuple[range, ...]
+    cols: range | None = None
+    zero: bool = False
+
+
+def _vocabulary(spec: DecoderSpec, rank: int, size: int) -> range:
+    blocks = -(-spec.vocab // _VOCABULARY_BLOCK)
+    if blocks < size:
+        raise UsageError(f"tensor_parallel tp_size={size}: a vocabulary of {spec.vocab} is too small to be divided")
+    part = split_evenly(blocks, size)[rank]
+    return range(part.start * _VOCABULARY_BLOCK, min(part.stop * _VOCABULARY_BLOCK, spec.vocab))
+
+
+def _heads(attention: Attention, rank: int, size: int) -> HeadShard:
+    return split_heads(attention.heads, attention.kv_heads, size)[rank]
+
+
+def _mlp(mlp: Mlp, rank: int, size: int) -> Mlp:
+    return replace(mlp, features=len(split_features(mlp.features, size)[rank]))
+
+
+def _layer(layer: Layer, rank: int, size: int) -> Layer:
+    attention = layer.attention
+    heads = _heads(attention, rank, size)
+    own = replace(
+        attention,
+        heads=len(heads.query),
+        kv_heads=len(heads.key_value),
+        kv_copies=sum(_heads(attention, other, size).key_value == heads.key_value for other in range(size)),
+        alibi=tuple(attention.alibi[heads.query.start : heads.query.stop]),
+    )
+    mlp = layer.mlp
+    if isinstance(mlp, Moe):
+        shared = None if mlp.shared is None else _mlp(mlp.shared, rank, size)
+        return replace(layer, attention=own, mlp=replace(mlp, expert=_mlp(mlp.expert, rank, size), shared=shared))
+    return replace(layer, attention=own, mlp=_mlp(mlp, rank, size))
+
+
+def shard(spec: DecoderSpec, rank: int, size: int) -> DecoderSpec:
+    """The decoder of one rank, from a whole one.
+
+    Raises:
+        UsageError: the model is too small for so many ranks.
+    """
+    if not 0 <= rank < size:
+        raise UsageError(f"rank {rank} is not one of {size}")
+    part = _vocabulary(spec, rank, size)
+    return replace(
+        spec,
+        layers=tuple(_layer(layer, rank, size) for layer in spec.layers),
+        rank=rank,
+        size=size,
+        vocab_first=part.start,
+        vocab_count=len(part),
+    )
+
+
+def _scaled(part: range, unit: int, first: int = 0) -> range:
+    return range(first + part.start * unit, first + part.stop * unit)
+
+
+def slices(spec: DecoderSpec, rank: int, size: int) -> dict[str, WeightSlice]:
+    """This rank's part of every native weight of the whole decoder `spec` that it has not whole, by name."""
+    if size == 1:
+        return {}
+    found = {name: WeightSlice((_vocabulary(spec, rank, size),)) for name in ("embed", "head", "head.bias")}
+    for index, layer in enumerate(spec.layers):
+        for name, part in _layer_slices(layer, rank, size):
+            found[f"layers.{index}.{name}"] = part
+    return found
+
+
+def _layer_slices(layer: Layer, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
+    a = layer.attention
+    heads = _heads(a, rank, size)
+    if a.mla is not None:
+        yield "q_b", WeightSlice((_scaled(heads.query, a.head_dim),))
+        yield "kv_b", WeightSlice((_scaled(heads.query, a.mla.nope_dim + a.value_dim),))
+    else:
+        keys = a.heads * a.head_dim
+        own = WeightSlice(
+            (
+                _scaled(heads.query, a.head_dim),
+                _scaled(heads.key_value, a.head_dim, keys),
+                _scaled(heads.key_value, a.value_dim, keys + a.kv_heads * a.head_dim),
+            )
+        )
+        yield "qkv", own
+        yield "qkv.bias", own
+    if a.qk_norm is not None and (a.qk_norm.across or a.qk_norm.own_weights):
+        for kind in ("weight", "bias"):
+            yield f"q_norm.{kind}", WeightSlice((_scaled(heads.query, a.head_dim),))
+            yield f"k_norm.{kind}", WeightSlice((_scaled(heads.key_value, a.head_dim),))
+    yield "sinks", WeightSlice((heads.query,))
+    yield "o", WeightSlice((), _scaled(heads.query, a.value_dim))
+    if rank > 0:
+        yield "o.bias", WeightSlice((), zero=True)
+    if isinstance(layer.mlp, Mlp):
+        yield from _mlp_slices("mlp", layer.mlp, rank, size)
+        return
+    for expert in range(layer.mlp.experts):
+        yield from _mlp_slices(f"experts.{expert}", layer.mlp.expert, rank, size)
+    if layer.mlp.shared is not None:
+        yield from _mlp_slices("shared", layer.mlp.shared, rank, size)
+
+
+def _mlp_slices(name: str, mlp: Mlp, rank: int, size: int) -> Iterator[tuple[str, WeightSlice]]:
+    part = split_features(mlp.features, size)[rank]
+    rows = WeightSlice((part, _scaled(part, 1, mlp.features)) if mlp.gated else (part,))
+    yield f"{name}.gate_up", rows
+    yield f"{name}.gate_up.bias", rows
+    yield f"{name}.down", WeightSlice((), part)
+    if rank > 0:
+        yield f"{name}.down.bias", WeightSlice((), zero=True)

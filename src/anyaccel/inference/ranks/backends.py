@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that `generate` and `chat` talk to, in this process: native, or an engine; `command.py` has the third."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from anyaccel.host_memory import high_water_mark
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from anyaccel import _llm
+    from anyaccel.inference.engine import InferenceEngine
+    from anyaccel.inference.generate import Generation, Sampling
+    from anyaccel.inference.native.runtime import NativeModel
+
+
+class Backend(Protocol):
+    """A model, wherever it is.
+
+    Attributes:
+        runtime: native, torch or plain, see InferenceConfig.
+        first: whether this process is the one that shows the text.
+        ends: tokens that end a text.
+        tokenizer: text to tokens and back; None in a rank whose command does that.
+    """
+
+    runtime: str
+    first: bool
+    accelerator: str
+    ends: list[int]
+    tokenizer: Any
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together; 0: no limit."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+
+    def tokens(
+        self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
+    ) -> Generator[int, None, None]:
+        """Generate; closing it ends the answer."""
+
+    def forget(self) -> None:
+        """Empty the cache."""
+
+    def idle(self) -> AbstractContextManager[object]:
+        """Around a wait for the user."""
+
+    def peaks(self) -> list[int]:
+        """Peak memory of each rank in bytes."""
+
+    def beside(self) -> int:
+        """That of this process, where it is none of the ranks."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+
+
+class _InThisProcess:
+    def idle(self) -> AbstractContextManager[object]:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def beside(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """The process takes everything with it."""
+
+
+class NativeBackend(_InThisProcess):
+    """A model in the native runtime of this process."""
+
+    runtime = "native"
+    first = True
+
+    def __init__(self, native: NativeModel, tokenizer: Any, ends: list[int], accelerator: str, dtype: str) -> None:
+        self.native = native
+        self.tokenizer = tokenizer
+        self.ends = ends
+        self.accelerator = accelerator
+        self.dtype = dtype
+        self._last: _llm.Request | None = None
+
+    @property
+    def context(self) -> int:
+        return self.native.spec.max_tokens
+
+    @property
+    def vocabulary(self) -> int:
+        return self.native.whole_spec.vocab
+
+    def tokens(
+        self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
+    ) -> Generator[int, None, None]:
+        """Generate; what `ids` and the last call's text have in common is still in the cache."""
+        from anyaccel import _llm
+        from anyaccel.inference.generate import check_prompt, request_steps
+
+        check_prompt(ids, max_new_tokens, self.vocabulary, self.context, getattr(self.tokenizer, "where", ""))
+        result.prompt_tokens = len(ids)
+        options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": self.ends}
+        # The new request holds the old one until its first step has shared what both have.
+        self._last = _llm.Request(self.native.model, ids, options, self._last)
+        yield from request_steps(self.native, self._last, result)
+
+    def forget(self) -> None:
+        if self._last is not None:
+            self._last.finish()
+            self._last = None
+
+    def peak(self) -> int:
+        return high_water_mark()
+
+    def peaks(self) -> list[int]:
+        return [self.peak()]
+
+
+class EngineBackend(_InThisProcess):
+    """A model in an InferenceEngine: on several ranks, on an accelerator, or of an architecture of its own."""
+
+    def __init__(self, engine: InferenceEngine, tokenizer: Any, accelerator: str, dtype: str) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.accelerator = accelerator
+        self.dtype = dtype
+        self.runtime = engine.runtime
+        self.first = engine.tp_rank == 0
+        self.ends: list[int] = []  # the engine has its own
+
+    @property
+    def context(self) -> int:
+        return getattr(self.engine.config.get_text_config(), "max_position_embeddings", None) or 0
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.engine.config.get_text_config().vocab_size)
+
+    def tokens(
+        self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
+    ) -> Generator[int, None, None]:
+        import torch
+
+        from anyaccel.inference import generate_tokens
+
+        yield from generate_tokens(
+            self.engine,
+            torch.tensor(ids, dtype=torch.int64),
+            max_new_tokens=max_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=sampling.seed,
+            result=result,
+        )
+
+    def forget(self) -> None:
+        """Nothing is kept from call to call."""
+
+    def peak(self) -> int:
+        from anyaccel.accelerator import get_accelerator
+
+        return get_accelerator().max_memory_allocated()
+
+    def peaks(self) -> list[int]:
+        peaks: list[Any] = [self.peak()]
+        if self.engine.tp_size > 1:
+            from anyaccel import comm
+
+            own, peaks = peaks[0], [None] * self.engine.tp_size
+            comm.all_gather_object(peaks, own, group=self.engine.group)
+        return peaks

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How `generate` and `chat` load a model, in this process or on ranks of their own.
+
+A model that the native runtime has is loaded and run without torch, which alone takes two seconds to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from anyaccel.errors import AnyAccelError
+from anyaccel.inference.ranks.backends import Backend, EngineBackend, NativeBackend
+from anyaccel.inference.ranks.beside import Beside
+
+if TYPE_CHECKING:
+    from anyaccel.inference.native.runtime import NativeModel
+
+
+class Watcher(Protocol):
+    """What is told while a model loads: a Screen, or what a rank has instead."""
+
+    def line(self, text: str) -> None: ...
+    def progress(self, done: int, total: int) -> None: ...
+
+
+def open_backend(options: argparse.Namespace, screen: Watcher, tp: int = 1) -> Backend:
+    """Load the model that the options name, in this process, alone or as one of `tp` ranks that a launcher started.
+
+    Raises:
+        AnyAccelError: the model or its tokenizer cannot be read, or a package is missing.
+    """
+    from anyaccel.inference.checkpoints.model_path import check_model_path
+    from anyaccel.topology import read_machine
+
+    path = Path(options.model)
+    check_model_path(path)
+    machine = read_machine()
+    host = host_accelerator(machine) if tp == 1 else None
+    screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
+    if tp == 1:
+        screen.line(f"topology: {machine.summary()}\nplan: one process, not bound")
+    if host:
+        from anyaccel.inference.spec.mapping import Unsupported
+
+        try:
+            return _open_native(options, path, host[0], screen)
+        except Unsupported as lack:
+            screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
+    return open_engine(options, path, screen, tp)
+
+
+def describe_accelerator() -> str:
+    """Name and reason, by way of torch."""
+    from anyaccel.accelerator import describe_choice
+    from anyaccel.accelerator.select import silence_detection
+
+    silence_detection()
+    return describe_choice()
+
+
+def host_accelerator(machine: Any) -> tuple[str, str] | None:
+    """Name and reason when the accelerator is surely the host's own processor, found out without torch."""
+    from anyaccel.launch.devices import ACCELERATORS, find_devices
+
+    found = find_devices(machine, os.environ).accelerator
+    asked = os.environ.get("DS_ACCELERATOR", "")
+    kind = ACCELERATORS.get(found)
+    if kind is None or not kind.is_host or (asked and asked != found) or (not asked and _has_extensions()):
+        return None
+    return found, f"{found}, {'DS_ACCELERATOR is set' if asked else 'this machine has no other device'}"
+
+
+def _has_extensions() -> bool:
+    """Whether a package may bring an accelerator of its own; importlib.metadata would take 30 ms and more to say so."""
+    for place in sys.path:
+        try:
+            names = [
+                entry.path for entry in os.scandir(place or ".") if entry.name.endswith((".dist-info", ".egg-info"))
+            ]
+        except OSError:
+            continue
+        for name in names:
+            try:
+                with open(f"{name}/entry_points.txt", "rb") as file:
+                    if b"[anyaccel.accelerators]" in file.read():
+                        return True
+            except OSError:
+                continue
+    return False
+
+
+def loader(
+    options: argparse.Namespace,
+    progress: Callable[[int, int], object],
+    rank: int = 0,
+    size: int = 1,
+    check: Callable[[], object] | None = None,
+) -> Callable[[], NativeModel]:
+    """What loads a rank's part through csrc/llm; it raises Unsupported for what the native runtime lacks.
+
+    Args:
+        check: see `load_native`.
+
+    Raises:
+        ModelError: there is no model.
+    """
+    from anyaccel.inference.checkpoints.model_path import check_model_path
+    from anyaccel.inference.native.runtime import load_native
+
+    path = Path(options.model)
+    check_model_path(path)
+    cache = options.kv_cache if options.kv_cache != "auto" else "fp32" if options.dtype == "fp32" else "bf16"
+    return lambda: load_native(
+        path,
+        dtype=None if options.dtype == "auto" else options.dtype,
+        group=options.group_size,
+        rank=rank,
+        size=size,
+        threads=options.threads,
+        cache_dtype=cache,
+        progress=progress,
+        check=check,
+    )
+
+
+def _open_native(options: argparse.Namespace, path: Path, accelerator: str, screen: Watcher) -> NativeBackend:
+    """Load through csrc/llm.
+
+    Raises:
+        Unsupported: the native runtime lacks something that the model needs.
+    """
+    from anyaccel.inference.text.tokenizer import end_tokens, load_text_tokenizer
+
+    problem: AnyAccelError | None = None
+    tokenizer: Any = None
+    with Beside() as reading:
+        reading.start(loader(options, screen.progress, check=reading.check))
+        try:
+            tokenizer = load_text_tokenizer(path, screen.line)
+        except AnyAccelError as error:
+            problem = error
+        native = reading.result()  # its error is the more telling one
+    if problem is not None:
+        raise problem
+    describe_weights(native, screen)
+    ends = end_tokens(native.generation_config, native.config, path)
+    if path.is_file():
+        ends = sorted({*ends, *tokenizer.end_tokens})
+    return NativeBackend(native, tokenizer, ends, accelerator, options.dtype)
+
+
+def describe_weights(native: NativeModel, screen: Watcher) -> None:
+    """Say what the file's own types run as, where no other one was asked for."""
+    if native.dtype is None:
+        found = sorted(native.forms.items())
+        runs = [kind if forms == [kind] else f"{kind} as {' or '.join(forms)}" for kind, forms in found]
+        where = " on rank 0" if native.size > 1 else ""
+        screen.line(f"weights: {', '.join(runs)}; {native.model.weight_bytes / 2**20:.0f} MiB{where}")
+
+
+def open_engine(options: argparse.Namespace, path: Path, screen: Watcher, tp: int) -> EngineBackend:
+    """Load through init_inference, as one of `tp` ranks or alone."""
+    from anyaccel.accelerator.select import silence_detection
+
+    silence_detection()
+    try:
+        from transformers.utils import logging as transformers_logging
+    except ImportError as error:
+        raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
+    transformers_logging.set_verbosity_error()
+    import logging
+
+    from anyaccel.accelerator import get_accelerator
+    from anyaccel.inference import init_inference
+    from anyaccel.inference.text.tokenizer import load_text_tokenizer
+
+    logging.getLogger("anyaccel.inference.engine").setLevel(logging.ERROR)  # the command says it itself
+    tokenizer = load_text_tokenizer(path, screen.line)
+    get_accelerator().reset_peak_memory_stats()  # a conversion's memory is not the generation's
+    engine = init_inference(
+        path,
+        dtype=options.dtype,
+        group_size=options.group_size,
+        kv_cache=options.kv_cache,
+        threads=options.threads,
+        tensor_parallel={"tp_size": tp},
+        progress=screen.progress,
+    )
+    return EngineBackend(engine, tokenizer, get_accelerator().device_name(), options.dtype)

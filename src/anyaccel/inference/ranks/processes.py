@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of `command.py`: a launcher below the command, the ranks below it, and a socket pair to each."""
+
+from __future__ import annotations
+
+import _socket  # socket.py brings selectors and enums, which take longer to import than all that is needed here
+import os
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from anyaccel import _native, env
+from anyaccel.errors import AnyAccelError
+from anyaccel.inference.ranks.wire import Channel
+
+if TYPE_CHECKING:
+    from anyaccel.launch import LaunchPlan
+
+# Seconds: of a rank between SIGTERM and SIGKILL; of the launcher for ending all.
+_GRACE = 2.0
+_END = 30.0
+
+
+class RankProcesses:
+    """The launcher below this process, and the sockets of its ranks."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        patience = env.ANYACCEL_COMM_TIMEOUT.get()
+        pairs = [_socket.socketpair() for _ in plan.ranks]
+        near, far = ([end.detach() for end in ends] for ends in zip(*pairs, strict=True))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the launcher's exit code would be lost
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        own = os.getpid()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _be_launcher(plan, own, near, far)
+        for descriptor in far:
+            os.close(descriptor)
+        self.channels = [Channel(descriptor, patience) for descriptor in near]
+        self._code: int | None = None
+
+    def code(self) -> int | None:
+        """Exit code of the launcher; None as long as it runs."""
+        if self._code is None:
+            try:
+                pid, status = os.waitpid(self._pid, os.WNOHANG)
+            except ChildProcessError:  # in a signal handler, just before the line below is reached
+                return None
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def wait(self, seconds: float) -> int | None:
+        """The same after at most so many seconds of waiting for it."""
+        deadline = time.monotonic() + seconds
+        while self.code() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return self._code
+
+    def end(self, patience: float) -> None:
+        """End what is left; the ranks end by themselves when they can read that the command is gone."""
+        for channel in self.channels:
+            channel.close()
+        if self.wait(patience) is None:
+            os.kill(self._pid, signal.SIGTERM)
+            if self.wait(_END) is None:
+                os.kill(self._pid, signal.SIGKILL)  # its guardian ends everything then
+                self.wait(_END)
+
+
+def _be_launcher(plan: LaunchPlan, command: int, near: list[int], far: list[int]) -> NoReturn:
+    """In the forked process: start the ranks and wait for their end."""
+    code = 70  # EX_SOFTWARE, with a traceback
+    try:
+        _native.set_parent_death_signal(signal.SIGTERM)
+        if os.getppid() != command:
+            os._exit(128 + signal.SIGTERM)
+        os.setsid()  # what the terminal sends is for the command
+        for descriptor in near:
+            os.close(descriptor)  # the ranks read the end of them when the command is gone
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        for descriptor in far:
+            os.set_inheritable(descriptor, True)
+        from anyaccel import launch
+        from anyaccel.launch.output import OutputOptions
+
+        def argv(binding: Any) -> list[str]:
+            return [sys.executable, "-m", "anyaccel.inference.ranks.rank", *map(str, (far[binding.rank], *far))]
+
+        code = launch.launch_local(plan, argv, grace_period=_GRACE, output=OutputOptions(log_level="error"))
+    except AnyAccelError as error:
+        sys.stderr.write(f"anyaccel: error: {error}\n")
+        sys.stderr.flush()
+        code = error.exit_code
+    finally:
+        if code == 70:
+            sys.excepthook(*sys.exc_info())
+        os._exit(code)  # the stack below belongs to the command

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One of the ranks that `generate --tp` and `chat --tp` start: it computes what the command asks for.
+
+A model that the native runtime has takes neither torch nor transformers, nor a tokenizer: text is the command's job.
+All ranks are told the same in the same order, and take no step beyond the last one that they may; rank 0 tells the
+tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel import env
+from anyaccel.errors import AnyAccelError, PeerLostError
+from anyaccel.inference.ranks.wire import Channel
+
+if TYPE_CHECKING:
+    from anyaccel.inference.ranks.backends import EngineBackend, NativeBackend
+
+    Model = NativeBackend | EngineBackend
+
+_PROGRESS_SECONDS = 0.05
+
+
+def main(argv: list[str]) -> int:
+    """Serve until the command is gone.
+
+    Args:
+        argv: the descriptor of this rank's socket, and those of all.
+    """
+    own, *everybodys = (int(text) for text in argv)
+    for descriptor in everybodys:
+        if descriptor != own:
+            os.close(descriptor)
+    channel = Channel(own, env.ANYACCEL_COMM_TIMEOUT.get())
+    rank = int(os.environ["RANK"])
+    try:
+        try:
+            # What the command does before is to start all ranks.
+            options = argparse.Namespace(**channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())["options"])
+            _serve(channel, rank, _open(channel, rank, options))
+        except (AnyAccelError, OSError, MemoryError) as error:
+            _tell(channel, error)
+            while channel.receive():  # until the command ends all ranks
+                pass
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    return 0
+
+
+def _tell(channel: Channel, error: Exception) -> None:
+    from anyaccel.inference.native.joining import OtherRankError
+
+    channel.send(
+        kind="error",
+        text=" ".join(str(error).split()) or type(error).__name__,
+        exit_code=error.exit_code if isinstance(error, AnyAccelError) else 1,
+        own=not isinstance(error, OtherRankError),
+        lost=isinstance(error, PeerLostError),
+    )
+
+
+class _Screen:
+    """What a rank says: the command shows it."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._told = 0.0
+
+    def line(self, text: str) -> None:
+        if self._rank == 0:
+            self._channel.send(kind="line", text=text)
+
+    def progress(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self._told > _PROGRESS_SECONDS:
+            self._told = now
+            self._channel.send(kind="progress", done=done, total=total)
+
+
+def _open(channel: Channel, rank: int, options: argparse.Namespace) -> Model:
+    """This rank's part of the model, connected to the others'."""
+    from anyaccel.inference.ranks.loading import describe_accelerator, host_accelerator, open_engine
+    from anyaccel.topology import read_machine
+
+    screen = _Screen(channel, rank)
+    host = host_accelerator(read_machine())
+    screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
+    screen.line(options.launch_summary)
+    if host:
+        from anyaccel.inference.spec.mapping import Unsupported
+
+        try:
+            return _open_native(channel, rank, options, host[0], screen)
+        except Unsupported as lack:  # on every rank
+            screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
+    return open_engine(options, Path(options.model), screen, options.tp)
+
+
+def _open_native(
+    channel: Channel, rank: int, options: argparse.Namespace, accelerator: str, screen: _Screen
+) -> NativeBackend:
+    from anyaccel.inference.native.joining import together
+    from anyaccel.inference.ranks.backends import NativeBackend
+    from anyaccel.inference.ranks.loading import describe_weights, loader
+    from anyaccel.inference.text.tokenizer import end_tokens
+
+    def exchange(value: Any) -> list[Any]:
+        channel.send(kind="say", value=value)
+        # As long as the slowest rank takes to load; the command notices one that ends.
+        everybodys: list[Any] = channel.receive()["all"]
+        return everybodys
+
+    load: Callable[[], Any] = loader(options, screen.progress, rank, options.tp)
+    # The launcher started all of them: they see each other's process ids.
+    native = together(exchange, load, anonymous=True)
+    describe_weights(native, screen)
+    ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
+    return NativeBackend(native, None, ends, accelerator, options.dtype)
+
+
+def _serve(channel: Channel, rank: int, backend: Model) -> None:
+    channel.send(
+        kind="ready",
+        runtime=backend.runtime,
+        accelerator=backend.accelerator,
+        context=backend.context,
+        vocabulary=backend.vocabulary,
+        ends=backend.ends,
+    )
+    while True:
+        message = channel.receive()
+        what = message["kind"]
+        if what == "generate":
+            _answer(channel, rank, backend, message)
+        elif what == "forget":
+            backend.forget()
+        elif what == "peak":
+            channel.send(kind="peak", bytes=backend.peak())
+        elif what == "stop" and rank == 0:  # for an answer that had ended by itself, as a "limit" may be
+            channel.send(kind="stopped")
+
+
+def _answer(channel: Channel, rank: int, backend: Model, message: dict[str, Any]) -> None:
+    from anyaccel.inference.generate import Generation, Sampling
+
+    backend.ends = message["ends"]
+    limit, wanted = message["limit"], message["max_new_tokens"]
+    stopped, count = False, 0
+    tokens = backend.tokens(message["ids"], wanted, Sampling(**message["sampling"]), Generation())
+    while True:
+        while limit <= count < wanted and not stopped:
+            told = channel.receive()
+            limit, stopped = max(limit, told["limit"]), told["kind"] == "stop"
+        if stopped and count >= limit:
+            break
+        token = next(tokens, None)
+        if token is None:
+            break
+        count += 1
+        if rank == 0:
+            channel.send(kind="token", token=token)
+    tokens.close()
+    if rank == 0:
+        channel.send(kind="stopped" if stopped else "done")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tokenizer and chat template without torch and transformers, where there is a tokenizer.json."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from anyaccel.errors import AnyAccelError, ModelError, UsageError
+from anyaccel.inference.text.chat_template import ChatTemplate, Message
+from anyaccel.outside import Values, mapping, read_json, read_text, told, whole
+
+logger = logging.getLogger(__name__)
+
+# Files of the kinds of tokenizer without a tokenizer.json.
+_VOCABULARY = re.compile(r"vocab|merges|spiece|\.model$|\.tiktoken$|^tekken\.json$|\.py$")
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def _check_text(text: str) -> None:
+    """Refuse the surrogates that stand for bytes that are not UTF-8 in arguments and standard input."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X},"
+        raise UsageError(f"the text is not valid UTF-8: {what} after {text[: error.start][-20:]!r}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file, {} when there is no such file."""
+    return read_json(file) if file.exists() else {}
+
+
+def _text_of(values: Values, name: str) -> str | None:
+    """The text of a special token, which may be stored with its properties; None without one."""
+    if values.is_mapping(name):
+        values, name = values.mapping(name), "content"
+    return values.text(name) if values.has(name) else None
+
+
+def _is_librarys(error: BaseException) -> bool:
+    """Whether tokenizers has raised it: a bare Exception, or what a panic of Rust becomes, which is none."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+class TextTokenizer:
+    """Text to tokens and back, as the model was trained.
+
+    Args:
+        made_from: the file that the folder was made from, for messages.
+
+    Raises:
+        ModelError: the folder has no tokenizer, or a damaged one.
+    """
+
+    def __init__(self, folder: Path, made_from: Path | None = None) -> None:
+        try:
+            from tokenizers import Tokenizer
+        except ImportError as error:
+            raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
+        file = folder / "tokenizer.json"
+        self.where = str(made_from or file)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except BaseException as error:
+            if not _is_librarys(error):
+                raise
+            raise ModelError(f"{file}: no tokenizer that can be read ({told(error)})") from error
+        place = folder / "tokenizer_config.json"
+        given = _read_json(place)
+        config = Values(given, f"{place}: ")
+        place = folder / "special_tokens_map.json"
+        older = Values(_read_json(place), f"{place}: ")
+        special = {name: _text_of(config if name in given else older, name) for name in _SPECIAL}
+        self.special = {name: text for name, text in special.items() if text is not None}
+        self._add = {
+            name: (
+                self._tokenizer.token_to_id(self.special[f"{name}_token"]),
+                config.flag(f"add_{name}_token") if config.has(f"add_{name}_token") else None,
+            )
+            for name in ("bos", "eos")
+            if f"{name}_token" in self.special
+        }
+        self._template_source, place = _template_source(folder, config)
+        self._template_where = str(made_from or place)
+        self._template: ChatTemplate | None = None
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template_source is not None
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """The tokenizer's own end of a text."""
+        token = self._tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
+        return [] if token is None else [token]
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text, with those that the model expects around it.
+
+        Raises:
+            UsageError: the text has bytes that are not UTF-8.
+        """
+        _check_text(text)
+        ids = self._ids(text, special=True)
+        bos, wanted = self._add.get("bos", (None, None))
+        if bos is not None and wanted is True and ids[:1] != [bos]:
+            ids.insert(0, bos)
+        elif (
+            bos is not None and wanted is False and ids[:1] == [bos] and not text.startswith(self.special["bos_token"])
+        ):
+            del ids[0]
+        eos, wanted = self._add.get("eos", (None, None))
+        if eos is not None and wanted is True and ids[-1:] != [eos]:
+            ids.append(eos)
+        return ids
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Tokens of a conversation up to where the model's answer begins.
+
+        Raises:
+            ModelError: the model has no chat template, or its template refuses the conversation.
+            UsageError: a message has bytes that are not UTF-8.
+        """
+        for message in messages:
+            _check_text(message["content"])
+        if self._template is None:
+            if self._template_source is None:
+                raise ModelError("the model has no chat template")
+            self._template = ChatTemplate(self._template_source, self.special, self._template_where)
+        text = self._template.render(messages)
+        return self._ids(text, special=False)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        except BaseException as error:
+            if not _is_librarys(error):
+                raise
+            raise ModelError(f"the model's tokenizer does not take this text ({told(error)})") from error
+        return ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def _template_source(folder: Path, config: Values) -> tuple[str | None, Path]:
+    """The chat template, if there is one, and the file that it is in."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return read_text(file), file
+    file = folder / "tokenizer_config.json"
+    if not config.has("chat_template"):
+        file = folder / "chat_template.json"
+        config = Values(_read_json(file), f"{file}: ")
+    if config.is_list("chat_template"):  # several by name
+        where = f"{config.where}chat_template: "
+        several = [Values(mapping(each, where[:-2]), where) for each in config.items("chat_template")]
+        return next((each.text("template") for each in several if each.text("name") == "default"), None), file
+    return config.text("chat_template", "") or None, file
+
+
+class TransformersTokenizer:
+    """The same on transformers' tokenizer, for the models without a tokenizer.json."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def end_tokens(self) -> list[int]:
+        token = self._tokenizer.eos_token_id
+        return [] if token is None else [int(token)]
+
+    def encode(self, text: str) -> list[int]:
+        _check_text(text)
+        return list(self._tokenizer(text)["input_ids"])
+
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        for message in messages:
+            _check_text(message["content"])
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
+            )
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise ModelError(f"the model's chat template does not take this conversation: {told(error)}") from error
+        return list(encoded["input_ids"])
+
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ModelError: it has none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # its files can be wrong in any way
+        raise ModelError(f"{folder}: no tokenizer that transformers can read ({told(error)})") from error
+
+
+def load_text_tokenizer(
+    path: Path, announce: Callable[[str], object] | None = None
+) -> TextTokenizer | TransformersTokenizer:
+    """The tokenizer of a model folder or a GGUF file, whose tokenizer is converted once.
+
+    Args:
+        announce: called with one line before a conversion that takes a while.
+
+    Raises:
+        ModelError: there is none that can be read.
+    """
+    if not path.is_file():
+        return _of_folder(path)
+    from anyaccel.inference.text.gguf_conversion import convert_tokenizer, converted_tokenizer
+
+    try:
+        return _of_folder(converted_tokenizer(path, announce), path)
+    except OSError as error:
+        logger.warning("the converted tokenizer of %s is not kept (%s)", path.name, error)
+    with tempfile.TemporaryDirectory(prefix="anyaccel-") as folder:
+        convert_tokenizer(path, Path(folder), announce)
+        return _of_folder(Path(folder), path)
+
+
+def _of_folder(folder: Path, made_from: Path | None = None) -> TextTokenizer | TransformersTokenizer:
+    if (folder / "tokenizer.json").is_file():
+        return TextTokenizer(folder, made_from)
+    # transformers would look for a file of each kind that it knows, for seconds, and say all of them.
+    if not any(_VOCABULARY.search(file.name) for file in folder.iterdir()):
+        raise ModelError(f"{folder / 'tokenizer.json'}: missing, and the folder has no other tokenizer")
+    return TransformersTokenizer(load_tokenizer(folder))
+
+
+def end_tokens(
+    generation_config: dict[str, Any], config: dict[str, Any], path: Path | None = None, note: bool = True
+) -> list[int]:
+    """Tokens that end a text: of generation_config.json, else of the model's configuration.
+
+    Args:
+        path: of the model, for messages.
+        note: say which of them the vocabulary has not, as they never come.
+    """
+    places = {"generation_config": generation_config, "config": config}
+    for name, given in places.items():
+        where = f"{name}: " if path is None else f"{path}: " if path.is_file() else f"{path / name}.json: "
+        values = Values(given, where)
+        if values.is_list("eos_token_id"):
+            found = [whole(each, f"{values.where}eos_token_id", -1) for each in values.items("eos_token_id")]
+        elif values.has("eos_token_id"):
+            found = [values.whole("eos_token_id", minimum=-1)]
+        else:
+            continue
+        ends = [token for token in found if token >= 0]  # -1 is written for none
+        own = Values(config, "config: ")
+        rows = (own if own.has("vocab_size") else own.mapping("text_config")).whole("vocab_size", 0)
+        outside = [token for token in ends if token >= rows > 0]
+        if outside and note:
+            logger.warning(
+                "%seos_token_id=%d is outside the vocabulary of %d tokens: no text ends by it", where, outside[0], rows
+            )
+        return [token for token in ends if token not in outside]
+    return []

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between a command and its ranks, and where ranks stop."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import threading
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+
+from anyaccel.errors import CommTimeoutError, UsageError
+from anyaccel.inference.ranks import command
+from anyaccel.inference.ranks import rank as rank_process
+from anyaccel.inference.ranks.wire import Channel
+from anyaccel.topology import read_machine
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    ends = [Channel(end.detach(), 1.0) for end in socket.socketpair()]
+    yield ends[0], ends[1]
+    for end in ends:
+        end.close()
+
+
+def test_messages_of_any_size_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> None:
+    here, there = pair
+    long = list(range(500_000))  # far more than a socket holds
+    sender = threading.Thread(target=lambda: [here.send(kind="a", ids=long), here.send(kind="b", text="ü\n")])
+    sender.start()
+    assert there.receive(10) == {"kind": "a", "ids": long}
+    assert there.receive(10) == {"kind": "b", "text": "ü\n"}
+    sender.join()
+    assert there.next() is None
+
+
+def test_waits_end(pair: tuple[Channel, Channel]) -> None:
+    here, there = pair
+    with pytest.raises(CommTimeoutError, match="says nothing"):
+        there.receive(0.05)
+    with pytest.raises(CommTimeoutError, match="does not read"):
+        here.send(ids=list(range(1_000_000)))
+    here.close()
+    with pytest.raises(EOFError):
+        while True:
+            there.receive(1)
+
+
+class Counting:
+    """A backend that says 0, 1, 2, ..., as many as are asked for."""
+
+    runtime, accelerator, context, vocabulary = "native", "cpu", 0, 10
+
+    def __init__(self) -> None:
+        self.ends: list[int] = []
+        self.steps = 0
+
+    def tokens(self, ids: list[int], wanted: int, how: Any, result: Any) -> Generator[int, None, None]:
+        for token in range(wanted):
+            self.steps += 1
+            yield token
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[list[Channel], list[Counting]]]:
+    """The command's ends and the backends of two ranks that serve in threads."""
+    near, backends, threads, far = [], [], [], []
+    for rank in range(2):
+        one, other = socket.socketpair()
+        near.append(Channel(one.detach(), 5.0))
+        far.append(Channel(other.detach(), 5.0))
+        backends.append(Counting())
+
+        def serve(rank: int = rank) -> None:
+            with pytest.raises(EOFError):
+                rank_process._serve(far[rank], rank, backends[rank])  # type: ignore[arg-type]
+
+        threads.append(threading.Thread(target=serve))
+        threads[-1].start()
+        assert near[-1].receive(5)["kind"] == "ready"
+    yield near, backends
+    for channel in near:
+        channel.close()
+    for thread in threads:
+        thread.join(5)
+    for channel in far:
+        channel.close()
+
+
+def ask(channels: list[Channel], wanted: int, limit: int) -> None:
+    for channel in channels:
+        channel.send(kind="generate", ids=[1], max_new_tokens=wanted, sampling={}, ends=[], limit=limit)
+
+
+def answer(channel: Channel) -> tuple[list[int], str]:
+    tokens = []
+    while (message := channel.receive(60))["kind"] == "token":
+        tokens.append(message["token"])
+    return tokens, message["kind"]
+
+
+def settled(backends: list[Counting], steps: int) -> bool:
+    deadline = time.monotonic() + 60
+    while [backend.steps for backend in backends] != [steps] * 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [backend.steps for backend in backends] == [steps] * 2
+
+
+def test_ranks_stop_at_the_highest_step_that_any_was_allowed(two: tuple[list[Channel], list[Counting]]) -> None:
+    near, backends = two
+    ask(near, 100, 2)
+    assert settled(backends, 2)
+    near[1].send(kind="limit", limit=3)  # Ctrl-C came before rank 0 was told
+    for channel in near:
+        channel.send(kind="stop", limit=3)
+    assert answer(near[0]) == ([0, 1, 2], "stopped")
+    assert settled(backends, 3)
+    ask(near, 4, 10)  # what was meant for the first answer does nothing to the second
+    assert answer(near[0]) == ([0, 1, 2, 3], "done")
+    assert settled(backends, 7)
+
+
+def test_a_stop_that_comes_too_late_is_answered(two: tuple[list[Channel], list[Counting]]) -> None:
+    near, backends = two
+    ask(near, 3, 2)
+    for channel in near:
+        channel.send(kind="limit", limit=3)
+    assert answer(near[0]) == ([0, 1, 2], "done")
+    for channel in near:
+        channel.send(kind="stop", limit=3)
+    assert answer(near[0]) == ([], "stopped")
+    assert settled(backends, 3)
+
+
+def test_more_ranks_than_cpus_are_refused_with_the_number_that_would_do() -> None:
+    count = len(read_machine().allowed_cpus)
+    with pytest.raises(UsageError, match=f"may use {count} CPUs only, and each rank needs one; --tp {count} is"):
+        command.start(argparse.Namespace(tp=count + 1), None)  # type: ignore[arg-type]
