@@ -94,7 +94,7 @@ Failure File::open(const std::string& path, int descriptor, const FileOptions& o
     if (flags < 0) return failure(Step::open);
     if ((flags & O_PATH) != 0 || ((flags & O_ACCMODE) != mode && (flags & O_ACCMODE) != O_RDWR))
       return {Step::open, EBADF, 0};
-    buffered_ = ::open(proc_path(descriptor).c_str(), mode | O_CLOEXEC);
+    buffered_ = ::open(proc_path(descriptor).c_str(), mode | O_CLOEXEC | O_NONBLOCK);
     if (buffered_ < 0) buffered_ = fcntl(descriptor, F_DUPFD_CLOEXEC, 3);
     if (buffered_ < 0) return failure(Step::open);
   } else if (options.write) {
@@ -127,6 +127,8 @@ Failure File::open_for_write(const std::string& path) {
     struct stat status;
     const bool replaces = stat(path.c_str(), &status) == 0;
     if (replaces && S_ISDIR(status.st_mode)) return {Step::open, EISDIR, 0};
+    // A device, FIFO or socket would be replaced by a file, for everybody.
+    if (replaces && !S_ISREG(status.st_mode)) return {Step::open, EINVAL, 0};
     if (replaces && access(path.c_str(), W_OK) != 0) return failure(Step::open);
     beside_ = name_beside(path);
     buffered_ = ::open(beside_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);

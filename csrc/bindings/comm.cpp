@@ -63,7 +63,7 @@ void bind_comm(nb::module_& m) {
           nb::arg("mailbox_bytes") = 0)
       .def_prop_ro("name", &ShmGroup::name)
       .def_prop_rw("timeout", &ShmGroup::timeout, &ShmGroup::set_timeout)
-      .def("set_waiting", &ShmGroup::set_waiting, nb::arg("calls"))
+      .def("add_waiting", &ShmGroup::add_waiting, nb::arg("calls"))
       .def("connect", nb::overload_cast<const std::vector<std::string>&, const std::vector<int>&>(&ShmGroup::connect),
            nb::arg("names"), nb::arg("pids"))
       .def("unlink", &ShmGroup::unlink)

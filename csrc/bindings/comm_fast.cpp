@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // inference_all_reduce and all_reduce_add_rms_norm, as CPython calls functions: no argument tuple, no object but the
-// tensors; all_reduce_plain is the first for who has looked at everything but the tensor. Whatever is out of the
+// tensors; all_reduce_call is the first as torch.distributed.all_reduce calls a group. Whatever is out of the
 // ordinary (another kind of tensor or group, a strided tensor, the first call of a group) goes to the Python function
 // of the same name in comm/api.py.
 #include <array>
@@ -39,7 +39,11 @@ struct Fast {
   PyObject* op_name = nullptr;
   PyObject* group_name = nullptr;
   PyObject* forget = nullptr;
+  PyObject* async_name = nullptr;  // of torch's options
+  PyObject* reduce_op_name = nullptr;
   std::array<PyObject*, 5> ops{};  // in the order of ReduceOp
+  std::array<Py_hash_t, 5> op_hashes{};
+  std::array<PyObject*, 2> watchers{};
   const DLExchange* exchange = nullptr;
   std::array<Known, 4> known{};
   size_t next = 0;
@@ -203,22 +207,55 @@ PyObject* all_reduce(PyObject*, PyObject* const* args, Py_ssize_t given, PyObjec
   return PyObject_Vectorcall(fast.slow_all_reduce, args, static_cast<size_t>(given), keywords);
 }
 
-// all_reduce_plain(native group, tensor, number of the reduction): whether it was done; False: another way is to be
-// taken.
-PyObject* all_reduce_plain(PyObject*, PyObject* const* args, Py_ssize_t given) {
+// Whether an attribute of options is this object.
+bool is_attribute(PyObject* options, PyObject* name, PyObject* wanted) {
+  PyObject* found = PyObject_GetAttr(options, name);
+  if (found == nullptr) PyErr_Clear();
+  Py_XDECREF(found);
+  return found == wanted;
+}
+
+// The number of the reduction that options ask for; -1: not one of those here.
+int reduction_of(PyObject* options) {
+  PyObject* found = PyObject_GetAttr(options, fast.reduce_op_name);
+  // torch's objects have the reduction's number as their hash, which is quicker to ask for than the number.
+  const Py_hash_t hash = found == nullptr ? -1 : PyObject_Hash(found);
+  if (hash == -1) PyErr_Clear();
+  Py_XDECREF(found);
+  for (size_t op = 0; op < fast.op_hashes.size(); ++op)
+    if (hash != -1 && fast.op_hashes[op] == hash) return static_cast<int>(op);
+  return -1;
+}
+
+// Whether a profiler or a mode of torch wants to see what is called.
+bool is_watched() {
+  for (PyObject* ask : fast.watchers) {
+    PyObject* answer = PyObject_CallNoArgs(ask);
+    const int yes = answer == nullptr ? -1 : PyObject_IsTrue(answer);
+    if (yes < 0) PyErr_Clear();
+    Py_XDECREF(answer);
+    if (yes != 0) return true;
+  }
+  return false;
+}
+
+// all_reduce_call(native group, tensors, options), as torch.distributed.all_reduce calls a group: whether it was done;
+// False: another way is to be taken.
+PyObject* all_reduce_call(PyObject*, PyObject* const* args, Py_ssize_t given) {
   DLTensor view;
   size_t count;
   DType dtype;
   if (given != 3) {
-    PyErr_SetString(PyExc_TypeError, "all_reduce_plain: a group, a tensor and a number");
+    PyErr_SetString(PyExc_TypeError, "all_reduce_call: a group, a list of tensors and options");
     return nullptr;
   }
-  const long op = PyLong_AsLong(args[2]);
-  if (op == -1 && PyErr_Occurred()) return nullptr;
   ShmGroup* group = nullptr;
-  if (!fast.enabled || op < 0 || op >= static_cast<long>(fast.ops.size()) ||
-      !nb::try_cast<ShmGroup*>(nb::handle(args[0]), group) || group->waiting() || !look(args[1], view, count, dtype))
+  if (!fast.enabled || !PyList_CheckExact(args[1]) || PyList_Size(args[1]) != 1 ||
+      !look(PyList_GetItem(args[1], 0), view, count, dtype) || !is_attribute(args[2], fast.async_name, Py_False) ||
+      is_watched() || !nb::try_cast<ShmGroup*>(nb::handle(args[0]), group) || group->waiting())
     Py_RETURN_FALSE;
+  const int op = reduction_of(args[2]);
+  if (op < 0) Py_RETURN_FALSE;
   try {
     const ReduceOp reduce = static_cast<ReduceOp>(op);
     if (count * comm::dtype_bytes(dtype) <= kHoldLockBytes) {
@@ -270,7 +307,7 @@ PyCFunction as_method(Function* function) {
 PyMethodDef all_reduce_def{"inference_all_reduce", as_method(all_reduce), METH_FASTCALL | METH_KEYWORDS, nullptr};
 PyMethodDef norm_def{"all_reduce_add_rms_norm", as_method(add_rms_norm), METH_FASTCALL | METH_KEYWORDS, nullptr};
 
-PyMethodDef plain_def{"all_reduce_plain", as_method(all_reduce_plain), METH_FASTCALL, nullptr};
+PyMethodDef call_def{"all_reduce_call", as_method(all_reduce_call), METH_FASTCALL, nullptr};
 
 PyObject* keep(nb::handle object) { return object.inc_ref().ptr(); }
 
@@ -280,7 +317,7 @@ void bind_comm_fast(nb::module_& m) {
   m.def(
       "make_fast",
       [](nb::handle slow_all_reduce, nb::handle slow_norm, nb::dict torch_variables, nb::handle tensor_type,
-         nb::handle parameter_type, nb::list ops) {
+         nb::handle parameter_type, nb::list ops, nb::list op_hashes, nb::list watchers) {
         fast.slow_all_reduce = keep(slow_all_reduce);
         fast.slow_norm = keep(slow_norm);
         fast.torch_variables = keep(torch_variables);
@@ -289,8 +326,12 @@ void bind_comm_fast(nb::module_& m) {
         fast.group_name = PyUnicode_InternFromString("group");
         fast.tensor_type = keep(tensor_type);
         fast.parameter_type = keep(parameter_type);
+        fast.async_name = PyUnicode_InternFromString("asyncOp");
+        fast.reduce_op_name = PyUnicode_InternFromString("reduceOp");
         fast.forget = PyCFunction_New(&forget_def, nullptr);
         for (size_t i = 0; i < fast.ops.size(); ++i) fast.ops[i] = keep(ops[i]);
+        for (size_t i = 0; i < fast.op_hashes.size(); ++i) fast.op_hashes[i] = nb::cast<Py_hash_t>(op_hashes[i]);
+        for (size_t i = 0; i < fast.watchers.size(); ++i) fast.watchers[i] = keep(watchers[i]);
         const nb::object capsule = nb::getattr(tensor_type, "__dlpack_c_exchange_api__", nb::none());
         if (PyCapsule_IsValid(capsule.ptr(), kDLCapsule))
           fast.exchange = static_cast<const DLExchange*>(PyCapsule_GetPointer(capsule.ptr(), kDLCapsule));
@@ -301,8 +342,8 @@ void bind_comm_fast(nb::module_& m) {
                               nb::steal(PyCFunction_New(&norm_def, nullptr)));
       },
       nb::arg("all_reduce"), nb::arg("all_reduce_add_rms_norm"), nb::arg("torch_variables"), nb::arg("tensor_type"),
-      nb::arg("parameter_type"), nb::arg("ops"));
-  m.attr("all_reduce_plain") = nb::steal(PyCFunction_New(&plain_def, nullptr));
+      nb::arg("parameter_type"), nb::arg("ops"), nb::arg("op_hashes"), nb::arg("watchers"));
+  m.attr("all_reduce_call") = nb::steal(PyCFunction_New(&call_def, nullptr));
   m.def("enable_fast", [](bool enabled) { fast.enabled = enabled && fast.exchange != nullptr; }, nb::arg("enabled"));
   m.def(
       "remember_group",

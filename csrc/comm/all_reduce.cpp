@@ -36,14 +36,14 @@ ShmGroup::Descriptor ShmGroup::reduction(Op what, size_t count, DType dtype, Red
 }
 
 void ShmGroup::all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock, DType told) {
-  const std::lock_guard<std::mutex> lock(one_call_);
+  const Turn turn(*this);
   holds_lock_ = holds_lock;
   all_reduce_locked(static_cast<char*>(data), count, dtype, op, told);
 }
 
 bool ShmGroup::try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op) {
-  const std::unique_lock<std::mutex> lock(one_call_, std::try_to_lock);
-  if (!lock.owns_lock()) return false;
+  const Turn turn(*this, false);
+  if (!turn.taken()) return false;
   holds_lock_ = true;
   all_reduce_locked(static_cast<char*>(data), count, dtype, op, DType::f32);
   return true;
@@ -188,7 +188,7 @@ void ShmGroup::all_reduce_add_rms_norm(void* partial, void* residual, const void
   const AddRmsNormFn norm = kernels_.add_rms_norm[static_cast<int>(dtype)];
   Descriptor descriptor = reduction(Op::all_reduce_add_rms_norm, count, dtype, ReduceOp::sum);
   descriptor.offset = width;
-  const std::lock_guard<std::mutex> lock(one_call_);
+  const Turn turn(*this);
   holds_lock_ = holds_lock;
   call_locked(descriptor, [&] {
     const size_t bytes = count * dtype_bytes(dtype);
@@ -212,7 +212,7 @@ void ShmGroup::all_reduce_add_rms_norm(void* partial, void* residual, const void
 void ShmGroup::add_symmetric(uint16_t id, const std::vector<char*>& bases, size_t bytes) {
   if (id == 0 || bases.size() != static_cast<size_t>(size_))
     throw std::invalid_argument("symmetric memory needs a number above 0 and one address a rank");
-  const std::lock_guard<std::mutex> lock(one_call_);
+  const Turn turn(*this);
   symmetric_.push_back({id, bytes, bases});
 }
 

@@ -70,6 +70,7 @@ std::shared_ptr<Message> Messages::make(char* data, uint64_t count, DType dtype,
 
 std::shared_ptr<Message> Messages::send(const void* data, uint64_t count, DType dtype, int peer, int tag) {
   auto message = make(static_cast<char*>(const_cast<void*>(data)), count, dtype, peer, tag, true);
+  group_.check_process();
   const std::lock_guard<std::mutex> lock(mutex_);
   check();
   sends_[static_cast<size_t>(peer)].push_back(message);
@@ -79,6 +80,7 @@ std::shared_ptr<Message> Messages::send(const void* data, uint64_t count, DType 
 
 std::shared_ptr<Message> Messages::receive(void* data, uint64_t count, DType dtype, int peer, int tag) {
   auto message = make(static_cast<char*>(data), count, dtype, peer, tag, false);
+  group_.check_process();
   const std::lock_guard<std::mutex> lock(mutex_);
   check();
   for (auto it = aside_.begin(); it != aside_.end(); ++it) {
@@ -310,6 +312,7 @@ void Messages::move_until(Ready ready) {
 }
 
 void Messages::wait(Message& message) {
+  group_.check_process();
   move_until([&] { return message.done.load(std::memory_order_acquire); });
   if (message.failed) throw CommError(message.kind, message.error);
 }

@@ -35,7 +35,7 @@ void ShmGroup::call_locked(const Descriptor& descriptor, Body body) {
 
 template <class Body>
 void ShmGroup::call(const Descriptor& descriptor, Body body) {
-  const std::lock_guard<std::mutex> lock(one_call_);
+  const Turn turn(*this);
   holds_lock_ = false;
   call_locked(descriptor, body);
 }

@@ -176,7 +176,7 @@ void ShmGroup::all_to_all(const void* const* ins, const size_t* in_counts, void*
 
 void ShmGroup::barrier(double timeout_s) {
   if (size_ == 1) return;
-  const std::lock_guard<std::mutex> lock(one_call_);
+  const Turn turn(*this);
   holds_lock_ = false;
   call_timeout_s_ = timeout_s;
   call_locked(Descriptor{}, [&] {

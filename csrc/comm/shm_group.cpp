@@ -2,6 +2,7 @@
 // The life of a group, waiting, and errors; what the collectives do is in shm_collectives.cpp and all_reduce.cpp.
 #include "comm/shm_group.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
@@ -69,11 +70,52 @@ class Idle {
   void* token_ = nullptr;
 };
 
+// How often this process, and those before it, have been forked on the way to here.
+std::atomic<uint32_t> forks_counted{0};
+
+uint32_t forks() {
+  static const int known = pthread_atfork(nullptr, nullptr, [] { forks_counted.fetch_add(1); });
+  if (known != 0) throw std::bad_alloc();
+  return forks_counted.load(std::memory_order_relaxed);
+}
+
 }  // namespace
+
+ShmGroup::Turn::Turn(ShmGroup& group, bool waits) : group_(group) {
+  const std::thread::id self = std::this_thread::get_id();
+  const bool inside = group.inside_.load(std::memory_order_relaxed) == self;
+  if (waits) {
+    group.check_process();
+    if (inside)
+      throw CommError(CommError::Kind::broken,
+                      "a signal handler asked for an operation of the group while this thread waits in " +
+                          group.describe(group.current_));
+    group.one_call_.lock();
+  } else if (group.is_forked() || inside || !group.one_call_.try_lock()) {
+    return;
+  }
+  group.inside_.store(self, std::memory_order_relaxed);
+  taken_ = true;
+}
+
+ShmGroup::Turn::~Turn() {
+  if (!taken_) return;
+  group_.inside_.store({}, std::memory_order_relaxed);
+  group_.one_call_.unlock();
+}
+
+bool ShmGroup::is_forked() const { return born_ != forks_counted.load(std::memory_order_relaxed); }
+
+void ShmGroup::check_process() const {
+  if (is_forked())
+    throw CommError(CommError::Kind::broken,
+                    "the group is of the process that this one was forked from: make one in this process");
+}
 
 ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, ShmSegment::Kind kind,
                    size_t mailbox_bytes)
-    : rank_(rank),
+    : born_(forks()),
+      rank_(rank),
       size_(size),
       buffer_bytes_(buffer_bytes),
       mailbox_bytes_(mailbox_bytes),
@@ -96,7 +138,7 @@ ShmGroup::~ShmGroup() { leave(); }
 
 void ShmGroup::leave() noexcept {
   // A peer that still waits for this rank gets an error at once; one that has what it needs never looks.
-  if (controls_.empty()) return;
+  if (controls_.empty() || is_forked()) return;
   uint32_t here = 0;
   control(rank_).gave_up.compare_exchange_strong(here, static_cast<uint32_t>(Fate::left));
 }
@@ -141,7 +183,8 @@ void ShmGroup::set_timeout(double timeout_s) {
 
 void ShmGroup::abort() noexcept {
   aborted_.store(true, std::memory_order_release);
-  if (!controls_.empty()) control(rank_).gave_up.store(static_cast<uint32_t>(Fate::aborted), std::memory_order_release);
+  if (controls_.empty() || is_forked()) return;
+  control(rank_).gave_up.store(static_cast<uint32_t>(Fate::aborted), std::memory_order_release);
 }
 
 void ShmGroup::give_up() noexcept {

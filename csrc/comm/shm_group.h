@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Collectives among processes of one host through shared memory.
 //
-// Each rank owns one segment: a control block, three buffers, and mailboxes for messages (messages.h). A rank writes its own
-// segment only, so its pages can be local to its memory node, and reads the others'. Progress is a counter per rank
+// Each rank owns one segment: a control block, three buffers, and mailboxes for messages (messages.h). A rank writes
+// its own segment only, so its pages can be local to its memory node, and reads the others'. Progress is a counter per
+// rank
 // ("arrived"): a synchronisation point is passed when every rank's counter has reached it.
 //
 // All-reduce, small: copy in, synchronise, every rank reduces all copies.
@@ -10,9 +11,8 @@
 // chunk i is copied in, this rank's share of chunk i-1 is reduced and the other ranks' shares of chunk i-2 are
 // copied out (reduce-scatter and all-gather: Thakur, Rabenseifner, Gropp, "Optimization of collective
 // communication operations in MPICH", 2005).
-// All-reduce of symmetric tensors (all_reduce.cpp): every rank reduces its share out of all tensors and writes the result
-// into all of them; nothing is copied.
-// The others move data chunk by chunk: write, synchronise, read.
+// All-reduce of symmetric tensors (add_symmetric): every rank reduces its share out of all tensors and writes the
+// result into all of them; nothing is copied. The others move data chunk by chunk: write, synchronise, read.
 //
 // Why three buffers are enough: chunk numbers run on over all calls and chunk g uses buffer g mod 3. When a
 // rank writes chunk g it has passed the synchronisation that every rank posts after its last read of chunk
@@ -25,6 +25,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/peers.h"
@@ -71,7 +72,7 @@ class ShmGroup {
   double timeout() const { return timeout_s_.load(std::memory_order_relaxed); }
 
   // Calls that were asked for asynchronously and are not done; kept by whoever runs them.
-  void set_waiting(int calls) { waiting_.store(calls, std::memory_order_release); }
+  void add_waiting(int calls) { waiting_.fetch_add(calls, std::memory_order_acq_rel); }
   bool waiting() const { return waiting_.load(std::memory_order_acquire) != 0; }
 
   // Ends what waits in this group, here and on the peers, with an error; callable from any thread, at any time.
@@ -119,6 +120,8 @@ class ShmGroup {
   // Throws when `peer` cannot be waited for any more: it has ended, left or given up; or when this rank has aborted.
   void check_peer(int peer, const std::string& doing) const;
   std::string peer_name(int peer) const;
+  // Throws in a process that was forked after the group was made: its parent is the rank, and has the threads.
+  void check_process() const;
   // Breaks the group for the peers.
   void give_up() noexcept;
   const std::function<void()>& interrupt_check() const { return interrupt_check_; }
@@ -161,6 +164,23 @@ class ShmGroup {
   };
   static_assert(sizeof(Control) == 64);
 
+  // One call at a time. Who waits for it throws in a forked process, and in a thread that is inside already: a signal
+  // handler's, which would wait for itself. Without `waits` it is not taken there, nor while another thread is inside.
+  class Turn {
+   public:
+    explicit Turn(ShmGroup& group, bool waits = true);
+    ~Turn();
+    Turn(const Turn&) = delete;
+    Turn& operator=(const Turn&) = delete;
+    bool taken() const { return taken_; }
+
+   private:
+    ShmGroup& group_;
+    bool taken_ = false;
+  };
+  friend class Turn;
+  bool is_forked() const;
+
   // Why a rank is no longer in the group.
   enum class Fate : uint32_t { here, left, peer_lost, timed_out, aborted, error };
   struct Symmetric {
@@ -199,6 +219,7 @@ class ShmGroup {
   void all_reduce_symmetric(const Symmetric& memory, size_t offset, size_t count, DType dtype, ReduceFn kernel);
   const Symmetric* find_symmetric(const void* data, size_t bytes);
 
+  const uint32_t born_;  // after so many forks
   const int rank_;
   const int size_;
   const size_t buffer_bytes_;
@@ -212,7 +233,8 @@ class ShmGroup {
   std::vector<std::shared_ptr<const Peer>> watched_;
   std::function<void()> interrupt_check_;
   IdleHooks idle_hooks_{nullptr, nullptr};
-  std::mutex one_call_;  // callers run without the interpreter's lock
+  std::mutex one_call_;  // of Turn; callers run without the interpreter's lock
+  std::atomic<std::thread::id> inside_{};
   std::vector<Symmetric> symmetric_;
   std::mutex retired_mutex_;
   std::vector<uint16_t> retired_;

@@ -14,7 +14,9 @@ from anyaccel import compat
 EXAMPLE = REPOSITORY / "examples" / "mpi_job.py"
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "impi"])
+@pytest.mark.parametrize(
+    "launcher", ["openmpi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mpich", "impi"))]
+)
 def test_pi_by_two_hosts(hosts: Hosts, launcher: str, tmp_path: Path) -> None:
     """`anyaccel run --hostfile hosts --launcher openmpi --bind_cores_to_rank examples/mpi_job.py`"""
     names = [hosts[index].name for index in range(2)]

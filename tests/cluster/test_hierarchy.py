@@ -24,6 +24,7 @@ def collectives(hosts: Hosts, tmp_path: Path, slots: list[int], *words: str, **v
     return line
 
 
+@pytest.mark.slow
 def test_two_hosts_of_two_ranks(hosts: Hosts, tmp_path: Path) -> None:
     line = collectives(hosts, tmp_path, [2, 2], *QUICK)
     assert not line["wrong"]

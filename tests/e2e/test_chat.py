@@ -109,6 +109,7 @@ def test_system_prompt_stop_text_and_commands(smollm2: Path) -> None:
     assert "no command /nonsense" in done.stderr
 
 
+@pytest.mark.slow
 def test_oldest_messages_go_when_the_context_is_full(smollm2: Path, tmp_path: Path) -> None:
     for file in smollm2.iterdir():
         (tmp_path / file.name).symlink_to(file)

@@ -441,6 +441,7 @@ def test_what_is_out_of_scope_says_so_in_one_line(python):
     assert second.startswith("deepspeed.runtime is not part")
 
 
+@pytest.mark.slow
 def test_ds_report_and_the_scripts_help(shell):
     said = shell("ds_report")
     assert "cpu_adam" in said

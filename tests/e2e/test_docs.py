@@ -167,6 +167,7 @@ def test_what_the_runner_notices(tmp_path: Path) -> None:
     assert "neither of hardware" in commands.problem_of_mark(bad)
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for needed in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(needed, reason=f"{needed} is not installed: pip install 'anyaccel[docs]'")

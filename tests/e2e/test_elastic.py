@@ -105,6 +105,7 @@ def test_the_job_ends_when_no_restart_is_left(start):
 
 
 @pytest.mark.slow  # two launchers of torch, and twice their workers
+@pytest.mark.slow
 def test_two_hosts_are_one_job_and_restart_together(start):
     endpoint = ("127.0.0.1", free_port())
     options = {"slots": 1, "max_restarts": 1, "nodes": (1, 2), "endpoint": endpoint, "threads": 1}

@@ -51,7 +51,8 @@ def test_the_page_has_every_example_and_each_says_the_same_command():
 
 
 @two_cores
-@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_training_in_a_job_of_two(how):
     found = losses(run(the_command("train_gpt", how)))
     assert len(found) == 3
@@ -75,6 +76,7 @@ def test_training_without_text_says_what_to_give(tmp_path):
     assert done.stderr.splitlines()[-1].endswith("has 5 bytes of text; give a file of more with --text")
 
 
+@pytest.mark.slow
 def test_offload():
     found = losses(run(the_command("offload_adam")))
     assert found[-1] < found[0] / 4

@@ -81,7 +81,7 @@ def _python(run: Run, code: str, **changes: str) -> str:
 
 def installed(test: Callable[..., None]) -> Callable[..., None]:
     """For a test that needs the package: its build takes half a minute, and is part of the first one's time."""
-    return pytest.mark.timeout(420)(test)
+    return pytest.mark.slow(pytest.mark.timeout(420)(test))
 
 
 @installed
@@ -112,7 +112,7 @@ def test_it_is_chosen_without_a_context(run: Run) -> None:
     ("changes", "expected"),
     [
         ({"DS_ACCELERATOR": "cpu"}, "cpu, DS_ACCELERATOR=cpu is set"),
-        pytest.param({"DS_ACCELERATOR": "simd0"}, "simd0, DS_ACCELERATOR=simd0 is set", marks=pytest.mark.slow),
+        ({"DS_ACCELERATOR": "simd0"}, "simd0, DS_ACCELERATOR=simd0 is set"),
     ],
 )
 def test_the_user_decides(run: Run, changes: dict[str, str], expected: str) -> None:
@@ -138,7 +138,7 @@ def test_visible_devices(run: Run) -> None:
 
 
 @installed
-@pytest.mark.parametrize(("name", "device"), [("simd0", "simd:0"), pytest.param("cpu", "cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "device"), [("simd0", "simd:0"), ("cpu", "cpu")])
 def test_the_same_script_trains_on_simd0_and_on_the_cpu(run: Run, name: str, device: str) -> None:
     done = run(str(EXAMPLE / "train_transformer.py"), DS_ACCELERATOR=name)
     assert done.returncode == 0, done.stderr
@@ -150,7 +150,7 @@ def test_the_same_script_trains_on_simd0_and_on_the_cpu(run: Run, name: str, dev
 
 
 @installed
-@pytest.mark.parametrize("name", ["simd0", pytest.param("cpu", marks=pytest.mark.slow)])  # on the CPU: test_port.py
+@pytest.mark.parametrize("name", ["simd0", "cpu"])  # on the CPU: test_port.py
 def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> None:
     """examples/porting, through `anyaccel port --write` alone: the losses are the CPU's."""
     pytest.importorskip("libcst", reason="anyaccel port needs LibCST: pip install 'anyaccel[port]'")
@@ -174,7 +174,7 @@ def test_ported_cuda_scripts_run_on_it(run: Run, name: str, tmp_path: Path) -> N
 
 
 @installed
-@pytest.mark.parametrize("name", ["simd0", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["simd0", "cpu"])
 def test_more_ported_scripts_train_to_the_same_losses(run: Run, name: str, tmp_path: Path) -> None:
     """A transformer whose kind of device comes from a name, and a convolution with flags and ways for the CPU."""
     pytest.importorskip("libcst", reason="anyaccel port needs LibCST: pip install 'anyaccel[port]'")

@@ -95,6 +95,7 @@ def prompt_logits(folder: str, dtype: str, through_bf16: bool) -> list[torch.Ten
         return [engine(torch.tensor([tokenizer(prompt)["input_ids"]])).logits[0].float() for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_bf16_logits_of_two_ranks_differ_by_no_more_than_rounding(smollm2: Path) -> None:
     """The bound: the error against exact arithmetic on the same bf16 weights that one process has itself, and no more.
 
@@ -154,7 +155,9 @@ def test_command_gives_the_same_first_tokens_for_every_prompt(prompt: str, smoll
     assert answer(*arguments, "--tp", "1")["tokens"] == answer(*arguments, "--tp", "2")["tokens"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "dtype", ["bf16", "int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "int8"))]
+)
 def test_every_precision_gives_the_clear_answer(dtype: str, smollm2: Path) -> None:
     result = answer(CLEAR[0], "--model", str(smollm2), "--dtype", dtype, "--max-new-tokens", "16")
     assert str(result["text"]).startswith(CLEAR[1])

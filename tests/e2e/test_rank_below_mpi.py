@@ -49,7 +49,12 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("program", "name"), [("mpirun.openmpi", "anyaccel"), ("mpirun.openmpi", "alias"), ("mpiexec.mpich", "anyaccel")]
+    ("program", "name"),
+    [
+        ("mpirun.openmpi", "anyaccel"),
+        pytest.param("mpirun.openmpi", "alias", marks=pytest.mark.slow),
+        ("mpiexec.mpich", "anyaccel"),
+    ],
 )
 def test_ranks_of_an_mpi_below_run_come_together(tmp_path: Path, program: str, name: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -59,6 +64,7 @@ def test_ranks_of_an_mpi_below_run_come_together(tmp_path: Path, program: str, n
     assert lines == [f"place [{rank}, {rank}, {rank}, 2, 3, '{rank}', '2', '{rank}', '2']" for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_two_mpi_jobs_with_one_port_are_refused(tmp_path: Path) -> None:
     code = (
         "from anyaccel import comm\n"

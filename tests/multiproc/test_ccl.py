@@ -180,7 +180,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("launcher", ["run", "mpirun"])
+@pytest.mark.parametrize("launcher", ["run", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_launchers(oneccl: Path, tmp_path: Path, launcher: str) -> None:
     """As the default group, under `anyaccel run` and under Intel MPI's mpirun, where MPI carries the messages."""
     script = tmp_path / "script.py"

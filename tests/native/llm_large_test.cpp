@@ -49,23 +49,25 @@ struct AlignedFree {
 using Memory = std::unique_ptr<uint8_t[], AlignedFree>;
 Memory aligned(size_t bytes) { return Memory(static_cast<uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64))); }
 
-// Values of a matrix and what it is multiplied with, as rows of doubles.
+float rounded(float value) { return from_bf16(to_bf16(value)); }
+
+// A matrix and its values. They are converted once: the reference goes through them for every token of every check.
 struct Case {
   Shape shape;
   Matrix matrix;
-  std::vector<float> weights;  // [rows][cols], as stored
+  std::vector<double> weights;  // [rows][cols], as stored
+  std::vector<double> in_bf16;  // the same, rounded to bf16
 
   Case(const Shape& wanted, std::mt19937& random) : shape(wanted), matrix(wanted) {
     std::normal_distribution<float> normal;
     std::vector<float> values(static_cast<size_t>(shape.rows * shape.cols));
     for (float& value : values) value = normal(random) * 0.1f + 0.01f;
     matrix.set_rows(0, shape.rows, {values.data(), SourceType::f32, shape.cols * 4, 4});
-    weights.resize(values.size());
-    for (int64_t r = 0; r < shape.rows; ++r) matrix.row(r, &weights[static_cast<size_t>(r * shape.cols)]);
+    for (int64_t r = 0; r < shape.rows; ++r) matrix.row(r, &values[static_cast<size_t>(r * shape.cols)]);
+    weights.assign(values.begin(), values.end());
+    for (const float value : values) in_bf16.push_back(rounded(value));
   }
 };
-
-float rounded(float value) { return from_bf16(to_bf16(value)); }
 
 // Activations rounded to 8 bits, with a scale for each 32 columns.
 std::vector<double> as_bytes(const float* x, int64_t cols) {
@@ -79,6 +81,33 @@ std::vector<double> as_bytes(const float* x, int64_t cols) {
           std::nearbyint(x[i] * (127.0f / largest)) * static_cast<double>(largest / 127.0f);
   }
   return result;
+}
+
+// A row of activations as a kernel sees it: exactly, in bf16, or in bytes.
+std::vector<double> as_operands(LargeKernels::Operands operands, const float* x, int64_t cols) {
+  if (operands == LargeKernels::Operands::bytes) return as_bytes(x, cols);
+  std::vector<double> result(x, x + cols);
+  if (operands == LargeKernels::Operands::pairs)
+    for (double& value : result) value = rounded(static_cast<float>(value));
+  return result;
+}
+
+struct Sum {
+  double value = 0, size = 0;  // the latter of absolute values, which bounds what rounding may do
+};
+
+// Four sums at a time, which a processor adds up beside each other.
+Sum dot(const double* a, const double* b, int64_t count) {
+  double sums[4] = {}, sizes[4] = {};
+  int64_t k = 0;
+  for (; k + 4 <= count; k += 4)
+    for (int lane = 0; lane < 4; ++lane) {
+      const double product = a[k + lane] * b[k + lane];
+      sums[lane] += product;
+      sizes[lane] += std::fabs(product);
+    }
+  for (; k < count; ++k) sums[0] += a[k] * b[k], sizes[0] += std::fabs(a[k] * b[k]);
+  return {sums[0] + sums[1] + sums[2] + sums[3], sizes[0] + sizes[1] + sizes[2] + sizes[3]};
 }
 
 struct Variant {
@@ -115,7 +144,7 @@ void check_product(const Case& c, int tokens, Isa isa, int parts, const Variant&
   double worst = 0;
   for (int t = 0; t < tokens; ++t) {
     const float* row = &x[static_cast<size_t>((variant.rows ? rows[static_cast<size_t>(t)] : t) * stride)];
-    const std::vector<double> bytes = as_bytes(row, shape.cols);
+    const std::vector<double> operands = as_operands(kernels.operands, row, shape.cols);
     for (int64_t r = 0; r < out_stride; ++r) {
       const auto at = static_cast<size_t>(t * out_stride + r);
       if (at >= out.size()) break;
@@ -123,16 +152,8 @@ void check_product(const Case& c, int tokens, Isa isa, int parts, const Variant&
         CHECK(out[at] == before[at]);
         continue;
       }
-      const float* w = &c.weights[static_cast<size_t>(r * shape.cols)];
-      double sum = 0, size = 0;
-      for (int64_t k = 0; k < shape.cols; ++k) {
-        double product = static_cast<double>(row[k]) * w[k];
-        if (kernels.operands == LargeKernels::Operands::pairs)
-          product = static_cast<double>(rounded(row[k])) * rounded(w[k]);
-        if (kernels.operands == LargeKernels::Operands::bytes) product = bytes[static_cast<size_t>(k)] * w[k];
-        sum += product;
-        size += std::fabs(product);
-      }
+      const std::vector<double>& weights = kernels.operands == LargeKernels::Operands::pairs ? c.in_bf16 : c.weights;
+      auto [sum, size] = dot(operands.data(), &weights[static_cast<size_t>(r * shape.cols)], shape.cols);
       if (variant.bias) sum += bias[static_cast<size_t>(r)], size += std::fabs(bias[static_cast<size_t>(r)]);
       sum *= variant.scale;
       size *= std::fabs(variant.scale);

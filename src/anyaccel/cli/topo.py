@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from typing import Any
 
@@ -13,8 +12,8 @@ from anyaccel.cli._binding import add_binding_options, binding_options
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.launch.options import LaunchOptions
-from anyaccel.launch.plan import LaunchPlan, RankBinding
-from anyaccel.launch.planning import plan_here
+from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
+from anyaccel.launch.planning import make_plan
 from anyaccel.outside import create_file
 from anyaccel.report.topo import Share, short_list, to_dict
 from anyaccel.report.topo_text import plain, render
@@ -88,7 +87,7 @@ def _plan(arguments: argparse.Namespace, machine: Machine, root: str | None) -> 
     options = LaunchOptions(script, num_accelerators=arguments.num_accelerators, **given)
     if options == LaunchOptions(script):
         return None
-    return plan_here(options, machine, master_port=1, environ=os.environ, root=root or "")
+    return make_plan(options, machine, place=Place(), root=root or "")
 
 
 def _memory(binding: RankBinding) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anyaccel.comm.dtypes import CODES, OP_NAMES, SUM, code_of, op_code
-from anyaccel.comm.python_group import Disagreement
+from anyaccel.comm.python_operations import Disagreement
 
 _OPERATIONS = ("barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
 LENGTH = 5

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, distributed_c10d
 
 from anyaccel import _native
-from anyaccel.comm import shm, symmetric
+from anyaccel.comm import events, shm, symmetric
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import code_of, op_code
+from anyaccel.comm.hierarchy import HierarchicalGroup
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.comm.tensors import Values, values
 from anyaccel.errors import AnyAccelError, CommError, UsageError
@@ -205,7 +206,9 @@ inference_all_reduce, all_reduce_add_rms_norm = _native.make_fast(
     vars(distributed_c10d._world) if "_default_pg" in vars(distributed_c10d._world) else vars(distributed_c10d),
     torch.Tensor,
     torch.nn.Parameter,
-    [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX],
+    _OPS := [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX],
+    [hash(ReduceOp(op)) for op in _OPS],
+    events.WATCHERS,
 )
 
 
@@ -256,7 +259,7 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
         UsageError: the group's backend has no such barrier.
     """
     world = _group(group)
-    if isinstance(world, ShmProcessGroup):
+    if isinstance(world, (ShmProcessGroup, HierarchicalGroup)):
         world.monitored_barrier(timeout)
         return
     through = _through(world)

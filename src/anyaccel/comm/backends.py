@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from anyaccel.comm import shm
+from anyaccel.comm import hierarchy, shm
 
 
 def create_shm(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
@@ -24,10 +24,7 @@ def create_shm(store: Store, rank: int, size: int, timeout: timedelta) -> dist.P
     group, hosts = shm.try_local(store, rank, size, timeout)
     if group is not None:
         return group
-    from anyaccel.comm import hierarchy
-
-    made: dist.ProcessGroup = hierarchy.create(store, rank, size, timeout, hosts)
-    return made
+    return hierarchy.create(store, rank, size, timeout, hosts, shm.create_local)
 
 
 def create_ccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

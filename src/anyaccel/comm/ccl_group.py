@@ -13,8 +13,9 @@ import torch
 from torch.distributed import ReduceOp
 
 from anyaccel.comm import ccl
-from anyaccel.comm.python_group import PythonGroup, Wait, divide_by
+from anyaccel.comm.python_group import PythonGroup, divide_by
 from anyaccel.comm.python_messages import Message
+from anyaccel.comm.python_operations import Wait
 from anyaccel.errors import CommError, CommTimeoutError, UsageError
 
 # Codes of oneapi/ccl/types.hpp.
@@ -368,7 +369,7 @@ class CclGroup(PythonGroup):
     def abort(self) -> None:
         """End it with an error for whoever waits here."""
         self._broken = self._broken or "it was aborted"
-        self._line.close()
+        self._executor.close()
 
 
 def _done() -> None:

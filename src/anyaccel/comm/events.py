@@ -51,6 +51,8 @@ def recorded(backend: str, name: str, tensors: Sequence[torch.Tensor], run: Run)
 
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+# What each tells whether somebody wants to see the operations of this thread.
+WATCHERS: list[Callable[[], object]] = [wanted, _modes]
 
 
 class _Operation:

@@ -25,27 +25,32 @@ from anyaccel import env
 from anyaccel.comm import agreement
 from anyaccel.comm.between_hosts import OPS, HostMessage, as_bytes, narrowed, reduce_hosts, widened
 from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
-from anyaccel.comm.python_group import PythonGroup, Wait
+from anyaccel.comm.python_group import PythonGroup
 from anyaccel.comm.python_messages import Message
+from anyaccel.comm.python_operations import Wait
 from anyaccel.comm.tensors import same_dtype
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 
 logger = logging.getLogger(__name__)
 
+CreateLocal = Callable[[Store, int, int, timedelta], Any]
 
-def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[str]) -> HierarchicalGroup:
+
+def create(
+    store: Store, rank: int, size: int, timeout: timedelta, hosts: list[str], create_local: CreateLocal
+) -> HierarchicalGroup:
     """A group of ranks on several hosts; `hosts` has each rank's host, as the ranks have told each other. Collective.
+
+    `create_local` makes the group of the ranks of this host, given a store, this rank, their number and the timeout.
 
     Raises:
         CommError: the ranks of a host cannot share memory, or the hosts cannot reach each other.
     """
-    from anyaccel.comm import shm
-
     # In the order in which hosts first appear; the same on all ranks.
     members = {host: [peer for peer in range(size) if hosts[peer] == host] for host in dict.fromkeys(hosts)}
     own = members[hosts[rank]]
     number = list(members).index(hosts[rank])
-    local = shm.create_local(PrefixStore(f"host{number}", store), own.index(rank), len(own), timeout)
+    local = create_local(PrefixStore(f"host{number}", store), own.index(rank), len(own), timeout)
     local.is_part = True
     between = env.ANYACCEL_BETWEEN_HOSTS.get()
     flat = _second(between, PrefixStore("flat", store), rank, size, timeout)
@@ -90,7 +95,7 @@ class HierarchicalGroup(PythonGroup):
         self._agree("all_reduce", tensor.dtype, tensor.numel(), op)
         if tensor.numel():
             self._reduce_to_leaders(tensor, low, op_code(op))
-            self._tell(tensor)
+            self._broadcast_here(tensor)
         return _done
 
     def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
@@ -99,21 +104,21 @@ class HierarchicalGroup(PythonGroup):
         if tensor.numel():
             self._reduce_to_leaders(tensor, low, op_code(op))
             if root in self._here:
-                self._tell(tensor)
+                self._broadcast_here(tensor)
         return _done
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
         self._agree("broadcast", tensor.dtype, tensor.numel(), root=root)
         if tensor.numel():
             if root in self._here and root != self._here[0]:
-                self._tell(tensor, self._here.index(root))
+                self._broadcast_here(tensor, self._here.index(root))
             if self.leaders is not None:
                 source = next(number for number, members in enumerate(self.hosts) if root in members)
                 options = dist.BroadcastOptions()
                 options.rootRank = source
                 self._finish(self.leaders.broadcast([as_bytes(tensor)], options))
             if root not in self._here or root == self._here[0]:
-                self._tell(tensor)
+                self._broadcast_here(tensor)
         return _done
 
     def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
@@ -134,7 +139,7 @@ class HierarchicalGroup(PythonGroup):
             piece = torch.zeros(max(totals), dtype=torch.uint8)
             torch.cat(here, out=piece[: sum(part.numel() for part in here)])
             self._finish(self.leaders.allgather([list(whole.unbind())], [piece]))
-        self._tell(whole)
+        self._broadcast_here(whole)
         for members, piece in zip(self.hosts, whole, strict=True):
             begin = 0
             for rank in members:
@@ -153,7 +158,7 @@ class HierarchicalGroup(PythonGroup):
         self._agree("reduce_scatter", output.dtype, sum(counts), op)
         if joined.numel():
             self._reduce_to_leaders(joined, low, op_code(op))
-            self._tell(joined)
+            self._broadcast_here(joined)
             begin = sum(counts[: self._rank])
             as_bytes(output).copy_(as_bytes(joined[begin : begin + output.numel()]))
         return _done
@@ -267,7 +272,7 @@ class HierarchicalGroup(PythonGroup):
         else:
             given.copy_(wide)  # shares the tensor's memory
 
-    def _tell(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def _broadcast_here(self, tensor: torch.Tensor, source: int = 0) -> None:
         """From one rank of this host to the others."""
         if len(self._here) > 1:
             options = dist.BroadcastOptions()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 
 from anyaccel import _native
 from anyaccel.comm.dtypes import code_of
-from anyaccel.comm.line import EXIT_SECONDS, at_exit
+from anyaccel.comm.executor import EXIT_SECONDS, at_exit
 from anyaccel.comm.tensors import Target, values
 from anyaccel.comm.work import ShmWork
 
@@ -35,22 +36,24 @@ class MessageWork(ShmWork):
         super().__init__([tensor])
         self._native, self._message, self._store = native, message, store
         self._memory = memory  # stays until the message is done
-        self._turn = threading.Lock()
+        self._open = [None]  # taken by the one who finishes it
 
     def settle(self) -> bool:
         """Finish the work when the message is done; whether it is."""
         if not self._message.done:
             return False
-        with self._turn:
-            if not self._finished:
-                error: BaseException | None = None
-                try:
-                    self._native.wait(self._message)
-                    self._store()
-                except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
-                    error = problem
-                self.source = self._message.peer
-                self.finish(error)
+        try:
+            self._open.pop()
+        except IndexError:  # somebody else does, or a callback asks
+            return self._finished
+        error: BaseException | None = None
+        try:
+            self._native.wait(self._message)
+            self._store()
+        except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
+            error = problem
+        self.source = self._message.peer
+        self.finish(error)
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -78,6 +81,7 @@ class Mail:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._process = os.getpid()
         at_exit(self)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork:
@@ -111,11 +115,15 @@ class Mail:
                     self._changed.wait()
                 if self._closed:
                     return
+                works = list(self._works)
             time.sleep(_HEAD_START_SECONDS)
+            # Not inside: callbacks are called, which may wait for what another thread is to post.
+            over = {id(work) for work in works if work.settle()}
             with self._changed:
-                self._works = [work for work in self._works if not work.settle()]
+                self._works = [work for work in self._works if id(work) not in over]
                 if not self._works:
                     continue
+            del works
             self._native.pump(_PUMP_SECONDS)
 
     def end(self) -> None:
@@ -129,6 +137,8 @@ class Mail:
 
     def close(self) -> None:
         """End the thread; what is under way is given up."""
+        if os.getpid() != self._process:
+            return  # the thread is the parent's
         with self._changed:
             self._closed = True
             self._works.clear()

@@ -20,11 +20,11 @@ from anyaccel import _native
 from anyaccel.comm import events, log
 from anyaccel.comm.collectives import Collectives
 from anyaccel.comm.dtypes import op_code
-from anyaccel.comm.line import Line
+from anyaccel.comm.executor import Executor
 from anyaccel.comm.messages import ANY, Mail, MessageWork
 from anyaccel.comm.tensors import bare_each
 from anyaccel.comm.torch_backend import TorchGroup
-from anyaccel.comm.work import JoinedWork, ShmWork, register
+from anyaccel.comm.work import DoneWork, JoinedWork, register
 
 
 class _Synchronous:
@@ -47,10 +47,10 @@ def _root(opts: Any) -> int:
     return int(getattr(opts, "rootRank", opts))
 
 
-def _stop(native: _native.ShmGroup, line: Line, mail: Mail) -> None:
+def _stop(native: _native.ShmGroup, executor: Executor, mail: Mail) -> None:
     native.leave()
     try:
-        line.close()
+        executor.close()
     finally:  # Ctrl-C, while that waits
         mail.close()
 
@@ -70,11 +70,12 @@ class ShmProcessGroup(TorchGroup):
         self._store = store
         self.native = native
         self.collectives = Collectives(native, rank, size)
-        self._line = Line("anyaccel-shm", native.set_waiting, native.abort, lambda: native.timeout)
+        self._executor = Executor("anyaccel-shm", native.add_waiting, native.abort, lambda: native.timeout)
         self._mail = Mail(native)
         self._batch: list[Work] | None = None  # between _start_coalescing and _end_coalescing
-        self._done = ShmWork(None, done=True)
-        self._finalizer = weakref.finalize(self, _stop, native, self._line, self._mail)
+        self._done = DoneWork()
+        log.active()  # turns the native calls off where all is to be recorded
+        self._finalizer = weakref.finalize(self, _stop, native, self._executor, self._mail)
         # A daemon thread that is inside native code when the interpreter ends is no harm.
         self._finalizer.atexit = False
 
@@ -89,9 +90,9 @@ class ShmProcessGroup(TorchGroup):
         self._sequence += 1
         if events.wanted() and not self.is_part:
             run = events.recorded("shm", name, tensors, run)
-        queued = self._batch is not None or self._line.waiting
+        queued = self._batch is not None or self._executor.waiting
         if getattr(options, "asyncOp", True) or queued:
-            work = self._line.submit(run, outputs)
+            work = self._executor.submit(run, outputs)
             register(work, outputs)
             if self._batch is not None:
                 self._batch.append(work)
@@ -112,29 +113,28 @@ class ShmProcessGroup(TorchGroup):
         return timed
 
     def _start_coalescing(self, device: torch.device) -> None:
+        if self._batch is None:
+            self.native.add_waiting(1)  # nothing is done right away until the end
         self._batch = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
+        if self._batch is not None:
+            self.native.add_waiting(-1)
         works, self._batch = self._batch or [], None
         return JoinedWork(works)
 
     # --- collectives
 
-    @events.counted("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """All-reduce in place; `opts` may be an operation."""
-        tensors, op = _list(tensors), _op(opts)
-        if (
-            len(tensors) == 1
-            and not getattr(opts, "asyncOp", True)
-            and self._batch is None
-            and not events.wanted()
-            and not log.active()
-            and _native.all_reduce_plain(self.native, tensors[0], op)
-        ):
+        if _native.all_reduce_call(self.native, tensors, opts):  # a synchronous call with a plain tensor
             self._sequence += 1
             return self._done
-        tensors = bare_each(tensors)
+        return self._allreduce(tensors, opts)
+
+    @events.counted("allreduce_")
+    def _allreduce(self, tensors: Any, opts: Any) -> Work:
+        tensors, op = bare_each(_list(tensors)), _op(opts)
 
         def run() -> None:
             for tensor in tensors:
@@ -148,7 +148,7 @@ class ShmProcessGroup(TorchGroup):
     @events.counted("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
         """All-reduce of several tensors in place."""
-        return self.allreduce(tensors, opts)
+        return self._allreduce(tensors, opts)
 
     @events.counted("reduce_")
     def reduce(self, tensors: Any, opts: Any) -> Work:
@@ -298,8 +298,8 @@ class ShmProcessGroup(TorchGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names the ranks that did not come; `wait_all_ranks` is always so."""
         seconds = 0.0 if timeout is None else timeout.total_seconds()
-        if self._line.waiting:
-            self._line.submit(lambda: self.native.barrier(max(seconds, 0.0)), []).wait()
+        if self._executor.waiting:
+            self._executor.submit(lambda: self.native.barrier(max(seconds, 0.0)), []).wait()
         else:
             self.native.barrier(max(seconds, 0.0))
 
@@ -367,5 +367,5 @@ class ShmProcessGroup(TorchGroup):
 
     def shutdown(self) -> None:
         """Leave the group when what was asked for is done; peers that still wait for this rank get an error."""
-        self._line.close(None)  # each operation has a deadline
+        self._executor.close(None)  # each operation has a deadline
         self._finalizer()

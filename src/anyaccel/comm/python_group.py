@@ -3,8 +3,8 @@
 # torch's stubs have overloads for calls that reach no subclass, and know one constructor.
 """Base of process groups written in Python: torch's calls, brought down to a few operations on dense tensors.
 
-A subclass gives `start_...` for each of them: started when it is called, waited for by calling what it returns.
-`torch.distributed` calls the methods here by name, and its C++ side some of them through a trampoline.
+A subclass gives those of python_operations.py. `torch.distributed` calls the methods here by name, and its C++ side
+some of them through a trampoline.
 """
 
 from __future__ import annotations
@@ -22,31 +22,24 @@ from torch.distributed import ReduceOp, Work
 
 from anyaccel.comm import events, log, sparse
 from anyaccel.comm.dtypes import op_code
-from anyaccel.comm.line import Line
-from anyaccel.comm.python_messages import Message, MessageWork
+from anyaccel.comm.executor import Executor
+from anyaccel.comm.python_messages import MessageWork
+from anyaccel.comm.python_operations import Disagreement, Operations, Wait
 from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
-from anyaccel.comm.torch_backend import TorchGroup
 from anyaccel.comm.work import JoinedWork, ShmWork, register
-from anyaccel.errors import AnyAccelError, CommError, UsageError
+from anyaccel.errors import AnyAccelError, UsageError
 
-Wait = Callable[[], None]
 Start = Callable[[], Wait]
 
 
-class Disagreement(CommError):
-    """Ranks have called different things, and all of them have been told: nobody waits, and the group works on."""
-
-
-class PythonGroup(TorchGroup):
+class PythonGroup(Operations):
     """A process group of CPU tensors.
 
     Attributes:
-        NAME: of the backend.
         STARTS_AT_ONCE: operations may be started while earlier ones are under way; otherwise each is started when the
             one before it is complete.
     """
 
-    NAME = ""
     STARTS_AT_ONCE = False
 
     def __init__(self, rank: int, size: int, timeout: timedelta) -> None:
@@ -63,53 +56,8 @@ class PythonGroup(TorchGroup):
             group = own()
             return math.inf if group is None else group.timeout.total_seconds()
 
-        self._line = Line(f"anyaccel-{self.NAME}-{rank}", give_up=give_up, timeout=patience)
+        self._executor = Executor(f"anyaccel-{self.NAME}-{rank}", give_up=give_up, timeout=patience)
         self._coalescing: list[Work] | None = None
-
-    # What a subclass gives: dense tensors; lists have one entry a rank ---------------------------------------
-
-    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
-        raise self._lacks("all_reduce")
-
-    def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
-        """In place on `root`; elsewhere `tensor` may be used as space."""
-        raise self._lacks("reduce")
-
-    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
-        raise self._lacks("broadcast")
-
-    def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
-        """Sizes may differ from rank to rank."""
-        raise self._lacks("all_gather")
-
-    def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
-        raise self._lacks("reduce_scatter")
-
-    def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
-        """Sizes may differ from pair to pair."""
-        raise self._lacks("all_to_all")
-
-    def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Wait:
-        raise self._lacks("gather")
-
-    def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
-        raise self._lacks("scatter")
-
-    def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        raise self._lacks("send")
-
-    def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        """From any rank when `peer` is None."""
-        raise self._lacks("recv")
-
-    def start_barrier(self) -> Wait:
-        raise self._lacks("barrier")
-
-    def failed(self) -> None:
-        """Told when an operation has failed."""
-
-    def _lacks(self, what: str) -> UsageError:
-        return UsageError(f"backend {self.NAME} has no {what}; use a group of backend shm or gloo for it")
 
     # How it is carried out -----------------------------------------------------------------------------------
 
@@ -147,8 +95,8 @@ class PythonGroup(TorchGroup):
                 log.record(name, size, time.perf_counter() - begin, self)
 
         run = events.recorded(self.NAME, name, given, run)
-        if asynchronous or self._line.waiting:
-            work = self._line.submit(run, outputs)
+        if asynchronous or self._executor.waiting:
+            work = self._executor.submit(run, outputs)
             register(work, outputs)
             if self._coalescing is not None:
                 self._coalescing.append(work)
@@ -384,7 +332,7 @@ class PythonGroup(TorchGroup):
         self.set_timeout(timeout)
 
     def shutdown(self) -> None:
-        self._line.close(None)  # each operation has a deadline
+        self._executor.close(None)  # each operation has a deadline
 
 
 def divide_by(total: torch.Tensor, count: int) -> None:

@@ -27,7 +27,7 @@ _numbers: WeakKeyDictionary[_native.ShmGroup, itertools.count[int]] = WeakKeyDic
 _kinds: WeakKeyDictionary[_native.ShmGroup, tuple[str, ...]] = WeakKeyDictionary()
 
 
-def _tell(through: Collectives, text: str) -> list[str]:
+def _texts_of_all(through: Collectives, text: str) -> list[str]:
     """Every rank's text, in rank order."""
     own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
     data = text.encode()[: _TEXT_BYTES - 1]
@@ -57,7 +57,7 @@ def _mapped(through: Collectives, size: int) -> tuple[_native.ShmSegment, list[_
             name = own.name
         except OSError as problem:
             error = str(problem)
-        told = [json.loads(text) for text in _tell(through, json.dumps([name, size, error[:300]]))]
+        told = [json.loads(text) for text in _texts_of_all(through, json.dumps([name, size, error[:300]]))]
         wanted = sorted({peer_size for _, peer_size, _ in told})
         if len(wanted) > 1:
             raise CommError(f"the ranks asked for symmetric tensors of different sizes: {wanted} bytes")
@@ -69,7 +69,7 @@ def _mapped(through: Collectives, size: int) -> tuple[_native.ShmSegment, list[_
                     segments.append(own if rank == through.rank else _native.ShmSegment.open(peer_name, size))
             except OSError as problem:
                 error = f"{problem} (of rank {len(segments)})"
-        closed = [f"rank {r}: {text}" for r, text in enumerate(_tell(through, error[:500])) if text]
+        closed = [f"rank {r}: {text}" for r, text in enumerate(_texts_of_all(through, error[:500])) if text]
         if own is not None and not lacking and not closed:
             own.unlink()
             _kinds[through.native] = (kind,)

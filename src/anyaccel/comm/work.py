@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import Work
 from torch.futures import Future
 
-from anyaccel.errors import CommTimeoutError
+from anyaccel.errors import CommError, CommTimeoutError
 
 # The C++ hook FP16_COMPRESS of DistributedDataParallel asks the future of a reduction of halves for a list of tensors;
 # a future made in Python has a Python object. TorchScript's are typed, but are completed by torch's small pool of
@@ -51,6 +51,18 @@ class _Result(Future[Any]):
     def __init__(self, work: ShmWork) -> None:
         super().__init__()
         self._work = weakref.ref(work)
+        self._incomplete = [None]
+
+    def complete(self, outputs: Any, error: BaseException | None) -> None:
+        """Give it its value, and call the callbacks; does nothing the second time."""
+        try:
+            self._incomplete.pop()
+        except IndexError:
+            return
+        if error is None:
+            self.set_result(outputs)
+        else:
+            self.set_exception(error if isinstance(error, Exception) else CommError(repr(error)))
 
     def wait(self) -> Any:
         """Wait for what the operation gives."""
@@ -65,70 +77,65 @@ class ShmWork(Work):
     """One operation: waited for, or followed through its future.
 
     `outputs` is what the future gives: the tensors that the operation writes.
+
+    There is no lock, for the executor's reason. Who looks for the end first says that it does, then looks whether that
+    has come; who ends it says so first, then looks for the others.
     """
 
     def __init__(self, outputs: Any, done: bool = False) -> None:
         super().__init__()
         self._outputs = outputs
-        self._lock = threading.Lock()
-        self._event: threading.Event | None = None
         self._finished = done
         self._error: BaseException | None = None
-        self._future: Future[Any] | None = None  # completed by `finish`
-        self._result: Future[Any] | None = None  # what `get_future` gives
-        self._then: Callable[[], None] | None = None
-        self._resumed: list[Any] = []
+        self._waiters: list[threading.Event] = []
+        self._then: list[Callable[[], None]] = []
+        self.resumed: list[Any] = []  # the executor's: what goes on when it has ended
         # Told that the calling thread is about to wait for it.
         self.waited_for: Callable[[ShmWork], None] | None = None
         self.source = -1  # of a message
 
+    # Set once by `get_future`: what `end` completes, and what is given to the caller.
+    _future: _Result | None = None
+    _result: Future[Any] | None = None
+
     def finish(self, error: BaseException | None = None) -> None:
-        """Told by whoever carries the operation out. Callbacks of the future are called here."""
-        tell, _ = self.end(error)
-        if tell is not None:
-            tell()
+        """Told by whoever carries the operation out, once. Callbacks of the future are called here."""
+        complete, _ = self.end(error)
+        if complete is not None:
+            complete()
 
     def end(
         self, error: BaseException | None = None, nobody_follows: Callable[[], None] | None = None
-    ) -> tuple[Callable[[], None] | None, list[Any]]:
-        """As `finish`, but callbacks are called by calling the first result; None when there is nobody to tell.
+    ) -> tuple[Callable[[], None] | None, bool]:
+        """As `finish`, but callbacks are called by calling the first result; None when there are none.
 
-        The second has what `resume` was given. Where both are empty, `nobody_follows` is called before anybody sees
-        that it has ended.
+        Where there are neither callbacks nor `resumed`, `nobody_follows` is called before anybody sees that it has
+        ended; the second result tells whether it was.
         """
-        with self._lock:
-            resumed = self._resumed
-            if self._future is None and not resumed and nobody_follows is not None:
-                nobody_follows()
-            self._error = error
-            self._finished = True
-            event, future, then = self._event, self._future, self._then
-        if then is not None:
-            then()
-        if event is not None:
-            event.set()
-        return None if future is None else functools.partial(self._tell, future), resumed
+        told = nobody_follows is not None and self._future is None and not self.resumed
+        if told and nobody_follows is not None:
+            nobody_follows()
+        self._error = error
+        self._finished = True
+        for waiter in list(self._waiters):
+            waiter.set()
+        self._call_then()
+        future = self._future
+        return None if future is None else functools.partial(future.complete, self._outputs, error), told
 
-    def resume(self, what: Any) -> bool:
-        """Have `end` give this; False where it has ended."""
-        with self._lock:
-            if not self._finished:
-                self._resumed.append(what)
-            return not self._finished
-
-    def _tell(self, future: Future[Any]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self._outputs)
+    def _call_then(self) -> None:
+        while self._then:
+            try:
+                call = self._then.pop()
+            except IndexError:  # the other side has called it
+                return
+            call()
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Have this called once it has ended."""
-        with self._lock:
-            if not self._finished:
-                self._then = call
-                return
-        call()
+        self._then.append(call)
+        if self._finished:
+            self._call_then()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end; raise what went wrong.
@@ -139,11 +146,11 @@ class ShmWork(Work):
         """
         if not self._finished:
             self.about_to_wait()
-            with self._lock:
-                event = self._event = self._event or threading.Event()
-                done: bool = self._finished  # meanwhile
+            waiter = threading.Event()
+            self._waiters.append(waiter)
+            done: bool = self._finished  # meanwhile
             seconds = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
-            if not done and not event.wait(seconds):
+            if not done and not waiter.wait(seconds):
                 raise CommTimeoutError(f"the operation was not done within the timeout of {seconds:g} s")
         if self._error is not None:
             raise self._error
@@ -183,18 +190,28 @@ class ShmWork(Work):
 
     def get_future(self) -> Future[Any]:
         """A future with the tensors that were written."""
-        with self._lock:
-            if self._result is not None:
-                return self._result
-            future: Future[Any] = _Result(self)
-            finished = self._finished
-            self._result = self._future = future
+        if self._result is None:
+            # Several threads may be here; setdefault() makes one of them the first.
+            future = vars(self).setdefault("_future", _Result(self))
+            result: Future[Any] = future
             if _are_halves(self._outputs):
-                self._result = _typed()(future.then(_ended_well), list(self._outputs))
-            result = self._result
-        if finished:
-            self._tell(future)
-        return result
+                result = _typed()(future.then(_ended_well), list(self._outputs))
+            vars(self).setdefault("_result", result)
+            if self._finished:
+                future.complete(self._outputs, self._error)
+        assert self._result is not None
+        return self._result
+
+
+class DoneWork(ShmWork):
+    """Of what was done when it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(None, done=True)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Nothing: it has ended well."""
+        return True
 
 
 def register(work: Work, outputs: Any) -> None:

@@ -106,7 +106,8 @@ def read_header(file: BinaryIO, path: str, size: int) -> Header:
         raise ModelError(f"{path}: the header is not JSON ({error}); this is no safetensors file") from None
     if not isinstance(parsed, dict):
         raise ModelError(f"{path}: the header is not a JSON object; this is no safetensors file")
-    metadata = parsed.pop("__metadata__", None) or {}
+    metadata = parsed.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelError(f"{path}: __metadata__ in the header is not a map of text to text; the file is damaged")
     for text_of in (*parsed, *metadata, *metadata.values()):
@@ -164,6 +165,9 @@ def _entry(path: str, name: str, value: object, begin: int) -> Entry:
     wanted = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != wanted:
         raise wrong(f"{offsets[1] - offsets[0]} bytes do not fit shape {shape} of {dtype_name}, which takes {wanted}")
+    # Empty, and yet torch could not count its strides.
+    if math.prod(filter(None, shape)) * dtype.itemsize > _MAX_DIMENSION:
+        raise wrong(f"shape {shape} of {dtype_name} is larger than memory can be; the file is damaged")
     return Entry(name, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 

@@ -16,7 +16,7 @@ from anyaccel.io.progress import progress_bar
 from anyaccel.ops.aio import aio_handle
 from anyaccel.ops.aio.memory import address_of, aligned_memory
 from anyaccel.ops.aio.native import cached_bytes
-from anyaccel.ops.aio.requests import Piece, check_name, copy_into
+from anyaccel.ops.aio.requests import Piece, check_name, copy_into, kind_of
 
 # As much as keeps a fast disk busy. More threads help where memory has to be copied: into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
@@ -59,8 +59,11 @@ def load(
     target = torch.device(device)
     if tensors is not None and (mmap or not torch.empty(0, device=target).is_cpu):
         raise UsageError("load(): tensors= says where the data goes; leave out device= and mmap=")
-    with Path(name).open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+    with open(name, "rb", buffering=0, opener=_open) as file:
+        status = os.fstat(file.fileno())
+        kind, size = kind_of(status.st_mode), status.st_size
+        if kind:
+            raise ModelError(f"{name} is {kind}, not a safetensors file")
         header = read_header(file, name, size)
         warm = cached_bytes(file.fileno(), size) >= _WARM * size
         if tensors is not None:
@@ -72,6 +75,10 @@ def load(
         else:
             memory, base = _read(header, name, warm, progress)
     return {entry.name: _tensor(memory, entry, base).to(target) for entry in header.entries}
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # else a FIFO waits for its writer, for ever
 
 
 def _read(header: Header, path: str, warm: bool, progress: bool | None) -> tuple[mapping.mmap, int]:

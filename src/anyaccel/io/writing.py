@@ -27,6 +27,7 @@ def save(
     """Write tensors to a safetensors file.
 
     The file is written beside, synced and renamed: at `path` is the old file or all of the new one, whatever happens.
+    So `path` is a regular file or a new name, no device or FIFO.
     Strided tensors and those of an accelerator are copied first.
 
     Args:
@@ -36,6 +37,7 @@ def save(
     Raises:
         ModelError: a value is no dense tensor, has a dtype that the format lacks, or shares memory with another.
         AioError: the file cannot be written, or there is no space.
+        UsageError: a device, FIFO or socket is at `path`.
     """
     for name, tensor in state_dict.items():
         _check(name, tensor)

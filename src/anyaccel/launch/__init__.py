@@ -10,9 +10,10 @@ import importlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from anyaccel.launch.launcher import check_script, launch_local, make_plan, run
+    from anyaccel.launch.launcher import check_script, launch_local, run
     from anyaccel.launch.options import LaunchOptions
     from anyaccel.launch.plan import LaunchPlan, RankBinding
+    from anyaccel.launch.planning import make_plan
 
 _LAZY = {
     "LaunchOptions": "anyaccel.launch.options",
@@ -20,7 +21,7 @@ _LAZY = {
     "RankBinding": "anyaccel.launch.plan",
     "check_script": "anyaccel.launch.launcher",
     "launch_local": "anyaccel.launch.launcher",
-    "make_plan": "anyaccel.launch.launcher",
+    "make_plan": "anyaccel.launch.planning",
     "run": "anyaccel.launch.launcher",
 }
 

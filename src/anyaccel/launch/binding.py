@@ -158,23 +158,15 @@ def reserve_cores(machine: Machine, count: int) -> tuple[dict[int, tuple[Cpu, ..
     return kept, tuple(cpu.id for cpu in machine.cores() if cpu.id not in left)
 
 
-def spread_cores(machine: Machine, ranks: int) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+def _spread(machine: Machine, by_node: Mapping[int, Sequence[Cpu]], ranks: int) -> list[list[Cpu]]:
     """Give each rank the same number of physical cores, ranks spread over NUMA nodes and no rank across two.
 
     Only where no node has a rank's share of all cores (fewer ranks than nodes, mostly) may a rank have cores
     of several nodes, and even then not when staying inside costs it at most a quarter of its share.
 
-    Returns:
-        One logical CPU per core for each rank, and the cores that nobody got.
-
     Raises:
         UsageError: there are more ranks than cores.
     """
-    found = bind_ranks(BindingOptions(bind_cores=True), machine, ranks)
-    return [share.cores for share in found.ranks], found.left_over
-
-
-def _spread(machine: Machine, by_node: Mapping[int, Sequence[Cpu]], ranks: int) -> list[list[Cpu]]:
     nodes = list(by_node.values())
     total = sum(map(len, nodes))
     share = total // ranks

@@ -21,12 +21,13 @@ from anyaccel.launch.forward import forwarded_environment
 from anyaccel.launch.front import Front, start_agents
 from anyaccel.launch.hostfile import read_hostfile, select_hosts
 from anyaccel.launch.job import ClusterJob, Host
-from anyaccel.launch.launcher import current_folder, free_port, say_warnings
+from anyaccel.launch.launcher import current_folder, say_warnings
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
 from anyaccel.launch.machines import names_of_this_machine
 from anyaccel.launch.options import DEFAULT_HOSTFILE, LaunchOptions
 from anyaccel.launch.output import DEBUG, LEVELS, WARNING, Output
+from anyaccel.launch.planning import free_port
 from anyaccel.launch.runners import Runner, absolute_paths, find_runner, require_program, ssh
 from anyaccel.launch.signals import stop_signals
 from anyaccel.launch.supervise import supervise

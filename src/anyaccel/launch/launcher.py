@@ -6,97 +6,19 @@
 
 from __future__ import annotations
 
-import _socket  # socket.py brings selectors and enums that a launch has no use for: 6 ms
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 
 from anyaccel.errors import ProgramNotFoundError, ProgramNotRunnableError, UsageError
 from anyaccel.launch.command import worker_command
-from anyaccel.launch.counts import brief
 from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, LaunchOptions
 from anyaccel.launch.output import LEVELS, WARNING, Output, OutputOptions
-from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
-from anyaccel.launch.planning import plan_here
+from anyaccel.launch.plan import LaunchPlan, RankBinding
+from anyaccel.launch.planning import make_plan
 from anyaccel.launch.streams import prepare_log_dir
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.worker import Worker
-from anyaccel.topology import Machine, read_machine
-
-
-def free_port(wanted: int | None = None) -> int:
-    """A TCP port that nobody listens on: `wanted`, or one that the kernel picks.
-
-    The port is bound on all addresses, as rank 0 will do it, but never listened on.
-
-    Raises:
-        UsageError: `wanted` is in use, or not allowed.
-    """
-    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
-    try:
-        # Connections of an earlier job that wait for their time-out do not hinder the next listener.
-        probe.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
-        probe.bind(("", wanted or 0))
-        port: int = probe.getsockname()[1]
-    except OSError as error:
-        raise UsageError(
-            f"--master_port {wanted} cannot be used: {error.strerror}; choose another, or leave it out"
-        ) from None
-    finally:
-        probe.close()
-    return port
-
-
-def check_address(address: str) -> None:
-    """Raise UsageError where no name service here knows `address`: workers would wait for rank 0 for minutes."""
-    try:
-        _socket.getaddrinfo(address, None)
-    except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise UsageError(
-            f"--master_addr {brief(address)} leads to no address on {os.uname().nodename}: {why}; "
-            "give the address of rank 0's host, or a name of it that every host knows"
-        ) from None
-
-
-def make_plan(
-    options: LaunchOptions,
-    machine: Machine | None = None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    extra_env: Mapping[str, str] | None = None,
-    place: Place | None = None,
-    device_ids: Sequence[int] | None = None,
-    all_device_ids: Sequence[int] | None = None,
-) -> LaunchPlan:
-    """The plan for `options` on this machine. Starts nothing.
-
-    Args:
-        machine: what to plan for; read from this machine when left out.
-        environ: the environment that the workers will inherit; `os.environ` when left out.
-        extra_env: more variables for every worker. Those of the plan itself win.
-        place: where the ranks of this machine stand in the whole job; when left out, they are all.
-        device_ids: the devices of this machine that take part; when left out, the first ones.
-        all_device_ids: those of all workers of this machine, where the job has it under several names.
-
-    Raises:
-        UsageError: what is asked for cannot be had on this machine.
-    """
-    machine = machine or read_machine()
-    environ = os.environ if environ is None else environ
-    if options.master_addr is not None:
-        check_address(options.master_addr)
-    return plan_here(
-        options,
-        machine,
-        # On one of several hosts whoever leads the job has asked for it.
-        master_port=free_port(options.master_port) if place is None else options.master_port or 0,
-        environ=environ,
-        extra_env=extra_env,
-        place=place,
-        device_ids=device_ids,
-        all_device_ids=all_device_ids,
-    )
 
 
 def launch_local(

@@ -22,10 +22,11 @@ from anyaccel.launch import channel
 from anyaccel.launch.channel import encode_frame, read_line
 from anyaccel.launch.contract import Link
 from anyaccel.launch.failure import Report
-from anyaccel.launch.launcher import free_port, say_warnings
+from anyaccel.launch.launcher import say_warnings
 from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
 from anyaccel.launch.output import LEVELS, Output
 from anyaccel.launch.plan import LaunchPlan
+from anyaccel.launch.planning import free_port
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.task import Task
 

@@ -52,6 +52,8 @@ class Place:
         nodes: number of machines.
         ahead, behind: number of workers that other names of this machine have, before and after these; cores are
             divided among all of them.
+        devices: numbers of the visible devices that take part, one worker each; None for the first ones.
+        all_devices: those of the workers under all names of this machine; None where it has no other name.
     """
 
     first_rank: int = 0
@@ -60,6 +62,26 @@ class Place:
     nodes: int = 1
     ahead: int = 0
     behind: int = 0
+    devices: tuple[int, ...] | None = None
+    all_devices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Equipment:
+    """What this machine has for the workers of a plan.
+
+    Attributes:
+        devices: number of devices, which is that of the workers where nobody says another.
+        device_nodes: NUMA node of the device of each worker, None where unknown; empty without devices.
+        device_variable: variable that says which devices a process sees. Each worker sees all that take part and takes
+            that of its LOCAL_RANK; "" where there is none.
+        allocator: path of the library to preload; "" for none.
+    """
+
+    devices: int = 1
+    device_nodes: tuple[int | None, ...] = ()
+    device_variable: str = ""
+    allocator: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,45 +180,36 @@ def describe(binding: RankBinding) -> str:
 def build_plan(
     options: LaunchOptions,
     machine: Machine,
+    equipment: Equipment,
     *,
-    devices: int,
     master_port: int,
     environ: Mapping[str, str],
     extra_env: Mapping[str, str] | None = None,
     place: Place = Place(),
-    device_ids: Sequence[int] | None = None,
-    device_nodes: Sequence[int | None] = (),
-    device_variable: str = "",
-    allocator: str = "",
 ) -> LaunchPlan:
-    """The plan for `options` on `machine`.
+    """The plan for `options` on `machine`, which has `equipment`.
 
     Args:
-        devices: number of workers when neither the options nor `device_ids` say.
         master_port: port of rank 0 when the options do not say.
         environ: the launcher's environment; what the user set there is kept.
         extra_env: more variables for every worker.
         place: where the workers of this machine stand in the whole job.
-        device_ids: numbers of the visible devices that take part, one worker each; None for the first ones.
-        device_nodes: NUMA node of the device of each worker of this machine, None where unknown; empty without devices.
-        device_variable: variable that is set to `device_ids`: each worker sees all of them and takes that of its
-            LOCAL_RANK; "" where there is none.
-        allocator: path of the library to preload; "" for none.
 
     Raises:
         UsageError: the cores cannot be divided as asked; with strict options, anything that is a warning otherwise.
     """
-    ranks = options.num_accelerators or (len(device_ids) if device_ids is not None else devices)
+    chosen, variable = place.devices, equipment.device_variable
+    ranks = options.num_accelerators or (equipment.devices if chosen is None else len(chosen))
     inherited = {**environ, **(extra_env or {})}
-    shares = bind_ranks(options, machine, place.ahead + ranks + place.behind, device_nodes)
-    variables, notes, warnings = rank_environments(options, machine, shares, inherited, allocator)
+    shares = bind_ranks(options, machine, place.ahead + ranks + place.behind, equipment.device_nodes)
+    variables, notes, warnings = rank_environments(options, machine, shares, inherited, equipment.allocator)
     own = slice(place.ahead, place.ahead + ranks)
     variables = variables[own]
-    if device_ids is not None and device_variable:
-        visible = narrow_devices(device_variable, inherited, device_ids)
-        variables = [{**env, device_variable: visible} for env in variables]
-        if inherited.get(device_variable, visible) != visible:
-            notes.append(f"{device_variable}={inherited[device_variable]} becomes {visible} for the slots chosen")
+    if chosen is not None and variable:
+        visible = narrow_devices(variable, inherited, chosen)
+        variables = [{**env, variable: visible} for env in variables]
+        if inherited.get(variable, visible) != visible:
+            notes.append(f"{variable}={inherited[variable]} becomes {visible} for the slots chosen")
     check_strict(options, warnings)
 
     world_size = ranks if place.world_size is None else place.world_size

@@ -3,49 +3,89 @@
 
 from __future__ import annotations
 
+import _socket  # socket.py brings selectors and enums that a launch has no use for: 6 ms
+import os
 from collections.abc import Mapping, Sequence
 
+from anyaccel.errors import UsageError
+from anyaccel.launch.counts import brief
 from anyaccel.launch.devices import count_devices, device_nodes, find_devices
 from anyaccel.launch.options import BindingOptions, LaunchOptions
-from anyaccel.launch.plan import LaunchPlan, Place, build_plan
-from anyaccel.topology import Machine
+from anyaccel.launch.plan import Equipment, LaunchPlan, Place, build_plan
+from anyaccel.topology import Machine, read_machine
 
 
-def plan_here(
+def make_plan(
     options: LaunchOptions,
-    machine: Machine,
+    machine: Machine | None = None,
     *,
-    master_port: int,
-    environ: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
     extra_env: Mapping[str, str] | None = None,
     place: Place | None = None,
-    device_ids: Sequence[int] | None = None,
-    all_device_ids: Sequence[int] | None = None,
     root: str = "",
 ) -> LaunchPlan:
-    """`build_plan` with the devices, their NUMA nodes and the allocator that this machine has.
+    """The plan for `options` on this machine. Starts nothing.
 
     Args:
-        all_device_ids: those of all workers of this machine, where another name of it has some; see `Place`.
+        machine: what to plan for; read from this machine when left out.
+        environ: the environment that the workers will inherit; `os.environ` when left out.
+        extra_env: more variables for every worker. Those of the plan itself win.
+        place: where the ranks of this machine stand in the whole job; when left out, they are all.
         root: folder with `sys/`, `proc/` and `dev/` of a recorded machine; "" for this one.
 
     Raises:
         UsageError: what is asked for cannot be had on this machine.
     """
-    counted = bool(options.num_accelerators) or device_ids is not None
-    return build_plan(
-        options,
-        machine,
+    machine = machine or read_machine()
+    environ = os.environ if environ is None else environ
+    if options.master_addr is not None:
+        check_address(options.master_addr)
+    # On one of several hosts whoever leads the job has asked for the port.
+    port = free_port(options.master_port) if place is None else options.master_port or 0
+    place = place or Place()
+    counted = bool(options.num_accelerators) or place.devices is not None
+    equipment = Equipment(
         devices=1 if counted else count_devices(machine, environ, root),
-        master_port=master_port,
-        environ=environ,
-        extra_env=extra_env,
-        place=place or Place(),
-        device_ids=device_ids,
-        device_nodes=nodes_of_devices(options, machine, environ, root, all_device_ids or device_ids),
-        device_variable="" if device_ids is None else find_devices(machine, environ, root).variable,
+        device_nodes=nodes_of_devices(options, machine, environ, root, place.all_devices or place.devices),
+        device_variable="" if place.devices is None else find_devices(machine, environ, root).variable,
         allocator=allocator_path(options, environ),
     )
+    return build_plan(options, machine, equipment, master_port=port, environ=environ, extra_env=extra_env, place=place)
+
+
+def free_port(wanted: int | None = None) -> int:
+    """A TCP port that nobody listens on: `wanted`, or one that the kernel picks.
+
+    The port is bound on all addresses, as rank 0 will do it, but never listened on.
+
+    Raises:
+        UsageError: `wanted` is in use, or not allowed.
+    """
+    probe = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    try:
+        # Connections of an earlier job that wait for their time-out do not hinder the next listener.
+        probe.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+        probe.bind(("", wanted or 0))
+        port: int = probe.getsockname()[1]
+    except OSError as error:
+        raise UsageError(
+            f"--master_port {wanted} cannot be used: {error.strerror}; choose another, or leave it out"
+        ) from None
+    finally:
+        probe.close()
+    return port
+
+
+def check_address(address: str) -> None:
+    """Raise UsageError where no name service here knows `address`: workers would wait for rank 0 for minutes."""
+    try:
+        _socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(
+            f"--master_addr {brief(address)} leads to no address on {os.uname().nodename}: {why}; "
+            "give the address of rank 0's host, or a name of it that every host knows"
+        ) from None
 
 
 def nodes_of_devices(

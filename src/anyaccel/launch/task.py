@@ -12,9 +12,10 @@ from anyaccel._version import __version__
 from anyaccel.errors import UsageError
 from anyaccel.launch.command import program, worker_command
 from anyaccel.launch.job import Host
-from anyaccel.launch.launcher import check_script, make_plan
+from anyaccel.launch.launcher import check_script
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
+from anyaccel.launch.planning import make_plan
 from anyaccel.launch.streams import prepare_log_dir
 from anyaccel.launch.worker import Worker
 
@@ -81,11 +82,14 @@ class Task:
         return sum(len(host.slots) for host in self.hosts)
 
     def place(self, node: int) -> Place:
-        """Where the ranks of a host stand among all."""
+        """Where the ranks of a host stand among all, and which devices they have."""
         first = sum(len(host.slots) for host in self.hosts[:node])
         ahead = sum(len(self.hosts[other].slots) for other in self.together if other < node)
         behind = sum(len(self.hosts[other].slots) for other in self.together if other > node)
-        return Place(first, self.world_size, node, len(self.hosts), ahead, behind)
+        slots, everybodys = self._slots(node)
+        # A selection that leaves nothing out at the beginning is what LOCAL_RANK says anyway.
+        chosen = None if slots == tuple(range(len(slots))) else slots
+        return Place(first, self.world_size, node, len(self.hosts), ahead, behind, chosen, everybodys)
 
     def node_of_rank(self, rank: int) -> int:
         """Number of the host that a rank is on."""
@@ -118,11 +122,8 @@ class Task:
         Raises:
             UsageError: what is asked for cannot be had there.
         """
-        slots, everybodys = self._slots(node)
-        # A selection that leaves nothing out at the beginning is what LOCAL_RANK says anyway.
-        chosen = None if slots == tuple(range(len(slots))) else slots
-        options = replace(self.options, num_accelerators=len(slots))
-        return make_plan(options, place=self.place(node), device_ids=chosen, all_device_ids=everybodys)
+        options = replace(self.options, num_accelerators=len(self.hosts[node].slots))
+        return make_plan(options, place=self.place(node))
 
     def _slots(self, node: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """The slots of a host as its machine counts them, and those of all hosts that are the same machine.

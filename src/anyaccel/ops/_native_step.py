@@ -80,10 +80,12 @@ class Batch:
                 check_dense(tensor)
             params, grads, moments, copies, self._written = _straightened(params, grads, moments, copies)
         self._sizes = _numbers(torch.Tensor.numel, params)
-        for others in (grads, *moments):
-            if _numbers(torch.Tensor.numel, others) != self._sizes:
-                raise UsageError("a parameter, its gradient and its optimizer state have different numbers of elements")
-        for tensors in (params, grads, *moments):
+        for others in (grads, *moments, *([] if copies is None else [_in_place_of(copies, params)])):
+            _check_sizes(params, others)
+        for others in moments[1:]:
+            _check_same_dtypes(moments[0], others)
+        _check_steps(steps, len(params))
+        for tensors in (params, grads, *moments, steps, copied):
             _check_memory(tensors)
         self._codes = _codes(params, grads, moments[0], copies)
         self._grad_dtypes = list(map(_dtype_of, grads))
@@ -187,6 +189,35 @@ def check_dense(tensor: torch.Tensor) -> None:
         )
     if not tensor.is_cpu:
         raise UsageError(f"a tensor is on {tensor.device}; this optimizer works on tensors in host memory")
+
+
+def _in_place_of(copies: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [param if copy is None else copy for copy, param in zip(copies, params, strict=True)]
+
+
+def _check_sizes(params: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    if len(others) != len(params):
+        raise UsageError(f"there are {len(params)} parameters, and {len(others)} gradients or states for them")
+    for param, other in zip(params, others, strict=True):
+        if param.numel() != other.numel():
+            raise UsageError(
+                f"a parameter of shape {tuple(param.shape)} and its gradient, optimizer state or copy of shape "
+                f"{tuple(other.shape)} have different numbers of elements"
+            )
+
+
+def _check_same_dtypes(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
+    for one, other in zip(first, second, strict=True):
+        if one.dtype != other.dtype:
+            raise UsageError(f"both moments of a parameter have one dtype, and one has {one.dtype} and {other.dtype}")
+
+
+def _check_steps(steps: Sequence[torch.Tensor], count: int) -> None:
+    if len(steps) != count:
+        raise UsageError(f"there are {count} parameters, and {len(steps)} steps")
+    for step in steps:
+        if step.dtype != torch.float32 or step.numel() != 1:
+            raise UsageError(f"a step is one number in float32, and one is {step.dtype} of shape {tuple(step.shape)}")
 
 
 def _check_memory(tensors: Iterable[torch.Tensor]) -> None:

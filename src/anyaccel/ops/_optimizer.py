@@ -7,11 +7,12 @@ import abc
 from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from operator import is_, is_not
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.ops._checks import check_complete, check_place, check_values, number_of, step_of
 from anyaccel.ops._native_step import COPIES, STATE_DTYPES, Batch, NativeStep, check_dense
 
 # State entry with the float32 parameter of a parameter in bf16 or fp16.
@@ -82,9 +83,18 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise UsageError for what the kernels cannot do."""
-        for option in ("amsgrad", "maximize"):
+        for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 raise UsageError(f"{type(self).__name__} does not have {option}: use torch.optim, or {option}=False")
+
+    def _option(self, group: dict[str, Any], name: str) -> Any:
+        """Of a group as it is now; what somebody deleted has the optimizer's default."""
+        return group[name] if name in group else self.defaults[name]
+
+    def _number(self, group: dict[str, Any], name: str) -> float:
+        """A numeric option."""
+        value = self._option(group, name)
+        return value if type(value) is float else number_of(type(self).__name__, name, value)
 
     # torch's interface --------------------------------------------------------------------------------------
 
@@ -92,8 +102,12 @@ class HostOptimizer(torch.optim.Optimizer):
         """As in torch.
 
         Raises:
-            UsageError: a parameter is not dense, in host memory and in float32, bfloat16 or float16.
+            UsageError: a parameter is not dense, in host memory and in float32, bfloat16 or float16, or an option is
+                of all groups.
         """
+        for option in ("state_dtype", "fp32_optimizer_states", "master_weights"):
+            if option in param_group:
+                raise UsageError(f"{type(self).__name__}: {option} is for all groups: give it to the optimizer")
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -145,19 +159,18 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         group = self.param_groups[index]
+        self._check_group(group)
+        hyper = self._hyper(group)
         plan = self._plans.get(index)
         if plan is None or not plan.fits(params) or not plan.batch.refresh(grads):
             plan = self._plans[index] = self._plan(params, grads, group)
-        self._native.run(plan.batch, *self._hyper(group))
+        self._native.run(plan.batch, *hyper)
         torch.autograd.graph.increment_version(params)
 
     def _plan(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> _Plan:
         for grad in grads:
             check_dense(grad)
-        states = [self.state[param] for param in params]
-        for param, state in zip(params, states, strict=True):
-            if not state:
-                self._start(param, state, group)
+        states = [self._ready(param, group) for param in params]
         steps = [state["step"] for state in states]
         moments = [[state[name] for state in states] for name in self.MOMENTS]
         targets: list[torch.Tensor] = params
@@ -165,9 +178,28 @@ class HostOptimizer(torch.optim.Optimizer):
         if self._master_weights:
             targets = [state.get(MASTER, param) for param, state in zip(params, states, strict=True)]
             own = [None if target is param else param for target, param in zip(targets, params, strict=True)]
-            copies = [mine or other for mine, other in zip(own, copies, strict=True)] if copies else own
+            copies = (
+                [other if mine is None else mine for mine, other in zip(own, copies, strict=True)] if copies else own
+            )
         batch = Batch(targets, grads, moments, steps, copies or None)
         return _Plan(list(params), states, ("step", *self.MOMENTS, MASTER), batch)
+
+    def _ready(self, param: torch.Tensor, group: dict[str, Any], key: Any = None) -> dict[str, Any]:
+        """The state of a parameter in host memory, or of `key`, as the kernels want it, whoever put it there."""
+        name, state = type(self).__name__, cast("dict[str, Any]", self.state[param if key is None else key])
+        needed = ("step", *self.MOMENTS)
+        if not any(entry in state for entry in needed):
+            self._start(param, state, group)
+            return state
+        check_complete(name, needed, state)
+        step = state["step"]
+        if not isinstance(step, torch.Tensor) or step.dtype != torch.float32 or step.numel() != 1 or not step.is_cpu:
+            state["step"] = step_of(name, state)
+        for entry in (*self.MOMENTS, MASTER):
+            if entry in state:
+                values = check_values(name, param, entry, state[entry])
+                check_place(name, entry, values, (torch.float32,) if entry == MASTER else STATE_DTYPES)
+        return state
 
     def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Fill the state of a parameter before its first step."""
@@ -230,7 +262,7 @@ class HostOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             self._adopt(final)
             self._plans.clear()
-        except UsageError:
+        except BaseException:
             self.param_groups, self.state = before
             raise
         finally:
@@ -245,27 +277,19 @@ class HostOptimizer(torch.optim.Optimizer):
                     self.state[param] = self._converted(param, saved[key])
 
     def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        missing = {"step", *self.MOMENTS} - saved.keys()
-        if missing:
-            raise UsageError(
-                f"{type(self).__name__}.load_state_dict(): the state of a parameter has {', '.join(map(str, saved))}; "
-                f"{', '.join(sorted(missing))} is missing"
-            )
-        state = {name: value for name, value in saved.items() if name != MASTER}
-        state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float32)
+        name = f"{type(self).__name__}.load_state_dict()"
+        check_complete(name, ("step", *self.MOMENTS), saved)
+        state = {entry: value for entry, value in saved.items() if entry != MASTER}
+        state["step"] = step_of(name, saved)
         if self._master_weights and MASTER in saved and param.dtype != torch.float32:
             state[MASTER] = saved[MASTER]
-        for name in (*self.MOMENTS, MASTER):
-            if name not in state:
+        for entry in (*self.MOMENTS, MASTER):
+            if entry not in state:
                 continue
-            if state[name].shape != param.shape:
-                raise UsageError(
-                    f"{type(self).__name__}.load_state_dict(): {name} has shape {tuple(state[name].shape)}, its "
-                    f"parameter {tuple(param.shape)}"
-                )
-            dtype = torch.float32 if name == MASTER else self._dtype_of_moments(param)
+            values = check_values(name, param, entry, state[entry]).detach()
+            dtype = torch.float32 if entry == MASTER else self._dtype_of_moments(param)
             # Laid out as the parameter.
-            state[name] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(state[name].detach())
+            state[entry] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(values)
         self._add_master(param, state)
         return state
 
@@ -337,13 +361,3 @@ class AnyDevice(HostOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Those of the base class and `set_grad_none`."""
         return {**super().__getstate__(), "_set_grad_none": self._set_grad_none}
-
-
-def check_range(optimizer: str, **values: float) -> None:
-    """Raise UsageError for a hyper-parameter that cannot be: betas below 0 or from 1 on, others below 0."""
-    for name, value in values.items():
-        top = 1.0 if name.startswith("beta") else float("inf")
-        if not 0.0 <= value < top:
-            raise UsageError(
-                f"{optimizer}: {name} must be {'from 0 to below 1' if top == 1.0 else '0 or more'}, not {value}"
-            )

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.ops._checks import check_range
 from anyaccel.ops._native_step import Batch, NativeStep
-from anyaccel.ops._optimizer import MASTER, HostOptimizer, Params, check_range
+from anyaccel.ops._optimizer import MASTER, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPUAdagradBuilder
 
 __all__ = ["CPUAdagrad"]
@@ -72,7 +73,7 @@ class CPUAdagrad(HostOptimizer):
 
     def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         super()._start(param, state, group)
-        state["sum"].fill_(group["initial_accumulator_value"])
+        state["sum"].fill_(self._number(group, "initial_accumulator_value"))
 
     def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         dense = [grad.layout is torch.strided for grad in grads]
@@ -92,9 +93,8 @@ class CPUAdagrad(HostOptimizer):
             raise UsageError(
                 f"{type(self).__name__} takes dense gradients and sparse_coo ones, and one is {grad.layout}"
             )
-        state = self.state[param]
-        if not state:
-            self._start(param, state, group)
+        self._check_group(group)
+        state = self._ready(param, group)
         grad = grad.coalesce()
         at, target = tuple(grad.indices()), state.get(MASTER, param)
         rows, total = target[at].contiguous(), state["sum"][at].contiguous()
@@ -107,7 +107,8 @@ class CPUAdagrad(HostOptimizer):
             tensor[at] = rows.to(tensor.dtype)
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        return float(group["lr"]), group["lr_decay"], group["eps"], group["weight_decay"]
+        names = "lr", "lr_decay", "eps", "weight_decay"
+        return tuple(self._number(group, name) for name in names)
 
     def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
         if "sum" not in saved and "exp_avg_sq" in saved:  # DeepSpeed's name

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.ops._checks import betas_of, check_range
 from anyaccel.ops._native_step import NativeStep
-from anyaccel.ops._optimizer import MASTER, AnyDevice, HostOptimizer, Params, check_range
+from anyaccel.ops._optimizer import MASTER, AnyDevice, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPUAdamBuilder
 
 __all__ = ["CPUAdam", "FusedAdam", "from_torch", "to_torch"]
@@ -67,15 +68,27 @@ class CPUAdam(HostOptimizer):
             state_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
         super().__init__(params, defaults, state_dtype, master_weights)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; ``adamw_mode`` (or FusedAdam's ``adam_w_mode``) may differ between groups.
+
+        Raises:
+            UsageError: as HostOptimizer's.
+        """
+        for name in ("adamw_mode", "adam_w_mode"):
+            if name in param_group:
+                param_group = {**param_group, "decoupled_weight_decay": param_group[name]}
+                del param_group[name]
+        super().add_param_group(param_group)
+
     def _load(self) -> NativeStep:
         step: NativeStep = CPUAdamBuilder().load().native_step
         return step
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = betas_of(type(self).__name__, self._option(group, "betas"))
         return (
-            float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"],
-            group["decoupled_weight_decay"], group["bias_correction"],
+            self._number(group, "lr"), beta1, beta2, self._number(group, "eps"), self._number(group, "weight_decay"),
+            bool(self._option(group, "decoupled_weight_decay")), bool(self._option(group, "bias_correction")),
         )  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,7 +123,7 @@ class FusedAdam(AnyDevice, CPUAdam):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        if not group["bias_correction"] and not all(param.is_cpu for param in group["params"]):
+        if not self._option(group, "bias_correction") and not all(param.is_cpu for param in group["params"]):
             raise UsageError("FusedAdam: torch's fused Adam always corrects the bias; use bias_correction=True")
 
     @torch.no_grad()
@@ -121,7 +134,8 @@ class FusedAdam(AnyDevice, CPUAdam):
         for param, state in zip(params, states, strict=True):
             if not state:
                 self._start(param, state, group)
-        beta1, beta2 = group["betas"]
+        self._check_group(group)
+        _, beta1, beta2, eps, weight_decay, decoupled, _ = self._hyper(group)
         adam(
             params,
             [param.grad for param in params if param.grad is not None],
@@ -133,11 +147,11 @@ class FusedAdam(AnyDevice, CPUAdam):
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            lr=self._option(group, "lr"),
+            weight_decay=weight_decay,
+            eps=eps,
             maximize=False,
-            decoupled_weight_decay=group["decoupled_weight_decay"],
+            decoupled_weight_decay=bool(decoupled),
         )
 
 

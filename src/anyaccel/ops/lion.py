@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from anyaccel.ops._checks import betas_of, check_range
 from anyaccel.ops._native_step import NativeStep
-from anyaccel.ops._optimizer import AnyDevice, HostOptimizer, Params, check_range
+from anyaccel.ops._optimizer import AnyDevice, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPULionBuilder
 
 __all__ = ["CPULion", "FusedLion"]
@@ -51,8 +52,8 @@ class CPULion(HostOptimizer):
         return step
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        beta1, beta2 = group["betas"]
-        return float(group["lr"]), beta1, beta2, group["weight_decay"]
+        beta1, beta2 = betas_of(type(self).__name__, self._option(group, "betas"))
+        return self._number(group, "lr"), beta1, beta2, self._number(group, "weight_decay")
 
 
 class FusedLion(AnyDevice, CPULion):
@@ -79,13 +80,14 @@ class FusedLion(AnyDevice, CPULion):
         for param, state in zip(params, states, strict=True):
             if not state:
                 self._start(param, state, group)
-        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        self._check_group(group)
+        lr, beta1, beta2, weight_decay = self._hyper(group)
         moments = [state["exp_avg"] for state in states]
         grads = [param.grad.to(param.dtype) for param in params if param.grad is not None]
         directions = torch._foreach_mul(moments, beta1)
         torch._foreach_add_(directions, grads, alpha=1 - beta1)
         torch._foreach_sign_(directions)
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        torch._foreach_mul_(params, 1 - lr * weight_decay)
         torch._foreach_add_(params, directions, alpha=-lr)
         torch._foreach_mul_(moments, beta2)
         torch._foreach_add_(moments, grads, alpha=1 - beta2)

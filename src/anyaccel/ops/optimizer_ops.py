@@ -22,6 +22,13 @@ logger = logging.getLogger("anyaccel.ops")
 _double, _int, _address = ctypes.c_double, ctypes.c_int, ctypes.c_void_p
 
 
+def _before(step: int) -> torch.Tensor:
+    """What native code counts up to `step`."""
+    if not step >= 1:
+        raise UsageError(f"steps count from 1, and this is {step}")
+    return torch.tensor(step - 1, dtype=torch.float32)
+
+
 class _Op:
     """A library, and what `create` has been called with."""
 
@@ -55,7 +62,7 @@ class _Op:
         copy: torch.Tensor | None,
         *hyper: float,
     ) -> int:
-        before = torch.tensor(step - 1, dtype=torch.float32)
+        before = _before(step)
         copies = None if copy is None else [copy]
         batch = Batch([params], [grads], [[state] for state in states], [before], copies)
         self.native_step.run(batch, *hyper)
@@ -197,7 +204,7 @@ class FusedAdamOp:
         if noop_flag is not None and bool(noop_flag.any()):
             return
         grads, params, exp_avgs, exp_avg_sqs = tensor_lists
-        steps = [torch.tensor(step - 1, dtype=torch.float32) for _ in params]
+        steps = [_before(step) for _ in params]
         hyper = lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction
         self.native_step.run(Batch(params, grads, (exp_avgs, exp_avg_sqs), steps, None), *hyper)
 

@@ -32,6 +32,7 @@ class Candidate:
         question: what kind of guard it is; "" for none of those that have several forms.
         start: the expression whose value is the answer, when it is not what the fix replaces.
         exact: a fix whose answer is "no" where the CPU is the accelerator.
+        follows: names of devices; it is left where one of them is.
         count: a number that is 0 without CUDA and at least 1 on every accelerator, used in a way where that matters.
     """
 
@@ -51,6 +52,7 @@ class Candidate:
     start: cst.CSTNode | None = None
     exact: Fix | None = None
     count: bool = False
+    follows: tuple[cst.CSTNode, ...] = ()
 
     @property
     def replaced(self) -> cst.CSTNode:

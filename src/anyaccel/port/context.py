@@ -37,6 +37,7 @@ _SKIPS = {"skipif", "skipIf", "skipUnless", "skip_if", "skip_unless"}
 _RAW = {"cuda_stream", "cudart", "raw_cuda_graph"}
 _RUNTIMES = {"cuda", "cupy", "cupyx", "tensorrt", "pycuda", "numba"}
 _OF_KERNELS = re.compile(r"(?<![a-z])(?:trt|tensorrt|cupy|apex|flash\w*|cudf|cuml|triton|nccl)(?![a-z])", re.IGNORECASE)
+_OF_EVERY_TORCH = re.compile(r"import (?:torch|torch\.distributed)(?: as \w+)?$|import (?:logging|os|sys)$")
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
 
 
@@ -501,14 +502,15 @@ class Context:
         return False
 
     def questions(self, replaced: set[cst.CSTNode]) -> list[cst.CSTNode]:
-        """Calls in conditions that ask for CUDA by their name, such as is_cuda_available(), and are not ported."""
-        return [
+        """What asks for CUDA by its name in conditions, such as is_cuda_available() and Backend.NCCL, not ported."""
+        asked = [
             each
             for each in self.tree.nodes
             if isinstance(each, cst.Call)
             and re.search("cuda", usage.last_name(dotted(each.func) or ""), re.IGNORECASE)
             and not {each, each.func} & replaced
         ]
+        return [*asked, *(each for each in self.tree.attributes if each.attr.value == "NCCL")]
 
     @functools.cached_property
     def _cuda_calls(self) -> list[cst.CSTNode]:
@@ -520,7 +522,8 @@ class Context:
                 name = usage.last_name(dotted(node.func) or "")
             elif type(node) is cst.ImportFrom or type(node) is cst.Import:
                 name = self.tree.module.code_for_node(node)
-                if self.tree.enclosing(node, cst.Try, cst.FunctionDef, cst.If).__class__ is cst.Try:
+                tried = self.tree.enclosing(node, cst.Try, cst.FunctionDef, cst.If).__class__ is cst.Try
+                if tried and not _OF_EVERY_TORCH.match(name.strip()):
                     name = "cuda"  # what may be missing is a kernel
             elif type(node) is cst.Name and node.value == "device_ids":
                 name = "cuda"  # DistributedDataParallel takes it for GPUs only

@@ -8,7 +8,7 @@ from typing import Any
 
 import libcst as cst
 
-from anyaccel.port import tables, usage
+from anyaccel.port import mixed, tables, usage
 from anyaccel.port.candidate import Candidate, Fix
 from anyaccel.port.context import Context
 from anyaccel.port.syntax import (
@@ -67,7 +67,9 @@ def find(ctx: Context, node: cst.Name | cst.Attribute, full: str) -> Iterator[Ca
     elif first in tables.FUNCTIONS:
         yield _function(place, first)
     else:
-        yield place.report("ACC501", _advice(first))
+        found = place.report("ACC501", _advice(first))
+        found.asks = first == "is_initialized"
+        yield found
 
 
 def _advice(name: str) -> str:
@@ -162,10 +164,20 @@ def _function(place: _Place, name: str) -> Candidate:
         return place.report("ACC101", f"not fixed: {why}", breaks=False)
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
-    found.count = name == "device_count" and not usage.is_number_of_processes(place.tree, place.call)
+    processes = usage.is_number_of_processes(place.tree, place.call) or _only_divides(place)
+    found.count = name == "device_count" and not processes
     found.count = found.count or ("memory" in name and place.ctx.is_compared(place.call))
     found.harmless = name in tables.HARMLESS
     return found
+
+
+def _only_divides(place: _Place) -> bool:
+    """Whether a number of devices is assigned to a variable that only says which device a rank has: rank % n."""
+    assign = place.tree.parent(place.call) if place.call is not None else None
+    if not isinstance(assign, cst.Assign) or not isinstance(assign.targets[0].target, cst.Name):
+        return False
+    uses = list(place.ctx.uses(assign.targets[0].target))
+    return bool(uses) and all(usage.is_divisor(place.tree, each) for each in uses)
 
 
 def _availability(place: _Place) -> Candidate:
@@ -280,8 +292,10 @@ def _amp(place: _Place, rest: str) -> Candidate:
         device: cst.Arg = cst.Arg(call(place.ctx.method("device_name")))
         if name.startswith("custom_"):
             device = keyword("device_type", device.value)
-        old = old.with_changes(args=args)
-        return old.with_changes(func=attribute(cst.Name(torch), "amp", name), args=with_first(old, device))
+        args = with_first(old.with_changes(args=args), device)
+        if not name.startswith("custom_"):
+            args = list(mixed.kept_off(place.ctx, place.node, args, bound.get("enabled")))
+        return old.with_changes(func=attribute(cst.Name(torch), "amp", name), args=args)
 
     use = f"torch.amp.{name}(get_accelerator().device_name(), ...)"
     return place.fixed("ACC104", use, fix, place.call, needs_torch=True)

@@ -78,6 +78,14 @@ def _ends(body: cst.BaseSuite) -> bool:
     return isinstance(last, cst.Raise | cst.Return | cst.Continue | cst.Break)
 
 
+def leaves_quietly(body: cst.BaseSuite) -> bool:
+    """Whether the block ends its function or one turn of a loop: what follows is not run, and nobody is told."""
+    last = body.body[-1] if body.body else None
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    return isinstance(last, cst.Return | cst.Continue | cst.Break)
+
+
 def ends_with_demand(body: cst.BaseSuite) -> bool:
     """Whether the block ends the program or raises: so code says that it cannot go on without a GPU."""
     last = body.body[-1] if body.body else None

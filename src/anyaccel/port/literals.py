@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from anyaccel.port import tables, usage
-from anyaccel.port.candidate import Candidate
+from anyaccel.port import mixed, tables, usage
+from anyaccel.port.candidate import Candidate, Fix
 from anyaccel.port.context import Context
 from anyaccel.port.syntax import bind, call, device_index, dotted, same_parentheses, text_of
 
@@ -49,13 +49,12 @@ def find_device(ctx: Context, node: cst.BaseExpression) -> Iterator[Candidate]:
         quiet = found.kind in ("key", "text", "annotation")
         yield Candidate(node, "ACC202", f"a CUDA device's name: not fixed: {why}", breaks=not quiet)
         return
+    if mixed.is_switch(found) and isinstance(ctx.tree.parent(node), cst.Arg):
+        yield mixed.by_name(ctx, node, found)
+        return
 
-    def fix(old: cst.CSTNode) -> cst.CSTNode:
-        inner = device_index(old)
-        arguments = [inner] if isinstance(inner, cst.BaseExpression) else []
-        return same_parentheses(call(ctx.method("device_name"), *arguments), old)
-
-    yield Candidate(node, "ACC201", "a CUDA device's name; use `get_accelerator().device_name(...)`", fix, drops=True)
+    use = "get_accelerator().device_name(...)"
+    yield Candidate(node, "ACC201", f"a CUDA device's name; use `{use}`", _named_device(ctx), drops=True)
 
 
 def _compared(ctx: Context, node: cst.BaseExpression) -> Candidate:
@@ -65,11 +64,18 @@ def _compared(ctx: Context, node: cst.BaseExpression) -> Candidate:
     test = ctx.tree.enclosing(node, cst.Comparison)
     if not isinstance(parent, cst.Comparison | cst.ComparisonTarget) or not isinstance(test, cst.Comparison):
         return report
-    if len(test.comparisons) != 1 or text_of(node) != "cuda" or ctx.beside_vendors(test):
+    if len(test.comparisons) != 1 or ctx.beside_vendors(test):
         return report
     first = isinstance(parent, cst.Comparison)
     other = test.comparisons[0].comparator if first else test.left
     operator = test.comparisons[0].operator
+    if text_of(node) != "cuda":
+        spelled = _spelled_here(ctx, other) if isinstance(operator, cst.Equal | cst.NotEqual) else ()
+        if spelled and isinstance(device_index(node), cst.BaseExpression):
+            report.fix, report.follows, report.asks, report.drops = _named_device(ctx), spelled, False, True
+            report.code = "ACC201"
+            report.message = "compared with a device that is named here; use `get_accelerator().device_name(...)`"
+        return report
     fits = isinstance(operator, cst.Equal) or (first and isinstance(operator, cst.In))
     if not fits or not is_device_value(other):
         return report
@@ -80,6 +86,32 @@ def _compared(ctx: Context, node: cst.BaseExpression) -> Candidate:
     report.fix, report.guard, report.question, report.start = fix, True, "device", test
     report.message = "compared with a CUDA device's name; use `get_accelerator().device_name()`"
     return report
+
+
+def _spelled_here(ctx: Context, other: cst.BaseExpression) -> tuple[cst.BaseExpression, ...]:
+    """The CUDA devices by whose names the file assigns this variable or attribute; empty when it may be another."""
+    leaves = list(mixed.assignments(ctx, other))
+    found: list[cst.BaseExpression] = []
+    while leaves:
+        each = leaves.pop()
+        if isinstance(each, cst.IfExp):
+            leaves += [each.body, each.orelse]
+        elif each is not None and device_index(each) is not False:
+            found.append(each)
+        elif each is None or text_of(each) != "cpu":
+            return ()
+    return tuple(found)
+
+
+def _named_device(ctx: Context) -> Fix:
+    """Replaces the name of a CUDA device by the accelerator's."""
+
+    def fix(old: cst.CSTNode) -> cst.CSTNode:
+        inner = device_index(old)
+        arguments = [inner] if isinstance(inner, cst.BaseExpression) else []
+        return same_parentheses(call(ctx.method("device_name"), *arguments), old)
+
+    return fix
 
 
 def is_device_value(node: cst.BaseExpression) -> bool:
@@ -108,17 +140,10 @@ def _device_object(ctx: Context, node: cst.BaseExpression, found: usage.Role) ->
         return Candidate(node, "ACC202", "a CUDA device: not fixed: the arguments of torch.device cannot be told apart")
     direct = ctx.tree.parent(node) is bound["type"]
     if "index" not in bound:
-
-        def fix(old: cst.CSTNode) -> cst.CSTNode:
-            inner = device_index(old)
-            arguments = [inner] if isinstance(inner, cst.BaseExpression) else []
-            return same_parentheses(call(ctx.method("device_name"), *arguments), old)
-
         if bound["type"].keyword is not None:
             return Candidate(node, "ACC202", "torch.device(type=...): not fixed: write torch.device(name)")
-        return Candidate(
-            node, "ACC201", "a CUDA device's name; use `get_accelerator().device_name(...)`", fix, drops=True
-        )
+        use = "get_accelerator().device_name(...)"
+        return Candidate(node, "ACC201", f"a CUDA device's name; use `{use}`", _named_device(ctx), drops=True)
     if not direct or text_of(node) != "cuda":
         return Candidate(
             node, "ACC202", "a CUDA device with an index: not fixed: write torch.device(device_name(index))"

@@ -37,6 +37,8 @@ def _left(code: str) -> tuple[str, str]:
 
 _ON_ACCELERATOR = "if get_accelerator().on_accelerator(x):\n    y = y.to(get_accelerator().device_name())"
 
+_NO_CPU = 'get_accelerator().device_name() != "cpu"'
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "ACC101",
@@ -83,15 +85,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ACC104",
         "torch.cuda.amp",
-        "torch.amp does the same for every device. `autocast` has other parameters there, so they get names.",
+        "torch.amp does the same for every device. `autocast` has other parameters there, so they get names. CUDA's "
+        "mixed precision is off, with a warning, where there is no CUDA; on a CPU torch.amp's would be on, in "
+        "bfloat16, so `enabled=` says that it stays off, unless the code says so itself. Take the condition away where "
+        'a CPU is to have it. The same goes for `torch.autocast("cuda")`.',
         (
             (
                 "with torch.cuda.amp.autocast(use_amp):\n    pass",
-                "with torch.amp.autocast(get_accelerator().device_name(), enabled=use_amp):\n    pass",
+                f"with torch.amp.autocast(get_accelerator().device_name(), enabled=use_amp and {_NO_CPU}):\n    pass",
             ),
             (
-                "scaler = torch.cuda.amp.GradScaler(enabled=use_amp)",
-                "scaler = torch.amp.GradScaler(get_accelerator().device_name(), enabled=use_amp)",
+                "scaler = torch.cuda.amp.GradScaler()",
+                f"scaler = torch.amp.GradScaler(get_accelerator().device_name(), enabled={_NO_CPU})",
+            ),
+            (
+                "use_amp = fast and torch.cuda.is_available()\n"
+                "with torch.cuda.amp.autocast(enabled=use_amp):\n    pass",
+                f"use_amp = fast and {_NO_CPU}\n"
+                "with torch.amp.autocast(get_accelerator().device_name(), enabled=use_amp):\n    pass",
             ),
             (
                 "@torch.cuda.amp.custom_bwd\ndef backward(ctx, g):\n    return g",

@@ -10,7 +10,7 @@ import libcst as cst
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.cuda_names import ANY_WILL_DO
-from anyaccel.port.guards import ends_with_demand, guarded, only_sets_cuda
+from anyaccel.port.guards import ends_with_demand, guarded, leaves_quietly, only_sets_cuda
 from anyaccel.port.syntax import dotted, text_of
 
 _TENSOR_HAS_TWO = (
@@ -38,8 +38,14 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
     take a branch that was meant for GPUs, nothing in it changes what is computed.
     """
     _leave_halves(candidates)
-    while _leave_guards(ctx, candidates) or _leave_guarded(ctx, candidates) or _leave_counts(ctx, candidates):
-        pass
+    settled = False
+    while not settled:
+        settled = not (
+            _leave_guards(ctx, candidates)
+            or _leave_guarded(ctx, candidates)
+            or _leave_counts(ctx, candidates)
+            or _leave_followers(candidates)
+        )
     by_node = _by_node(candidates)
     for candidate in candidates:
         if candidate.exact is None or candidate.fix is None or _may_be_taken(ctx, candidate, by_node):
@@ -109,6 +115,14 @@ def _why_left(
 def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     """What a question that stays about CUDA guards stays CUDA's: half of a branch ported helps no other device."""
     asking: list[cst.CSTNode] = [each.answer for each in candidates if each.fix is None and each.asks]
+    for each in candidates:  # n = torch.cuda.device_count(); for i in range(n): ...
+        assign = ctx.tree.parent(each.answer)
+        if each.count and each.fix is None and isinstance(assign, cst.Assign) and len(assign.targets) == 1:
+            target = assign.targets[0].target
+            asking += list(ctx.uses(target)) if isinstance(target, cst.Name) else []
+    for each in candidates:  # is_cuda = device.type == "cuda"; if is_cuda: ...
+        if each.fix is None and each.asks and each.code == "ACC202":
+            asking += _named(ctx, each.answer)
     asking += ctx.questions(
         {node for each in candidates if each.fix is not None for node in (each.node, each.replaced)}
     )
@@ -126,6 +140,16 @@ def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
                 candidate.unfixed("the condition around it asks for CUDA itself, and stays")
                 left = True
     return left
+
+
+def _named(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Where the variable is read that a comparison is assigned to, by itself or as a part of a condition."""
+    operations = cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget
+    parent = ctx.tree.parent(node)
+    while isinstance(parent, operations):
+        parent = ctx.tree.parent(parent)
+    if isinstance(parent, cst.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0].target, cst.Name):
+        yield from ctx.uses(parent.targets[0].target)
 
 
 def _leave_counts(ctx: Context, candidates: Sequence[Candidate]) -> bool:
@@ -148,16 +172,26 @@ def _leave_counts(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     return left
 
 
+def _leave_followers(candidates: Sequence[Candidate]) -> bool:
+    """What is compared with a device keeps its name where that device keeps it."""
+    by_node = _by_node(candidates)
+    left = [each for each in candidates if each.fix is not None and not all(node in by_node for node in each.follows)]
+    for each in left:
+        each.unfixed("the device that it is compared with stays")
+    return bool(left)
+
+
 def governed(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """What stands below a condition, and is run only when the answer at this node is yes."""
     tree = ctx.tree
-    child, parent, negated = node, tree.parent(node), False
+    child, parent, negated, alone = node, tree.parent(node), False, True
     while True:
         if isinstance(parent, cst.UnaryOperation):
             negated = negated != isinstance(parent.operator, cst.Not)
         elif isinstance(parent, cst.BooleanOperation):
             if isinstance(parent.operator, cst.And) and parent.left is child and not negated:
                 yield parent.right
+            alone = alone and isinstance(parent.operator, cst.Or) == negated
         elif isinstance(parent, cst.Comparison):
             operators = [each.operator for each in parent.comparisons]
             negated = negated != any(isinstance(each, cst.NotEqual | cst.NotIn | cst.IsNot) for each in operators)
@@ -187,6 +221,9 @@ def governed(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
                 yield parent.body
             elif parent.orelse is not None:
                 yield parent.orelse
+            elif alone and leaves_quietly(parent.body):
+                block = getattr(tree.parent(parent), "body", ())
+                yield from block[block.index(parent) + 1 :] if parent in block else ()
         case cst.IfExp() if parent.test is child:
             yield parent.orelse if negated else parent.body
 

@@ -65,6 +65,16 @@ def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
     return cst.Arg(value, keyword=cst.Name(name), equal=equal)
 
 
+def both(left: cst.BaseExpression, right: cst.BaseExpression) -> cst.BooleanOperation:
+    """`left and right`."""
+    loose = isinstance(left, cst.IfExp | cst.Lambda | cst.NamedExpr) or (
+        isinstance(left, cst.BooleanOperation) and isinstance(left.operator, cst.Or)
+    )
+    if loose and not left.lpar:
+        left = left.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return cst.BooleanOperation(left, cst.And(), right)
+
+
 def attribute(base: cst.BaseExpression, *names: str) -> cst.BaseExpression:
     for name in names:
         base = cst.Attribute(base, cst.Name(name))

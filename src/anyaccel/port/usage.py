@@ -221,11 +221,18 @@ def starts_processes(found: Role) -> bool:
 
 def is_number_of_processes(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether a number of devices says how many processes to start, or which device each of them has."""
-    parent = tree.parent(node)
-    if isinstance(parent, cst.BinaryOperation) and parent.right is node:
-        return isinstance(parent.operator, cst.Modulo | cst.FloorDivide)
+    if is_divisor(tree, node):
+        return True
     found = role(tree, node)
     return found.kind in ("argument", "assigned") and _called(tables.PROCESSES_NAME, found.names)
+
+
+def is_divisor(tree: Tree, node: cst.CSTNode) -> bool:
+    """Whether another number is divided by it, as in `rank % n`, which fails where it is 0."""
+    parent = tree.parent(node)
+    if not isinstance(parent, cst.BinaryOperation) or parent.right is not node:
+        return False
+    return isinstance(parent.operator, cst.Modulo | cst.FloorDivide)
 
 
 _INDEX_FUNCTIONS = {"int", "str", "print", "range", "hash", "set_device", "append_index"}

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.launch import address, launcher
+from anyaccel.launch import address, planning
 from anyaccel.launch.job import Host
 from anyaccel.launch.machines import names_of_this_machine, same_machines
 from anyaccel.launch.options import LaunchOptions
@@ -64,7 +64,7 @@ def machine(*cores_per_node):
     ],
 )
 def test_names_of_one_machine_divide_its_cores_and_devices(monkeypatch, slots, cores):
-    monkeypatch.setattr(launcher, "read_machine", lambda: machine(4, 4))
+    monkeypatch.setattr(planning, "read_machine", lambda: machine(4, 4))
     monkeypatch.setenv("DS_ACCELERATOR", "xpu")
     monkeypatch.setenv("ZE_AFFINITY_MASK", "3,4,5,6")
     task = a_task(*slots, bind_cores=True)

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import LaunchOptions
-from anyaccel.launch.binding import divide_core_list, spread_cores
+from anyaccel.launch.binding import bind_ranks, divide_core_list
 from anyaccel.launch.devices import count_devices
-from anyaccel.launch.launcher import free_port, make_plan
 from anyaccel.launch.memory import memory_policy
-from anyaccel.launch.plan import Place, build_plan
+from anyaccel.launch.options import BindingOptions
+from anyaccel.launch.plan import Equipment, Place, build_plan
+from anyaccel.launch.planning import free_port, make_plan
 from anyaccel.topology import Cpu, Machine, NumaNode
 
 
@@ -37,16 +38,21 @@ def machine(*cores_per_node, threads=1, allowed=None, memory=None):
     )
 
 
-def plan(machine, environ=None, extra_env=None, devices=1, more=None, **options):
+def plan(machine, environ=None, extra_env=None, has=None, place=None, **options):
     return build_plan(
         LaunchOptions("x.py", **options),
         machine,
-        devices=devices,
+        has or Equipment(),
         master_port=1234,
         environ=environ or {},
         extra_env=extra_env,
-        **(more or {}),
+        place=place or Place(),
     )
+
+
+def spread_cores(machine, ranks):
+    found = bind_ranks(BindingOptions(bind_cores=True), machine, ranks)
+    return [share.cores for share in found.ranks], found.left_over
 
 
 def sizes(shares):
@@ -234,7 +240,7 @@ def test_what_the_user_set_for_openmp():
 
 def test_ranks_of_one_node_among_several():
     place = Place(first_rank=3, world_size=5, node=1, nodes=2)
-    found = plan(machine(4), num_accelerators=2, bind_cores=True, master_addr="n0", more={"place": place})
+    found = plan(machine(4), num_accelerators=2, bind_cores=True, master_addr="n0", place=place)
     assert found.world_size == 5
     assert [binding.rank for binding in found.ranks] == [3, 4]
     wanted = {
@@ -254,18 +260,18 @@ def test_ranks_of_one_node_among_several():
 
 
 def test_slots_are_visible_devices():
-    more = {"device_ids": (0, 2), "device_variable": "CUDA_VISIBLE_DEVICES"}
-    found = plan(machine(4), more=more)
+    more = {"place": Place(devices=(0, 2)), "has": Equipment(device_variable="CUDA_VISIBLE_DEVICES")}
+    found = plan(machine(4), **more)
     assert [binding.env["CUDA_VISIBLE_DEVICES"] for binding in found.ranks] == ["0,2", "0,2"]
     assert found.notes == ()
-    found = plan(machine(4), {"CUDA_VISIBLE_DEVICES": "4,5,6"}, more=more)
+    found = plan(machine(4), {"CUDA_VISIBLE_DEVICES": "4,5,6"}, **more)
     assert found.ranks[0].env["CUDA_VISIBLE_DEVICES"] == "4,6"
     assert found.notes == ("CUDA_VISIBLE_DEVICES=4,5,6 becomes 4,6 for the slots chosen",)
-    assert len(plan(machine(4), more={"device_ids": (0, 2)}).ranks) == 2
+    assert len(plan(machine(4), place=Place(devices=(0, 2))).ranks) == 2
 
 
 def test_an_allocator_is_preloaded():
-    found = plan(machine(2), {"LD_PRELOAD": "/x.so"}, more={"allocator": "/l/jemalloc.so"})
+    found = plan(machine(2), {"LD_PRELOAD": "/x.so"}, has=Equipment(allocator="/l/jemalloc.so"))
     assert found.ranks[0].env["LD_PRELOAD"] == "/l/jemalloc.so:/x.so"
     assert found.notes == ("LD_PRELOAD=/x.so comes after /l/jemalloc.so",)
 
@@ -285,13 +291,13 @@ def test_reserved_cores_and_other_policies_are_shown():
 
 
 def test_workers_with_different_numbers_of_cores():
-    found = plan(machine(4, 4), num_accelerators=3, bind_cores=True, more={"device_nodes": (0, 0, 1)})
+    found = plan(machine(4, 4), num_accelerators=3, bind_cores=True, has=Equipment(device_nodes=(0, 0, 1)))
     assert found.render().startswith("plan: 3 workers, 2 to 4 cores each")
     assert [binding.env["OMP_NUM_THREADS"] for binding in found.ranks] == ["2", "2", "4"]
 
 
 def test_devices_address_and_port():
-    found = plan(machine(4), devices=3, master_addr="10.0.0.1", master_port=555)
+    found = plan(machine(4), has=Equipment(devices=3), master_addr="10.0.0.1", master_port=555)
     assert found.world_size == 3
     assert (found.master_addr, found.master_port) == ("10.0.0.1", 555)
 

@@ -79,6 +79,7 @@ def test_cmake_gets_what_the_loader_uses():
     assert recipe.cxx_args[2:] == in_tree.flags()
 
 
+@pytest.mark.slow
 def test_a_prebuilt_copy_of_other_sources_is_built_anew(monkeypatch, caplog, cache, compiler):
     monkeypatch.setattr(in_tree_builder, "_variant", lambda name: "other")
     builder = BUILDERS["CPULionBuilder"]()
@@ -91,6 +92,7 @@ def test_a_prebuilt_copy_of_other_sources_is_built_anew(monkeypatch, caplog, cac
     assert builder.status().kind == "jit"
 
 
+@pytest.mark.slow
 def test_processes_at_once_build_an_op_once(cache, compiler, tmp_path):
     script = """
 from anyaccel.ops.builders import in_tree

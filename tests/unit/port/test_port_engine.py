@@ -116,7 +116,8 @@ def test_torch_is_imported_where_only_its_parts_were() -> None:
     ported = port("from torch.cuda.amp import autocast\n\nwith autocast():\n    pass\n")
     assert ported == (
         "import torch\nfrom anyaccel import get_accelerator\n\n"
-        "with torch.amp.autocast(get_accelerator().device_name()):\n    pass\n"
+        'with torch.amp.autocast(get_accelerator().device_name(), enabled=get_accelerator().device_name() != "cpu"):\n'
+        "    pass\n"
     )
 
 
@@ -220,7 +221,7 @@ def test_strings_that_are_no_devices_are_left(code: str) -> None:
         ('x.to("cuda:%d" % i)', "x.to(get_accelerator().device_name(i))"),
         ('x.to("cuda:{}".format(i + 1))', "x.to(get_accelerator().device_name(i + 1))"),
         ('self.device = device or "cuda"', "self.device = device or get_accelerator().device_name()"),
-        ('with torch.autocast("cuda"):\n    pass', "torch.autocast(get_accelerator().device_name())"),
+        ('with torch.autocast("cuda"):\n    pass', "torch.autocast(get_accelerator().device_name(), enabled="),
         ('torch.device(type="cuda", index=2)', "torch.device(get_accelerator().device_name(2))"),
         ('d = {"device": "cuda"}', '{"device": get_accelerator().device_name()}'),
         ('d = "cuda" if flag else "cpu"\n', 'd = "cuda" if flag else "cpu"'),
@@ -313,7 +314,8 @@ def test_a_guard_of_cuda_code_stays(code: str) -> None:
         ),
         (
             "if a:\n    s = torch.cuda.amp.GradScaler()\nelse:\n    s = None",
-            "if a:\n    s = torch.amp.GradScaler(get_accelerator().device_name())\nelse:\n    s = None",
+            "if a:\n    s = torch.amp.GradScaler(get_accelerator().device_name(), "
+            'enabled=get_accelerator().device_name() != "cpu")\nelse:\n    s = None',
         ),
         (
             "if torch.cuda.is_available():\n    torch.backends.cudnn.benchmark = True\n    x.cuda()",

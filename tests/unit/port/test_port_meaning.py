@@ -83,6 +83,64 @@ def messages(text: str) -> str:
         # A CPU has one generator.
         ("torch.manual_seed(s)\ntorch.cuda.manual_seed(s)", "torch.manual_seed(s)\nget_accelerator().manual_seed(s)"),
         ("torch.manual_seed(s)\ntorch.cuda.manual_seed(s + rank)", None),
+        # Mixed precision for CUDA is off without CUDA.
+        (
+            "with torch.autocast('cuda', dtype, on):\n    pass",
+            f"with torch.autocast({NAME}, dtype, on and {THERE}):\n    pass",
+        ),
+        (
+            "s = torch.cuda.amp.GradScaler(\n    2.0,\n    enabled=a or b,\n)",
+            f"s = torch.amp.GradScaler(\n    {NAME},\n    2.0,\n    enabled=(a or b) and {THERE},\n)",
+        ),
+        (
+            "with torch.autocast(device_type='cuda', enabled=False):\n    pass",
+            f"with torch.autocast(device_type={NAME}, enabled=False):\n    pass",
+        ),
+        (
+            "with torch.cuda.amp.autocast(enabled=amp and self.device.type != 'cpu'):\n    pass",
+            f"with torch.amp.autocast({NAME}, enabled=amp and self.device.type != 'cpu'):\n    pass",
+        ),
+        (
+            "s = torch.cuda.amp.GradScaler() if torch.cuda.is_available() else None",
+            f"s = torch.amp.GradScaler({NAME}) if {THERE} else None",
+        ),
+        ("with torch.autocast('cuda', **options):\n    pass", None),
+        # What is left by an early return that stays.
+        (
+            "def f(x):\n    if not torch.cuda.is_available() or not y:\n        return x\n"
+            "    log(torch.cuda.get_device_name())\n    return x.cuda()",
+            None,
+        ),
+        (
+            "def f(x):\n    try:\n        import torch\n    except ImportError:\n        return x\n"
+            "    if not torch.cuda.is_available() or not y:\n        return x\n    return x.cuda()",
+            "def f(x):\n    try:\n        import torch\n    except ImportError:\n        return x\n"
+            f"    if {NOT_THERE} or not y:\n        return x\n    return x.to({NAME})",
+        ),
+        # Questions about CUDA itself that no accelerator has.
+        ("if torch.cuda.is_initialized():\n    log(torch.cuda.max_memory_reserved())", None),
+        ("is_cuda = kind == 'cuda'\nif is_cuda:\n    d = torch.device(kind, index=torch.cuda.current_device())", None),
+        ("if dist.get_backend() == dist.Backend.NCCL:\n    torch.cuda.synchronize()", None),
+        # A number of devices under a name: it stays with what it counts, unless a rank is divided by it.
+        ("def f():\n    n = torch.cuda.device_count()\n    return [torch.device(f'cuda:{i}') for i in range(n)]", None),
+        (
+            "def f(rank):\n    n = torch.cuda.device_count()\n    torch.cuda.set_device(rank % n)",
+            "def f(rank):\n    n = get_accelerator().device_count()\n    get_accelerator().set_device(rank % n)",
+        ),
+        # A device that the file names, compared with a name.
+        (
+            "class A:\n    def f(self):\n        self.last_device = 'cuda:' + str(n)\n"
+            "    def g(self):\n        return 'cuda:' + str(k) != self.last_device",
+            "class A:\n    def f(self):\n        self.last_device = get_accelerator().device_name(n)\n"
+            "    def g(self):\n        return get_accelerator().device_name(k) != self.last_device",
+        ),
+        ("def g(x, last_device):\n    return 'cuda:' + str(k) != last_device", None),
+        # device_ids that are given on a condition.
+        (
+            "m = DDP(m, device_ids=[i] if n == 1 else None, output_device=(i if n == 1 or y else None))",
+            f"m = DDP(m, device_ids=[i] if n == 1 and {THERE} else None, "
+            f"output_device=(i if (n == 1 or y) and {THERE} else None))",
+        ),
         # Where a tensor is, asked for another reason than to move it.
         ("assert not x.is_cuda", None),
         ("def f(x):\n    assert x.is_cuda\n    kernel(x)", None),

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from anyaccel.launch.binding import spread_cores
+from anyaccel.launch.binding import bind_ranks
 from anyaccel.launch.memory import memory_policy
+from anyaccel.launch.options import BindingOptions
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Expected, Memory, Spec, build
 
@@ -113,9 +114,10 @@ def test_cpus_of_a_node_that_is_not_shown_are_not_those_of_another(tmp_path: Pat
     ]
     assert machine.nearest_nodes(1) == (1,)
     assert machine.nodes[0].distances == {0: 10, 1: 21}
-    shares, left = spread_cores(machine, 2)
+    found = bind_ranks(BindingOptions(bind_cores=True), machine, 2)
+    shares = [share.cores for share in found.ranks]
     assert shares == [tuple(range(4, 19, 2)), tuple(range(5, 20, 2))]
-    assert left == (20,)
+    assert found.left_over == (20,)
     assert memory_policy(machine, shares[0]) == ("default", ())
     assert memory_policy(machine, shares[0], "bind") == ("bind", (1,))
     assert memory_policy(machine, shares[1]) == ("bind", (1,))

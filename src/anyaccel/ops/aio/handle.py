@@ -17,7 +17,7 @@ import torch
 from anyaccel.errors import AioError, UsageError
 from anyaccel.ops.aio import memory
 from anyaccel.ops.aio.native import ATOMIC, CACHED, ENGINES, WRITE, native
-from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, copy_into
+from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, copy_into, replaceable
 
 _MAX_BLOCK = 1 << 30
 _MAX_DEPTH = 4096
@@ -154,7 +154,8 @@ class aio_handle:
 
         Raises:
             AioError: the file cannot be written, or there is no space.
-            UsageError: `buffer` has no bytes to write, or the offset is not possible.
+            UsageError: `buffer` has no bytes to write, the offset is not possible, or write_atomic would replace a
+                device, FIFO or socket by a file.
         """
         self._begin_write(buffer, filename, file_offset, validate, write_atomic)
         self._requests.wait_own()
@@ -249,7 +250,7 @@ class aio_handle:
         """
         path = os.fsdecode(filename)
         if write_atomic:
-            path = _target(path)
+            path = replaceable(path)
         flags = (WRITE if write else 0) | (ATOMIC if write_atomic else 0) | (CACHED if cached else 0)
         self._requests.run(Request(path, -1, pieces, flags), progress)
 
@@ -279,7 +280,7 @@ class aio_handle:
                 + ("" if path else " and the file given by its name")
             )
         if write_atomic:
-            path = _target(path)
+            path = replaceable(path)
         host = buffer.detach().resolve_conj().resolve_neg().cpu().contiguous()
         reopened = _Reopened(descriptor) if validate and descriptor >= 0 else None
         after = [lambda: _validate(host, path, file_offset, reopened)] if validate else []
@@ -336,14 +337,6 @@ def _file(filename: File) -> tuple[str, int]:
     return "", filename
 
 
-def _target(path: str) -> str:
-    """Where a file that takes the place of `path` is put: a symbolic link stays one."""
-    try:
-        return os.path.realpath(path)
-    except ValueError:  # no path can be this: the request says so
-        return path
-
-
 class _Reopened:
     """The file of a descriptor, opened again to read it, since the caller may close his."""
 
@@ -352,7 +345,7 @@ class _Reopened:
         try:
             if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
                 raise UsageError(f"descriptor {descriptor} is open for writing only: what it has cannot be validated")
-            self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            self.descriptor = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             number = error.errno or errno.EBADF
             what = f"validating descriptor {descriptor}: {os.strerror(number)} (errno {number})"

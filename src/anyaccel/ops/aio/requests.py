@@ -8,6 +8,7 @@ import errno
 import itertools
 import logging
 import os
+import stat
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -292,6 +293,36 @@ def check_name(path: str) -> None:
         os.fsencode(path)
     except UnicodeEncodeError:
         raise UsageError(f"the file name {path!r} has half a character (a surrogate), which no file's can") from None
+
+
+def kind_of(mode: int) -> str:
+    """What a file of this st_mode is, "" for a regular one."""
+    if stat.S_ISREG(mode):
+        return ""
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a FIFO",
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+        stat.S_IFSOCK: "a socket",
+    }
+    return kinds.get(stat.S_IFMT(mode), "no regular file")
+
+
+def replaceable(path: str) -> str:
+    """Where a new file that takes the place of `path` is put: a symbolic link stays one.
+
+    Raises:
+        UsageError: a device, FIFO or socket is there, which would become a file for everybody who uses it.
+    """
+    try:
+        path = os.path.realpath(path)
+        kind = kind_of(os.stat(path).st_mode)  # noqa: PTH116 - a name that no path can be goes through unharmed
+    except (OSError, ValueError):  # nothing is there, or the request says what is wrong
+        return path
+    if kind and kind != "a folder":
+        raise UsageError(f"{path} is {kind}: only a regular file can be replaced by a new one; give another name")
+    return path
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -51,9 +51,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         """
         loss = _call(closure)
         for group, param, grad in self._with_gradients():
-            state = self._state_of(subgroup_id)
-            if not state:
-                self._start(param, state, group)
+            state = self._ready(param, group, subgroup_id)
             moments = [[state[name]] for name in self.MOMENTS]
             self._native.run(Batch([param], [grad], moments, [state["step"]], None), *self._hyper(group))
             torch.autograd.graph.increment_version(param)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few operations on dense tensors that a process group written in Python is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed import ReduceOp
+
+from anyaccel.comm.python_messages import Message
+from anyaccel.comm.torch_backend import TorchGroup
+from anyaccel.errors import CommError, UsageError
+
+Wait = Callable[[], None]
+
+
+class Disagreement(CommError):
+    """Ranks have called different things, and all of them have been told: nobody waits, and the group works on."""
+
+
+class Operations(TorchGroup):
+    """What a subclass gives: each is started when it is called, and waited for by calling what it returns.
+
+    Tensors are dense; lists have one entry a rank.
+
+    Attributes:
+        NAME: of the backend.
+    """
+
+    NAME = ""
+
+    def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
+        raise self._lacks("all_reduce")
+
+    def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
+        """In place on `root`; elsewhere `tensor` may be used as space."""
+        raise self._lacks("reduce")
+
+    def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
+        raise self._lacks("broadcast")
+
+    def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
+        """Sizes may differ from rank to rank."""
+        raise self._lacks("all_gather")
+
+    def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
+        raise self._lacks("reduce_scatter")
+
+    def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
+        """Sizes may differ from pair to pair."""
+        raise self._lacks("all_to_all")
+
+    def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Wait:
+        raise self._lacks("gather")
+
+    def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
+        raise self._lacks("scatter")
+
+    def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
+        raise self._lacks("send")
+
+    def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        """From any rank when `peer` is None."""
+        raise self._lacks("recv")
+
+    def start_barrier(self) -> Wait:
+        raise self._lacks("barrier")
+
+    def failed(self) -> None:
+        """Told when an operation has failed."""
+
+    def _lacks(self, what: str) -> UsageError:
+        return UsageError(f"backend {self.NAME} has no {what}; use a group of backend shm or gloo for it")

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer checks before its native step: options of groups, and states of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from anyaccel.errors import UsageError
+
+
+def check_range(optimizer: str, **values: float) -> None:
+    """Raise UsageError for a hyper-parameter that cannot be: betas below 0 or from 1 on, others below 0."""
+    for name, value in values.items():
+        top = 1.0 if name.startswith("beta") else float("inf")
+        if not 0.0 <= value < top:
+            raise UsageError(
+                f"{optimizer}: {name} must be {'from 0 to below 1' if top == 1.0 else '0 or more'}, not {value}"
+            )
+
+
+def number_of(optimizer: str, name: str, value: Any) -> float:
+    """An option of a group as it is now, which may be a tensor. As in torch, later ones may even be negative."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{optimizer}: {name} must be one number, not {value!r}") from None
+
+
+def betas_of(optimizer: str, betas: Any) -> tuple[float, float]:
+    """Both betas of a group as it is now. Those out of range would make every parameter infinite or NaN."""
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError):
+        raise UsageError(f"{optimizer}: betas must be two numbers, not {betas!r}") from None
+    beta1, beta2 = number_of(optimizer, "beta1", beta1), number_of(optimizer, "beta2", beta2)
+    check_range(optimizer, beta1=beta1, beta2=beta2)
+    return beta1, beta2
+
+
+def check_complete(optimizer: str, needed: Iterable[str], state: Mapping[str, Any]) -> None:
+    """Raise UsageError for the state of another optimizer."""
+    missing = set(needed) - state.keys()
+    if missing:
+        raise UsageError(
+            f"{optimizer}: the state of a parameter has {', '.join(map(str, state))}; "
+            f"{', '.join(sorted(missing))} is missing"
+        )
+
+
+def step_of(optimizer: str, state: Mapping[str, Any]) -> torch.Tensor:
+    """The step of a state, an int or a tensor of any dtype, as a tensor of its own that native code counts up."""
+    try:
+        return torch.tensor(float(state["step"]), dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"{optimizer}: the step of a parameter is no number: {state['step']!r}") from None
+
+
+def check_values(optimizer: str, param: torch.Tensor, name: str, value: Any) -> torch.Tensor:
+    """`value`, when it can be the state `name` of this parameter.
+
+    Raises:
+        UsageError: it is no dense tensor of real numbers, or has another shape.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_complex():
+        what = f"{value.dtype} {value.layout}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UsageError(f"{optimizer}: {name} of a parameter must be a dense tensor of real numbers, not {what}")
+    if value.shape != param.shape:
+        raise UsageError(f"{optimizer}: {name} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}")
+    return value
+
+
+def check_place(optimizer: str, name: str, value: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise UsageError for a state that the kernels cannot read."""
+    if not value.is_cpu or value.dtype not in dtypes:
+        raise UsageError(
+            f"{optimizer}: {name} of a parameter is in {value.dtype} on {value.device}; it must be in "
+            f"{' or '.join(map(str, dtypes))} in host memory"
+        )
