@@ -162,7 +162,7 @@ def never_joins(folder: Path) -> str:
 
 
 def test_a_rank_that_never_joins_is_named(oneccl: Path, tmp_path: Path) -> None:
-    assert "rank 1 of 2 did not come within 2 s" in ranks.run(never_joins, 2, tmp_path)[0]
+    assert "rank 1 of 2 did not join the group within 2 s" in ranks.run(never_joins, 2, tmp_path)[0]
 
 
 SCRIPT = """

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import math
 import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from test_collective_checks import averages
 
 import ranks
-from anyaccel import errors
+from anyaccel import comm, errors
 from anyaccel.comm import hierarchy, shm
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
@@ -103,3 +106,72 @@ def test_ranks_that_disagree_are_told_on_all_hosts(hosts: tuple[int, ...]) -> No
             called = {int(number) for number in re.findall(r"rank (\d+) called", text)}
             assert rank in called
             assert last in called
+
+
+def mistaken(hosts: tuple[int, ...]) -> None:
+    group = pretend(hosts)
+    rank, world = group.rank(), group.size()
+    ones = [torch.ones(2) for _ in range(world)]
+    root, own = rank == 0, torch.ones(2)
+    calls = (
+        lambda: dist.all_gather([*ones, own], own, group=group),
+        lambda: dist.all_gather([torch.ones(3) for _ in ones], own, group=group),
+        lambda: dist.all_gather([each.int() for each in ones], own, group=group),
+        lambda: dist.all_to_all([*ones, own], ones, group=group),
+        lambda: dist.all_to_all(ones, ones[1:], group=group),
+        lambda: dist.reduce_scatter(own, [*ones, own], group=group),
+        lambda: group.broadcast(own, _root(world)),
+        lambda: group.reduce(own, _root(-1, dist.ReduceOptions())),
+        lambda: group.send([own], world, 0),
+        lambda: group.recv([own], rank, 0),
+    )
+    for number, call in enumerate(calls):
+        with pytest.raises(errors.UsageError):
+            call()
+            pytest.fail(f"call {number} is not refused")
+    # What one rank says, and what does not fit together, all are told.
+    with pytest.raises(errors.CommError, match=r"rank 1 sends 4 elements to rank 0, which expects 1"):
+        splits = [4 if rank == 1 else 1, *[1] * (world - 1)]
+        dist.all_to_all_single(torch.ones(world), torch.ones(sum(splits)), [1] * world, splits, group=group)
+    with pytest.raises(errors.CommError, match="ranks disagree"):
+        size = 3 if rank == world - 1 else 2
+        dist.gather(torch.ones(size), [torch.ones(size) for _ in ones] if root else None, dst=0, group=group)
+    with pytest.raises(errors.CommError, match="ranks disagree"):
+        dist.scatter(own if root else own.double(), ones if root else None, src=0, group=group)
+    dist.all_to_all(ones, [torch.full((2,), float(rank)) for _ in ones], group=group)
+    assert [float(each[0]) for each in ones] == [float(each) for each in range(world)]
+
+
+def _root(rank: int, options: Any = None) -> Any:
+    options = options or dist.BroadcastOptions()
+    options.rootRank = rank
+    options.asyncOp = False
+    return options
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1)], ids=str)
+def test_a_mistaken_call_leaves_the_group_whole(hosts: tuple[int, ...]) -> None:
+    ranks.run(mistaken, len(hosts), hosts)
+
+
+def monitored(hosts: tuple[int, ...], folder: Path) -> str:
+    group = pretend(hosts)
+    comm.monitored_barrier(group)
+    text = ""
+    if group.rank() == 1:
+        ranks.wait_for_marks(folder, 0)
+    else:
+        try:
+            comm.monitored_barrier(group, timedelta(seconds=1))
+        except errors.CommTimeoutError as error:
+            text = str(error)
+    ranks.mark(folder)
+    ranks.wait_for_marks(folder, 0, 2)
+    return text
+
+
+def test_monitored_barrier_names_who_is_missing(tmp_path: Path) -> None:
+    found = ranks.run(monitored, 3, (0, 0, 1), tmp_path)
+    assert "within the timeout of 1 s" in found[0]
+    assert re.search(r"[Rr]anks? [\d, ]*1", found[0])
+    assert "rank 2 of 3" in found[2]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -161,9 +162,13 @@ def never_joins(folder: Path) -> None:
 
 def test_a_rank_that_never_joins(tmp_path: Path) -> None:
     outcome = ranks.finish(ranks.start(never_joins, 3, (tmp_path,), tmp_path), tmp_path, timeout=60)
-    for code, output in outcome[:2]:
+    for rank, (code, output) in enumerate(outcome[:2]):
         assert code == 17, output
-        assert output.endswith("|CommTimeoutError: rank 2 of 3 did not join the group within 1.5 s")
+        # On a busy machine the other one may be late too; and rank 1 knows of nobody without rank 0.
+        named = r"(1, )?2" if rank == 0 else r"((0, )?2|0)"
+        assert re.search(rf"\|CommTimeoutError: rank {named} of 3 did not join the group within 1\.5 s$", output), (
+            output
+        )
 
 
 def different_calls(what: str) -> None:

@@ -279,3 +279,27 @@ def test_the_op_of_shared_memory(through_torch: bool, size: int) -> None:
         loads_the_op, size, through_torch, OTHER_PORT=str(ranks.free_port()), LAST_PORT=str(ranks.free_port())
     )
     assert found == [through_torch] * size
+
+
+def again() -> None:
+    """Groups of one name on one store: of all ranks, of fewer, of several hosts, and after one that failed."""
+    default = dist.distributed_c10d._get_default_store()
+    store, rank, limit = dist.PrefixStore("one-name", default), dist.get_rank(), timedelta(seconds=60)
+    shm._host_identity = lambda: "host 0"
+    kept = []
+    for size, hosts in ((3, 1), (2, 1), (3, 2), (2, 2), (3, 2), (1, 1), (3, 1)):
+        if rank >= size:
+            continue
+        shm._host_identity = lambda hosts=hosts: f"host {rank % hosts}"
+        group = shm.create_process_group(store, rank, size, limit)
+        tensor = torch.full((10,), rank + 1.0)
+        group.allreduce([tensor]).wait()
+        assert tensor.tolist() == [sum(range(size + 1))] * 10
+        if size == 2:
+            group.shutdown()
+        else:
+            kept.append(group)
+
+
+def test_a_store_that_has_seen_other_groups() -> None:
+    ranks.run(again, 3)

@@ -10,7 +10,10 @@ import torch
 from anyaccel.comm.dtypes import CODES, OP_NAMES, SUM, code_of, op_code
 from anyaccel.comm.python_operations import Disagreement
 
-_OPERATIONS = ("barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather")
+_OPERATIONS = (
+    *("barrier", "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather"),
+    *("all_to_all", "gather", "scatter"),
+)
 LENGTH = 5
 NONE = -1
 
@@ -51,5 +54,5 @@ def _described(form: list[int]) -> str:
     if op not in (NONE, SUM):
         text += f" with {OP_NAMES[op].lower()}"
     if root != NONE:
-        text += f" {'from' if _OPERATIONS[operation] == 'broadcast' else 'to'} rank {root}"
+        text += f" {'from' if _OPERATIONS[operation] in ('broadcast', 'scatter') else 'to'} rank {root}"
     return text

@@ -21,10 +21,10 @@ def create_shm(store: Store, rank: int, size: int, timeout: timedelta) -> dist.P
         CommTimeoutError: a rank did not come; it is named.
         CommError: the ranks cannot share memory.
     """
-    group, hosts = shm.try_local(store, rank, size, timeout)
+    group, hosts, own_store = shm.try_local(store, rank, size, timeout)
     if group is not None:
         return group
-    return hierarchy.create(store, rank, size, timeout, hosts)
+    return hierarchy.create(own_store, rank, size, timeout, hosts)
 
 
 def create_ccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:

@@ -92,12 +92,13 @@ def _mean_of_halves(sums: torch.Tensor, count: int) -> torch.Tensor:
 class HostMessage:
     """A message of the second backend."""
 
-    def __init__(self, work: Any, source: int | None, timeout: timedelta) -> None:
-        self._work, self._source, self._timeout = work, source, timeout
+    def __init__(self, work: Any, source: int | None, finish: Callable[[Any, timedelta | None], None]) -> None:
+        """`source`: None where it may come from any rank; `finish` waits for the work."""
+        self._work, self._source, self._finish = work, source, finish
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Wait for its end."""
-        self._work.wait(timeout or self._timeout)
+        self._finish(self._work, timeout)
 
     def is_done(self) -> bool:
         """Whether it has ended."""

@@ -10,9 +10,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import ReduceOp
 
 from anyaccel.comm import ccl
+from anyaccel.comm.meeting import Meeting
 from anyaccel.comm.python_group import PythonGroup, divide_by
 from anyaccel.comm.python_messages import Message
 from anyaccel.comm.python_operations import Wait
@@ -64,20 +66,14 @@ def create(store: Any, rank: int, size: int, timeout: timedelta) -> CclGroup:
     if size == 1:
         return CclGroup(native, rank, size, timeout, 0, 0)
     kvs, address = native.new_kvs() if rank == 0 else (0, b"")
-    if rank == 0:
-        store.set("ccl/address", address.hex())
-    store.set(f"ccl/rank{rank}", "1")
-    everyone = [f"ccl/rank{peer}" for peer in range(size)]
+    # The store may have another address, of a group before this one.
+    meeting = Meeting(PrefixStore("ccl", store), rank, size, timeout)
     try:
-        store.wait(everyone, timeout)
-    except RuntimeError as error:
-        missing = [peer for peer, key in enumerate(everyone) if not store.check([key])]
-        raise CommTimeoutError(
-            f"backend ccl: rank {', '.join(map(str, missing))} of {size} did not come within "
-            f"{timeout.total_seconds():g} s"
-        ) from error
+        address = bytes.fromhex(meeting(address.hex())[0])
+    except CommTimeoutError as error:
+        raise CommTimeoutError(f"backend ccl: {error}") from error
     if rank != 0:
-        kvs = native.join_kvs(bytes.fromhex(store.get("ccl/address").decode()))
+        kvs = native.join_kvs(address)
     communicator = _within(timeout, lambda: native.new_communicator(kvs, size, rank), f"{size} ranks connecting")
     return CclGroup(native, rank, size, timeout, communicator, kvs)
 

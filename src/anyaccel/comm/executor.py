@@ -262,11 +262,12 @@ class Executor:
         while True:
             patience = min(self._timeout() / 2, threading.TIMEOUT_MAX)
             turn = max(min(patience - held, _WARN_SECONDS), 0.0)
+            somebody_waits = self._closed or self.waiting > len(self._followed)
             try:
                 job = callbacks.jobs.get(timeout=turn)
             except queue.Empty:
-                if not self._closed and self.waiting <= len(self._followed):
-                    held = 0.0  # nobody waits
+                if not somebody_waits:
+                    held = 0.0
                 elif (held := held + turn) >= patience:
                     self._let_go(callbacks, held)
                     return None

@@ -27,7 +27,7 @@ from anyaccel.comm.between_hosts import OPS, HostMessage, as_bytes, narrowed, re
 from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
 from anyaccel.comm.python_group import PythonGroup
 from anyaccel.comm.python_messages import Message
-from anyaccel.comm.python_operations import Wait
+from anyaccel.comm.python_operations import Disagreement, Wait
 from anyaccel.comm.tensors import same_dtype
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 
@@ -116,6 +116,11 @@ class HierarchicalGroup(PythonGroup):
         return _done
 
     def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
+        same_dtype([tensor, *outputs], "all_gather")
+        if outputs[self._rank].numel() != tensor.numel():
+            raise UsageError(
+                f"all_gather of {tensor.numel()} elements with {outputs[self._rank].numel()} in output {self._rank}"
+            )
         self._agree("all_gather", tensor.dtype, sum(output.numel() for output in outputs))
         self._gather_all(outputs, tensor)
         return _done
@@ -143,7 +148,7 @@ class HierarchicalGroup(PythonGroup):
 
     def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
         counts = [tensor.numel() for tensor in inputs]
-        if len(inputs) != self._size or counts[self._rank] != output.numel():
+        if counts[self._rank] != output.numel():
             raise UsageError(
                 f"reduce_scatter of {counts} elements for {self._size} ranks, {output.numel()} for this one"
             )
@@ -158,6 +163,9 @@ class HierarchicalGroup(PythonGroup):
         return _done
 
     def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
+        same_dtype([*outputs, *inputs], "all_to_all")
+        self._agree("all_to_all", outputs[0].dtype)
+        self._agree_on_pairs([tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs])
         given = torch.cat([as_bytes(tensor) for tensor in inputs])
         taken = torch.empty(sum(as_bytes(tensor).numel() for tensor in outputs), dtype=torch.uint8)
         counts = [[as_bytes(tensor).numel() for tensor in tensors] for tensors in (outputs, inputs)]
@@ -167,6 +175,8 @@ class HierarchicalGroup(PythonGroup):
         return _done
 
     def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Wait:
+        _check_alike("gather", [tensor, *(outputs or [])])
+        self._agree("gather", tensor.dtype, tensor.numel(), root=root)
         options = dist.GatherOptions()
         options.rootRank = root
         if tensor.numel():
@@ -175,6 +185,8 @@ class HierarchicalGroup(PythonGroup):
         return _done
 
     def start_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, root: int) -> Wait:
+        _check_alike("scatter", [output, *(inputs or [])])
+        self._agree("scatter", output.dtype, output.numel(), root=root)
         options = dist.ScatterOptions()
         options.rootRank = root
         if output.numel():
@@ -183,28 +195,53 @@ class HierarchicalGroup(PythonGroup):
         return _done
 
     def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
-        return HostMessage(self.flat.send([as_bytes(tensor)], peer, tag), -1, self.timeout)
+        self._check_peer(peer, "send to")
+        return HostMessage(self.flat.send([as_bytes(tensor)], peer, tag), -1, self._finish)
 
     def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         if peer is None:
-            return HostMessage(self.flat.recv_anysource([as_bytes(tensor)], tag), None, self.timeout)
-        return HostMessage(self.flat.recv([as_bytes(tensor)], peer, tag), peer, self.timeout)
+            return HostMessage(self.flat.recv_anysource([as_bytes(tensor)], tag), None, self._finish)
+        self._check_peer(peer, "receive from")
+        return HostMessage(self.flat.recv([as_bytes(tensor)], peer, tag), peer, self._finish)
 
     def start_barrier(self) -> Wait:
         self._agree("barrier")  # nobody has everybody's form before everybody has come
         return _done
 
+    def monitored_barrier(self, timeout: timedelta | None = None) -> None:
+        """A barrier whose error names the ranks that did not come.
+
+        Raises:
+            UsageError: what is between the hosts has none.
+        """
+        if not hasattr(self.flat, "monitored_barrier"):
+            raise UsageError(f"a group of several hosts with {self.flat.name()} between them has no monitored_barrier")
+        limit = timeout or self.timeout
+
+        def start() -> Wait:
+            try:
+                self.flat.monitored_barrier(limit, wait_all_ranks=True)
+            except RuntimeError as error:
+                raise CommTimeoutError(
+                    f"rank {self._rank} of {self._size}: not all ranks came within the timeout of "
+                    f"{limit.total_seconds():g} s: {error}"
+                ) from error
+            return _done
+
+        self._do("monitored_barrier", [], start, [], [], _AT_ONCE)
+
     # Their parts ---------------------------------------------------------------------------------------------
 
-    def _finish(self, work: Any) -> None:
+    def _finish(self, work: Any, timeout: timedelta | None = None) -> None:
         """Wait for an operation of the second backend."""
+        limit = timeout or self.timeout
         try:
-            work.wait(self.timeout)
+            work.wait(limit)
         except AnyAccelError:
             raise
         except RuntimeError as error:
             late = "timed out" in str(error).lower()
-            what = f"not done within the timeout of {self.timeout.total_seconds():g} s: {error}" if late else error
+            what = f"not done within the timeout of {limit.total_seconds():g} s: {error}" if late else error
             kind = CommTimeoutError if late else CommError
             raise kind(f"rank {self._rank} of {self._size}: between hosts: {what}") from error
 
@@ -237,6 +274,23 @@ class HierarchicalGroup(PythonGroup):
         forms = torch.empty(self._size, agreement.LENGTH, dtype=torch.int64, device="cpu")
         self._gather_all(list(forms.unbind()), own)
         agreement.compare(self._rank, forms.tolist())
+
+    def _agree_on_pairs(self, given: list[int], taken: list[int]) -> None:
+        """Whether each rank sends what its peer expects, in elements; where they do not, all are told."""
+        own = torch.tensor([given, taken], dtype=torch.int64, device="cpu")
+        forms = [torch.empty_like(own) for _ in range(self._size)]
+        self._gather_all(forms, own)
+        sent = torch.stack([form[0] for form in forms])
+        expected = torch.stack([form[1] for form in forms]).T
+        for sender, receiver in (sent != expected).nonzero().tolist()[:1]:
+            raise Disagreement(
+                f"ranks disagree: in all_to_all, rank {sender} sends {int(sent[sender, receiver])} elements to rank "
+                f"{receiver}, which expects {int(expected[sender, receiver])}"
+            )
+
+    def _check_peer(self, peer: int, doing: str) -> None:
+        if peer == self._rank or not 0 <= peer < self._size:
+            raise UsageError(f"{doing} rank {peer} by rank {self._rank} of {self._size}")
 
     def _reduce_to_leaders(self, tensor: torch.Tensor, low: Lowered, op: int) -> None:
         """In place: leaders have the reduction over all ranks, the others what they had.
@@ -306,6 +360,13 @@ _AT_ONCE = _AtOnce()
 
 def _done() -> None:
     """What has ended when it was started."""
+
+
+def _check_alike(what: str, tensors: list[torch.Tensor]) -> None:
+    """Whether tensors have one dtype and size."""
+    same_dtype(tensors, what)
+    if len(sizes := {tensor.numel() for tensor in tensors}) > 1:
+        raise UsageError(f"{what} needs tensors of one size; got {', '.join(map(str, sorted(sizes)))} elements")
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

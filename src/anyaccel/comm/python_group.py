@@ -106,6 +106,15 @@ class PythonGroup(Operations):
         run()
         return ShmWork(outputs, done=True)
 
+    def _one_a_rank(self, tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
+        if len(tensors) != self._size:
+            raise UsageError(f"{what} needs one tensor a rank: {self._size}; got {len(tensors)}")
+        return list(tensors)
+
+    def _check_rank(self, rank: int, what: str) -> None:
+        if not 0 <= rank < self._size:
+            raise UsageError(f"{what} with rank {rank} in a group of {self._size} ranks")
+
     # torch.distributed's names -------------------------------------------------------------------------------
 
     @events.counted("allreduce_")
@@ -141,6 +150,7 @@ class PythonGroup(Operations):
     def reduce(self, tensors: Any, opts: Any) -> ShmWork:
         tensor = _one(tensors)
         op, root = _kind(opts.reduceOp), opts.rootRank
+        self._check_rank(root, "reduce")
         target = _loaded(tensor)
         # On other ranks than the root the tensor keeps its values.
         space = target.memory if self._rank == root else values(tensor).clone()
@@ -150,6 +160,7 @@ class PythonGroup(Operations):
     @events.counted("broadcast_")
     def broadcast(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.BroadcastOptions()
+        self._check_rank(opts.rootRank, "broadcast")
         tensor = _one(tensors)
         target = _loaded(tensor)
         return self._do(
@@ -158,7 +169,7 @@ class PythonGroup(Operations):
 
     @events.counted("allgather_")
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> ShmWork:
-        outputs = list(output_lists[0])
+        outputs = self._one_a_rank(output_lists[0], "all_gather")
         targets = [Target(output) for output in outputs]
         dense = values(_one(tensors))
         memory = [target.memory for target in targets]
@@ -197,7 +208,8 @@ class PythonGroup(Operations):
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.ReduceScatterOptions()
         output = _one(outputs)
-        target, inputs, op = Target(output), [values(tensor) for tensor in input_lists[0]], _kind(opts.reduceOp)
+        given = self._one_a_rank(input_lists[0], "reduce_scatter")
+        target, inputs, op = Target(output), [values(tensor) for tensor in given], _kind(opts.reduceOp)
         return self._do(
             "reduce_scatter",
             inputs,
@@ -253,7 +265,8 @@ class PythonGroup(Operations):
 
     @events.counted("alltoall_")
     def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
-        targets, inputs = [Target(output) for output in outputs], [values(tensor) for tensor in tensors]
+        targets = [Target(output) for output in self._one_a_rank(outputs, "all_to_all")]
+        inputs = [values(tensor) for tensor in self._one_a_rank(tensors, "all_to_all")]
         memory = [target.memory for target in targets]
         return self._do(
             "all_to_all", inputs, lambda: self.start_all_to_all(memory, inputs), targets, list(outputs), opts
@@ -261,7 +274,8 @@ class PythonGroup(Operations):
 
     @events.counted("gather_")
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> ShmWork:
-        outputs = list(output_lists[0]) if output_lists and self._rank == opts.rootRank else None
+        self._check_rank(opts.rootRank, "gather")
+        outputs = self._one_a_rank(output_lists[0], "gather") if output_lists and self._rank == opts.rootRank else None
         targets = [Target(output) for output in outputs or []]
         dense, memory = values(_one(tensors)), [target.memory for target in targets] if outputs else None
         return self._do(
@@ -270,10 +284,11 @@ class PythonGroup(Operations):
 
     @events.counted("scatter_")
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> ShmWork:
+        self._check_rank(opts.rootRank, "scatter")
         output = _one(outputs)
         target = Target(output)
         mine = self._rank == opts.rootRank
-        inputs = [values(tensor) for tensor in input_lists[0]] if mine else None
+        inputs = [values(tensor) for tensor in self._one_a_rank(input_lists[0], "scatter")] if mine else None
         return self._do(
             "scatter",
             [output],

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from anyaccel import _native, env
+from anyaccel.comm.meeting import Meeting
 from anyaccel.comm.process_group import ShmProcessGroup
-from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError
+from anyaccel.errors import AnyAccelError, CommError
 
 logger = logging.getLogger(__name__)
 
@@ -64,42 +64,6 @@ def sizes(world_size: int, total_bytes: int) -> tuple[int, int]:
     mailboxes = _native.Messages.bytes_a_rank(world_size, pair)
     share = (total_bytes - min(mailboxes * world_size, total_bytes // 2)) // (_BUFFERS * world_size)
     return max(share // _ALIGNMENT, world_size) * _ALIGNMENT, mailboxes
-
-
-class _Meeting:
-    """Exchanges of texts over a store, numbered."""
-
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._turn = 0
-
-    def __call__(self, text: str) -> list[str]:
-        self._turn += 1
-        self._store.set(f"{self._turn}/{self._rank}", text)
-        keys = [f"{self._turn}/{r}" for r in range(self._size)]
-        try:
-            self._store.wait(keys, self._timeout)
-        except RuntimeError as error:
-            missing = [r for r, key in enumerate(keys) if not self._there(key)]
-            if not missing:
-                raise CommError(f"the ranks of a group could not meet: {error}") from error
-            raise CommTimeoutError(
-                f"rank {', '.join(map(str, missing))} of {self._size} did not join the group within "
-                f"{self._timeout.total_seconds():g} s"
-            ) from None
-        return [self._store.get(key).decode() for key in keys]
-
-    def _there(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            return False
-
-    def tidy(self) -> None:
-        """Take this rank's texts out of the store; call it when all have read them."""
-        for turn in range(1, self._turn + 1):
-            with suppress(RuntimeError):  # not every store can
-                self._store.delete_key(f"{turn}/{self._rank}")
 
 
 def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.ShmGroup | None, dict[str, Any]]:
@@ -173,21 +137,24 @@ def create_local(store: Store, rank: int, size: int, timeout: timedelta) -> ShmP
         CommTimeoutError: a rank did not come; it is named.
         CommError: the ranks are on several hosts, or cannot share memory.
     """
-    group, hosts = try_local(store, rank, size, timeout)
+    group, hosts, _ = try_local(store, rank, size, timeout)
     if group is None:
         raise CommError(f"{size} ranks are on {len(set(hosts))} hosts: they cannot share memory")
     return group
 
 
-def try_local(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ShmProcessGroup | None, list[str]]:
-    """The group of `create_local`, None where the ranks are on several hosts; and the identity of each rank's host."""
+def try_local(
+    store: Store, rank: int, size: int, timeout: timedelta
+) -> tuple[ShmProcessGroup | None, list[str], Store]:
+    """The group of `create_local`, None where the ranks are on several hosts; the identity of each rank's host; and a
+    store that no other group uses."""
     env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
-    meeting = _Meeting(PrefixStore("anyaccel-shm", store), rank, size, timeout)
+    meeting = Meeting(PrefixStore("anyaccel-shm", store), rank, size, timeout)
     native, hosts, problem = _join(rank, size, timeout.total_seconds(), meeting)
     if problem:
         raise CommError(f"the ranks of this host cannot share memory: {problem}")
     if native is None:
-        return None, hosts
+        return None, hosts, meeting.store
     native.barrier()  # all have read what the store has
     meeting.tidy()
-    return ShmProcessGroup(store, native, rank, size), hosts
+    return ShmProcessGroup(store, native, rank, size), hosts, meeting.store
