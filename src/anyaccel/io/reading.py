@@ -14,9 +14,9 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.io.header import Entry, Header, read_header
 from anyaccel.io.progress import progress_bar
 from anyaccel.ops.aio import aio_handle
-from anyaccel.ops.aio.memory import address_of, aligned_memory
+from anyaccel.ops.aio.memory import address_of, aligned_memory, why_no_memory
 from anyaccel.ops.aio.native import cached_bytes
-from anyaccel.ops.aio.requests import Piece, check_name, copy_into, kind_of
+from anyaccel.ops.aio.requests import PathLike, Piece, changed, check_name, copy_into, kind_of
 
 # As much as keeps a fast disk busy. More threads help where memory has to be copied: into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
@@ -30,7 +30,7 @@ def new_handle() -> aio_handle:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     device: str | torch.device = "cpu",
     tensors: Mapping[str, torch.Tensor] | None = None,
@@ -54,7 +54,7 @@ def load(
         AioError: it cannot be read.
         UsageError: `tensors` with `device` or with mmap=True; no file can have this name.
     """
-    name = os.fspath(path)
+    name = os.fsdecode(path)
     check_name(name)
     target = torch.device(device)
     if tensors is not None and (mmap or not torch.empty(0, device=target).is_cpu):
@@ -119,10 +119,15 @@ def _fill(
                 f"{path}: tensor {entry.name!r} is {entry.dtype} {list(entry.shape)} in the file, and the one to fill "
                 f"is {tensor.dtype} {list(tensor.shape)}"
             )
+        kind = why_no_memory(tensor)
+        if kind:
+            raise UsageError(f"load(): the tensor to fill {entry.name!r} with is {kind}")
         host = tensor
         if not tensor.is_cpu or not tensor.is_contiguous():
             host = torch.empty(entry.shape, dtype=entry.dtype)
             copies.append((tensor, host))
+        else:
+            changed(tensor)
         pieces.append(Piece.of(host, entry.begin))
     with progress_bar(Path(path).name, header.end - header.begin, progress) as show:
         if pieces:

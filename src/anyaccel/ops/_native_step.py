@@ -71,6 +71,7 @@ class Batch:
     ) -> None:
         copied = [] if copies is None else [copy for copy in copies if copy is not None]
         self._fixed = [*params, *chain.from_iterable(moments), *steps, *copied]
+        self._users = [*params, *copied]  # whose strides may change where they are: param.data = param.data.t()
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         everything = [*grads, *self._fixed]
         self._plain = True
@@ -117,7 +118,7 @@ class Batch:
         fixed = len(self._fixed)
         if at[:fixed] != self._seen_at[:fixed] or _numbers(torch.Tensor.numel, grads) != self._sizes:
             return False
-        if list(map(_dtype_of, grads)) != self._grad_dtypes or not all(map(_is_contiguous, grads)):
+        if list(map(_dtype_of, grads)) != self._grad_dtypes or not all(map(_is_contiguous, chain(grads, self._users))):
             return False
         self._seen_at = at
         self.native.grads = at.buffer_info()[0] + 8 * fixed

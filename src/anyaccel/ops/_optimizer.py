@@ -189,7 +189,7 @@ class HostOptimizer(torch.optim.Optimizer):
         name, state = type(self).__name__, cast("dict[str, Any]", self.state[param if key is None else key])
         needed = ("step", *self.MOMENTS)
         if not any(entry in state for entry in needed):
-            self._start(param, state, group)
+            self._begin(param, state, group)
             return state
         check_complete(name, needed, state)
         step = state["step"]
@@ -200,6 +200,12 @@ class HostOptimizer(torch.optim.Optimizer):
                 values = check_values(name, param, entry, state[entry])
                 check_place(name, entry, values, (torch.float32,) if entry == MASTER else STATE_DTYPES)
         return state
+
+    def _begin(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Fill a state, all at once: Ctrl-C, or a lack of memory, must not leave part of it."""
+        new: dict[str, Any] = {}
+        self._start(param, new, group)
+        state.update(new)
 
     def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Fill the state of a parameter before its first step."""

@@ -53,7 +53,7 @@ class CPUAdagrad(HostOptimizer):
             UsageError: an argument or a parameter is one that the kernels cannot take.
         """
         name = type(self).__name__
-        check_range(name, lr=float(lr), eps=eps, weight_decay=weight_decay, lr_decay=lr_decay)
+        check_range(name, lr=lr, eps=eps, weight_decay=weight_decay, lr_decay=lr_decay)
         check_range(name, initial_accumulator_value=initial_accumulator_value)
         defaults = {
             "lr": lr,

@@ -124,11 +124,11 @@ def test_a_step_that_is_no_number_is_refused(value):
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["step"] = value
     before = optimizer.state[param]
-    with pytest.raises(UsageError, match="step of a parameter is no number"):
+    with pytest.raises(UsageError, match="step of a parameter must be one number"):
         optimizer.load_state_dict(saved)
     assert optimizer.state[param] is before
     optimizer.state[param]["step"] = value
-    refused(optimizer, param, "step of a parameter is no number")
+    refused(optimizer, param, "step of a parameter must be one number")
 
 
 def test_part_of_a_state_is_refused_and_notes_beside_it_stay():
@@ -258,3 +258,46 @@ def test_the_mode_may_differ_between_groups(kind, name):
     mixed.step()
     assert torch.equal(param, twin)
     assert param.dtype == F32
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"lr": "1"}, {"lr": None}, {"lr": torch.ones(2)}, {"betas": 0.9}, {"betas": ("a", 0.9)}, {"eps": None}],
+)
+def test_options_of_other_types_are_named(option):
+    with pytest.raises(UsageError, match=r"CPUAdam: (beta1|betas|lr|eps) must be"):
+        CPUAdam(parameters((4,)), **option)
+
+
+@pytest.mark.parametrize("state", [5, [1], "abc"])
+def test_states_that_are_no_dicts(state):
+    params = parameters((4,))
+    optimizer = CPUAdam(params)
+    saved = optimizer.state_dict()
+    with pytest.raises(UsageError, match="must be a dict, not"):
+        optimizer.load_state_dict({**saved, "state": {0: state}})
+
+
+class Interrupted(BaseException):
+    """Ctrl-C."""
+
+
+def test_a_first_step_that_is_interrupted_can_be_made_again(monkeypatch):
+    (param,), (twin,) = parameters((4,)), parameters((4,))
+    optimizer = CPUAdam([param])
+    zeros, left = torch.zeros_like, [1]
+
+    def interrupted(*args, **options):
+        if not left.pop():
+            raise Interrupted
+        left.append(0)
+        return zeros(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", interrupted)  # comes between the first moment and the second
+        with pytest.raises(Interrupted):
+            optimizer.step()
+    assert not optimizer.state[param]
+    optimizer.step()
+    CPUAdam([twin]).step()
+    assert torch.equal(param, twin)
