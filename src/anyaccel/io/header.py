@@ -186,5 +186,9 @@ def make_header(
         ends.append(end)
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    if len(text) > _MAX_HEADER:
+        raise ModelError(
+            f"the header would have {len(text)} bytes, above {_MAX_HEADER}, which nobody reads: use shorter metadata"
+        )
     begin = _LENGTH_BYTES + len(text)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [begin + end for end in ends]

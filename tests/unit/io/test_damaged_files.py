@@ -163,6 +163,14 @@ def test_what_safetensors_lets_pass_and_nobody_can_mean_is_refused(header: str, 
         load(tmp_path / "m")
 
 
+def test_a_header_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyaccel.io.header._MAX_HEADER", 1000)
+    save({"a": torch.ones(3)}, tmp_path / "m", metadata={"k": "v" * 500})
+    with pytest.raises(ModelError, match=r"the header would have \d+ bytes, above 1000"):
+        save({"a": torch.zeros(3)}, tmp_path / "m", metadata={"k": "v" * 1000})
+    assert load(tmp_path / "m")["a"].sum() == 3
+
+
 # What is no file --------------------------------------------------------------------------------------------------
 
 
