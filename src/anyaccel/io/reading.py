@@ -13,8 +13,9 @@ import torch
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.io.header import Entry, Header, read_header
 from anyaccel.io.progress import progress_bar
+from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio import aio_handle
-from anyaccel.ops.aio.memory import address_of, aligned_memory, why_no_memory
+from anyaccel.ops.aio.memory import address_of, aligned_memory
 from anyaccel.ops.aio.native import cached_bytes
 from anyaccel.ops.aio.requests import PathLike, Piece, changed, check_name, copy_into, kind_of
 

@@ -14,7 +14,7 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.io.header import NAMES, is_unicode, make_header
 from anyaccel.io.progress import progress_bar
 from anyaccel.io.reading import new_handle
-from anyaccel.ops.aio.memory import why_no_memory
+from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio.requests import PathLike, Piece
 
 

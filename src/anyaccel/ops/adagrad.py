@@ -95,6 +95,7 @@ class CPUAdagrad(HostOptimizer):
             )
         self._check_group(group)
         state = self._ready(param, group)
+        self._follow([param])
         grad = grad.coalesce()
         at, target = tuple(grad.indices()), state.get(MASTER, param)
         rows, total = target[at].contiguous(), state["sum"][at].contiguous()
@@ -105,6 +106,7 @@ class CPUAdagrad(HostOptimizer):
             id(each): each for each in (target, param, self._copies.get(param)) if each is not None
         }.values():
             tensor[at] = rows.to(tensor.dtype)
+        self._note([param])
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         names = "lr", "lr_decay", "eps", "weight_decay"

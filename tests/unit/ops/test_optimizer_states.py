@@ -301,3 +301,34 @@ def test_a_first_step_that_is_interrupted_can_be_made_again(monkeypatch):
     optimizer.step()
     CPUAdam([twin]).step()
     assert torch.equal(param, twin)
+
+
+@pytest.mark.parametrize("kind", [CPUAdam, CPUAdagrad])
+def test_what_others_write_into_a_parameter_reaches_its_master(kind):
+    """Such as a checkpoint that is loaded into the model; what they leave alone keeps the master's finer value."""
+    param = torch.nn.Parameter(torch.ones(8, dtype=BF16))
+    optimizer = kind([param], lr=1e-4, master_weights=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.step()
+    before = optimizer.state[param]["master"].clone()
+    with torch.no_grad():
+        param[:4] = 3.0
+    param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert optimizer.state[param]["master"].tolist() == [3.0] * 4 + before[4:].tolist()
+    assert before[4] != before[4].to(BF16).float()
+    assert param.tolist() == [3.0] * 4 + before[4:].to(BF16).tolist()
+
+
+@pytest.mark.parametrize("which", ["param", "grad", "exp_avg", "step"])
+def test_memory_that_somebody_took_away_is_noticed(which):
+    param, optimizer = stepped(CPUAdam)
+    tensor = {"param": param, "grad": param.grad}.get(which)
+    tensor = optimizer.state[param][which] if tensor is None else tensor
+    tensor.untyped_storage().resize_(0 if which in ("step", "grad") else 40)
+    with pytest.raises(
+        UsageError, match=r"has no memory of its own: it is without its memory: its storage has \d+ bytes"
+    ):
+        optimizer.step()

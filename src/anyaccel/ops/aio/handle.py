@@ -15,6 +15,7 @@ from typing import TypeAlias
 import torch
 
 from anyaccel.errors import AioError, UsageError
+from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio import memory
 from anyaccel.ops.aio.native import ATOMIC, CACHED, ENGINES, WRITE, native
 from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, changed, copy_into, replaceable
@@ -327,7 +328,7 @@ class aio_handle:
 def _check_dense(what: str, buffer: torch.Tensor) -> None:
     if not isinstance(buffer, torch.Tensor):
         raise UsageError(f"cannot {what} a {type(buffer).__name__}: the buffer must be a tensor")
-    kind = memory.why_no_memory(buffer)
+    kind = why_no_memory(buffer)
     if kind:
         raise UsageError(f"cannot {what} a tensor that is {kind}; it has no dense memory")
 
