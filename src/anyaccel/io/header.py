@@ -39,6 +39,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 # Of which torch keeps two values in an element, along the last dimension; the file has them one by one.
 _PAIRS = "F4"
+# Of which torch has no tensors, and their bits: a file may have them beside others.
+_NOT_IN_TORCH = {"F6_E2M3": 6, "F6_E3M2": 6}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _LENGTH_BYTES = 8
@@ -49,10 +51,10 @@ _ALIGNMENT = 64
 
 
 class Entry(NamedTuple):
-    """One tensor: bytes [begin, end) of the file."""
+    """One tensor: bytes [begin, end) of the file. `dtype` is the name of one that torch does not have."""
 
     name: str
-    dtype: torch.dtype
+    dtype: torch.dtype | str
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -151,9 +153,9 @@ def _entry(path: str, name: str, value: object, begin: int) -> Entry:
     if not isinstance(value, dict):
         raise wrong("its entry in the header is not an object; the file is damaged")
     dtype_name, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
-    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
-    if dtype is None:
-        raise wrong(f"dtype {dtype_name!r} is unknown; known are {', '.join(DTYPES)}")
+    if not isinstance(dtype_name, str) or (dtype_name not in DTYPES and dtype_name not in _NOT_IN_TORCH):
+        raise wrong(f"dtype {dtype_name!r} is unknown; known are {', '.join((*DTYPES, *_NOT_IN_TORCH))}")
+    dtype = DTYPES.get(dtype_name, dtype_name)
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
         raise wrong(f"shape {shape!r} is not a list of sizes; the file is damaged")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
@@ -162,11 +164,14 @@ def _entry(path: str, name: str, value: object, begin: int) -> Entry:
         if not shape or shape[-1] % 2:
             raise wrong(f"shape {shape} of {dtype_name} has no even last dimension: torch keeps these values in pairs")
         shape = [*shape[:-1], shape[-1] // 2]
-    wanted = math.prod(shape) * dtype.itemsize
+    bits = _NOT_IN_TORCH[dtype] if isinstance(dtype, str) else 8 * dtype.itemsize
+    wanted, over = divmod(math.prod(shape) * bits, 8)
+    if over:
+        raise wrong(f"{math.prod(shape)} values of {dtype_name} do not fill their last byte")
     if offsets[1] - offsets[0] != wanted:
         raise wrong(f"{offsets[1] - offsets[0]} bytes do not fit shape {shape} of {dtype_name}, which takes {wanted}")
     # Empty, and yet torch could not count its strides.
-    if math.prod(filter(None, shape)) * dtype.itemsize > _MAX_DIMENSION:
+    if math.prod(filter(None, shape)) * bits > _MAX_DIMENSION:
         raise wrong(f"shape {shape} of {dtype_name} is larger than memory can be; the file is damaged")
     return Entry(name, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
@@ -186,5 +191,9 @@ def make_header(
         ends.append(end)
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    if len(text) > _MAX_HEADER:
+        raise ModelError(
+            f"the header would have {len(text)} bytes, above {_MAX_HEADER}, which nobody reads: use shorter metadata"
+        )
     begin = _LENGTH_BYTES + len(text)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, [begin + end for end in ends]

@@ -13,10 +13,11 @@ import torch
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.io.header import Entry, Header, read_header
 from anyaccel.io.progress import progress_bar
+from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio import aio_handle
 from anyaccel.ops.aio.memory import address_of, aligned_memory
 from anyaccel.ops.aio.native import cached_bytes
-from anyaccel.ops.aio.requests import Piece, check_name, copy_into, kind_of
+from anyaccel.ops.aio.requests import PathLike, Piece, changed, check_name, copy_into, kind_of
 
 # As much as keeps a fast disk busy. More threads help where memory has to be copied: into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
@@ -30,7 +31,7 @@ def new_handle() -> aio_handle:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     device: str | torch.device = "cpu",
     tensors: Mapping[str, torch.Tensor] | None = None,
@@ -54,7 +55,7 @@ def load(
         AioError: it cannot be read.
         UsageError: `tensors` with `device` or with mmap=True; no file can have this name.
     """
-    name = os.fspath(path)
+    name = os.fsdecode(path)
     check_name(name)
     target = torch.device(device)
     if tensors is not None and (mmap or not torch.empty(0, device=target).is_cpu):
@@ -68,13 +69,15 @@ def load(
         warm = cached_bytes(file.fileno(), size) >= _WARM * size
         if tensors is not None:
             return _fill(header, name, tensors, warm, progress)
+        for entry in header.entries:
+            _dtype(name, entry)
         if header.begin == header.end:
-            return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=target) for entry in header.entries}
+            return {entry.name: _tensor(name, None, entry, 0).to(target) for entry in header.entries}
         if warm if mmap is None else mmap:
             memory, base = mapping.mmap(file.fileno(), size, access=mapping.ACCESS_COPY), 0
         else:
             memory, base = _read(header, name, warm, progress)
-    return {entry.name: _tensor(memory, entry, base).to(target) for entry in header.entries}
+    return {entry.name: _tensor(name, memory, entry, base).to(target) for entry in header.entries}
 
 
 def _open(path: str, flags: int) -> int:
@@ -92,13 +95,22 @@ def _read(header: Header, path: str, warm: bool, progress: bool | None) -> tuple
     return memory, start - header.begin
 
 
-def _tensor(memory: mapping.mmap, entry: Entry, base: int) -> torch.Tensor:
-    if entry.begin == entry.end:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    count = (entry.end - entry.begin) // entry.dtype.itemsize
+def _dtype(path: str, entry: Entry) -> torch.dtype:
+    if isinstance(entry.dtype, str):
+        raise ModelError(
+            f"{path}: tensor {entry.name!r} is {entry.dtype}, which torch does not have; load the others with tensors="
+        )
+    return entry.dtype
+
+
+def _tensor(path: str, memory: mapping.mmap | None, entry: Entry, base: int) -> torch.Tensor:
+    dtype = _dtype(path, entry)
+    if memory is None or entry.begin == entry.end:
+        return torch.empty(entry.shape, dtype=dtype)
+    count = (entry.end - entry.begin) // dtype.itemsize
     # A storage of its own, since torch.save() writes whole storages.
-    flat = torch.frombuffer(memory, dtype=entry.dtype, count=count, offset=base + entry.begin)
-    if flat.data_ptr() % min(entry.dtype.itemsize, 8):
+    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=base + entry.begin)
+    if flat.data_ptr() % min(dtype.itemsize, 8):
         flat = flat.clone()  # a file with an odd number of bytes before it
     return flat.view(entry.shape)
 
@@ -113,16 +125,21 @@ def _fill(
     pieces = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for entry in wanted:
-        tensor = tensors[entry.name]
-        if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+        tensor, dtype = tensors[entry.name], _dtype(path, entry)
+        if tensor.dtype != dtype or tuple(tensor.shape) != entry.shape:
             raise ModelError(
-                f"{path}: tensor {entry.name!r} is {entry.dtype} {list(entry.shape)} in the file, and the one to fill "
+                f"{path}: tensor {entry.name!r} is {dtype} {list(entry.shape)} in the file, and the one to fill "
                 f"is {tensor.dtype} {list(tensor.shape)}"
             )
+        kind = why_no_memory(tensor)
+        if kind:
+            raise UsageError(f"load(): the tensor to fill {entry.name!r} with is {kind}")
         host = tensor
         if not tensor.is_cpu or not tensor.is_contiguous():
-            host = torch.empty(entry.shape, dtype=entry.dtype)
+            host = torch.empty(entry.shape, dtype=dtype)
             copies.append((tensor, host))
+        else:
+            changed(tensor)
         pieces.append(Piece.of(host, entry.begin))
     with progress_bar(Path(path).name, header.end - header.begin, progress) as show:
         if pieces:

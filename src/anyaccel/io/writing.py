@@ -10,16 +10,17 @@ from pathlib import Path
 
 import torch
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.io.header import NAMES, is_unicode, make_header
 from anyaccel.io.progress import progress_bar
 from anyaccel.io.reading import new_handle
-from anyaccel.ops.aio.requests import Piece
+from anyaccel.ops._dense import why_no_memory
+from anyaccel.ops.aio.requests import PathLike, Piece
 
 
 def save(
     state_dict: Mapping[str, torch.Tensor],
-    path: str | os.PathLike[str],
+    path: PathLike,
     *,
     metadata: Mapping[str, str] | None = None,
     progress: bool | None = None,
@@ -39,6 +40,8 @@ def save(
         AioError: the file cannot be written, or there is no space.
         UsageError: a device, FIFO or socket is at `path`.
     """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(f"save(): the first argument must be a dict of tensors, not a {type(state_dict).__name__}")
     for name, tensor in state_dict.items():
         _check(name, tensor)
     if metadata is not None:
@@ -57,7 +60,7 @@ def save(
     first = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     pieces = [Piece.of(first, 0)]
     pieces += [Piece.of(host, offset) for offset, host in zip(offsets, hosts, strict=False) if host.nbytes]
-    with progress_bar(Path(path).name, offsets[-1], progress) as show:
+    with progress_bar(Path(os.fsdecode(path)).name, offsets[-1], progress) as show:
         new_handle().transfer(path, pieces, write=True, write_atomic=True, progress=show)
 
 
@@ -68,8 +71,8 @@ def _check(name: str, tensor: object) -> None:
         raise ModelError(f"the name {name!r} has half a character (a surrogate), which a safetensors file cannot have")
     if not isinstance(tensor, torch.Tensor):
         raise ModelError(f"{name!r} is a {type(tensor).__name__}; a safetensors file has tensors only")
-    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
-        kind = "meta" if tensor.device.type == "meta" else "quantized" if tensor.is_quantized else str(tensor.layout)
+    kind = "quantized" if tensor.is_quantized else why_no_memory(tensor)
+    if kind:
         raise ModelError(f"tensor {name!r} is {kind}; a safetensors file has dense tensors only")
     if tensor.dtype not in NAMES:
         raise ModelError(f"tensor {name!r} has dtype {tensor.dtype}, which a safetensors file cannot have")

@@ -11,9 +11,10 @@ import torch
 from anyaccel.errors import UsageError
 
 
-def check_range(optimizer: str, **values: float) -> None:
+def check_range(optimizer: str, **values: Any) -> None:
     """Raise UsageError for a hyper-parameter that cannot be: betas below 0 or from 1 on, others below 0."""
-    for name, value in values.items():
+    for name, given in values.items():
+        value = number_of(optimizer, name, given)
         top = 1.0 if name.startswith("beta") else float("inf")
         if not 0.0 <= value < top:
             raise UsageError(
@@ -24,9 +25,11 @@ def check_range(optimizer: str, **values: float) -> None:
 def number_of(optimizer: str, name: str, value: Any) -> float:
     """An option of a group as it is now, which may be a tensor. As in torch, later ones may even be negative."""
     try:
-        return float(value)
+        if not isinstance(value, str):
+            return float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"{optimizer}: {name} must be one number, not {value!r}") from None
+        pass
+    raise UsageError(f"{optimizer}: {name} must be one number, not {value!r}")
 
 
 def betas_of(optimizer: str, betas: Any) -> tuple[float, float]:
@@ -40,8 +43,10 @@ def betas_of(optimizer: str, betas: Any) -> tuple[float, float]:
     return beta1, beta2
 
 
-def check_complete(optimizer: str, needed: Iterable[str], state: Mapping[str, Any]) -> None:
+def check_complete(optimizer: str, needed: Iterable[str], state: Any) -> None:
     """Raise UsageError for the state of another optimizer."""
+    if not isinstance(state, Mapping):
+        raise UsageError(f"{optimizer}: the state of a parameter must be a dict, not {type(state).__name__}")
     missing = set(needed) - state.keys()
     if missing:
         raise UsageError(
@@ -52,10 +57,7 @@ def check_complete(optimizer: str, needed: Iterable[str], state: Mapping[str, An
 
 def step_of(optimizer: str, state: Mapping[str, Any]) -> torch.Tensor:
     """The step of a state, an int or a tensor of any dtype, as a tensor of its own that native code counts up."""
-    try:
-        return torch.tensor(float(state["step"]), dtype=torch.float32)
-    except (TypeError, ValueError, RuntimeError):
-        raise UsageError(f"{optimizer}: the step of a parameter is no number: {state['step']!r}") from None
+    return torch.tensor(number_of(optimizer, "the step of a parameter", state["step"]), dtype=torch.float32)
 
 
 def check_values(optimizer: str, param: torch.Tensor, name: str, value: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from anyaccel import env
 from anyaccel.errors import UsageError
+from anyaccel.ops._dense import why_no_memory
 
 # The numbers are those of DType in csrc/optim/types.h.
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -71,6 +72,7 @@ class Batch:
     ) -> None:
         copied = [] if copies is None else [copy for copy in copies if copy is not None]
         self._fixed = [*params, *chain.from_iterable(moments), *steps, *copied]
+        self._users = [*params, *copied]  # whose strides may change where they are: param.data = param.data.t()
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         everything = [*grads, *self._fixed]
         self._plain = True
@@ -115,9 +117,10 @@ class Batch:
             return False
         at = _numbers(torch.Tensor.data_ptr, [*self._fixed, *grads])
         fixed = len(self._fixed)
-        if at[:fixed] != self._seen_at[:fixed] or _numbers(torch.Tensor.numel, grads) != self._sizes:
+        # 0: a gradient without memory, or an empty one.
+        if 0 in at or at[:fixed] != self._seen_at[:fixed] or _numbers(torch.Tensor.numel, grads) != self._sizes:
             return False
-        if list(map(_dtype_of, grads)) != self._grad_dtypes or not all(map(_is_contiguous, grads)):
+        if list(map(_dtype_of, grads)) != self._grad_dtypes or not all(map(_is_contiguous, chain(grads, self._users))):
             return False
         self._seen_at = at
         self.native.grads = at.buffer_info()[0] + 8 * fixed
@@ -222,8 +225,9 @@ def _check_steps(steps: Sequence[torch.Tensor], count: int) -> None:
 
 def _check_memory(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
-        if not tensor.data_ptr() and tensor.numel():
-            raise UsageError(f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its own")
+        kind = why_no_memory(tensor)
+        if kind:
+            raise UsageError(f"a tensor of shape {tuple(tensor.shape)} has no memory of its own: it is {kind}")
 
 
 def _straightened(

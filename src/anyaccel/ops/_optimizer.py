@@ -54,6 +54,7 @@ class HostOptimizer(torch.optim.Optimizer):
     _native: NativeStep
     _copies: dict[torch.Tensor, torch.Tensor]
     _plans: dict[int, _Plan]
+    _versions: dict[torch.Tensor, int]  # of parameters with a master, after the last step
     _states: list[dict[str, Any]]  # of all parameters, as the last step left them
 
     def __init__(
@@ -161,11 +162,14 @@ class HostOptimizer(torch.optim.Optimizer):
         group = self.param_groups[index]
         self._check_group(group)
         hyper = self._hyper(group)
+        if self._master_weights:
+            self._follow(params)
         plan = self._plans.get(index)
         if plan is None or not plan.fits(params) or not plan.batch.refresh(grads):
             plan = self._plans[index] = self._plan(params, grads, group)
         self._native.run(plan.batch, *hyper)
         torch.autograd.graph.increment_version(params)
+        self._note(params)
 
     def _plan(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> _Plan:
         for grad in grads:
@@ -189,7 +193,7 @@ class HostOptimizer(torch.optim.Optimizer):
         name, state = type(self).__name__, cast("dict[str, Any]", self.state[param if key is None else key])
         needed = ("step", *self.MOMENTS)
         if not any(entry in state for entry in needed):
-            self._start(param, state, group)
+            self._begin(param, state, group)
             return state
         check_complete(name, needed, state)
         step = state["step"]
@@ -201,6 +205,12 @@ class HostOptimizer(torch.optim.Optimizer):
                 check_place(name, entry, values, (torch.float32,) if entry == MASTER else STATE_DTYPES)
         return state
 
+    def _begin(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Fill a state, all at once: Ctrl-C, or a lack of memory, must not leave part of it."""
+        new: dict[str, Any] = {}
+        self._start(param, new, group)
+        state.update(new)
+
     def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Fill the state of a parameter before its first step."""
         state["step"] = torch.zeros((), dtype=torch.float32)
@@ -211,6 +221,20 @@ class HostOptimizer(torch.optim.Optimizer):
     def _add_master(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         if self._master_weights and MASTER not in state and param.dtype != torch.float32:
             state[MASTER] = param.detach().to(torch.float32)
+
+    def _note(self, params: Iterable[torch.Tensor]) -> None:
+        """These are as the step has left them."""
+        if self._master_weights:
+            self._versions.update((param, param._version) for param in params)
+
+    def _follow(self, params: Iterable[torch.Tensor]) -> None:
+        """Take over what others have written into parameters since the last step, such as a model's checkpoint."""
+        for param in params:
+            master = self.state[param].get(MASTER)
+            if master is not None and self._versions.get(param, param._version) != param._version:
+                with torch.no_grad():
+                    values = param.detach()
+                    master.copy_(torch.where(values == master.to(param.dtype), master, values.to(torch.float32)))
 
     def write_copies(self, copies: Mapping[torch.Tensor, torch.Tensor] | None) -> None:
         """From now on, let each step also write the new parameters to second buffers, in the same pass over memory.
@@ -262,6 +286,7 @@ class HostOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
             self._adopt(final)
             self._plans.clear()
+            self._versions.clear()
         except BaseException:
             self.param_groups, self.state = before
             raise
@@ -313,6 +338,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self._copies = {}
         self._plans = {}
         self._states = []
+        self._versions = {}
 
 
 class AnyDevice(HostOptimizer):

@@ -53,7 +53,7 @@ class CPUAdagrad(HostOptimizer):
             UsageError: an argument or a parameter is one that the kernels cannot take.
         """
         name = type(self).__name__
-        check_range(name, lr=float(lr), eps=eps, weight_decay=weight_decay, lr_decay=lr_decay)
+        check_range(name, lr=lr, eps=eps, weight_decay=weight_decay, lr_decay=lr_decay)
         check_range(name, initial_accumulator_value=initial_accumulator_value)
         defaults = {
             "lr": lr,
@@ -95,6 +95,7 @@ class CPUAdagrad(HostOptimizer):
             )
         self._check_group(group)
         state = self._ready(param, group)
+        self._follow([param])
         grad = grad.coalesce()
         at, target = tuple(grad.indices()), state.get(MASTER, param)
         rows, total = target[at].contiguous(), state["sum"][at].contiguous()
@@ -105,6 +106,7 @@ class CPUAdagrad(HostOptimizer):
             id(each): each for each in (target, param, self._copies.get(param)) if each is not None
         }.values():
             tensor[at] = rows.to(tensor.dtype)
+        self._note([param])
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         names = "lr", "lr_decay", "eps", "weight_decay"

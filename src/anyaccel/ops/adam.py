@@ -52,9 +52,8 @@ class CPUAdam(HostOptimizer):
         Raises:
             UsageError: an argument or a parameter is one that the kernels cannot take.
         """
-        check_range(
-            type(self).__name__, lr=float(lr), eps=eps, weight_decay=weight_decay, beta1=betas[0], beta2=betas[1]
-        )
+        check_range(type(self).__name__, lr=lr, eps=eps, weight_decay=weight_decay)
+        betas_of(type(self).__name__, betas)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -133,7 +132,7 @@ class FusedAdam(AnyDevice, CPUAdam):
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if not state:
-                self._start(param, state, group)
+                self._begin(param, state, group)
         self._check_group(group)
         _, beta1, beta2, eps, weight_decay, decoupled, _ = self._hyper(group)
         adam(

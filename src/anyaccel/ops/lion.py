@@ -41,7 +41,8 @@ class CPULion(HostOptimizer):
         Raises:
             UsageError: an argument or a parameter is one that the kernels cannot take.
         """
-        check_range(type(self).__name__, lr=float(lr), weight_decay=weight_decay, beta1=betas[0], beta2=betas[1])
+        check_range(type(self).__name__, lr=lr, weight_decay=weight_decay)
+        betas_of(type(self).__name__, betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         if state_dtype is None:
             state_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
@@ -79,7 +80,7 @@ class FusedLion(AnyDevice, CPULion):
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if not state:
-                self._start(param, state, group)
+                self._begin(param, state, group)
         self._check_group(group)
         lr, beta1, beta2, weight_decay = self._hyper(group)
         moments = [state["exp_avg"] for state in states]

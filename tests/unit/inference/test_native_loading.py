@@ -14,6 +14,7 @@ import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
@@ -271,6 +272,34 @@ def test_no_header_leads_outside_the_file(data: st.DataObject) -> None:
         return
     for entry in entries.values():
         assert 0 <= entry.begin <= entry.end <= len(content)
+
+
+@pytest.mark.parametrize(
+    "dtype, size",
+    [
+        ("F4", 4),
+        ("F6_E2M3", 6),
+        ("F6_E3M2", 6),
+        ("F8_E8M0", 8),
+        ("F8_E4M3FNUZ", 8),
+        ("BOOL", 8),
+        ("U16", 16),
+        ("C64", 64),
+    ],
+)
+def test_every_dtype_of_safetensors_has_its_size(dtype: str, size: int, tmp_path: Path) -> None:
+    """A checkpoint may have such tensors beside the weights."""
+    header = {"a": {"dtype": dtype, "shape": [3, 4], "data_offsets": [0, 12 * size // 8]}}
+    content = struct.pack("<Q", len(json.dumps(header))) + json.dumps(header).encode() + bytes(12 * size // 8)
+    (tmp_path / "m").write_bytes(content)
+    with safe_open(tmp_path / "m", "np") as file:
+        assert list(file.keys()) == ["a"]
+    entries, _ = safetensors_entries(lambda begin, length: content[begin : begin + length], len(content), "file")
+    assert (entries["a"].dtype, entries["a"].end - entries["a"].begin) == (dtype, 12 * size // 8)
+    header["a"]["shape"] = [3, 3]
+    content = struct.pack("<Q", len(json.dumps(header))) + json.dumps(header).encode() + bytes(12 * size // 8)
+    with pytest.raises(ModelError, match="do not fit"):
+        safetensors_entries(lambda begin, length: content[begin : begin + length], len(content), "file")
 
 
 def test_names_that_appear_twice_are_found() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from anyaccel.errors import AioError, ModelError, UsageError
@@ -131,6 +131,8 @@ FILES = {
     "cut off": raw(WHOLE, 7),
     "one byte too many": raw(WHOLE, 9),
     "halves of pairs": raw(one("[3]", "[0,2]", '"F4"'), 2),
+    "six bits, for which torch has nothing": raw(one("[4]", "[0,3]", '"F6_E2M3"'), 3),
+    "six bits that end within a byte": raw(one("[3]", "[0,3]", '"F6_E3M2"'), 3),
 }
 
 
@@ -161,6 +163,32 @@ def test_what_safetensors_lets_pass_and_nobody_can_mean_is_refused(header: str, 
     (tmp_path / "m").write_bytes(raw(header, 8 if WHOLE[1:-1] in header else 0))
     with pytest.raises(ModelError, match="m: "):
         load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("dtype", ["F6_E2M3", "F6_E3M2"])
+def test_tensors_beside_those_that_torch_does_not_have(dtype: str, tmp_path: Path) -> None:
+    header = json.dumps(
+        {
+            "six": {"dtype": dtype, "shape": [2, 4], "data_offsets": [0, 6]},
+            "bytes": {"dtype": "U8", "shape": [8], "data_offsets": [6, 14]},
+        }
+    )
+    (tmp_path / "m").write_bytes(raw(header, 14))
+    with safe_open(tmp_path / "m", "pt") as file:
+        assert set(file.keys()) == {"six", "bytes"}
+    found = load(tmp_path / "m", tensors={"bytes": torch.ones(8, dtype=torch.uint8)})
+    assert found["bytes"].sum() == 0
+    for options in ({}, {"mmap": False}, {"tensors": {"six": torch.ones(2, 4)}}):
+        with pytest.raises(ModelError, match=f"'six' is {dtype}, which torch does not have"):
+            load(tmp_path / "m", **options)
+
+
+def test_a_header_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyaccel.io.header._MAX_HEADER", 1000)
+    save({"a": torch.ones(3)}, tmp_path / "m", metadata={"k": "v" * 500})
+    with pytest.raises(ModelError, match=r"the header would have \d+ bytes, above 1000"):
+        save({"a": torch.zeros(3)}, tmp_path / "m", metadata={"k": "v" * 1000})
+    assert load(tmp_path / "m")["a"].sum() == 3
 
 
 # What is no file --------------------------------------------------------------------------------------------------

@@ -124,11 +124,11 @@ def test_a_step_that_is_no_number_is_refused(value):
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["step"] = value
     before = optimizer.state[param]
-    with pytest.raises(UsageError, match="step of a parameter is no number"):
+    with pytest.raises(UsageError, match="step of a parameter must be one number"):
         optimizer.load_state_dict(saved)
     assert optimizer.state[param] is before
     optimizer.state[param]["step"] = value
-    refused(optimizer, param, "step of a parameter is no number")
+    refused(optimizer, param, "step of a parameter must be one number")
 
 
 def test_part_of_a_state_is_refused_and_notes_beside_it_stay():
@@ -258,3 +258,77 @@ def test_the_mode_may_differ_between_groups(kind, name):
     mixed.step()
     assert torch.equal(param, twin)
     assert param.dtype == F32
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"lr": "1"}, {"lr": None}, {"lr": torch.ones(2)}, {"betas": 0.9}, {"betas": ("a", 0.9)}, {"eps": None}],
+)
+def test_options_of_other_types_are_named(option):
+    with pytest.raises(UsageError, match=r"CPUAdam: (beta1|betas|lr|eps) must be"):
+        CPUAdam(parameters((4,)), **option)
+
+
+@pytest.mark.parametrize("state", [5, [1], "abc"])
+def test_states_that_are_no_dicts(state):
+    params = parameters((4,))
+    optimizer = CPUAdam(params)
+    saved = optimizer.state_dict()
+    with pytest.raises(UsageError, match="must be a dict, not"):
+        optimizer.load_state_dict({**saved, "state": {0: state}})
+
+
+class Interrupted(BaseException):
+    """Ctrl-C."""
+
+
+def test_a_first_step_that_is_interrupted_can_be_made_again(monkeypatch):
+    (param,), (twin,) = parameters((4,)), parameters((4,))
+    optimizer = CPUAdam([param])
+    zeros, left = torch.zeros_like, [1]
+
+    def interrupted(*args, **options):
+        if not left.pop():
+            raise Interrupted
+        left.append(0)
+        return zeros(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", interrupted)  # comes between the first moment and the second
+        with pytest.raises(Interrupted):
+            optimizer.step()
+    assert not optimizer.state[param]
+    optimizer.step()
+    CPUAdam([twin]).step()
+    assert torch.equal(param, twin)
+
+
+@pytest.mark.parametrize("kind", [CPUAdam, CPUAdagrad])
+def test_what_others_write_into_a_parameter_reaches_its_master(kind):
+    """Such as a checkpoint that is loaded into the model; what they leave alone keeps the master's finer value."""
+    param = torch.nn.Parameter(torch.ones(8, dtype=BF16))
+    optimizer = kind([param], lr=1e-4, master_weights=True)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.step()
+    before = optimizer.state[param]["master"].clone()
+    with torch.no_grad():
+        param[:4] = 3.0
+    param.grad = torch.zeros_like(param)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert optimizer.state[param]["master"].tolist() == [3.0] * 4 + before[4:].tolist()
+    assert before[4] != before[4].to(BF16).float()
+    assert param.tolist() == [3.0] * 4 + before[4:].to(BF16).tolist()
+
+
+@pytest.mark.parametrize("which", ["param", "grad", "exp_avg", "step"])
+def test_memory_that_somebody_took_away_is_noticed(which):
+    param, optimizer = stepped(CPUAdam)
+    tensor = {"param": param, "grad": param.grad}.get(which)
+    tensor = optimizer.state[param][which] if tensor is None else tensor
+    tensor.untyped_storage().resize_(0 if which in ("step", "grad") else 40)
+    with pytest.raises(
+        UsageError, match=r"has no memory of its own: it is without its memory: its storage has \d+ bytes"
+    ):
+        optimizer.step()

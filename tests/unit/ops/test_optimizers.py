@@ -437,6 +437,18 @@ def test_what_moves_between_steps_is_found():
     step()
 
 
+def test_a_square_parameter_that_is_transposed_where_it_lies():
+    """Its address stays."""
+    param, twin = (torch.nn.Parameter(torch.linspace(-1, 1, 36).view(6, 6)) for _ in range(2))
+    ours, theirs = CPUAdam([param], lr=0.1), torch.optim.AdamW([twin], lr=0.1, weight_decay=0.0)
+    for _ in range(2):
+        for each, optimizer in ((param, ours), (twin, theirs)):
+            each.grad = torch.linspace(3, -2, 36).view(6, 6)
+            optimizer.step()
+            each.data = each.data.t()
+    torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 def test_a_gradient_is_not_kept_after_the_step(strided):
     """It would be there beside the next one."""

@@ -12,11 +12,11 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.outside import Values, mapping, read_json, shown, text, told
 
-# safetensors' names -> those of `_llm` and bytes a value. The others below are no weights by themselves.
+# safetensors' names -> those of `_llm` and bytes a value. The others below, in bits, are no weights by themselves.
 FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f64", 8)}
-_OTHERS = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8, "I64": 8, "C64": 8} | {
-    f"F8_{kind}": 1 for kind in ("E4M3", "E5M2", "E4M3FNUZ", "E5M2FNUZ", "E8M0")
-}
+_OTHERS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64, "C64": 64} | {
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4
+}  # fmt: skip
 _MAX_HEADER = 100_000_000  # what safetensors accepts
 _MAX_DIMENSION = 1 << 62
 _MAX_DIMENSIONS = 32
@@ -91,17 +91,16 @@ def _entry(path: Path | str, name: str, value: object, begin: int) -> Entry:
     dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or (dtype not in FLOATS and dtype not in _OTHERS):
         raise wrong(f"its dtype {shown(dtype)} is unknown")
-    size = FLOATS[dtype][1] if dtype in FLOATS else _OTHERS[dtype]
+    bits = 8 * FLOATS[dtype][1] if dtype in FLOATS else _OTHERS[dtype]
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
         raise wrong(f"damaged: its shape {shown(shape)} is not a list of sizes")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise wrong(f"damaged: data_offsets {shown(offsets)} are not two offsets")
     if len(shape) > _MAX_DIMENSIONS:
         raise wrong(f"damaged: {len(shape)} dimensions")
-    wanted = size
     for extent in shape:
-        wanted *= extent
-    if offsets[1] - offsets[0] != wanted:
+        bits *= extent
+    if 8 * (offsets[1] - offsets[0]) != bits:
         raise wrong(f"damaged: {offsets[1] - offsets[0]} bytes do not fit {dtype} of shape {shown(shape)}")
     return Entry(dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 

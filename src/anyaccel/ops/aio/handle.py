@@ -15,9 +15,10 @@ from typing import TypeAlias
 import torch
 
 from anyaccel.errors import AioError, UsageError
+from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio import memory
 from anyaccel.ops.aio.native import ATOMIC, CACHED, ENGINES, WRITE, native
-from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, copy_into, replaceable
+from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, changed, copy_into, replaceable
 
 _MAX_BLOCK = 1 << 30
 _MAX_DEPTH = 4096
@@ -65,8 +66,8 @@ class aio_handle:
             ("queue_depth", queue_depth, _MAX_DEPTH),
             ("intra_op_parallelism", intra_op_parallelism, _MAX_THREADS),
         ):
-            if not 0 < value <= most:
-                raise UsageError(f"aio_handle: {name}={value} must be from 1 to {most}")
+            if not hasattr(value, "__index__") or not 0 < value <= most:
+                raise UsageError(f"aio_handle: {name}={value!r} must be from 1 to {most}")
         if engine not in ENGINES:
             raise UsageError(f"aio_handle: engine={engine!r} is unknown; use one of {', '.join(ENGINES)}")
         self._block_size, self._queue_depth = block_size, queue_depth
@@ -264,6 +265,8 @@ class aio_handle:
         if not buffer.is_cpu or not buffer.is_contiguous() or buffer.is_conj() or buffer.is_neg():
             host = torch.empty(buffer.shape, dtype=buffer.dtype)
             after.append(lambda: copy_into(buffer, host))
+        else:
+            changed(buffer)
         if validate:
             reopened = _Reopened(descriptor) if descriptor >= 0 else None
             after.insert(0, lambda: _validate(host, path, file_offset, reopened))
@@ -323,9 +326,11 @@ class aio_handle:
 
 
 def _check_dense(what: str, buffer: torch.Tensor) -> None:
-    if buffer.layout != torch.strided or buffer.device.type == "meta":
-        kind = "meta" if buffer.device.type == "meta" else str(buffer.layout)
-        raise UsageError(f"cannot {what} a {kind} tensor: it has no dense memory")
+    if not isinstance(buffer, torch.Tensor):
+        raise UsageError(f"cannot {what} a {type(buffer).__name__}: the buffer must be a tensor")
+    kind = why_no_memory(buffer)
+    if kind:
+        raise UsageError(f"cannot {what} a tensor that is {kind}; it has no dense memory")
 
 
 def _file(filename: File) -> tuple[str, int]:

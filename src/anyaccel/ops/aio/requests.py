@@ -86,11 +86,13 @@ class Request:
     @property
     def name(self) -> str:
         """For messages."""
-        return self.path or f"descriptor {self.descriptor}"
+        return self.path if self.descriptor < 0 else f"descriptor {self.descriptor}"
 
     def check(self) -> None:
         """Raises UsageError for what the kernel would misunderstand."""
         check_name(self.path)
+        if not hasattr(self.offset, "__index__"):
+            raise UsageError(f"file_offset={self.offset!r} of {self.name!r} must be a whole number")
         if self.offset < 0 or self.offset + self.num_bytes > _LAST_BYTE:
             raise UsageError(f"file_offset={self.offset} of {self.name!r} must be from 0 to 2**63-1, less the size")
 
@@ -323,6 +325,12 @@ def replaceable(path: str) -> str:
     if kind and kind != "a folder":
         raise UsageError(f"{path} is {kind}: only a regular file can be replaced by a new one; give another name")
     return path
+
+
+def changed(tensor: torch.Tensor) -> None:
+    """Let autograd know that native code writes to it: a backward pass must not take the new values for the old."""
+    if not tensor.is_inference():
+        torch.autograd.graph.increment_version(tensor)
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a tensor is one whose values native code finds at its address."""
+
+from __future__ import annotations
+
+import torch
+
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__  # of classes that do not say themselves what operations do
+
+
+def why_no_memory(tensor: torch.Tensor) -> str:
+    """What a tensor is whose bytes cannot be taken from its address; "" for one whose can."""
+    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        return f"a {type(tensor).__name__}: give the tensor inside it"
+    if tensor.device.type == "meta" or tensor.is_nested or tensor.layout != torch.strided:
+        return "nested" if tensor.is_nested else "meta" if tensor.device.type == "meta" else str(tensor.layout)
+    if tensor._is_zerotensor():
+        return "a zero tensor without memory: clone it"
+    last = tensor.storage_offset() + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    there = tensor.untyped_storage()
+    if tensor.numel() and there.nbytes() < (last + 1) * tensor.element_size():
+        return f"without its memory: its storage has {there.nbytes()} bytes"
+    return ""
