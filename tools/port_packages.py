@@ -19,9 +19,9 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import hashlib
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -39,7 +39,7 @@ from anyaccel.port.files import find
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "data" / "port_packages.json"
-SEED, DRAWN = 19, 300
+SEEDS, DRAWN = (902115, 553311), 150
 
 CORPUS = ROOT / "docs" / "data" / "port_corpus.tsv"
 
@@ -322,7 +322,7 @@ def _imports(before: Path, after: Path, roots: tuple[str, ...]) -> dict[str, obj
 
 
 def places(folder: Path, parts: Sequence[str]) -> list[tuple[str, int, list[str], list[str], list[str], list[str]]]:
-    """Every changed place: file, line, two lines before it, the old lines, the new ones, the line after it.
+    """Every changed place: file, line, the lines before it, the old lines, the new ones, the lines after it.
 
     Lines that only import get_accelerator are not counted as places.
     """
@@ -336,22 +336,22 @@ def places(folder: Path, parts: Sequence[str]) -> list[tuple[str, int, list[str]
                 ours = [line for line in new[k:m] if line.strip() and "from anyaccel import" not in line]
                 if tag != "equal" and (ours or any(line.strip() for line in old[i:j])):
                     where = f"{package}/{name}"
-                    found.append((where, i + 1, old[max(0, i - 6) : i], old[i:j], new[k:m], old[j : j + 4]))
+                    found.append((where, i + 1, old[max(0, i - 12) : i], old[i:j], new[k:m], old[j : j + 10]))
     return found
 
 
-def draw(folder: Path, parts: Sequence[str]) -> None:
-    """Print a random sample of the changed places: those of the least hashes, so that most stay when rules change."""
-
-    def lot(place: tuple[str, int, *tuple[list[str], ...]]) -> bytes:
-        return hashlib.sha256(f"{SEED} {place[0]} {place[1]}".encode()).digest()
-
-    found = places(folder, parts)
-    print(f"{len(found)} places; {DRAWN} of them, seed {SEED}")
-    for number, (name, line, above, old, new, below) in enumerate(sorted(sorted(found, key=lot)[:DRAWN]), start=1):
-        print(f"== {number}\t{name}\t{line}")
-        for mark, lines in ((" ", above), ("-", old), ("+", new), (" ", below)):
-            print(textwrap.indent("\n".join(each[:150] for each in lines), f"{mark} ", lambda text: True))
+def draw(folder: Path, parts: Sequence[str], seeds: Sequence[int]) -> None:
+    """Print random samples of the changed places, one a seed; each is drawn among what those before it left."""
+    found = sorted(places(folder, parts))
+    left = list(found)
+    for seed in seeds:
+        sample = sorted(random.Random(seed).sample(left, DRAWN))
+        left = [each for each in left if each not in sample]
+        print(f"{len(found)} places; {DRAWN} of them, seed {seed}")
+        for number, (name, line, above, old, new, below) in enumerate(sample, start=1):
+            print(f"== {number}\t{name}\t{line}")
+            for mark, lines in ((" ", above), ("-", old), ("+", new), (" ", below)):
+                print(textwrap.indent("\n".join(each[:150] for each in lines), f"{mark} ", lambda text: True))
 
 
 def main() -> int:
@@ -363,13 +363,14 @@ def main() -> int:
     parser.add_argument(
         "--imports", action="store_true", help="for port: import the changed modules as well, in minutes"
     )
+    parser.add_argument("--seed", action="append", type=int, help="for draw: of a sample; default: those of the record")
     options = parser.parse_args()
     if options.what == "fetch":
         fetch(options.folder, options.part)
     elif options.what == "port":
         port(options.folder, options.part, options.only, options.imports)
     else:
-        draw(options.folder, options.part)
+        draw(options.folder, options.part, options.seed or SEEDS)
     return 0
 
 
