@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from anyaccel import comm, errors, get_accelerator
-from anyaccel.comm import shm
+from anyaccel.comm import backends, shm
 from waiting import settled
 
 
@@ -291,7 +291,7 @@ def again() -> None:
         if rank >= size:
             continue
         shm._host_identity = lambda hosts=hosts: f"host {rank % hosts}"
-        group = shm.create_process_group(store, rank, size, limit)
+        group = backends.create_shm(store, rank, size, limit)
         tensor = torch.full((10,), rank + 1.0)
         group.allreduce([tensor]).wait()
         assert tensor.tolist() == [sum(range(size + 1))] * 10

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor.debug import CommDebugMode
 
 from anyaccel import _native
-from anyaccel.comm import log, shm
+from anyaccel.comm import backends, log
 from anyaccel.comm.process_group import ShmProcessGroup
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def group() -> Iterator[ShmProcessGroup]:
-    made = shm.create_process_group(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    made = backends.create_shm(dist.HashStore(), 0, 1, timedelta(seconds=60))
     assert isinstance(made, ShmProcessGroup)
     yield made
     made.shutdown()
