@@ -116,7 +116,6 @@ def mistaken(hosts: tuple[int, ...]) -> None:
     calls = (
         lambda: dist.all_gather([*ones, own], own, group=group),
         lambda: dist.all_gather([torch.ones(3) for _ in ones], own, group=group),
-        lambda: dist.all_gather([each.int() for each in ones], own, group=group),
         lambda: dist.all_to_all([*ones, own], ones, group=group),
         lambda: dist.all_to_all(ones, ones[1:], group=group),
         lambda: dist.reduce_scatter(own, [*ones, own], group=group),

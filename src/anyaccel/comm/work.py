@@ -68,7 +68,7 @@ class _Result(Future[Any]):
         """Wait for what the operation gives."""
         work = self._work()
         if work is not None:
-            work.about_to_wait()
+            work.await_end()  # torch's own wait does not answer Ctrl-C
         del work
         return super().wait()
 
@@ -144,22 +144,23 @@ class ShmWork(Work):
             CommError: the operation failed.
             CommTimeoutError: `timeout` has passed; the operation goes on.
         """
-        if not self._finished:
-            self.about_to_wait()
-            waiter = threading.Event()
-            self._waiters.append(waiter)
-            done: bool = self._finished  # meanwhile
-            seconds = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
-            if not done and not waiter.wait(seconds):
-                raise CommTimeoutError(f"the operation was not done within the timeout of {seconds:g} s")
+        seconds = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
+        if not self.await_end(seconds):
+            raise CommTimeoutError(f"the operation was not done within the timeout of {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True
 
-    def about_to_wait(self) -> None:
-        """Tell whoever carries it out."""
-        if self.waited_for is not None and not self._finished:
-            self.waited_for(self)
+    def await_end(self, seconds: float | None = None) -> bool:
+        """Wait until it has ended, well or not; whether it has."""
+        if self._finished:
+            return True
+        if self.waited_for is not None:
+            self.waited_for(self)  # whoever carries it out is told
+        waiter = threading.Event()
+        self._waiters.append(waiter)
+        ended: bool = self._finished  # meanwhile
+        return ended or waiter.wait(seconds)
 
     def synchronize(self) -> None:
         """As `wait`."""

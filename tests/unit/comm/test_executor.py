@@ -227,6 +227,15 @@ def test_a_work_may_be_looked_at_while_it_ends() -> None:
     assert during[0].wait() == "tensors"
 
 
+def test_an_interrupt_ends_the_wait_for_a_future(asked: Asked) -> None:
+    future = asked("a").get_future()
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        future.wait()
+    asked.may_begin.set()
+    assert future.wait() == "a"
+
+
 def test_what_ends_by_an_interrupt_is_told_to_who_follows_it(asked: Asked) -> None:
     def interrupted() -> None:
         asked.may_begin.wait(60)
