@@ -20,15 +20,16 @@ from anyaccel.compat import ALIAS_ROOT
 
 CHECKOUT = os.environ.get("DEEPSPEED_CHECKOUT", "")
 
-TESTS = (
-    "unit/v1/accelerator",
-    "unit/ops/adam/test_cpu_adam.py",
-    "unit/ops/adagrad",
-    "unit/ops/lion/test_cpu_lion.py",
-    "unit/v1/nvme/test_aio.py",
-    "unit/comm/test_dist.py",
-    "unit/launcher",
-)
+# What runs, and how many of its tests pass at least.
+TESTS = {
+    "unit/v1/accelerator": 11,
+    "unit/ops/adam/test_cpu_adam.py": 30,
+    "unit/ops/adagrad": 1,
+    "unit/ops/lion/test_cpu_lion.py": 1,
+    "unit/v1/nvme/test_aio.py": 1,
+    "unit/comm/test_dist.py": 1,
+    "unit/launcher": 1,
+}
 
 # What need not pass, and why a user would accept that.
 ALLOWED = {
@@ -43,9 +44,14 @@ ALLOWED = {
     "*test_dist.TestDistributedFixture::*": "its kind of fixtures needs pytest < 8.4, as DeepSpeed's requirements say",
     "*test_dist.TestDistInitWithModel*": "deepspeed.initialize(): the training engine is out of scope",
 }
+# Not begun, and why; where it fails, it ends a process of a pool that DeepSpeed's harness then waits 300 s for.
+SKIPPED = {
+    "unit/ops/adam/test_cpu_adam.py::TestCPUAdamGPUError": "it wants an error for a parameter on a device, and a CPU "
+    "has none",
+}
 # Not run: unit/ops/test_op_builder.py loads DeepSpeed's own op_builder/builder.py by its path, not the alias;
-# unit/module_inject/test_tp_shard.py and test_tp_plan_converter.py call inner functions of DeepSpeed's AutoTP, in whose
-# place is the plan of init_inference() (inference/tp).
+# unit/module_inject/test_tp_shard.py and test_tp_plan_converter.py call parts of tensor-parallel training. That is
+# out of scope, and 0.19.8, whose names the alias has, has replaced it (AutoTPMeta).
 
 # What the tests import beside DeepSpeed. simple_model makes pipelines and experts, which the alias does not have.
 HELPERS = {
@@ -58,39 +64,56 @@ def get_cpu_info():
     found = {key.strip(): value.strip() for key, value in fields}
     return {"vendor_id_raw": found.get("vendor_id", "unknown"), "flags": found.get("flags", "").split()}
 """,
+    # Each test starts processes anew; those of a server that has imported this once are there at once.
+    "preloaded.py": """
+import multiprocessing
+
+multiprocessing.set_forkserver_preload(["torch", "deepspeed.comm", "unit.common"])
+""",
     "tests/unit/simple_model.py": "import torch\n\nSimpleModel = torch.nn.Linear\n",
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@pytest.mark.skipif(not CHECKOUT, reason="DEEPSPEED_CHECKOUT names no checkout of DeepSpeed")
-def test_deepspeeds_own_tests_pass(tmp_path: Path) -> None:
-    source, folder = Path(CHECKOUT) / "tests", tmp_path / "tests"
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their tests, with what they import, and the command `deepspeed` in ../bin."""
+    root = tmp_path_factory.mktemp("deepspeed")
+    source, folder = Path(CHECKOUT) / "tests", root / "tests"
     folder.mkdir()
     for name in ("conftest.py", "pytest.ini"):
         shutil.copy(source / name, folder)
     shutil.copytree(source / "unit", folder / "unit")
     for name, text in HELPERS.items():
-        (tmp_path / name).write_text(text)
-    script = tmp_path / "bin" / "deepspeed"
+        (root / name).write_text(text)
+    script = root / "bin" / "deepspeed"
     script.parent.mkdir()
     script.write_text(
         f"#!{sys.executable}\nimport sys\nfrom deepspeed.launcher.runner import main\n\nsys.exit(main())\n"
     )
     script.chmod(0o755)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+@pytest.mark.skipif(not CHECKOUT, reason="DEEPSPEED_CHECKOUT names no checkout of DeepSpeed")
+@pytest.mark.parametrize("name", TESTS)
+def test_deepspeeds_own_tests_pass(name: str, folder: Path, tmp_path: Path) -> None:
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{ALIAS_ROOT}:{tmp_path}",
-        "PATH": f"{script.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ALIAS_ROOT}:{folder.parent}",
+        "PATH": f"{folder.parent / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "DS_ACCELERATOR": "cpu",
         "DS_UNITTEST_TIMEOUT": "300",
+        "LOCAL_SIZE": "4",  # their count of devices: as many ranks as a test asks for
         "OMP_NUM_THREADS": "1",
     }
     report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "preloaded", "-p", "no:cacheprovider"]
+    command += [f"--deselect={skipped}" for skipped in SKIPPED]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "", f"--junitxml={report}", "-p", "no:cacheprovider", *TESTS],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=1400,
+        [*command, f"--junitxml={report}", f"--basetemp={tmp_path / 'theirs'}", name],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=540,
     )  # fmt: skip
     assert report.exists(), done.stdout + done.stderr
     cases = list(ElementTree.parse(report).iter("testcase"))
@@ -99,7 +122,8 @@ def test_deepspeeds_own_tests_pass(tmp_path: Path) -> None:
         for case in cases
         for outcome in (*case.iter("failure"), *case.iter("error"))
     }
-    wrong = {name: why for name, why in failed.items() if not any(fnmatch(name, allowed) for allowed in ALLOWED)}
-    assert not wrong, "\n".join(f"{name}: {why}" for name, why in wrong.items())
+    wrong = {case: why for case, why in failed.items() if not any(fnmatch(case, allowed) for allowed in ALLOWED)}
+    assert not wrong, "\n".join(f"{case}: {why}" for case, why in wrong.items())
     passed = len(cases) - len(failed) - sum(1 for case in cases if case.find("skipped") is not None)
-    assert passed >= 100, f"only {passed} of {len(cases)} tests passed: are they the right ones?"
+    print(f"{name}: {passed} of {len(cases)} passed, {len(failed)} on the list")
+    assert passed >= TESTS[name], f"only {passed} of {len(cases)} tests passed: are they the right ones?"

@@ -282,8 +282,8 @@ def test_scalars_and_empty_tensors_work(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.empty(3, device="meta"), "meta tensor"),
-        (torch.eye(3).to_sparse(), "sparse_coo tensor"),
+        (torch.empty(3, device="meta"), "a tensor that is meta"),
+        (torch.eye(3).to_sparse(), "a tensor that is torch.sparse_coo"),
         (torch.zeros(1).expand(5), "expanded tensor"),
     ],
     ids=["meta", "sparse", "expanded"],

@@ -330,7 +330,7 @@ def _check_dense(what: str, buffer: torch.Tensor) -> None:
         raise UsageError(f"cannot {what} a {type(buffer).__name__}: the buffer must be a tensor")
     kind = why_no_memory(buffer)
     if kind:
-        raise UsageError(f"cannot {what} a tensor that is {kind}; it has no dense memory")
+        raise UsageError(f"cannot {what} a tensor that is {kind}")
 
 
 def _file(filename: File) -> tuple[str, int]:
