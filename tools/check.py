@@ -33,6 +33,7 @@ NATIVE = {
     "comm": ("anyaccel._native",),
     "ccl": ("anyaccel._native",),
     "common": ("anyaccel._native", "anyaccel._llm"),
+    "simd": ("anyaccel._native", "anyaccel._llm", "anyaccel.ops.adam"),
     "bindings": ("anyaccel._native", "anyaccel._llm"),
     "optim": ("anyaccel.ops.adam", "anyaccel.ops.lion", "anyaccel.ops.adagrad"),
     "aio": ("anyaccel.ops.aio",),

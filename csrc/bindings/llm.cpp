@@ -15,13 +15,13 @@
 
 #include "bindings/llm_spec.h"
 #include "bindings/translate.h"
-#include "common/isa.h"
 #include "llm/bandwidth.h"
 #include "llm/errors.h"
 #include "llm/linear.h"
 #include "llm/model.h"
 #include "llm/quantise.h"
 #include "llm/request.h"
+#include "simd/isa.h"
 
 namespace nb = nanobind;
 using namespace anyaccel::llm;

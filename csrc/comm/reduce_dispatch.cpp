@@ -3,30 +3,11 @@
 #include <string>
 
 #include "comm/reduce_kernels.h"
+#include "simd/pick.h"
 
 namespace anyaccel::comm {
 
-const ReduceKernels& reduce_kernels_scalar();
-#ifdef ANYACCEL_X86
-const ReduceKernels& reduce_kernels_avx2();
-const ReduceKernels& reduce_kernels_avx512();
-#endif
-
-const ReduceKernels& reduce_kernels(Isa isa) {
-  switch (isa) {
-#ifdef ANYACCEL_X86
-    case Isa::amx:
-    case Isa::avx512_bf16:
-    case Isa::avx512_vnni:
-    case Isa::avx512:
-      return reduce_kernels_avx512();
-    case Isa::avx2:
-      return reduce_kernels_avx2();
-#endif
-    default:
-      return reduce_kernels_scalar();
-  }
-}
+const ReduceKernels& reduce_kernels(Isa isa) { return pick<ReduceKernels>(isa); }
 
 namespace {
 

@@ -5,7 +5,7 @@
 
 #include <cstddef>
 
-#include "common/cpu_features.h"
+#include "simd/isa.h"
 
 namespace anyaccel::comm {
 

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/cpu_features.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <sstream>
 #include <stdexcept>
 
 #ifdef ANYACCEL_X86
@@ -72,33 +74,30 @@ std::map<std::string, bool> detect() { return {}; }
 
 #endif
 
-Isa highest() {
-  const auto& features = cpu_features();
-  auto all = [&](std::initializer_list<const char*> names) {
-    for (const char* name : names) {
-      const auto found = features.find(name);
-      if (found == features.end() || !found->second) return false;
-    }
-    return true;
-  };
-  if (!all({"avx2", "fma", "f16c"})) return Isa::scalar;
-  if (!all({"avx512f", "avx512dq", "avx512bw", "avx512vl"})) return Isa::avx2;
-  if (!all({"avx512_vnni"})) return Isa::avx512;
-  if (!all({"avx512_bf16"})) return Isa::avx512_vnni;
-  if (!all({"amx_tile", "amx_bf16", "amx_int8"})) return Isa::avx512_bf16;
-  return Isa::amx;
+// Whether the processor has all of the features that a row names.
+bool usable(const IsaRow& row) {
+  std::istringstream names(row.features);
+  for (std::string name; names >> name;) {
+    const auto found = cpu_features().find(name);
+    if (found == cpu_features().end() || !found->second) return false;
+  }
+  return exists_here(row);
 }
 
-constexpr Isa kAll[] = {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
-
 Isa choose() {
-  const Isa best = highest();
+  Isa best = Isa::scalar;
+  for (const IsaRow& row : kIsaRows) {
+    if (!usable(row)) break;
+    best = row.isa;
+  }
   const char* cap = std::getenv("ANYACCEL_ISA");
   if (cap == nullptr || *cap == '\0') return best;
-  for (Isa isa : kAll)
-    if (std::string(cap) == isa_name(isa)) return isa < best ? isa : best;
-  throw std::invalid_argument(std::string("ANYACCEL_ISA='") + cap +
-                              "' is unknown; use scalar, avx2, avx512, avx512_vnni, avx512_bf16 or amx");
+  std::string names;
+  for (const IsaRow& row : kIsaRows) {
+    if (std::string(cap) == row.name) return std::min(row.isa, best);
+    names += (names.empty() ? "" : row.isa == kIsaRows[kIsaCount - 1].isa ? " or " : ", ") + std::string(row.name);
+  }
+  throw std::invalid_argument(std::string("ANYACCEL_ISA='") + cap + "' is unknown; use " + names);
 }
 
 }  // namespace
@@ -113,22 +112,6 @@ Isa selected_isa() {
   return isa;
 }
 
-const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::amx:
-      return "amx";
-    case Isa::avx512_bf16:
-      return "avx512_bf16";
-    case Isa::avx512_vnni:
-      return "avx512_vnni";
-    case Isa::avx512:
-      return "avx512";
-    case Isa::avx2:
-      return "avx2";
-    case Isa::scalar:
-      break;
-  }
-  return "scalar";
-}
+const char* isa_name(Isa isa) { return kIsaRows[static_cast<int>(isa)].name; }
 
 }  // namespace anyaccel

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the processor and the operating system support together, of which isa.h chooses a variant.
+// What the processor and the operating system support together, of which simd/isa.h chooses a variant.
 #pragma once
 
 #include <map>
 #include <string>
 
-#include "common/isa.h"
+#include "simd/isa.h"
 
 namespace anyaccel {
 

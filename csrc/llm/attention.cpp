@@ -12,41 +12,9 @@
 
 #include "llm/cache.h"
 #include "llm/kernels_attention.h"
+#include "simd/pick.h"
 
 namespace anyaccel::llm {
-
-const AttentionKernels& attention_kernels_scalar();
-AppendKernel append_kernel_scalar();
-#ifdef ANYACCEL_X86
-const AttentionKernels& attention_kernels_avx2();
-const AttentionKernels& attention_kernels_avx512();
-AppendKernel append_kernel_avx2();
-AppendKernel append_kernel_avx512();
-#endif
-
-const AttentionKernels& attention_kernels(Isa isa) {
-  switch (isa) {
-#ifdef ANYACCEL_X86
-    case Isa::amx:
-    case Isa::avx512_bf16:
-    case Isa::avx512_vnni:
-    case Isa::avx512:
-      return attention_kernels_avx512();
-    case Isa::avx2:
-      return attention_kernels_avx2();
-#endif
-    default:
-      return attention_kernels_scalar();
-  }
-}
-
-AppendKernel append_kernel(Isa isa) {
-#ifdef ANYACCEL_X86
-  if (isa >= Isa::avx512) return append_kernel_avx512();
-  if (isa == Isa::avx2) return append_kernel_avx2();
-#endif
-  return append_kernel_scalar();
-}
 
 namespace {
 
@@ -56,7 +24,7 @@ constexpr int kPrefillRows = 60;  // of a task: a multiple of the tiles' 4 and 1
 static_assert(kPrefillRows <= kTaskRows);
 
 const AttentionKernels& kernels() noexcept {
-  static const AttentionKernels& chosen = attention_kernels(selected_isa());
+  static const AttentionKernels& chosen = pick<AttentionKernels>(selected_isa());
   return chosen;
 }
 
@@ -127,8 +95,8 @@ bool appends_itself(const Query& query, const AttentionShape& shape) {
   return query.tokens == 1 && shape.heads / shape.kv_heads <= kPrefillRows;
 }
 
-AppendKernel appender() noexcept {
-  static const AppendKernel chosen = append_kernel(selected_isa());
+const AppendKernels& append_kernels() noexcept {
+  static const AppendKernels& chosen = pick<AppendKernels>(selected_isa());
   return chosen;
 }
 
@@ -139,11 +107,11 @@ void append_tokens(const AttentionStep& step, const Query& query, int kv_head, i
   const AttentionShape& shape = cache.shapes[layer];
   const HeadLayout& layout = cache.layouts[layer];
   const int64_t row = query.row + first;
-  appender()({&layout, cache.at(query.sequence).data.data(),
-              cache.offsets[layer] + layout.bytes * static_cast<size_t>(kv_head),
-              step.k + row * step.k_stride + kv_head * shape.head_dim,
-              step.v + row * step.v_stride + kv_head * shape.value_dim, step.k_stride, step.v_stride,
-              query.position + first, static_cast<int>(count)});
+  append_kernels().append({&layout, cache.at(query.sequence).data.data(),
+                           cache.offsets[layer] + layout.bytes * static_cast<size_t>(kv_head),
+                           step.k + row * step.k_stride + kv_head * shape.head_dim,
+                           step.v + row * step.v_stride + kv_head * shape.value_dim, step.k_stride, step.v_stride,
+                           query.position + first, static_cast<int>(count)});
 }
 
 size_t thread_scratch_floats(const HeadLayout& layout) { return (task_scratch_floats(layout) + 31) / 16 * 16; }

@@ -1,33 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "llm/cache.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 
+#include "common/huge_pages.h"
+
 namespace anyaccel::llm {
 namespace {
 
-constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kLeastChunk = size_t{8} << 20, kMostChunk = size_t{256} << 20;
 constexpr size_t kMostUnused = size_t{64} << 20;  // kept for the next sequence
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-// Aligned to huge pages; null when the system has none.
-uint8_t* map_aligned(size_t bytes) {
-  const size_t whole = bytes + kHugePage;
-  void* memory = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) return nullptr;
-  uint8_t* const begin = static_cast<uint8_t*>(memory);
-  uint8_t* const aligned = begin + (kHugePage - reinterpret_cast<uintptr_t>(begin) % kHugePage) % kHugePage;
-  if (aligned != begin) munmap(begin, static_cast<size_t>(aligned - begin));
-  munmap(aligned + bytes, static_cast<size_t>(begin + whole - (aligned + bytes)));
-  madvise(aligned, bytes, MADV_HUGEPAGE);
-  return aligned;
-}
 
 std::string megabytes(size_t bytes) { return std::to_string((bytes + (size_t{1} << 20) - 1) >> 20) + " MiB"; }
 
@@ -77,7 +63,7 @@ void KvCache::Impl::add_chunk(size_t least_pages) {
   chunk->free.reserve(count);
   chunks.reserve(chunks.size() + 1);
   chunk->bytes = round_up(count * page_bytes, kHugePage);
-  chunk->memory = map_aligned(chunk->bytes);
+  chunk->memory = map_huge_pages(chunk->bytes, MAP_NORESERVE);
   if (chunk->memory == nullptr)
     throw OutOfCache(least_pages * page_bytes, (reserved_pages - used_pages) * page_bytes, limit_bytes);
   for (size_t i = count; i-- > 0;) {

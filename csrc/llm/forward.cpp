@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "comm/errors.h"
+#include "common/hash.h"
 #include "llm/worker.h"
 
 namespace anyaccel::llm {
@@ -21,15 +22,14 @@ constexpr int64_t kSlotFloats = int64_t{1} << 20;
 constexpr int64_t kSignatureFloats = 16;
 
 uint64_t signature(const StepTokens& step) {
-  uint64_t hash = 14695981039346656037u;  // FNV-1a
-  const auto mix = [&](int64_t value) { hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211u; };
+  Fnv1a hash;
   for (const Query& query : step.queries) {
-    mix(query.position);
-    mix(query.tokens);
+    hash.mix(query.position);
+    hash.mix(query.tokens);
   }
-  for (int32_t token : step.tokens) mix(token);
-  for (int32_t row : step.wanted) mix(row);
-  return hash;
+  for (int32_t token : step.tokens) hash.mix(token);
+  for (int32_t row : step.wanted) hash.mix(row);
+  return hash.value();
 }
 
 int64_t tokens_of_a_run(const DecoderSpec& spec, const Widths& widths) {
@@ -85,7 +85,7 @@ size_t Forward::slot_floats() const {
 void Forward::run(const StepTokens& step) {
   profile_.start();
   const auto tokens = static_cast<int64_t>(step.tokens.size());
-  const int64_t room = tokens <= kSmallTokens ? tokens : std::min((tokens + 127) / 128 * 128, most_tokens_);
+  const int64_t room = tokens <= kGemvTokens ? tokens : std::min((tokens + 127) / 128 * 128, most_tokens_);
   workspace_.reserve(widths_, spec_, shapes_, room, team_.size());
   positions_.resize(static_cast<size_t>(tokens));
   for (RopeTable& rope : ropes_) rope.reset();
@@ -127,7 +127,7 @@ Worker::Worker(Forward& forward, const StepTokens& step, int thread)
       thread_(thread),
       threads_(forward.team_.size()),
       tokens_(static_cast<int64_t>(step.tokens.size())),
-      small_(tokens_ <= kSmallTokens),
+      small_(tokens_ <= kGemvTokens),
       mine_(small_ ? Range{0, tokens_} : part_of(tokens_, thread, threads_)),
       hidden_stride_(padded_stride(spec_.hidden)),
       features_stride_(padded_stride(forward.widths_.features)),

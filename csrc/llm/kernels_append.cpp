@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: scalar avx2 avx512
 // New keys and values into the cache. The compiler vectorises the conversions.
 #include "llm/kernels_attention.h"
-#include "llm/vector.h"
-
-#define ANYACCEL_CONCAT_(a, b) a##b
-#define ANYACCEL_CONCAT(a, b) ANYACCEL_CONCAT_(a, b)
+#include "simd/convert.h"
+#include "simd/pick.h"
 
 namespace anyaccel::llm {
 namespace {
+
+using namespace simd;
 
 constexpr int kMostValues = 4096;  // of a head: KvCache checks it
 
@@ -50,14 +49,14 @@ void values_bf16(const float* v, const float* second, int n, uint8_t* values, si
 float quantise(const float* x, int n, int8_t* q) {
   uint32_t most = 0;  // the order of bits is that of magnitudes, with NaN above all
   for (int i = 0; i < n; ++i) {
-    const uint32_t bits = float_bits(x[i]) & 0x7fffffffu;
+    const uint32_t bits = bits_of(x[i]) & 0x7fffffffu;
     most = bits > most ? bits : most;
   }
   if (most >= 0x7f800000u) {
     std::memset(q, 0, static_cast<size_t>(n));
     return __builtin_nanf("");
   }
-  const float largest = bits_float(most);
+  const float largest = float_of(most);
   const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
   for (int i = 0; i < n; ++i) {
     const float scaled = x[i] * inverse;
@@ -107,8 +106,9 @@ void append_task(const AppendTask& task) {
   }
 }
 
+constexpr AppendKernels kKernels{append_task};
+
 }  // namespace
-
-AppendKernel ANYACCEL_CONCAT(append_kernel_, ANYACCEL_ISA_VARIANT)() { return append_task; }
-
 }  // namespace anyaccel::llm
+
+ANYACCEL_KERNELS(anyaccel::llm::AppendKernels, anyaccel::llm::kKernels)

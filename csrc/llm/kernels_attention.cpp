@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: scalar avx2 avx512
 #include "llm/kernels_attention.h"
 
-#include "llm/vector.h"
-
-#define ANYACCEL_CONCAT_(a, b) a##b
-#define ANYACCEL_CONCAT(a, b) ANYACCEL_CONCAT_(a, b)
+#include "simd/pick.h"
+#include "simd/simd.h"
 
 namespace anyaccel::llm {
 namespace {
+
+using namespace simd::ANYACCEL_ISA_VARIANT;
 
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896341f;
@@ -26,48 +25,16 @@ struct F32 {
 
 struct BF16 {
   static constexpr size_t kColumnBytes = 4, kPairBytes = 64;
-#if defined(__AVX512F__)
-  static __m512i both(const uint8_t* p) { return _mm512_loadu_si512(p); }
-  static Vec low(__m512i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(v, 16)); }
-  static Vec high(__m512i v) {
-    return _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-#elif defined(__AVX2__)
-  static __m256i both(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-  static Vec low(__m256i v) { return _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)); }
-  static Vec high(__m256i v) {
-    return _mm256_castsi256_ps(_mm256_and_si256(v, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-  }
-#else
-  static uint32_t both(const uint8_t* p) {
-    uint32_t word;
-    std::memcpy(&word, p, sizeof word);
-    return word;
-  }
-  static Vec low(uint32_t v) { return bits_float(v << 16); }
-  static Vec high(uint32_t v) { return bits_float(v & 0xffff0000u); }
-#endif
-  static Vec first(const uint8_t* p) { return low(both(p)); }
+  static Vec first(const uint8_t* p) { return even_bf16(p); }
   static void pair(const uint8_t* p, Vec& a, Vec& b) {
-    const auto v = both(p);
-    a = low(v);
-    b = high(v);
+    a = even_bf16(p);
+    b = odd_bf16(p);
   }
 };
 
 struct I8 {
   static constexpr size_t kColumnBytes = 1, kPairBytes = 32;
-#if defined(__AVX512F__)
-  static Vec first(const uint8_t* p) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-  }
-#elif defined(__AVX2__)
-  static Vec first(const uint8_t* p) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-  }
-#else
-  static Vec first(const uint8_t* p) { return static_cast<float>(static_cast<int8_t>(*p)); }
-#endif
+  static Vec first(const uint8_t* p) { return load_i8(p); }
   static void pair(const uint8_t* p, Vec& a, Vec& b) {
     a = first(p);
     b = first(p + 16);
@@ -99,7 +66,8 @@ void tile(const Product& p) {
     column[n] = p.b + static_cast<size_t>(n * kLanes / 16) * p.block_bytes + n * kLanes % 16 * B::kColumnBytes;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      sums[r][n] = p.factor == nullptr ? set(0) : mul(load(p.c + r * p.c_stride + n * kLanes), set(p.factor[r]));
+      sums[r][n] =
+          p.factor == nullptr ? broadcast(0.0f) : mul(load(p.c + r * p.c_stride + n * kLanes), broadcast(p.factor[r]));
   }
   // Every third row has a pointer: an address reaches two strides further.
   const float* a[(R + 2) / 3];
@@ -124,7 +92,7 @@ void tile(const Product& p) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const float* const from = a[r / 3] + r % 3 * stride;
-      const Vec x = set(from[0]), y = set(from[1]);
+      const Vec x = broadcast(from[0]), y = broadcast(from[1]);
 #pragma GCC unroll 16
       for (int n = 0; n < N; ++n) sums[r][n] = fma(x, even[n], sums[r][n]);
 #pragma GCC unroll 16
@@ -138,7 +106,7 @@ void tile(const Product& p) {
     if (p.k % 2 != 0) {
       const Vec even = B::first(column[n]);
 #pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) sums[r][n] = fma(set(a[r / 3][r % 3 * stride]), even, sums[r][n]);
+      for (int r = 0; r < R; ++r) sums[r][n] = fma(broadcast(a[r / 3][r % 3 * stride]), even, sums[r][n]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(p.c + r * p.c_stride + n * kLanes, sums[r][n]);
@@ -149,7 +117,7 @@ using Tile = void (*)(const Product&);
 
 // Sizes that fill the registers: many rows for prefill, many columns (several streams of memory) for decode. A number
 // of rows without a tile of its own is made of several.
-#if defined(__AVX512F__)
+#if ANYACCEL_LANES == 16
 constexpr int kTileRows = 12;
 constexpr int rows_of_tile(int rows) { return rows >= 12 ? 12 : rows >= 8 ? 8 : rows > 4 ? 4 : rows; }
 template <class B>
@@ -165,7 +133,7 @@ constexpr Tile kTiles[kTileRows][3] = {{tile<B, 1, 1>, tile<B, 1, 2>, tile<B, 1,
                                        {},
                                        {},
                                        {tile<B, 12, 1>, tile<B, 12, 2>, nullptr}};
-#elif defined(__AVX2__)
+#elif ANYACCEL_LANES == 8
 constexpr int kTileRows = 4;
 constexpr int rows_of_tile(int rows) { return rows; }
 template <class B>
@@ -174,7 +142,7 @@ constexpr Tile kTiles[kTileRows][1] = {{tile<B, 1, 2>}, {tile<B, 2, 2>}, {tile<B
 constexpr int kTileRows = 2;
 constexpr int rows_of_tile(int rows) { return rows; }
 template <class B>
-constexpr Tile kTiles[kTileRows][1] = {{tile<B, 1, 16>}, {tile<B, 2, 16>}};
+constexpr Tile kTiles[kTileRows][1] = {{tile<B, 1, 16 / kLanes>}, {tile<B, 2, 16 / kLanes>}};
 #endif
 
 // Up to kTileRows rows and any number of blocks of columns.
@@ -185,9 +153,7 @@ void multiply(const Product& product, int rows, int blocks) {
     Product p = down;
     for (int left = blocks; left > 0;) {
       int size = 0;  // log2 of the blocks of this tile
-#if defined(__AVX512F__)
-      size = left >= 4 && height <= 4 ? 2 : left >= 2 ? 1 : 0;
-#endif
+      if (kLanes == 16) size = left >= 4 && height <= 4 ? 2 : left >= 2 ? 1 : 0;
       kTiles<B>[height - 1][size](p);
       const size_t bytes = p.block_bytes << size;
       p.b += bytes;
@@ -224,7 +190,7 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
     float* const s = scores + r * kPageTokens;
     const int64_t position = rows.position[first + r];
     const int64_t low = rows.first_seen[first + r] - page_begin, high = position + 1 - page_begin;
-    Vec top = set(-kInfinity);
+    Vec top = broadcast(-kInfinity);
     if (!kScaled && !kChanged && low <= 0 && high >= columns) {
       for (int j = 0; j < columns; j += kLanes) top = max(load(s + j), top);
       found[r] = largest(top);
@@ -234,14 +200,15 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
       Vec v = load(s + j);
       if (kScaled) v = mul(v, load(scales + j));
       if (kChanged) {
-        if (cap > 0) v = mul(set(cap), tanh(mul(v, set(1.0f / cap))));
-        v = fma(set(rows.slope[first + r]), plus(iota(), set(static_cast<float>(page_begin + j - position))), v);
-        v = mul(v, set(kLog2E));
+        if (cap > 0) v = mul(broadcast(cap), tanh(mul(v, broadcast(1.0f / cap))));
+        v = fma(broadcast(rows.slope[first + r]), add(iota(), broadcast(static_cast<float>(page_begin + j - position))),
+                v);
+        v = mul(v, broadcast(kLog2E));
       }
       if (j < low || j + kLanes > high) {
-        const Vec index = plus(iota(), set(static_cast<float>(j)));
-        v = select(less(index, set(static_cast<float>(low))), set(-kInfinity), v);
-        v = select(less(index, set(static_cast<float>(high))), v, set(-kInfinity));
+        const Vec index = add(iota(), broadcast(static_cast<float>(j)));
+        v = select(less(index, broadcast(static_cast<float>(low))), broadcast(-kInfinity), v);
+        v = select(less(index, broadcast(static_cast<float>(high))), v, broadcast(-kInfinity));
       }
       store(s + j, v);
       top = max(v, top);
@@ -250,22 +217,22 @@ void weigh(Rows& rows, int first, int count, float* scores, int columns, int64_t
   }
   for (int r = 0; r < count; r += kLanes) {
     const int n = count - r < kLanes ? count - r : kLanes;
-    const Vec before = load_n(rows.largest + first + r, n, set(0));
-    const Vec now = max(load_n(found + r, n, set(0)), before);
-    const Mask none = equal(now, set(-kInfinity));  // nothing seen yet
+    const Vec before = load_n(rows.largest + first + r, n, broadcast(0.0f));
+    const Vec now = max(load_n(found + r, n, broadcast(0.0f)), before);
+    const Mask none = equal(now, broadcast(-kInfinity));  // nothing seen yet
     store_n(rows.largest + first + r, n, now);
-    store_n(shift + r, n, select(none, set(0), now));
-    store_n(factors + r, n, select(none, set(1), exp2(sub(before, now))));
+    store_n(shift + r, n, select(none, broadcast(0.0f), now));
+    store_n(factors + r, n, select(none, broadcast(1.0f), exp2(sub(before, now))));
   }
   for (int r = 0; r < count; ++r) {
     float* const s = scores + r * kPageTokens;
-    const Vec subtract = set(shift[r]);
-    Vec total = mul(load(rows.total[first + r]), set(factors[r]));
+    const Vec subtract = broadcast(shift[r]);
+    Vec total = mul(load(rows.total[first + r]), broadcast(factors[r]));
 #pragma GCC unroll 4
     for (int j = 0; j < columns; j += kLanes) {
       Vec v = exp2(sub(load(s + j), subtract));
-      total = plus(total, v);
-      if (kScaled) v = select(equal(v, set(0)), v, mul(v, load(scales + kPageTokens + j)));
+      total = add(total, v);
+      if (kScaled) v = select(equal(v, broadcast(0.0f)), v, mul(v, load(scales + kPageTokens + j)));
       store(s + j, v);
     }
     store(rows.total[first + r], total);
@@ -282,14 +249,14 @@ int64_t first_seen(const AttentionOptions& options, int64_t position) {
 
 float exp2_of(float x) {
   float result[kLanes];
-  store(result, exp2(set(x)));
+  store(result, exp2(broadcast(x)));
   return result[0];
 }
 
 void copy_scaled(const float* from, float factor, int n, float* to) {
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), set(factor)));
-  if (i < n) store_n(to + i, n - i, mul(load_n(from + i, n - i, set(0)), set(factor)));
+  for (; i + kLanes <= n; i += kLanes) store(to + i, mul(load(from + i), broadcast(factor)));
+  if (i < n) store_n(to + i, n - i, mul(load_n(from + i, n - i, broadcast(0.0f)), broadcast(factor)));
 }
 
 // 1 / (sum of weights), where a sink's weight is part of the sum; `total` is of 2^(score - largest).
@@ -321,12 +288,12 @@ void attend_rows(const AttendTask& task) {
   for (int r = 0; r < task.rows; ++r) {
     copy_scaled(query(r), scale, layout.head_dim, q + r * k);
     for (int i = layout.head_dim; i < k; ++i) q[r * k + i] = 0;
-    for (int i = 0; i < width; i += kLanes) store(sums + r * width + i, set(0));
+    for (int i = 0; i < width; i += kLanes) store(sums + r * width + i, broadcast(0.0f));
     rows.position[r] = task.position + token_of(r);
     rows.first_seen[r] = first_seen(options, rows.position[r]);
     rows.slope[r] = options.alibi_slopes == nullptr ? 0.0f : options.alibi_slopes[head_of(r)];
     rows.largest[r] = -kInfinity;
-    store(rows.total[r], set(0));
+    store(rows.total[r], broadcast(0.0f));
   }
   const auto weights = changed ? weigh<kScaled, true> : weigh<kScaled, false>;
   const bool stream = task.rows <= kTileRows;  // memory bound: the next bytes are fetched during the arithmetic
@@ -388,21 +355,19 @@ void combine_row(const CombineTask& task) {
   for (int i = 0; i < task.parts; ++i) total += exp2_of(part(i)[width] - top) * part(i)[width + 1];
   const float factor = normaliser(top, total, task.sink);
   for (int first = 0; first < task.value_dim; first += kLanes) {
-    Vec v = set(0);
-    for (int i = 0; i < task.parts; ++i) v = fma(set(exp2_of(part(i)[width] - top)), load(part(i) + first), v);
+    Vec v = broadcast(0.0f);
+    for (int i = 0; i < task.parts; ++i) v = fma(broadcast(exp2_of(part(i)[width] - top)), load(part(i) + first), v);
     const int rest = task.value_dim - first;
     if (rest >= kLanes)
-      store(task.out + first, mul(v, set(factor)));
+      store(task.out + first, mul(v, broadcast(factor)));
     else
-      store_n(task.out + first, rest, mul(v, set(factor)));
+      store_n(task.out + first, rest, mul(v, broadcast(factor)));
   }
 }
 
+constexpr AttentionKernels kKernels{attend_task, combine_row};
+
 }  // namespace
-
-const AttentionKernels& ANYACCEL_CONCAT(attention_kernels_, ANYACCEL_ISA_VARIANT)() {
-  static const AttentionKernels kernels{attend_task, combine_row};
-  return kernels;
-}
-
 }  // namespace anyaccel::llm
+
+ANYACCEL_KERNELS(anyaccel::llm::AttentionKernels, anyaccel::llm::kKernels)

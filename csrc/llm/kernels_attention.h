@@ -11,7 +11,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "common/isa.h"
 #include "llm/attention.h"
 
 namespace anyaccel::llm {
@@ -78,10 +77,8 @@ struct AttentionKernels {
   void (*attend)(const AttendTask& task);
   void (*combine)(const CombineTask& task);
 };
-// The function for every format.
-using AppendKernel = void (*)(const AppendTask& task);
-
-const AttentionKernels& attention_kernels(Isa isa);
-AppendKernel append_kernel(Isa isa);
+struct AppendKernels {
+  void (*append)(const AppendTask& task);
+};
 
 }  // namespace anyaccel::llm

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 
-#include "common/isa.h"
 #include "llm/ops.h"
 
 namespace anyaccel::llm {
@@ -22,7 +21,5 @@ struct OpKernels {
   void (*softmax)(float* x, int64_t n);
   int64_t (*argmax)(const float* x, int64_t n);
 };
-
-const OpKernels& op_kernels(Isa isa);
 
 }  // namespace anyaccel::llm

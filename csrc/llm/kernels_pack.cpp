@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: scalar avx2 avx512
 // Loops over 16 rows in the innermost place, for the compiler to vectorise. No fused multiply-adds (-ffp-contract=off):
 // all variants give the same bits.
 #include <cstdint>
 
-#include "llm/convert.h"
 #include "llm/pack.h"
-
-#define ANYACCEL_CONCAT_(a, b) a##b
-#define ANYACCEL_CONCAT(a, b) ANYACCEL_CONCAT_(a, b)
+#include "simd/convert.h"
+#include "simd/pick.h"
 
 namespace anyaccel::llm {
 namespace {
+
+using namespace simd;
 
 constexpr int kRows = 16;
 constexpr int kCandidates = 11;  // on each side of the obvious scale
@@ -145,11 +144,9 @@ void quantise4(const float* x, int count, uint8_t* q, uint16_t* scales, uint16_t
     }
 }
 
+constexpr PackKernels kKernels{quantise4};
+
 }  // namespace
-
-const PackKernels& ANYACCEL_CONCAT(pack_kernels_, ANYACCEL_ISA_VARIANT)() {
-  static constexpr PackKernels kernels{quantise4};
-  return kernels;
-}
-
 }  // namespace anyaccel::llm
+
+ANYACCEL_KERNELS(anyaccel::llm::PackKernels, anyaccel::llm::kKernels)

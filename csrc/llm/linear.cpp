@@ -10,13 +10,15 @@
 #include <mutex>
 
 #include "common/team.h"
-#include "llm/convert.h"
 #include "llm/errors.h"
 #include "llm/ops.h"
 #include "llm/workspace.h"
+#include "simd/convert.h"
 
 namespace anyaccel::llm {
 namespace {
+
+using namespace simd;
 
 constexpr int64_t kRunTokens = 512;
 
@@ -40,9 +42,9 @@ struct Pool {
       known.push_back(shape);
       shared_fits = false;
       inputs.resize(static_cast<size_t>(team.size()));
-      for (Inputs& one : inputs) one.reserve({shape}, kSmallTokens);
+      for (Inputs& one : inputs) one.reserve({shape}, kGemvTokens);
     }
-    if (count > kSmallTokens && (!shared_fits || count > tokens)) {
+    if (count > kGemvTokens && (!shared_fits || count > tokens)) {
       tokens = std::max(tokens, count);
       shared.reserve(known, tokens);
       shared_fits = true;
@@ -172,7 +174,7 @@ void Linear::multiply(const void* x, void* y, int64_t tokens, Values type, const
                           type,
                           bias};
     const int threads = shared.team.size();
-    if (count <= kSmallTokens) {
+    if (count <= kGemvTokens) {
       product.convert_x({0, count});
       shared.team.run([&](int thread) { product.small(thread, threads); });
     } else {

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "llm/matrix.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -11,17 +9,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/isa.h"
+#include "common/huge_pages.h"
 #include "common/team.h"
+#include "llm/gemm.h"
+#include "llm/gemv.h"
 #include "llm/grouped.h"
-#include "llm/large.h"
-#include "llm/small.h"
+#include "simd/pick.h"
 
 namespace anyaccel::llm {
 namespace {
 
 constexpr size_t kLine = 64;
-constexpr size_t kHugePage = size_t{2} << 20;
 
 size_t padded(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
@@ -48,8 +46,8 @@ size_t values_bytes(Format format, int64_t padded_cols) {
   return 0;
 }
 
-const SmallKernels& selected_small() {
-  static const SmallKernels& kernels = small_kernels(selected_isa());
+const GemvKernels& selected_gemv() {
+  static const GemvKernels& kernels = pick<GemvKernels>(selected_isa());
   return kernels;
 }
 
@@ -118,19 +116,13 @@ std::shared_ptr<void> allocate_weights(size_t bytes) {
     std::memset(memory, 0, size);
     return {memory, std::free};
   }
-  // One page more than needed, so that the start can be moved to a huge page's; the rest is given back.
   const size_t size = padded(bytes, kHugePage);
-  void* memory = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  auto* first = static_cast<uint8_t*>(memory);
-  const size_t skip = (kHugePage - reinterpret_cast<uintptr_t>(first) % kHugePage) % kHugePage;
-  if (skip != 0) munmap(first, skip);
-  if (skip != kHugePage) munmap(first + skip + size, kHugePage - skip);
-  madvise(first + skip, size, MADV_HUGEPAGE);
-  return {first + skip, [size](void* start) { munmap(start, size); }};
+  void* memory = map_huge_pages(size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return {memory, [size](void* start) { munmap(start, size); }};
 }
 
-size_t small_bytes(const Shape& shape, int tokens) {
+size_t gemv_bytes(const Shape& shape, int tokens) {
   const size_t values = static_cast<size_t>(shape.padded_cols()) * static_cast<size_t>(tokens);
   switch (shape.format) {
     case Format::f32:
@@ -146,8 +138,8 @@ size_t small_bytes(const Shape& shape, int tokens) {
 
 void Input::reserve(const Shape& shape, int64_t tokens) {
   check(shape);
-  size_t bytes = small_bytes(shape, static_cast<int>(std::min<int64_t>(tokens, kSmallTokens)));
-  if (tokens > kSmallTokens) bytes = std::max(bytes, large_bytes(shape, tokens));
+  size_t bytes = gemv_bytes(shape, static_cast<int>(std::min<int64_t>(tokens, kGemvTokens)));
+  if (tokens > kGemvTokens) bytes = std::max(bytes, gemm_bytes(shape, tokens));
   if (bytes <= bytes_) return;
   memory_ = allocate_weights(bytes);
   bytes_ = bytes;
@@ -157,16 +149,16 @@ void Input::prepare(const Shape& shape, const float* x, int64_t stride, const in
                     int parts) noexcept {
   // One writer: the others see it after the barrier.
   if (part == 0) tokens_ = tokens;
-  if (tokens > kSmallTokens) {
-    large_prepare(shape, x, stride, rows, tokens, data(), part, parts);
+  if (tokens > kGemvTokens) {
+    gemm_prepare(shape, x, stride, rows, tokens, data(), part, parts);
     return;
   }
-  if (small_bytes(shape, tokens) > bytes_) std::abort();  // not reserved: a mistake in the program
-  SmallInput input{layout_of(shape), x, stride, rows, tokens, data(), 0, 0};
+  if (gemv_bytes(shape, tokens) > bytes_) std::abort();  // not reserved: a mistake in the program
+  GemvInput input{layout_of(shape), x, stride, rows, tokens, data(), 0, 0};
   const Range groups = part_of(input.layout.padded_cols / kActivationGroup, part, parts);
   input.begin = groups.begin;
   input.end = groups.end;
-  selected_small().prepare(input);
+  selected_gemv().prepare(input);
 }
 
 Blocks blocks_of(const Shape& shape, int part, int parts) {
@@ -175,22 +167,14 @@ Blocks blocks_of(const Shape& shape, int part, int parts) {
 }
 
 void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts) noexcept {
-  if (x.tokens() > kSmallTokens) {
-    large_multiply(w, x.data(), x.tokens(), out, part, parts);
+  if (x.tokens() > kGemvTokens) {
+    gemm_multiply(w, x.data(), x.tokens(), out, part, parts);
     return;
   }
   const Shape& shape = w.shape();
   const Blocks blocks = blocks_of(shape, part, parts);
-  selected_small().multiply(
+  selected_gemv().multiply(
       {layout_of(shape), w.block(0), shape.rows, x.data(), x.tokens(), out, blocks.begin, blocks.end});
-}
-
-void unpack(const Matrix& w, int64_t block, int64_t k0, int64_t k1, float* panel) noexcept {
-  selected_small().unpack(layout_of(w.shape()), w.block(block), k0, k1, panel);
-}
-
-void unpack_bf16(const Matrix& w, int64_t block, int64_t k0, int64_t k1, uint16_t* panel) noexcept {
-  selected_small().unpack_bf16(layout_of(w.shape()), w.block(block), k0, k1, panel);
 }
 
 }  // namespace anyaccel::llm

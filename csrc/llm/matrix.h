@@ -20,8 +20,9 @@ namespace anyaccel::llm {
 enum class Format : uint8_t { f32, f16, bf16, i8, i4 };
 
 constexpr int64_t kBlockRows = 16;
-// Products with up to this many tokens read the weights as one stream ("small"); more are blocked for the caches.
-constexpr int kSmallTokens = 16;
+// Products with up to this many tokens read the weights as one stream ("gemv"); more are blocked for the caches
+// ("gemm").
+constexpr int kGemvTokens = 16;
 
 struct Shape {
   Format format;
@@ -96,14 +97,14 @@ class Input {
   // std::bad_alloc.
   void reserve(const Shape& shape, int64_t tokens);
 
-  // Which form is made depends on `tokens` (small or large) and on the instruction set. Row i is row rows[i] of x, or
+  // Which form is made depends on `tokens` (gemv or gemm) and on the instruction set. Row i is row rows[i] of x, or
   // row i when `rows` is null. With parts > 1 the caller's threads share the work, and all must have returned (a
   // barrier) before the result is used. Never allocates.
   void prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, int part,
                int parts) noexcept;
   int tokens() const { return tokens_; }
 
-  // For the kernels: see small.h and large.h.
+  // For the kernels: see gemv.h and gemm.h.
   const uint8_t* data() const { return static_cast<const uint8_t*>(memory_.get()); }
   uint8_t* data() { return static_cast<uint8_t*>(memory_.get()); }
   size_t bytes() const { return bytes_; }
@@ -123,11 +124,11 @@ struct Output {
 };
 
 // What part `part` of `parts` computes of out = W x: every block of rows belongs to exactly one part, the same one in
-// every call with the same numbers (small products; a thread may use its own rows of the result without a barrier).
-// Large products divide the tokens too when that is faster: use the result after a barrier only.
+// every call with the same numbers (gemv; a thread may use its own rows of the result without a barrier).
+// Matrix products (gemm) divide the tokens too when that is faster: use the result after a barrier only.
 // Rows from shape().rows up to padded_rows() are not written.
 void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts) noexcept;
-// The blocks of a small product's part.
+// The blocks of a part of gemv.
 struct Blocks {
   int64_t begin, end;
 };

@@ -10,7 +10,7 @@
 
 namespace anyaccel::llm {
 
-// Small products' rows are activated at once: this thread has made all of them.
+// Products with few tokens (gemv)' rows are activated at once: this thread has made all of them.
 void Worker::gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept {
   multiply_into(mlp.gate, *input, gate, features_stride_);
   if (!mlp.up.w.empty()) multiply_into(mlp.up, *input, up, features_stride_);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "common/hash.h"
 #include "llm/errors.h"
 
 namespace anyaccel::llm {
@@ -24,11 +25,11 @@ std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
 
 // Of everything that must be the same on all ranks.
 uint64_t signature(const DecoderSpec& spec, int64_t most_tokens, size_t slot_floats) {
-  uint64_t hash = 14695981039346656037u;  // FNV-1a
+  Fnv1a hash;
   for (const auto value : {spec.vocab, spec.hidden, static_cast<int64_t>(spec.layers.size()), spec.max_tokens,
                            static_cast<int64_t>(spec.size), most_tokens, static_cast<int64_t>(slot_floats)})
-    hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211u;
-  return hash;
+    hash.mix(value);
+  return hash.value();
 }
 
 }  // namespace

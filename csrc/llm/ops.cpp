@@ -5,35 +5,14 @@
 #include <cstring>
 
 #include "llm/kernels_ops.h"
+#include "simd/pick.h"
 
 namespace anyaccel::llm {
-
-const OpKernels& op_kernels_scalar();
-#ifdef ANYACCEL_X86
-const OpKernels& op_kernels_avx2();
-const OpKernels& op_kernels_avx512();
-#endif
-
-const OpKernels& op_kernels(Isa isa) {
-  switch (isa) {
-#ifdef ANYACCEL_X86
-    case Isa::amx:
-    case Isa::avx512_bf16:
-    case Isa::avx512_vnni:
-    case Isa::avx512:
-      return op_kernels_avx512();
-    case Isa::avx2:
-      return op_kernels_avx2();
-#endif
-    default:
-      return op_kernels_scalar();
-  }
-}
 
 namespace {
 
 const OpKernels& kernels() noexcept {
-  static const OpKernels& chosen = op_kernels(selected_isa());
+  static const OpKernels& chosen = pick<OpKernels>(selected_isa());
   return chosen;
 }
 

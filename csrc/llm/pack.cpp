@@ -9,30 +9,17 @@
 #include <stdexcept>
 #include <string>
 
-#include "common/isa.h"
-#include "llm/convert.h"
 #include "llm/grouped.h"
 #include "llm/matrix.h"
 #include "llm/pack_source.h"
+#include "simd/convert.h"
+#include "simd/pick.h"
 
 namespace anyaccel::llm {
 
-const PackKernels& pack_kernels_scalar();
-#ifdef ANYACCEL_X86
-const PackKernels& pack_kernels_avx2();
-const PackKernels& pack_kernels_avx512();
-#endif
-
-const PackKernels& pack_kernels() {
-#ifdef ANYACCEL_X86
-  static const Isa isa = selected_isa();
-  if (isa >= Isa::avx512) return pack_kernels_avx512();
-  if (isa >= Isa::avx2) return pack_kernels_avx2();
-#endif
-  return pack_kernels_scalar();
-}
-
 namespace {
+
+using namespace simd;
 
 template <class T>
 void put(uint8_t* to, T value) {
@@ -185,7 +172,7 @@ void pack_i8(const BlockLayout& layout, const Source& source, const Lanes& lanes
 }
 
 void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
-  const PackKernels& kernels = pack_kernels();
+  static const PackKernels& kernels = pick<PackKernels>(selected_isa());
   for_panels(source, lanes, cols, layout.padded_cols, layout.group,
              [&](int64_t k0, int count, int valid, const float* panel) {
                alignas(64) uint8_t q[kMostColumns * kLanes] = {};

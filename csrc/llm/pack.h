@@ -15,6 +15,5 @@ struct PackKernels {
   // A row with a value that is not finite gets the scale NaN.
   void (*quantise4)(const float* x, int count, uint8_t* q, uint16_t* scales, uint16_t* minima);
 };
-const PackKernels& pack_kernels();
 
 }  // namespace anyaccel::llm

@@ -6,11 +6,13 @@
 #include <cstdint>
 #include <cstring>
 
-#include "llm/convert.h"
 #include "llm/matrix.h"
+#include "simd/convert.h"
 
 namespace anyaccel::llm {
 namespace {
+
+using namespace simd;
 
 constexpr int kLanes = static_cast<int>(kBlockRows);
 constexpr int kMostColumns = 128;  // of a panel

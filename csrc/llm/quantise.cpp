@@ -11,11 +11,13 @@
 #include <thread>
 #include <vector>
 
-#include "llm/convert.h"
 #include "llm/grouped.h"
+#include "simd/convert.h"
 
 namespace anyaccel::llm {
 namespace {
+
+using namespace simd;
 
 constexpr int64_t kChunkRows = 4 * kBlockRows;
 

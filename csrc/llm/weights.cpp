@@ -6,11 +6,13 @@
 #include <exception>
 #include <mutex>
 
-#include "llm/convert.h"
 #include "llm/errors.h"
+#include "simd/convert.h"
 
 namespace anyaccel::llm {
 namespace {
+
+using namespace simd;
 
 constexpr size_t kAlign = 64;
 size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One thread's way through a step. All threads run the whole step, in phases with barriers in between.
 //
-// Small steps (up to kSmallTokens tokens): every thread has the whole residual and makes norms and inputs for itself,
+// Small steps (up to kGemvTokens tokens): every thread has the whole residual and makes norms and inputs for itself,
 // which costs less than a barrier; it computes its rows of each product, and may go on with those without a barrier.
 // Large steps: threads divide the tokens between products, and share the residual and the inputs.
 //

@@ -72,14 +72,14 @@ int64_t Widths::token_floats() const {
 
 void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std::vector<Shape>& shapes, int64_t wanted,
                         int threads) {
-  wanted = std::max<int64_t>(wanted, kSmallTokens);
+  wanted = std::max<int64_t>(wanted, kGemvTokens);
   if (wanted <= tokens && own.size() == static_cast<size_t>(threads)) return;
   Workspace next;
   const auto rows = [](int64_t count, int64_t width) {
     return width > 0 ? Buffer(count * padded_stride(width)) : Buffer();
   };
   // Small steps keep all experts' features at once.
-  const int64_t feature_rows = std::max<int64_t>(wanted, kSmallTokens * std::max(widths.top_k, 1));
+  const int64_t feature_rows = std::max<int64_t>(wanted, kGemvTokens * std::max(widths.top_k, 1));
   next.residual = rows(wanted, widths.hidden);
   next.x = rows(wanted, widths.hidden);
   if (widths.two_norms) next.second_x = rows(wanted, widths.hidden);
@@ -97,13 +97,13 @@ void Workspace::reserve(const Widths& widths, const DecoderSpec& spec, const std
   next.inputs.reserve(shapes, wanted);
   next.own.resize(static_cast<size_t>(threads));
   for (Own& one : next.own) {
-    one.residual = rows(kSmallTokens, widths.hidden);
-    one.x = rows(kSmallTokens, widths.hidden);
-    if (widths.two_norms) one.second_x = rows(kSmallTokens, widths.hidden);
-    one.heads = rows(kSmallTokens, widths.qkv);
-    one.latent = rows(kSmallTokens, widths.latent);
+    one.residual = rows(kGemvTokens, widths.hidden);
+    one.x = rows(kGemvTokens, widths.hidden);
+    if (widths.two_norms) one.second_x = rows(kGemvTokens, widths.hidden);
+    one.heads = rows(kGemvTokens, widths.qkv);
+    one.latent = rows(kGemvTokens, widths.latent);
     one.row = rows(1, std::max(widths.hidden, widths.latent));
-    one.inputs.reserve(shapes, kSmallTokens);
+    one.inputs.reserve(shapes, kGemvTokens);
   }
   for (const LayerSpec& layer : spec.layers) {
     if (!layer.moe) continue;

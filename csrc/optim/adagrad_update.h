@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adagrad for one vector; included by variant files behind loop.h.
+// Adagrad for one vector; adagrad_kernels.cpp includes it once for each instruction set.
 
-namespace anyaccel::optim {
+#include "optim/adagrad.h"
+#include "optim/loop.h"
+
+namespace anyaccel::optim::ANYACCEL_ISA_VARIANT {
 namespace {
 
 struct AdagradUpdate {
@@ -9,12 +12,12 @@ struct AdagradUpdate {
   static constexpr int kStates = 1;
 
   explicit AdagradUpdate(const AdagradConstants& c)
-      : weight_decay(set1(c.weight_decay)),
-        step_size(set1(c.step_size)),
-        eps(set1(c.eps)),
+      : weight_decay(broadcast(c.weight_decay)),
+        step_size(broadcast(c.step_size)),
+        eps(broadcast(c.eps)),
         decays(c.weight_decay != 0) {}
 
-  void step(Wide& p, Wide g, Wide& sum, Wide&) const {
+  [[gnu::always_inline]] void step(Wide& p, Wide g, Wide& sum, Wide&) const {
     if (decays) g = add(g, mul(p, weight_decay));
     sum = add(sum, mul(g, g));
     p = sub(p, mul(div(g, add(sqrt(sum), eps)), step_size));
@@ -26,11 +29,7 @@ struct AdagradUpdate {
 };
 
 }  // namespace
+}  // namespace anyaccel::optim::ANYACCEL_ISA_VARIANT
 
-template <>
-const Kernels<AdagradConstants>& ANYACCEL_KERNELS<AdagradConstants>() {
-  static constexpr Kernels<AdagradConstants> kTable = table<AdagradUpdate>();
-  return kTable;
-}
-
-}  // namespace anyaccel::optim
+ANYACCEL_KERNELS(anyaccel::optim::Kernels<anyaccel::optim::AdagradConstants>,
+                 anyaccel::optim::ANYACCEL_ISA_VARIANT::kTable<anyaccel::optim::ANYACCEL_ISA_VARIANT::AdagradUpdate>)

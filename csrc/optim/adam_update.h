@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adam for one vector; included by variant files behind loop.h.
+// Adam for one vector; adam_kernels.cpp includes it once for each instruction set.
 
-namespace anyaccel::optim {
+#include "optim/adam.h"
+#include "optim/loop.h"
+
+namespace anyaccel::optim::ANYACCEL_ISA_VARIANT {
 namespace {
 
 struct AdamUpdate {
@@ -9,17 +12,17 @@ struct AdamUpdate {
   static constexpr int kStates = 2;
 
   explicit AdamUpdate(const AdamConstants& c)
-      : keep(set1(c.keep)),
-        l2(set1(c.l2)),
-        weight1(set1(c.weight1)),
-        beta2(set1(c.beta2)),
-        weight2(set1(c.weight2)),
-        root_scale(set1(c.root_scale)),
-        eps(set1(c.eps)),
-        step_size(set1(c.step_size)),
+      : keep(broadcast(c.keep)),
+        l2(broadcast(c.l2)),
+        weight1(broadcast(c.weight1)),
+        beta2(broadcast(c.beta2)),
+        weight2(broadcast(c.weight2)),
+        root_scale(broadcast(c.root_scale)),
+        eps(broadcast(c.eps)),
+        step_size(broadcast(c.step_size)),
         with_l2(c.l2 != 0.0f) {}
 
-  void step(Wide& p, Wide g, Wide& m, Wide& v) const {
+  [[gnu::always_inline]] void step(Wide& p, Wide g, Wide& m, Wide& v) const {
     if (with_l2) g = add(g, mul(p, l2));
     m = add(m, mul(sub(g, m), weight1));
     v = add(mul(v, beta2), mul(mul(g, weight2), g));
@@ -33,11 +36,7 @@ struct AdamUpdate {
 };
 
 }  // namespace
+}  // namespace anyaccel::optim::ANYACCEL_ISA_VARIANT
 
-template <>
-const Kernels<AdamConstants>& ANYACCEL_KERNELS<AdamConstants>() {
-  static constexpr Kernels<AdamConstants> kTable = table<AdamUpdate>();
-  return kTable;
-}
-
-}  // namespace anyaccel::optim
+ANYACCEL_KERNELS(anyaccel::optim::Kernels<anyaccel::optim::AdamConstants>,
+                 anyaccel::optim::ANYACCEL_ISA_VARIANT::kTable<anyaccel::optim::ANYACCEL_ISA_VARIANT::AdamUpdate>)

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lion for one vector; included by variant files behind loop.h.
+// Lion for one vector; lion_kernels.cpp includes it once for each instruction set.
 
-namespace anyaccel::optim {
+#include "optim/lion.h"
+#include "optim/loop.h"
+
+namespace anyaccel::optim::ANYACCEL_ISA_VARIANT {
 namespace {
 
 struct LionUpdate {
@@ -9,14 +12,14 @@ struct LionUpdate {
   static constexpr int kStates = 1;
 
   explicit LionUpdate(const LionConstants& c)
-      : keep(set1(c.keep)),
-        lr(set1(c.lr)),
-        beta1(set1(c.beta1)),
-        weight1(set1(c.weight1)),
-        beta2(set1(c.beta2)),
-        weight2(set1(c.weight2)) {}
+      : keep(broadcast(c.keep)),
+        lr(broadcast(c.lr)),
+        beta1(broadcast(c.beta1)),
+        weight1(broadcast(c.weight1)),
+        beta2(broadcast(c.beta2)),
+        weight2(broadcast(c.weight2)) {}
 
-  void step(Wide& p, Wide g, Wide& m, Wide&) const {
+  [[gnu::always_inline]] void step(Wide& p, Wide g, Wide& m, Wide&) const {
     // Not by way of the difference: two infinities of one sign have none.
     const Wide direction = add(mul(m, beta1), mul(g, weight1));
     p = sub(mul(p, keep), mul(sign(direction), lr));
@@ -28,11 +31,7 @@ struct LionUpdate {
 };
 
 }  // namespace
+}  // namespace anyaccel::optim::ANYACCEL_ISA_VARIANT
 
-template <>
-const Kernels<LionConstants>& ANYACCEL_KERNELS<LionConstants>() {
-  static constexpr Kernels<LionConstants> kTable = table<LionUpdate>();
-  return kTable;
-}
-
-}  // namespace anyaccel::optim
+ANYACCEL_KERNELS(anyaccel::optim::Kernels<anyaccel::optim::LionConstants>,
+                 anyaccel::optim::ANYACCEL_ISA_VARIANT::kTable<anyaccel::optim::ANYACCEL_ISA_VARIANT::LionUpdate>)

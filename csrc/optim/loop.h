@@ -1,22 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loop over a piece, the same for all optimizers; included by variant files behind wide.h.
+// The loop over a piece, the same for all optimizers; included by <name>_update.h, once for each instruction set.
 // An `Update` is made of the constants of a step. Its step(p, g, s, t) updates a group of parameters p, given the
 // gradients g, and of one or two moments s and t.
+// No operation is a fused multiply-add, so all instruction sets give the same bits.
+#include "optim/types.h"
+#include "simd/pick.h"
+#include "simd/simd.h"
+#include "simd/wide.h"
 
-namespace anyaccel::optim {
+namespace anyaccel::optim::ANYACCEL_ISA_VARIANT {
 namespace {
+
+using namespace simd::ANYACCEL_ISA_VARIANT;
+
+template <DType kType>
+using Cell = std::conditional_t<kType == DType::f32, float, uint16_t>;
+
+constexpr int kPairs = kLanes == 16 ? 2 : 1;
+constexpr int kPair = 2 * kLanes;
+constexpr int kGroup = kPairs * kPair;  // elements
+static_assert(kBlock % kGroup == 0);
+using Wide = Many<Vec, 2 * kPairs>;
+
+// Pairs of vectors of an array. Split puts elements of even index into the first and those of odd index into the second
+// vector, which for bfloat16 takes no shuffles; what is calculated is the same for all elements, so the order does not
+// matter as long as all arrays have it.
+enum class Order { natural, split };
+
+template <DType kType, Order kOrder>
+[[gnu::always_inline]] inline Wide load_wide(const Cell<kType>* from) {
+  return each<2 * kPairs>([&](int i) {
+    if constexpr (kType == DType::bf16 && kOrder == Order::split)
+      return i % 2 == 0 ? even_bf16(from + i * kLanes) : odd_bf16(from + (i - 1) * kLanes);
+    else if constexpr (kType == DType::bf16)
+      return load_bf16(from + i * kLanes);
+    else if constexpr (kType == DType::f16)
+      return load_f16(from + i * kLanes);
+    else
+      return load(from + i * kLanes);
+  });
+}
+
+template <DType kType, Order kOrder>
+[[gnu::always_inline]] inline IVec packed(Vec a, Vec b) {
+  if constexpr (kType == DType::f16)
+    return pack_f16(a, b);
+  else
+    return kOrder == Order::split ? interleave_bf16(a, b) : pack_bf16(a, b);
+}
+
+template <DType kType, Order kOrder>
+[[gnu::always_inline]] inline void store_wide(Cell<kType>* to, const Wide& v) {
+  for (int i = 0; i < 2 * kPairs; i += 2) {
+    if constexpr (kType == DType::f32) {
+      store(to + i * kLanes, v.x[i]);
+      store(to + (i + 1) * kLanes, v.x[i + 1]);
+    } else {
+      store(static_cast<void*>(to + i * kLanes), packed<kType, kOrder>(v.x[i], v.x[i + 1]));
+    }
+  }
+}
+
+// Past the caches; `to` is a multiple of 64.
+template <DType kType, Order kOrder>
+[[gnu::always_inline]] inline void stream_wide(uint16_t* to, const Wide& v) {
+  for (int i = 0; i < 2 * kPairs; i += 2) stream(to + i * kLanes, packed<kType, kOrder>(v.x[i], v.x[i + 1]));
+}
 
 // Hardware prefetchers stop at the end of a page; this many bytes ahead is early enough for the next one.
 constexpr int64_t kAhead = 2048;
 
 template <class Type>
 inline void prefetch(const Type* at) {
-#if ANYACCEL_SIMD
+  if (kLanes == 1) return;
   const char* const from = reinterpret_cast<const char*>(at) + kAhead;
   for (size_t line = 0; line < kGroup * sizeof(Type); line += 64) __builtin_prefetch(from + line, 1);
-#else
-  (void)at;
-#endif
 }
 
 template <class Update, DType kParam, DType kGrad, DType kState>
@@ -49,7 +107,7 @@ struct Loop {
     Wide p, g, s, t;
   };
 
-  static inline Values read(const Place& at, int64_t i) {
+  [[gnu::always_inline]] static inline Values read(const Place& at, int64_t i) {
     Values v;
     v.p = load_wide<kParam, kOrder>(at.p + i);
     v.g = load_wide<kGrad, kOrder>(at.g + i);
@@ -58,7 +116,7 @@ struct Loop {
     return v;
   }
 
-  static inline void write(const Place& at, int64_t i, const Values& v) {
+  [[gnu::always_inline]] static inline void write(const Place& at, int64_t i, const Values& v) {
     store_wide<kState, kOrder>(at.s + i, v.s);
     if constexpr (kTwo) store_wide<kState, kOrder>(at.t + i, v.t);
     store_wide<kParam, kOrder>(at.p + i, v.p);
@@ -70,14 +128,14 @@ struct Loop {
   }
 
   template <DType kCopy>
-  static inline void write_copy(const Place& at, int64_t i, const Wide& p) {
+  [[gnu::always_inline]] static inline void write_copy(const Place& at, int64_t i, const Wide& p) {
     if (at.stream)
       stream_wide<kCopy, kOrder>(at.copy + i, p);
     else
       store_wide<kCopy, kOrder>(at.copy + i, p);
   }
 
-  static inline void group(const Update& update, const Place& at, int64_t i) {
+  [[gnu::always_inline]] static inline void group(const Update& update, const Place& at, int64_t i) {
     Values v = read(at, i);
     update.step(v.p, v.g, v.s, v.t);
     write(at, i, v);
@@ -94,9 +152,7 @@ struct Loop {
       if constexpr (kTwo) prefetch(at.t + i);
       group(update, at, i);
     }
-#if ANYACCEL_SIMD
-    if (at.stream) _mm_sfence();
-#endif
+    if (at.stream) stream_fence();
     if (i < piece.count) rest(update, piece, i);
   }
 
@@ -132,7 +188,7 @@ constexpr void fill(Kernels<typename Update::Constants>& table) {
 }
 
 template <class Update>
-constexpr Kernels<typename Update::Constants> table() {
+constexpr Kernels<typename Update::Constants> kTable = [] {
   Kernels<typename Update::Constants> result{};
   fill<Update, DType::f32, DType::f32>(result);
   fill<Update, DType::f32, DType::bf16>(result);
@@ -142,7 +198,7 @@ constexpr Kernels<typename Update::Constants> table() {
   fill<Update, DType::f16, DType::f16>(result);
   fill<Update, DType::f16, DType::f32>(result);
   return result;
-}
+}();
 
 }  // namespace
-}  // namespace anyaccel::optim
+}  // namespace anyaccel::optim::ANYACCEL_ISA_VARIANT

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the optimizers' kernels, their instruction-set variants and their C interfaces share.
+// What the optimizers' kernels and their C interfaces share.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-
-#include "common/isa.h"
+#include <type_traits>
 
 namespace anyaccel::optim {
 
@@ -42,30 +41,5 @@ struct Kernels {
     return of[static_cast<int>(param)][static_cast<int>(grad)][static_cast<int>(state)];
   }
 };
-
-// The table of the given instruction set; below, each variant file defines its own.
-template <class Constants>
-const Kernels<Constants>& kernels_scalar();
-template <class Constants>
-const Kernels<Constants>& kernels_avx2();
-template <class Constants>
-const Kernels<Constants>& kernels_avx512();
-
-template <class Constants>
-const Kernels<Constants>& kernels(Isa isa) {
-  switch (isa) {
-#ifdef ANYACCEL_X86
-    case Isa::amx:
-    case Isa::avx512_bf16:
-    case Isa::avx512_vnni:
-    case Isa::avx512:
-      return kernels_avx512<Constants>();
-    case Isa::avx2:
-      return kernels_avx2<Constants>();
-#endif
-    default:
-      return kernels_scalar<Constants>();
-  }
-}
 
 }  // namespace anyaccel::optim

@@ -10,12 +10,13 @@
 
 #include "common/parallel.h"
 #include "optim/types.h"
+#include "simd/pick.h"
 
 #define ANYACCEL_EXPORT __attribute__((visibility("default")))
 
 extern "C" {
 
-// The tensors of a call, `count` entries in each array. Part of the C interface: _optimizer.py has the same layout.
+// The tensors of a call, `count` entries in each array. Part of the C interface: _native_step.py has the same layout.
 struct AnyaccelTensors {
   int64_t count;
   const int64_t* sizes;  // elements
@@ -58,7 +59,7 @@ int update_all(const AnyaccelTensors& all, ConstantsOf&& constants_of) noexcept 
     return kBadIsa;
   }
   if (all.isa >= 0) isa = std::min(isa, static_cast<Isa>(all.isa));
-  const Kernels<Constants>& table = kernels<Constants>(isa);
+  const Kernels<Constants>& table = pick<Kernels<Constants>>(isa);
   struct Tensor {
     typename Kernels<Constants>::Fn fn;
     int64_t start;  // where its elements are among those of all tensors, each rounded up to kGrain

@@ -83,7 +83,7 @@ void test_every_isa_gives_the_same_bits() {
           }
           std::vector<uint8_t> want(count * item), got(count * item), second(count * item);
           scalar(sources.data(), n, want.data(), nullptr, count);
-          for (Isa isa : {Isa::avx2, Isa::avx512}) {
+          for (Isa isa : {Isa::portable, Isa::avx2, Isa::avx512}) {
             if (static_cast<int>(isa) > static_cast<int>(best)) continue;
             const ReduceFn fn = reduce_kernels(isa).by[d][o];
             fn(sources.data(), n, got.data(), second.data(), count);

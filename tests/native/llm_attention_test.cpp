@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "check.h"
-#include "common/isa.h"
 #include "common/team.h"
 #include "llm/attention.h"
+#include "simd/isa.h"
 
 namespace {
 
@@ -448,7 +448,7 @@ int run_all() {
 
 int main() {
   // selected_isa() is read once a process.
-  for (const char* name : {"scalar", "avx2", "avx512"}) {
+  for (const char* name : {"scalar", "portable", "avx2", "avx512"}) {
     std::fflush(nullptr);
     const pid_t child = fork();
     CHECK(child >= 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small products of packed weight matrices: every format and instruction set against sums in double.
+// Products with few tokens (gemv) of packed weight matrices: every format and instruction set against sums in double.
 // Instruction sets that this machine lacks are tested when the kernels are compiled with -DANYACCEL_EMULATE.
 #include <algorithm>
 #include <cmath>
@@ -15,16 +15,17 @@
 #include <vector>
 
 #include "check.h"
-#include "common/isa.h"
-#include "llm/convert.h"
+#include "llm/gemv.h"
 #include "llm/grouped.h"
 #include "llm/matrix.h"
-#include "llm/small.h"
 #include "llm_shapes.h"
+#include "simd/convert.h"
+#include "simd/pick.h"
 
 namespace {
 
 using namespace anyaccel::llm;
+using namespace anyaccel::simd;
 using anyaccel::Isa;
 using anyaccel::isa_name;
 
@@ -62,8 +63,8 @@ std::vector<float> product(Isa isa, const Matrix& matrix, const std::vector<floa
                            const int32_t* rows, int tokens, const Output& options, int64_t out_stride, int parts,
                            const std::vector<float>& before) {
   const Shape& shape = matrix.shape();
-  const SmallKernels& kernels = small_kernels(isa);
-  const Aligned input(small_bytes(shape, tokens));
+  const GemvKernels& kernels = anyaccel::pick<GemvKernels>(isa);
+  const Aligned input(gemv_bytes(shape, tokens));
   const int64_t groups = shape.padded_cols() / kActivationGroup;
   for (int part = 0; part < parts; ++part)
     kernels.prepare({layout_of(shape), x.data(), stride, rows, tokens, input.data, groups * part / parts,
@@ -121,19 +122,19 @@ void test_products() {
         for (const Shape& shape : shapes_of(rows, cols)) {
           const Case what = make_case(shape, 21);
           const int64_t stride = cols + 3, out_stride = rows + 5;
-          std::vector<float> x = random_floats(static_cast<size_t>(kSmallTokens * stride), 22, 2.0f);
+          std::vector<float> x = random_floats(static_cast<size_t>(kGemvTokens * stride), 22, 2.0f);
           for (int64_t k = 0; k < cols; k += 50) x[static_cast<size_t>(k)] *= 100;  // outliers
           std::fill(x.begin() + stride, x.begin() + stride + cols, 0.0f);           // a token of zeros
           const std::vector<float> bias = random_floats(static_cast<size_t>(rows), 23);
           std::vector<int32_t> order;
-          for (int t = 0; t < kSmallTokens; ++t) order.push_back((t * 7 + 3) % kSmallTokens);
+          for (int t = 0; t < kGemvTokens; ++t) order.push_back((t * 7 + 3) % kGemvTokens);
           std::vector<float> alone;  // each token's result without the others
-          for (int t = 0; t < kSmallTokens; ++t) {
+          for (int t = 0; t < kGemvTokens; ++t) {
             const int32_t row = t;
             const std::vector<float> one = product(isa, what.matrix, x, stride, &row, 1, {}, rows, 1, {});
             alone.insert(alone.end(), one.begin(), one.end());
           }
-          for (int tokens = 1; tokens <= kSmallTokens; ++tokens) {
+          for (int tokens = 1; tokens <= kGemvTokens; ++tokens) {
             if (cols != 100 && tokens % 4 > 1) continue;  // all numbers of tokens with one size are enough
             const std::vector<float> got = product(isa, what.matrix, x, stride, nullptr, tokens, {}, out_stride, 1, {});
             check_close(what, x, stride, nullptr, tokens, {}, out_stride, {}, got);
@@ -210,7 +211,7 @@ void test_not_finite() {
 void test_unpack() {
   for (Isa isa : kIsas) {
     if (!supported(isa)) continue;
-    const SmallKernels& kernels = small_kernels(isa);
+    const GemvKernels& kernels = anyaccel::pick<GemvKernels>(isa);
     for (int64_t cols : {1, 31, 100, 576})
       for (const Shape& shape : shapes_of(17, cols)) {
         const Case what = make_case(shape, 41);

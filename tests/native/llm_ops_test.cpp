@@ -13,6 +13,7 @@
 #include "check.h"
 #include "llm/kernels_ops.h"
 #include "llm/ops.h"
+#include "simd/pick.h"
 
 namespace {
 
@@ -240,9 +241,9 @@ void test_argmax(const OpKernels& ops) {
 }  // namespace
 
 int main() {
-  for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
+  for (const Isa isa : {Isa::scalar, Isa::portable, Isa::avx2, Isa::avx512}) {
     if (isa > selected_isa()) continue;
-    const OpKernels& ops = op_kernels(isa);
+    const OpKernels& ops = anyaccel::pick<OpKernels>(isa);
     test_norms(ops);
     test_rope(ops);
     test_activations(ops);

@@ -10,21 +10,16 @@
 #include <vector>
 
 #include "check.h"
-#include "llm/convert.h"
 #include "llm/grouped.h"
 #include "llm/matrix.h"
 #include "llm/pack.h"
 #include "llm_shapes.h"
-
-namespace anyaccel::llm {
-const PackKernels& pack_kernels_scalar();
-#ifdef ANYACCEL_X86
-const PackKernels& pack_kernels_avx2();
-const PackKernels& pack_kernels_avx512();
-#endif
-}  // namespace anyaccel::llm
+#include "simd/convert.h"
+#include "simd/pick.h"
 
 namespace {
+
+using namespace anyaccel::simd;
 
 // --- sources
 
@@ -321,9 +316,9 @@ void test_pack_kernels() {
             q.push_back(static_cast<uint8_t>(half)), q.push_back(static_cast<uint8_t>(half >> 8));
           return q;
         };
-        const std::vector<uint8_t> expected = pack(pack_kernels_scalar());
-        if (supported(Isa::avx2)) CHECK(pack(pack_kernels_avx2()) == expected);
-        if (supported(Isa::avx512)) CHECK(pack(pack_kernels_avx512()) == expected);
+        const std::vector<uint8_t> expected = pack(anyaccel::pick<PackKernels>(Isa::scalar));
+        for (const Isa isa : kIsas)
+          if (supported(isa)) CHECK(pack(anyaccel::pick<PackKernels>(isa)) == expected);
       }
 #endif
 }

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "common/isa.h"
 #include "llm/matrix.h"
+#include "simd/isa.h"
 
 namespace {
 
@@ -29,7 +29,7 @@ inline bool supported(Isa isa) {
   return false;
 #endif
 }
-constexpr Isa kIsas[] = {Isa::scalar, Isa::avx2, Isa::avx512, Isa::avx512_vnni};
+constexpr Isa kIsas[] = {Isa::scalar, Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_vnni};
 
 // Exactly as much memory as is used, aligned: reads beyond are seen by the sanitizer.
 struct Aligned {

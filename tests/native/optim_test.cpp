@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "check.h"
-#include "common/isa.h"
 #include "optim/work.h"
+#include "simd/isa.h"
 
 extern "C" {
 int anyaccel_adam_step(const AnyaccelTensors*, double, double, double, double, double, int, int);

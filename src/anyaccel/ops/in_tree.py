@@ -17,11 +17,11 @@ _COMMON = ("common/op_variant.cpp", "common/cpu_features.cpp", "common/parallel.
 
 
 def _optimizer(name: str) -> tuple[str, ...]:
-    return (f"optim/{name}.cpp", *(f"optim/{name}_{isa}.cpp" for isa in ("scalar", "avx2", "avx512")))
+    return (f"optim/{name}.cpp", f"optim/{name}_kernels.cpp")
 
 
-# Files below csrc/. Instruction-set variants are files of their own that name their target in a pragma, so that all
-# files of an op take the same flags.
+# Files below csrc/. All files of an op take the same flags: kernels are compiled for every instruction set in one file
+# (simd/each_isa.h).
 SOURCES: dict[str, tuple[str, ...]] = {
     "async_io": (
         "aio/api.cpp",
@@ -71,7 +71,8 @@ def flags() -> tuple[str, ...]:
 def variant(name: str, folder: Path) -> str:
     """What a library of this op is built from: machine, flags, and the contents of sources and headers."""
     files = [folder / file for file in sources(name)]
-    headers = [header for part in sorted({file.parent for file in files}) for header in sorted(part.glob("*.h"))]
+    folders = sorted({*(file.parent for file in files), folder / "simd"})
+    headers = [header for part in folders for header in sorted(part.glob("*.h"))]
     digest = hashlib.sha256(" ".join([*flags(), *LINK_FLAGS]).encode())
     for file in (*files, *headers):
         digest.update(hashlib.sha256(file.read_bytes()).digest())

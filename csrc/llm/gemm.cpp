@@ -1,0 +1,177 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/gemm.h"
+
+#include <algorithm>
+
+#include "common/team.h"
+#include "llm/gemm_kernels.h"
+#include "llm/gemm_select.h"
+#include "llm/gemv.h"
+#include "simd/pick.h"
+
+namespace anyaccel::llm {
+namespace {
+
+constexpr int kPassTokens = 1024;  // whose results stay in a cache from pass to pass
+constexpr size_t kScratchBytes = size_t{640} << 10;
+
+// Unpacked weights. Part of the library and not of a call, so that no call can fail for want of memory.
+alignas(64) thread_local uint8_t scratch[kScratchBytes];
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How tokens are divided into panels.
+struct Panels {
+  int tokens;
+  int full;  // tokens of a panel when all but the last are full; else 0
+  int count;
+
+  Panels(const GemmKernels& kernels, int token_count)
+      : tokens(token_count),
+        full(kernels.full_panels ? kernels.panel_tokens : 0),
+        count(static_cast<int>(divide_up(token_count, kernels.panel_tokens))) {}
+  int begin(int panel) const {
+    return full != 0 ? std::min(panel * full, tokens) : static_cast<int>(part_of(tokens, panel, count).begin);
+  }
+};
+
+int64_t panel_bytes(const GemmKernels& kernels, const Shape& shape) {
+  return divide_up(shape.padded_cols() / kUnit * kernels.activation_bytes * kernels.panel_tokens, 64) * 64;
+}
+
+// Units of a block to `to`, with the kernels' own unpacking or that of gemv.
+void unpack(const GemmKernels& kernels, const GemvKernels& gemv, const BlockLayout& layout, const uint8_t* block,
+            int64_t unit, int64_t units, uint8_t* to) {
+  const bool quantised = layout.format == Format::i8 || layout.format == Format::i4;
+  if (quantised && kernels.unpack != nullptr)
+    kernels.unpack(layout, block, unit, units, to);
+  else if (kernels.operands == GemmKernels::Operands::floats)
+    gemv.unpack(layout, block, unit * kUnit, (unit + units) * kUnit, reinterpret_cast<float*>(to));
+  else
+    gemv.unpack_bf16(layout, block, unit * kUnit, (unit + units) * kUnit, reinterpret_cast<uint16_t*>(to));
+}
+
+// Parts divide rows and tokens as a grid.
+struct Grid {
+  int rows, tokens;
+};
+
+// The grid whose largest part has the least to do. Every part unpacks the weights of its rows.
+Grid grid_of(const GemmKernels& kernels, int64_t row_tiles, int panels, int parts) {
+  Grid best{1, 1};
+  int64_t least = INT64_MAX;
+  for (int rows = parts; rows >= 1; --rows) {
+    const int tokens = parts / rows;
+    const int64_t cost =
+        divide_up(row_tiles, rows) * (divide_up(panels, tokens) * kernels.panel_tokens + kernels.unpack_cost);
+    if (cost < least) {
+      least = cost;
+      best = {rows, tokens};
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+size_t gemm_bytes_on(const GemmKernels& kernels, const Shape& shape, int64_t tokens) {
+  return static_cast<size_t>(divide_up(tokens, kernels.panel_tokens)) *
+         static_cast<size_t>(panel_bytes(kernels, shape));
+}
+
+void gemm_prepare_on(const GemmKernels& kernels, const Shape& shape, const float* x, int64_t stride,
+                     const int32_t* rows, int tokens, uint8_t* data, int part, int parts) noexcept {
+  const Panels panels(kernels, tokens);
+  const Range mine = part_of(panels.count, part, parts);
+  for (int64_t p = mine.begin; p < mine.end; ++p) {
+    const int first = panels.begin(static_cast<int>(p)), last = panels.begin(static_cast<int>(p) + 1);
+    kernels.pack(rows != nullptr ? x : x + first * stride, stride, rows != nullptr ? rows + first : nullptr,
+                 last - first, shape.cols, shape.padded_cols() / kUnit, data + p * panel_bytes(kernels, shape));
+  }
+}
+
+void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const Matrix& w, const uint8_t* data,
+                      int tokens, const Output& out, int part, int parts) noexcept {
+  const Shape& shape = w.shape();
+  const BlockLayout layout = layout_of(shape);
+  const Panels panels(kernels, tokens);
+  const int64_t row_tiles = divide_up(shape.blocks(), kernels.tile_blocks);
+  const Grid grid = grid_of(kernels, row_tiles, panels.count, parts);
+  if (part >= grid.rows * grid.tokens) return;
+  const Range my_tiles = part_of(row_tiles, part % grid.rows, grid.rows);
+  const Range my_panels = part_of(panels.count, part / grid.rows, grid.tokens);
+  const int64_t first_block = my_tiles.begin * kernels.tile_blocks;
+  const int64_t last_block = std::min(my_tiles.end * kernels.tile_blocks, shape.blocks());
+
+  // Passes over the columns, of nearly equal size.
+  const int64_t total = layout.padded_cols / kUnit;
+  const int64_t pass = divide_up(total, divide_up(total, kernels.units));
+  const int64_t fitting =
+      static_cast<int64_t>(std::min(kernels.cache_bytes, kScratchBytes)) / (pass * kernels.weight_bytes);
+  const int64_t chunk = std::max<int64_t>(fitting / kernels.tile_blocks, 1) * kernels.tile_blocks;
+  const int64_t panels_a_pass = std::max(kPassTokens / kernels.panel_tokens, 1);
+  const bool in_place = kernels.operands == GemmKernels::Operands::pairs && shape.format == Format::bf16;
+
+  if (kernels.begin != nullptr) kernels.begin();
+  for (int64_t group = my_panels.begin; group < my_panels.end; group += panels_a_pass)
+    for (int64_t block = first_block; block < last_block; block += chunk) {
+      const int64_t blocks = std::min(chunk, last_block - block);
+      for (int64_t unit = 0; unit < total; unit += pass) {
+        const int64_t units = std::min(pass, total - unit);
+        const uint8_t* weights = scratch;
+        int64_t weight_stride = units * kernels.weight_bytes;
+        if (in_place) {
+          weights = w.block(block) + unit * kernels.weight_bytes;
+          weight_stride = static_cast<int64_t>(layout.block_bytes);
+        } else {
+          for (int64_t b = 0; b < blocks; ++b)
+            unpack(kernels, gemv, layout, w.block(block + b), unit, units, scratch + b * weight_stride);
+        }
+        GemmTile to{};
+        to.bias = out.bias != nullptr && unit == 0 ? out.bias + block * kBlockRows : nullptr;
+        to.stride = out.stride;
+        to.scale = out.scale;
+        to.add = out.add || unit > 0;
+        to.rows = shape.rows - block * kBlockRows;
+        const int64_t group_end = std::min(group + panels_a_pass, my_panels.end);
+        for (int64_t p = group; p < group_end; ++p) {
+          to.next_panel = data + (p + 1 < group_end ? p + 1 : group) * panel_bytes(kernels, shape);
+          const int first = panels.begin(static_cast<int>(p)), last = panels.begin(static_cast<int>(p) + 1);
+          to.out = out.data + first * out.stride + block * kBlockRows;
+          kernels.multiply(data + p * panel_bytes(kernels, shape), last - first, total, unit, units, weights,
+                           weight_stride, blocks, to);
+        }
+      }
+    }
+  if (kernels.end != nullptr) kernels.end();
+}
+
+size_t gemm_bytes(const Shape& shape, int64_t tokens) {
+  return gemm_bytes_on(gemm_kernels(selected_isa(), shape), shape, tokens);
+}
+
+void gemm_prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, uint8_t* data,
+                  int part, int parts) noexcept {
+  gemm_prepare_on(gemm_kernels(selected_isa(), shape), shape, x, stride, rows, tokens, data, part, parts);
+}
+
+void gemm_multiply(const Matrix& w, const uint8_t* data, int tokens, const Output& out, int part, int parts) noexcept {
+  const Isa isa = selected_isa();
+  gemm_multiply_on(gemm_kernels(isa, w.shape()), pick<GemvKernels>(isa), w, data, tokens, out, part, parts);
+}
+
+const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {
+  const Format format = shape.format;
+  // Halves have more bits than bfloat16: they are multiplied as floats.
+  if (format != Format::f32 && format != Format::f16) {
+    if (const auto* tiles = find_variant<TileGemmKernels>(isa)) return *tiles;
+    if (const auto* pairs = find_variant<PairGemmKernels>(isa)) return *pairs;
+  }
+  // Sums of integers: int8 takes VNNI for it, and both need one scale a unit.
+  const bool integers = format == Format::i4 || (format == Format::i8 && isa >= Isa::avx512_vnni);
+  if (integers && shape.group != kUnit / 2)
+    if (const auto* kernels = find_variant<IntegerGemmKernels>(isa)) return *kernels;
+  return pick<GemmKernels>(isa);
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernel files of gemv share: how activations lie, and the way through all blocks and tokens.
+#pragma once
+
+#include <type_traits>
+
+#include "llm/gemv.h"
+#include "simd/pick.h"
+#include "simd/simd.h"
+#include "simd/wide.h"
+
+namespace anyaccel::llm {
+namespace {
+
+using namespace simd::ANYACCEL_ISA_VARIANT;
+
+constexpr int kRows = 16;              // of a block
+constexpr int kVecs = kRows / kLanes;  // of them
+constexpr size_t kLine = 64;           // bytes of a step of a block
+constexpr size_t kVecBytes = kLine / kVecs;
+// kTile: tokens whose sums fit the registers. kChains: sums a token, to hide the latency of an addition. kUnroll: of
+// the loops over tokens and over the lines of a group.
+constexpr int kTile = kLanes == 16 ? 8 : kLanes == 8 ? 4 : kLanes == 4 ? 2 : 1;
+constexpr int kChains = kLanes == 16 ? 2 : 1;
+constexpr int kUnroll = kLanes >= 8 ? 8 : 1;
+
+// The rows of a block: 16 lanes of floats, of integers, and of what a step's products are made of.
+using Floats = Many<Vec, kVecs>;
+using Ints = Many<IVec, kVecs>;
+template <class V>
+inline auto all(V v) {
+  return each<kVecs>([&](int) { return v; });
+}
+inline Floats load_rows(const float* p) {
+  return each<kVecs>([&](int i) { return load(p + i * kLanes); });
+}
+inline Floats load_rows_f16(const uint8_t* p) {
+  return each<kVecs>([&](int i) { return load_f16(p + 2 * i * kLanes); });
+}
+inline void store_rows(float* p, const Floats& v) {
+  for (int i = 0; i < kVecs; ++i) store(p + i * kLanes, v.x[i]);
+}
+// How far ahead of the product weights are asked for: hardware prefetchers stop at the ends of 4 KiB pages.
+constexpr size_t kAhead = 2048;
+
+void ask_for(const uint8_t* p) { __builtin_prefetch(p + kAhead, 0, 3); }
+
+using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;
+
+int tiles_of(int tokens) { return (tokens + kTile - 1) / kTile; }
+int tile_begin(int tokens, int tile) { return tokens * tile / tiles_of(tokens); }
+bool is_float(Format format) { return format == Format::f32 || format == Format::f16 || format == Format::bf16; }
+size_t value_bytes(Format format) {
+  return is_float(format) ? sizeof(float) : format == Format::i8 ? sizeof(Q8) : sizeof(int8_t);
+}
+// Bytes of one token's activations.
+size_t token_bytes(const BlockLayout& layout) {
+  const size_t cols = static_cast<size_t>(layout.padded_cols);
+  const size_t sums = layout.group == 16 ? sizeof(int32_t) : 0;
+  const size_t params = is_float(layout.format) ? 0 : cols / kActivationGroup * (sizeof(GroupParams) + sums);
+  return cols * value_bytes(layout.format) + params;
+}
+
+// --- all blocks of a part, and all tokens
+
+// Not inlined, there would be a copy for each token of each kernel: GCC 12 leaves it alone as long as it is not
+// declared inline, which is what the time to compile this hangs on.
+void write(const Output& out, int64_t row, int64_t rows, int token, const Floats& sums) {
+  float* to = out.data + token * out.stride + row;
+  if (row + kRows <= rows) {
+    Floats value = out.bias != nullptr ? add(sums, load_rows(out.bias + row)) : sums;
+    value = mul(value, broadcast(out.scale));
+    store_rows(to, out.add ? add(load_rows(to), value) : value);
+    return;
+  }
+  float values[kRows];
+  store_rows(values, sums);
+  for (int r = 0; r < rows - row; ++r) {
+    const float scaled = (values[r] + (out.bias != nullptr ? out.bias[row + r] : 0.0f)) * out.scale;
+    to[r] = out.add ? to[r] + scaled : scaled;
+  }
+}
+
+template <class Kernel, int M>
+void run_tile(const GemvProduct& product, int64_t block, int first, const uint8_t* x) {
+  Floats sums[M];
+  Kernel::template block<M>(product.layout, product.weights + static_cast<size_t>(block) * product.layout.block_bytes,
+                            x, sums);
+  for (int t = 0; t < M; ++t) write(product.out, block * kRows, product.rows, first + t, sums[t]);
+}
+
+using Tile = void (*)(const GemvProduct&, int64_t block, int first, const uint8_t* x);
+template <class Kernel, int M = kTile>
+Tile tile_for(int count) {
+  if constexpr (M > 1)
+    if (count < M) return tile_for<Kernel, M - 1>(count);
+  return run_tile<Kernel, M>;
+}
+
+template <class Kernel>
+void run(const GemvProduct& product) {
+  const int tiles = tiles_of(product.tokens);
+  const size_t bytes = token_bytes(product.layout);
+  for (int64_t block = product.begin; block < product.end; ++block)
+    for (int tile = 0; tile < tiles; ++tile) {
+      const int first = tile_begin(product.tokens, tile), count = tile_begin(product.tokens, tile + 1) - first;
+      tile_for<Kernel>(count)(product, block, first, product.x + static_cast<size_t>(first) * bytes);
+    }
+}
+
+}  // namespace
+}  // namespace anyaccel::llm

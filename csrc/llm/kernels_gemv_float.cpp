@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products with few tokens (gemv) of float weights, and weights as floats.
+#include "llm/gemv_integer.h"
+#include "llm/gemv_run.h"
+
+namespace anyaccel::llm {
+namespace {
+
+// --- weights of two columns as floats
+
+struct FloatPair {
+  Floats even, odd;
+};
+struct F32 {
+  static constexpr size_t bytes = 2 * kLine;
+  static FloatPair load_pair(const uint8_t* p) {
+    const auto* values = reinterpret_cast<const float*>(p);
+    return {load_rows(values), load_rows(values + kRows)};
+  }
+};
+struct F16 {
+  static constexpr size_t bytes = kLine;
+  static FloatPair load_pair(const uint8_t* p) { return {load_rows_f16(p), load_rows_f16(p + kLine / 2)}; }
+};
+struct BF16 {
+  static constexpr size_t bytes = kLine;
+  static FloatPair load_pair(const uint8_t* p) {
+    return {each<kVecs>([&](int v) { return even_bf16(p + v * kVecBytes); }),
+            each<kVecs>([&](int v) { return odd_bf16(p + v * kVecBytes); })};
+  }
+};
+
+// --- one block of rows times M tokens
+
+template <class Weights, int M>
+inline void float_block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x_bytes, Floats (&out)[M]) {
+  const auto* x = reinterpret_cast<const float*>(x_bytes);
+  Floats sums[M][kChains];
+  for (int t = 0; t < M; ++t)
+    for (int c = 0; c < kChains; ++c) sums[t][c] = all(broadcast(0.0f));
+  for (int64_t k = 0; k < layout.padded_cols; k += kRows) {
+#pragma GCC unroll kUnroll
+    for (int j = 0; j < kRows; j += 2) {
+      for (size_t line = 0; line < Weights::bytes; line += kLine) ask_for(w + line);
+      const FloatPair pair = Weights::load_pair(w);
+      w += Weights::bytes;
+#pragma GCC unroll kUnroll
+      for (int t = 0; t < M; ++t) {
+        sums[t][0] = fma(pair.even, broadcast(x[t * kRows + j]), sums[t][0]);
+        sums[t][kChains - 1] = fma(pair.odd, broadcast(x[t * kRows + j + 1]), sums[t][kChains - 1]);
+      }
+    }
+    x += M * kRows;
+  }
+  for (int t = 0; t < M; ++t) out[t] = kChains == 1 ? sums[t][0] : add(sums[t][0], sums[t][kChains - 1]);
+}
+
+template <class Weights>
+struct FloatKernel {
+  template <int M>
+  static void block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x, Floats (&out)[M]) {
+    float_block<Weights, M>(layout, w, x, out);
+  }
+};
+
+void multiply_floats(const GemvProduct& product) {
+  switch (product.layout.format) {
+    case Format::f32:
+      return run<FloatKernel<F32>>(product);
+    case Format::f16:
+      return run<FloatKernel<F16>>(product);
+    case Format::bf16:
+      return run<FloatKernel<BF16>>(product);
+    case Format::i8:
+    case Format::i4:
+      return;  // not floats
+  }
+}
+
+// --- weights as floats, for products that are not made from this form
+
+template <int I>
+inline Ints column8_rows(const uint8_t* line) {
+  return each<kVecs>([&](int v) { return column8<I>(line + v * kVecBytes); });
+}
+template <int I>
+inline Ints column4_rows(const uint8_t* line) {
+  return each<kVecs>([&](int v) { return column4<I>(line + v * kVecBytes); });
+}
+void store_pairs(uint16_t* panel, const Floats& even, const Floats& odd) {
+  for (int v = 0; v < kVecs; ++v) store(panel + 2 * v * kLanes, interleave_bf16(even.x[v], odd.x[v]));
+}
+
+// Calls put(k, column k, column k + 1) for the columns k0 .. k1.
+template <class Weights, class Put>
+void for_float_columns(const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
+  for (int64_t k = k0; k < k1; k += 2) {
+    const FloatPair pair = Weights::load_pair(block + static_cast<size_t>(k / 2) * Weights::bytes);
+    put(k, pair.even, pair.odd);
+  }
+}
+
+template <class Put>
+void for_i8_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
+  const uint8_t* scales = block + layout.scales_offset;
+  Floats scale = layout.group == 0 ? load_rows(reinterpret_cast<const float*>(scales)) : all(broadcast(0.0f));
+  Floats minimum = all(broadcast(0.0f));
+  for (int64_t k = k0; k < k1; k += 4) {
+    if (layout.group != 0 && (k == k0 || k % layout.group == 0)) {
+      const uint8_t* group = scales + static_cast<size_t>(k / layout.group) * layout.scale_stride;
+      scale = load_rows_f16(group);
+      if (layout.minimum) minimum = load_rows_f16(group + kLine / 2);
+    }
+    const uint8_t* line = block + static_cast<size_t>(k / 4) * kLine;
+    const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
+    put(k, value(column8_rows<0>(line)), value(column8_rows<1>(line)));
+    put(k + 2, value(column8_rows<2>(line)), value(column8_rows<3>(line)));
+  }
+}
+
+template <class Put>
+void for_i4_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
+  Floats scale = all(broadcast(0.0f)), minimum = all(broadcast(0.0f));
+  for (int64_t k = k0; k < k1; k += 8) {
+    if (k == k0 || k % layout.group == 0) {
+      const uint8_t* scales =
+          block + layout.scales_offset + static_cast<size_t>(k / layout.group) * layout.scale_stride;
+      scale = load_rows_f16(scales);
+      minimum = layout.minimum ? load_rows_f16(scales + kLine / 2) : mul(scale, broadcast(-8.0f));
+    }
+    const uint8_t* line = block + static_cast<size_t>(k / 8) * kLine;
+    const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
+    put(k, value(column4_rows<0>(line)), value(column4_rows<1>(line)));
+    put(k + 2, value(column4_rows<2>(line)), value(column4_rows<3>(line)));
+    put(k + 4, value(column4_rows<4>(line)), value(column4_rows<5>(line)));
+    put(k + 6, value(column4_rows<6>(line)), value(column4_rows<7>(line)));
+  }
+}
+
+template <class Put>
+void for_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
+  switch (layout.format) {
+    case Format::f32:
+      return for_float_columns<F32>(block, k0, k1, put);
+    case Format::f16:
+      return for_float_columns<F16>(block, k0, k1, put);
+    case Format::bf16:
+      return for_float_columns<BF16>(block, k0, k1, put);
+    case Format::i8:
+      return for_i8_columns(layout, block, k0, k1, put);
+    case Format::i4:
+      return for_i4_columns(layout, block, k0, k1, put);
+  }
+}
+
+void unpack_floats(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, float* panel) {
+  for_columns(layout, block, k0, k1, [=](int64_t k, const Floats& even, const Floats& odd) {
+    store_rows(panel + (k - k0) * kRows, even);
+    store_rows(panel + (k - k0 + 1) * kRows, odd);
+  });
+  for (int64_t k = layout.cols > k0 ? layout.cols : k0; k < k1; ++k)
+    store_rows(panel + (k - k0) * kRows, all(broadcast(0.0f)));
+}
+
+void unpack_pairs(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, uint16_t* panel) {
+  for_columns(layout, block, k0, k1, [=](int64_t k, const Floats& even, const Floats& odd) {
+    store_pairs(panel + (k - k0) * kRows, even, odd);
+  });
+  for (int64_t k = layout.cols > k0 ? layout.cols : k0; k < k1; ++k)
+    for (int r = 0; r < kRows; ++r) panel[((k - k0) / 2 * kRows + r) * 2 + k % 2] = 0;
+}
+
+constexpr GemvFloatKernels kKernels{multiply_floats, unpack_floats, unpack_pairs};
+
+}  // namespace
+}  // namespace anyaccel::llm
+
+ANYACCEL_KERNELS(anyaccel::llm::GemvFloatKernels, anyaccel::llm::kKernels)
