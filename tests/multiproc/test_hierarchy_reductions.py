@@ -62,6 +62,9 @@ def at_the_edges(hosts: tuple[int, ...]) -> None:
             dist.all_reduce(torch.ones(3).to(dtype), op=op, group=group)
         with pytest.raises(errors.UsageError, match="no reduction"):
             dist.reduce(torch.ones(3).to(dtype), 0, op=op, group=group)
+    one = torch.zeros(2)[::2]  # of one element, with another stride
+    dist.broadcast(one.fill_(rank), world - 1, group=group)
+    assert one.tolist() == [world - 1]
     after = torch.ones(3)
     dist.all_reduce(after, group=group)
     assert after.tolist() == [world] * 3

@@ -31,7 +31,9 @@ OPS = tuple(ReduceOp.RedOpType(number) for number in range(len(OP_NAMES)))
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # A tensor of one element is dense with any stride, which view() does not take.
+    flat = tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.reshape(-1)
+    return flat.view(torch.uint8)
 
 
 def widened(tensor: torch.Tensor, op: int) -> torch.Tensor:
