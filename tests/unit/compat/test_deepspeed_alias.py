@@ -668,3 +668,8 @@ def test_the_ops_that_there_are():
     assert compatible["cpu_adam"] and compatible["deepspeed_shm_comm"]
     assert module("deepspeed.git_version_info").version == deepspeed.__version__
     assert deepspeed.git_version_info.torch_info["version"] == ".".join(torch.__version__.split(".")[:2])
+
+
+def test_init_distributed_that_is_not_to_start_wants_it_started():
+    with pytest.raises(UsageError, match="dist_init_required=False"):
+        deepspeed.init_distributed("shm", dist_init_required=False)

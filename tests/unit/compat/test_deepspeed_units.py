@@ -48,6 +48,8 @@ ALLOWED = {
 SKIPPED = {
     "unit/ops/adam/test_cpu_adam.py::TestCPUAdamGPUError": "it wants an error for a parameter on a device, and a CPU "
     "has none",
+    "unit/ops/adagrad/test_cpu_adagrad.py::TestCPUAdagradGPUError": "as Adam's",
+    "unit/ops/lion/test_cpu_lion.py::TestCPULionGPUError": "as Adam's",
 }
 # Not run: unit/ops/test_op_builder.py loads DeepSpeed's own op_builder/builder.py by its path, not the alias;
 # unit/module_inject/test_tp_shard.py and test_tp_plan_converter.py call parts of tensor-parallel training. That is

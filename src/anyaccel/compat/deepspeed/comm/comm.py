@@ -110,11 +110,13 @@ def init_distributed(
         auto_mpi_discovery: below mpirun or srun, take the place of this process from their variables.
         distributed_port: port of rank 0 in that case.
         verbose: accepted.
-        dist_init_required: False leaves the start to the caller.
+        dist_init_required: False leaves the start to the caller, who must have made it.
         config: `comms_logger` of it configures what `log_summary` shows.
     """
     if config is not None:
         configure(deepspeed_config=config)
+    if dist_init_required is False and not dist.is_initialized():
+        raise UsageError("init_distributed(dist_init_required=False): torch.distributed has not been started")
     if dist_init_required is False or dist.is_initialized():
         return
     if auto_mpi_discovery and rank < 0 and init_method is None:
