@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anyaccel.inference.families.registry import Family
+from anyaccel.inference.families.family import Family
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, QkNorm, Rope, weights
 from anyaccel.inference.spec.mapping import Part
 

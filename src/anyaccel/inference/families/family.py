@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family of models is: one entry of the table in registry.py. Torch- and transformers-free."""
+"""What a family of models is: one entry of a file's FAMILIES. Torch- and transformers-free."""
 
 from __future__ import annotations
 

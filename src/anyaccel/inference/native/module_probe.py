@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from anyaccel.inference.checkpoints.sources import TorchSource
-from anyaccel.inference.families.registry import Family, family_of
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.checkpoint import Checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
