@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from anyaccel.inference.families.registry import Family
+from anyaccel.inference.families.family import Family
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, QkNorm, Rope, weights
 from anyaccel.inference.spec.mapping import Part
 
@@ -34,16 +33,14 @@ def part_rows(part: Part, tensor: Tensor, vector: bool) -> Tensor:
     return tensor[part.first : end] + part.plus
 
 
-def assemble(
-    family: Family, spec: DecoderSpec, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def assemble(family: Family, spec: DecoderSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Native name -> float32 weight, each of exactly the size that `weights(spec)` says."""
     found = {}
     matrices, vectors = weights(spec)
     for weight in [*matrices, *vectors]:
         vector = not hasattr(weight, "rows")
         shape = (weight.count,) if vector else (weight.rows, weight.cols)
-        alternatives = family.parts(spec, config, weight.name)
+        alternatives = family.names.parts(spec, weight.name)
         parts = next((parts for parts in alternatives if all(part.tensor in tensors for part in parts)), None)
         assert parts, f"{weight.name}: none of {[[part.tensor for part in parts] for parts in alternatives]}"
         value = torch.cat([part_rows(part, tensors[part.tensor].float(), vector) for part in parts])

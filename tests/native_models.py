@@ -24,7 +24,7 @@ def whole(name: str, positions: int = 0) -> tuple[Any, DecoderSpec, dict[str, to
     config = model.config.to_dict()
     family = family_of(config)
     spec = family.spec(config)
-    return model, spec, decoder_reference.assemble(family, spec, config, model.state_dict())
+    return model, spec, decoder_reference.assemble(family, spec, model.state_dict())
 
 
 def empty(

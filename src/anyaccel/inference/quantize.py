@@ -157,7 +157,7 @@ class _Work:
         self._progress = progress
         self._bits = 4 if summary.dtype == "int4" else 8
         family = family_of(checkpoint.config)
-        self.untied = own_head(self.source, family, family.spec(checkpoint.config), checkpoint.config) is not None
+        self.untied = own_head(self.source, family, family.spec(checkpoint.config)) is not None
         self._linears = self._linear_names(checkpoint)
         self._groups: dict[str, int] = {}  # tensor -> columns that share a scale, 0 for all
         for name in self.source.names():
@@ -177,7 +177,7 @@ class _Work:
         found: set[str] = set()
         used: set[str] = set()
         for shape in each_weight(spec):
-            alternatives = family.parts(spec, checkpoint.config, shape.name)
+            alternatives = family.names.parts(spec, shape.name)
             chosen = next((each for each in alternatives if all(p.tensor in self.source for p in each)), None)
             used |= {part.tensor for part in chosen or ()}
             if not isinstance(shape, MatrixShape) or shape.name.rsplit(".", 1)[-1] in _NOT_LINEAR:

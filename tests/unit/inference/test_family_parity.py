@@ -62,9 +62,7 @@ def _case(name: str) -> Case:
                 output = model(torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
                 rows.append(output.logits[0])
             logits.append(torch.cat(rows))
-    return Case(
-        model, config, spec, decoder_reference.assemble(family, spec, config, model.state_dict()), tokens, logits
-    )
+    return Case(model, config, spec, decoder_reference.assemble(family, spec, model.state_dict()), tokens, logits)
 
 
 def _assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -192,7 +190,7 @@ def test_a_saved_model_maps(name: str, tmp_path: Path) -> None:
     family = family_of(config)
     spec = family.spec(config)
     assert spec == case.spec
-    found = decoder_reference.assemble(family, spec, config, load_file(tmp_path / "model.safetensors"))
+    found = decoder_reference.assemble(family, spec, load_file(tmp_path / "model.safetensors"))
     assert found.keys() == case.weights.keys()
     assert all(torch.equal(found[key], case.weights[key]) for key in found)
     model = _native(tmp_path, threads=1)
@@ -203,7 +201,7 @@ def test_a_tied_pair_is_found_under_either_name() -> None:
     case = _case("llama-mha-tied")
     family = family_of(case.config)
     tensors = {name: value for name, value in case.model.state_dict().items() if name != "model.embed_tokens.weight"}
-    found = decoder_reference.assemble(family, case.spec, case.config, tensors)
+    found = decoder_reference.assemble(family, case.spec, tensors)
     assert torch.equal(found["embed"], case.weights["embed"])
 
 
@@ -280,7 +278,7 @@ def test_a_model_of_several_modalities_maps_its_text_part() -> None:
         values = config.to_dict()
         family = family_of(values)
         spec = family.spec(values)
-        found = decoder_reference.assemble(family, spec, values, model.state_dict())
+        found = decoder_reference.assemble(family, spec, model.state_dict())
         reference = decoder_reference.Reference(spec, found)
         _assert_close(reference.step(reference.start(), [5, 9, 70]), model(torch.tensor([[5, 9, 70]])).logits[0])
 

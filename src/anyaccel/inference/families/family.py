@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a family of models is: one entry of the table in registry.py. Torch- and transformers-free."""
+"""What a family of models is: one entry of a file's FAMILIES. Torch- and transformers-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.model_config import Config
 from anyaccel.inference.spec.decoder import DecoderSpec
-from anyaccel.inference.spec.mapping import Names, Part
+from anyaccel.inference.spec.mapping import Names
 from anyaccel.outside import Values, told
 
 
@@ -57,7 +57,3 @@ class Family:
             raise
         except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
             raise ModelError(f"config: a value is of a wrong kind ({type(error).__name__}: {told(error)})") from error
-
-    def parts(self, spec: DecoderSpec, config: Mapping[str, Any], name: str) -> list[list[Part]]:
-        """Where the rows of the native weight `name` are: alternatives, the first whose tensors all exist is taken."""
-        return self.names.parts(spec, name)

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from anyaccel.inference.checkpoints.sources import TorchSource
-from anyaccel.inference.families.registry import Family, family_of
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.checkpoint import Checkpoint
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
@@ -53,11 +54,11 @@ def check_computes_the_same(model: Any, config: Mapping[str, Any]) -> None:
     """
     family = family_of(config)
     spec = family.spec(config)
-    count = _layers(family, spec, model, config)
+    count = _layers(family, spec, model)
     if count == 0:
         return
     part = replace(spec, layers=spec.layers[:count], vocab=min(spec.vocab, _VOCABULARY))
-    used = _tensors(family, part, config)
+    used = _tensors(family, part)
     if any(not parameter.is_cpu for parameter in model.parameters()):
         return  # packing refuses it
     twin = _Copier(model, used, part).copy()
@@ -98,18 +99,18 @@ def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30))
 
 
-def _tensors(family: Family, spec: DecoderSpec, config: Mapping[str, Any]) -> set[str]:
+def _tensors(family: Family, spec: DecoderSpec) -> set[str]:
     """Names of what the weights of `spec` may be made of."""
     return {
         part.tensor
         for shapes in weights(spec)
         for shape in shapes
-        for alternative in family.parts(spec, config, shape.name)
+        for alternative in family.names.parts(spec, shape.name)
         for part in alternative
     }
 
 
-def _layers(family: Family, spec: DecoderSpec, model: Any, config: Mapping[str, Any]) -> int:
+def _layers(family: Family, spec: DecoderSpec, model: Any) -> int:
     """How many of the first layers show what all of them do, as far as there is room; 0: not even one has."""
     kinds = list(dict.fromkeys(spec.layers))
     count = max(spec.layers.index(kind) for kind in kinds) + 1
@@ -119,7 +120,7 @@ def _layers(family: Family, spec: DecoderSpec, model: Any, config: Mapping[str, 
     for fewer in range(min(count, _MOST_LAYERS), 0, -1):
         part = replace(spec, layers=spec.layers[:fewer], vocab=min(spec.vocab, _VOCABULARY))
         bodies = replace(part, layers=())
-        values = sum(sizes.get(name, 0) for name in _tensors(family, part, config) - _tensors(family, bodies, config))
+        values = sum(sizes.get(name, 0) for name in _tensors(family, part) - _tensors(family, bodies))
         if 8 * values <= (min(room, _MOST_BYTES) if fewer > 1 else _MOST_BYTES):  # four bytes on each side
             return fewer
     return 0

@@ -68,7 +68,7 @@ class Plan:
         self.family = family_of(checkpoint.config)
         self.whole = whole or self.family.spec(checkpoint.config)
         # Tensors of an embedding and a head that the config ties and the checkpoint has with different values.
-        self.untied = None if whole else own_head(self.source, self.family, self.whole, self.config)
+        self.untied = None if whole else own_head(self.source, self.family, self.whole)
         if self.untied:
             self.whole = replace(self.whole, tied=False)
         self._known: set[str] = set()  # tensors that the model's weights may be called
@@ -127,7 +127,7 @@ class Plan:
 
     def _find(self, name: str, rows: int, cols: int | None) -> list[_Tensor]:
         """The parts of a native weight: the first alternative whose tensors all exist."""
-        alternatives = self.family.parts(self.whole, self.config, name)
+        alternatives = self.family.names.parts(self.whole, name)
         self._known.update(part.tensor for each in alternatives for part in each)
         chosen = next((each for each in alternatives if all(part.tensor in self.source for part in each)), None)
         if chosen is None:

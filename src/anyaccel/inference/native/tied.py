@@ -7,7 +7,6 @@ Such a checkpoint comes of training that untied the two and left the flag. trans
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,16 +17,14 @@ from anyaccel.inference.spec.decoder import DecoderSpec
 _CHUNK_BYTES = 4 << 20  # of each of the two, compared and given back at a time
 
 
-def own_head(
-    source: TensorSource, family: Family, spec: DecoderSpec, config: Mapping[str, Any]
-) -> tuple[str, str] | None:
+def own_head(source: TensorSource, family: Family, spec: DecoderSpec) -> tuple[str, str] | None:
     """The tensors of embedding and head, where `spec` ties them and both are stored with different values."""
     if not spec.tied:
         return None
     untied = replace(spec, tied=False)
     stored = []
     for name in ("embed", "head"):
-        alternatives = family.parts(untied, config, name)
+        alternatives = family.names.parts(untied, name)
         found = next((each for each in alternatives if all(part.tensor in source for part in each)), None)
         if found is None:
             return None

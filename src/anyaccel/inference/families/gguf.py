@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GGUF metadata as values of a Hugging Face config: what is special about each architecture."""
+"""GGUF files of a family: its metadata as values of a config, and the names of its tensors."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource, StringArray
 from anyaccel.inference.families.model_config import MOST_LAYERS
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.outside import MOST, Values, flag, line, number, whole
+from anyaccel.outside import MOST, Values, line, number, whole
 
 
 class Metadata(Values):
@@ -109,50 +110,69 @@ class Metadata(Values):
 Extra = Callable[[Metadata, dict[str, Any]], None]
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of GGUF.
+
+    Attributes:
+        model_type: of Hugging Face.
+        modules: Hugging Face module -> GGUF name, for what is not in a layer.
+        layer: the same in a layer, relative to `prefix`; "{expert}" stands for the entry of a stacked tensor.
+        permuted: rows of queries and keys are stored for interleaved rotary positions.
+        norms_less_one: GGUF stores 1 + weight of norms.
+        conv1d: modules that Hugging Face stores [in, out].
+        extra: adds to the config what is special.
+    """
+
+    model_type: str
+    modules: Mapping[str, str]
+    layer: Mapping[str, str]
+    prefix: str = "model.layers.{layer}."
+    permuted: bool = False
+    norms_less_one: bool = False
+    conv1d: frozenset[str] = frozenset()
+    norm_eps: str = "rms_norm_eps"
+    extra: tuple[Extra, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)  # config key here -> the family's
+
+
+GGUF_MODULES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+GGUF_ATTENTION = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+GGUF_GATED = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+
+
+GGUF_QK_NORM = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
+
+
+GGUF_EXPERTS = {
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.{expert}.gate_proj": "ffn_gate_exps",
+    "mlp.experts.{expert}.up_proj": "ffn_up_exps",
+    "mlp.experts.{expert}.down_proj": "ffn_down_exps",
+}
+
+
+GGUF_LLAMA = {**GGUF_ATTENTION, **GGUF_GATED}
+
+
 def biases(values: Metadata, config: dict[str, Any]) -> None:
     config["attention_bias"] = values.has_tensor("blk.0.attn_q.bias")
     config["mlp_bias"] = values.has_tensor("blk.0.ffn_up.bias")
 
 
-def qwen_moe(values: Metadata, config: dict[str, Any]) -> None:
-    config["num_experts"] = values.features("expert_count")
-    config["num_experts_per_tok"] = values.features("expert_used_count")
-    config["moe_intermediate_size"] = values.features("expert_feed_forward_length")
-    config["decoder_sparse_step"] = 1
-    config["norm_topk_prob"] = config["model_type"] == "qwen3_moe"  # llama.cpp normalises there too
-    if config["model_type"] == "qwen2_moe":
-        config["shared_expert_intermediate_size"] = values.features("expert_shared_feed_forward_length")
-
-
-def gemma(values: Metadata, config: dict[str, Any]) -> None:
-    config["head_dim"] = values.head_dim
-    config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
-
-
-def gemma2(values: Metadata, config: dict[str, Any]) -> None:
-    # Not in the file: llama.cpp knows the 27 B model by its number of layers, too.
-    large = config["num_hidden_layers"] == 46
-    config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
-    config["sliding_window"] = values.count("attention.sliding_window", 4096)
-    config["attn_logit_softcapping"] = values.number("attn_logit_softcapping", 50.0)
-    config["final_logit_softcapping"] = values.number("final_logit_softcapping", 30.0)
-    config["layer_types"] = _pattern(config["num_hidden_layers"], 2)
-
-
-def gemma3(values: Metadata, config: dict[str, Any]) -> None:
-    large = config["num_hidden_layers"] == 62
-    config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
-    config["sliding_window"] = values.count("attention.sliding_window", 4096)
-    config["attn_logit_softcapping"] = config["final_logit_softcapping"] = None
-    pattern = "attention.sliding_window_pattern"
-    if values.is_list(pattern):
-        each = [flag(local, values.where + pattern) for local in values.items(pattern)]
-        config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in each]
-    else:
-        config["layer_types"] = _pattern(values.layers, values.whole(pattern, 6, 1))
-    full = {"rope_type": "default", **config.pop("rope_scaling", {}), "rope_theta": config.pop("rope_theta")}
-    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10000.0, above=0.0)}
-    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+def partial(values: Metadata, config: dict[str, Any]) -> None:
+    config["partial_rotary_factor"] = values.rotated / values.head_dim
 
 
 def _pattern(layers: int, every: int) -> list[str]:
@@ -160,61 +180,7 @@ def _pattern(layers: int, every: int) -> list[str]:
     return ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
 
 
-def partial(values: Metadata, config: dict[str, Any]) -> None:
-    config["partial_rotary_factor"] = values.rotated / values.head_dim
-
-
-def phi3(values: Metadata, config: dict[str, Any]) -> None:
-    config["sliding_window"] = values.count("attention.sliding_window", 0) or None
-    config["original_max_position_embeddings"] = values.count(
-        "rope.scaling.original_context_length", config["max_position_embeddings"]
-    )
-    if values.has_tensor("rope_factors_long.weight"):
-        config["rope_scaling"] = {
-            "rope_type": "longrope",
-            "short_factor": _factors(values, "rope_factors_short.weight", values.rotated // 2),
-            "long_factor": _factors(values, "rope_factors_long.weight", values.rotated // 2),
-        }
-        factor = "rope.scaling.attn_factor"
-        if values.has(factor):
-            config["rope_scaling"]["attention_factor"] = values.number(factor)
-
-
-def granite(values: Metadata, config: dict[str, Any]) -> None:
-    config["embedding_multiplier"] = values.number("embedding_scale", 1.0)
-    config["residual_multiplier"] = values.number("residual_scale", 1.0)
-    config["attention_multiplier"] = values.number("attention.scale", values.head_dim**-0.5)
-    config["logits_scaling"] = values.number("logit_scale", 1.0)
-
-
-def starcoder2(values: Metadata, config: dict[str, Any]) -> None:
-    config["use_bias"] = values.has_tensor("blk.0.attn_q.bias")
-    config["hidden_act"] = "gelu_pytorch_tanh"
-    config["sliding_window"] = None  # the file does not have it
-
-
-def stablelm(values: Metadata, config: dict[str, Any]) -> None:
-    if values.has_tensor("blk.0.attn_q_norm.weight"):
-        raise Unsupported(f"norm of queries and keys in a StableLM GGUF file ({values.path})")
-    config["use_qkv_bias"] = values.has_tensor("blk.0.attn_q.bias")
-    config["use_parallel_residual"] = not values.has_tensor("blk.0.ffn_norm.weight")
-    config["qk_layernorm"] = False
-
-
-def cohere(values: Metadata, config: dict[str, Any]) -> None:
-    config["logit_scale"] = values.number("logit_scale", 1.0)
-    config["use_qk_norm"] = values.has_tensor("blk.0.attn_q_norm.weight")
-
-
-def gpt2(values: Metadata, config: dict[str, Any]) -> None:
-    config["activation_function"] = "gelu_new"
-    for name in ("rope_theta", "hidden_act", "head_dim", "num_key_value_heads"):
-        config.pop(name, None)
-    if config.pop("rope_scaling", None):
-        raise ModelError(f"{values.path}: a scaling of rotary positions, which a 'gpt2' model has not")
-
-
-def _factors(values: Metadata, name: str, count: int) -> list[float]:
+def rope_factors(values: Metadata, name: str, count: int) -> list[float]:
     """The divisors of the rotary frequencies."""
     values.used.add(name)
     found = values.source.file_of(name).floats(name, (count,))
@@ -240,12 +206,12 @@ def rope_scaling(values: Metadata) -> dict[str, Any]:
             if values.has(f"rope.scaling.{key}"):
                 scaling[name] = values.number(f"rope.scaling.{key}")
         return scaling
-    return {}  # longrope's factors are tensors: see phi3
+    return {}  # longrope's factors are tensors: see gguf_phi3
 
 
 def _llama3_scaling(values: Metadata) -> dict[str, Any]:
     """Llama 3.1 and later: the file has the divisor of each frequency, not the parameters that they come from."""
-    factors = _factors(values, "rope_freqs.weight", values.rotated // 2)
+    factors = rope_factors(values, "rope_freqs.weight", values.rotated // 2)
     scaling = {
         "rope_type": "llama3",
         "factor": max(factors),

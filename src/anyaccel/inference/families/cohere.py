@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command-R, Command-A and Aya."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, layer_norm, windows
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, GGUF_QK_NORM, Architecture, Metadata, biases
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.families.rope import rope
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm
+
+
+def _cohere(config: Config, each_window: list[int], rotate: list[bool], qk_norm: QkNorm | None) -> DecoderSpec:
+    """Attention and MLP side by side after one norm; pairs of neighbours rotate."""
+    norm = layer_norm(config, "layer_norm_eps", bias=False)
+    bias = config.flag("attention_bias")
+    layers = [
+        Layer(
+            attention(config, rope=0 if rotate[index] else -1, window=window, bias=bias, qk_norm=qk_norm),
+            gated(config),
+            attn_norm=norm,
+            parallel=True,
+        )
+        for index, window in enumerate(each_window)
+    ]
+    ropes = (rope(config, config.head_dim, interleaved=True),)
+    return decoder(config, layers, norm, ropes, logits_scale=config.number("logit_scale"))
+
+
+def cohere(config: Config) -> DecoderSpec:
+    norm = layer_norm(config, "layer_norm_eps", bias=False)
+    qk_norm = QkNorm(norm, own_weights=True) if config.flag("use_qk_norm") else None
+    return _cohere(config, [0] * config.layers, [True] * config.layers, qk_norm)
+
+
+def cohere2(config: Config) -> DecoderSpec:
+    """Layers that see everything have no positions."""
+    pattern = config.integer("sliding_window_pattern")
+    each_window = windows(config, config.layer_types(lambda index: (index + 1) % pattern != 0))
+    return _cohere(config, each_window, [window > 0 for window in each_window], None)
+
+
+COHERE_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "logit_scale": 0.0625,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+
+
+def gguf_cohere(values: Metadata, config: dict[str, Any]) -> None:
+    config["logit_scale"] = values.number("logit_scale", 1.0)
+    config["use_qk_norm"] = values.has_tensor("blk.0.attn_q_norm.weight")
+
+
+FAMILIES = {
+    "cohere": Family("Command-R, Aya", cohere, LLAMA, {**COHERE_DEFAULTS, "rope_theta": 500000.0}),
+    "cohere2": Family(
+        "Command-R7B, Command-A",
+        cohere2,
+        LLAMA,
+        {**COHERE_DEFAULTS, "sliding_window": 4096, "sliding_window_pattern": 4},
+    ),
+}
+ARCHITECTURES = {
+    "command-r": Architecture(
+        "cohere", GGUF_MODULES, {**GGUF_LLAMA, **GGUF_QK_NORM}, norm_eps="layer_norm_eps", extra=(biases, gguf_cohere)
+    ),
+}

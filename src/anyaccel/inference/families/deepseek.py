@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSeek-V2 and V3."""
+
+from __future__ import annotations
+
+from anyaccel.inference.families.common import LLAMA_DEFAULTS, MOST_EXPERTS, decoder, gated, mixture, pre_norm, rms
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.families.qwen import QWEN_MOE
+from anyaccel.inference.families.rope import rope, rope_parameters, yarn_mscale
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Mlp, Moe, Norm, Rope
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.outside import Values, shown
+
+
+def _latent_attention(config: Config) -> Attention:
+    """Multi-head latent attention (DeepSeek-V2, 2024)."""
+    nope, rotated = config.size("qk_nope_head_dim"), config.size("qk_rope_head_dim")
+    latent_norm = Norm("rms", 1e-6)  # not the config's
+    q_rank = config.size("q_lora_rank") if config.has("q_lora_rank") else 0
+    bias = config.flag("attention_bias")
+    scale: float = (nope + rotated) ** -0.5
+    parameters = rope_parameters(config)
+    if parameters["rope_type"] != "default" and parameters.get("mscale_all_dim"):
+        given = Values(parameters, "config: rope_parameters: ")
+        scale *= yarn_mscale(given.number("factor", above=0.0), given.number("mscale_all_dim")) ** 2
+    return Attention(
+        heads=config.heads,
+        kv_heads=config.heads,
+        head_dim=nope + rotated,
+        value_dim=config.size("v_head_dim"),
+        scale=scale,
+        rope=0,
+        qkv_bias=bias,
+        out_bias=bias,
+        mla=Mla(q_rank, config.size("kv_lora_rank"), nope, rotated, latent_norm if q_rank else None, latent_norm),
+    )
+
+
+def after_dense(config: Config, heads: Attention, dense: Mlp, moe: Moe) -> list[Layer]:
+    """The first layers have no experts."""
+    norm = rms(config)
+    first = config.integer("first_k_dense_replace", minimum=0)
+    return [pre_norm(norm, heads, dense if index < first else moe) for index in range(config.layers)]
+
+
+def _shared(config: Config, expert: Mlp) -> Mlp:
+    features = expert.features * config.integer("n_shared_experts", maximum=MOST_EXPERTS)
+    return Mlp(features, expert.activation, gated=True, bias=expert.bias, out_bias=expert.bias)
+
+
+def deepseek_v2(config: Config) -> DecoderSpec:
+    method = config.text("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise Unsupported(f"topk_method {shown(method)}")
+    grouped = method == "group_limited_greedy"
+    bias = config.flag("mlp_bias")
+    moe = mixture(
+        config,
+        "n_routed_experts",
+        gated(config, features="moe_intermediate_size"),
+        normalise=False,  # transformers does not read norm_topk_prob here
+        scale=config.number("routed_scaling_factor"),
+        groups=config.integer("n_group") if grouped else 1,
+        top_groups=config.integer("topk_group") if grouped else 1,
+        shared=_shared(config, gated(config, bias, "moe_intermediate_size")),
+    )
+    layers = after_dense(config, _latent_attention(config), gated(config, bias), moe)
+    return decoder(config, layers, rms(config), (_latent_rope(config, interleaved=True),))
+
+
+def _latent_rope(config: Config, interleaved: bool) -> Rope:
+    return rope(
+        config,
+        config.integer("qk_rope_head_dim"),
+        interleaved=interleaved,
+        first=config.integer("qk_nope_head_dim"),
+    )
+
+
+def choice_by_bias(config: Config) -> Moe:
+    """DeepSeek-V3's router: sigmoid scores, and a bias that balances the load takes part in the choice only."""
+    expert = gated(config, features="moe_intermediate_size")
+    return mixture(
+        config,
+        "n_routed_experts",
+        expert,
+        scoring="sigmoid",
+        normalise=config.flag("norm_topk_prob"),
+        scale=config.number("routed_scaling_factor"),
+        groups=config.integer("n_group"),
+        top_groups=config.integer("topk_group"),
+        group_score="top2",
+        choice_bias=True,
+        shared=_shared(config, expert),
+    )
+
+
+def deepseek_v3(config: Config) -> DecoderSpec:
+    layers = after_dense(config, _latent_attention(config), gated(config), choice_by_bias(config))
+    return decoder(config, layers, rms(config), (_latent_rope(config, config.flag("rope_interleave")),))
+
+
+DEEPSEEK = QWEN_MOE.but(
+    q_a="self_attn.q_a_proj",
+    q_a_norm="self_attn.q_a_layernorm",
+    q_b=["self_attn.q_b_proj", "self_attn.q_proj"],
+    kv_a="self_attn.kv_a_proj_with_mqa",
+    kv_a_norm="self_attn.kv_a_layernorm",
+    kv_b="self_attn.kv_b_proj",
+    router__choice_bias="=mlp.gate.e_score_correction_bias",
+    shared__gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+    shared__down="mlp.shared_experts.down_proj",
+)
+
+
+DEEPSEEK_ALIASES = {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
+
+
+FAMILIES = {
+    "deepseek_v2": Family(
+        "DeepSeek-V2",
+        deepseek_v2,
+        DEEPSEEK,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 102400,
+            "first_k_dense_replace": 0,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            "v_head_dim": 128,
+            "moe_intermediate_size": 1407,
+        },
+        DEEPSEEK_ALIASES,
+    ),
+    "deepseek_v3": Family(
+        "DeepSeek-V3, DeepSeek-R1",
+        deepseek_v3,
+        DEEPSEEK,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 129280,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "n_shared_experts": 1,
+            "n_routed_experts": 256,
+            "routed_scaling_factor": 2.5,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 4096,
+            "rope_interleave": True,
+        },
+        DEEPSEEK_ALIASES,
+    ),
+}

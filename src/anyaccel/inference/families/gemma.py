@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 1 to 3."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, pre_norm, rms, windows
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, GGUF_QK_NORM, Architecture, Metadata, _pattern
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.families.rope import rope, rope_parameters_of
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm, Rope
+from anyaccel.inference.spec.mapping import plus_one
+from anyaccel.outside import flag
+
+
+def _gemma(config: Config, layers: list[Layer], ropes: tuple[Rope, ...], softcap: float = 0.0) -> DecoderSpec:
+    config.refuse("use_bidirectional_attention")
+    scale = config.hidden**0.5
+    return decoder(config, layers, rms(config), ropes, embedding_scale=scale, logits_softcap=softcap)
+
+
+def gemma(config: Config) -> DecoderSpec:
+    mlp = gated(config)
+    if mlp.activation == "gelu":  # the first configs say "gelu" and mean its approximation
+        mlp = dataclasses.replace(mlp, activation="gelu_tanh")
+    layer = pre_norm(rms(config), attention(config, bias=config.flag("attention_bias")), mlp)
+    return _gemma(config, [layer] * config.layers, (rope(config, config.head_dim),))
+
+
+def _gemma_layer(config: Config, **more: Any) -> Layer:
+    norm = rms(config)
+    scores = attention(
+        config,
+        bias=config.flag("attention_bias"),
+        scale=config.number("query_pre_attn_scalar", above=0.0) ** -0.5,
+        **more,
+    )
+    mlp = gated(config, act="hidden_activation")
+    return pre_norm(norm, scores, mlp, attn_post_norm=norm, mlp_post_norm=norm)
+
+
+def gemma2(config: Config) -> DecoderSpec:
+    softcap = config.number("attn_logit_softcapping", 0.0, minimum=0.0)
+    each_window = windows(config, config.layer_types(lambda index: index % 2 == 0))
+    layers = [_gemma_layer(config, window=window, softcap=softcap) for window in each_window]
+    ropes = (rope(config, config.head_dim),)
+    return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0))
+
+
+def gemma3(config: Config) -> DecoderSpec:
+    """Two kinds of rotary positions; transformers does not use `attn_logit_softcapping` here."""
+    pattern = config.integer("sliding_window_pattern")
+    each_window = windows(config, config.layer_types(lambda index: (index + 1) % pattern != 0))
+    qk_norm = QkNorm(rms(config))
+    layers = [_gemma_layer(config, window=window, rope=int(window > 0), qk_norm=qk_norm) for window in each_window]
+    full = rope_parameters_of(config, "full_attention", config.number("rope_theta", 1e6), scaled=True)
+    sliding = rope_parameters_of(config, "sliding_attention", config.number("rope_local_base_freq", 1e4), False)
+    ropes = tuple(rope(config, config.head_dim, parameters=each) for each in (full, sliding))
+    return _gemma(config, layers, ropes, config.number("final_logit_softcapping", 0.0, minimum=0.0))
+
+
+GEMMA = LLAMA.but(
+    final_norm=plus_one("norm"), attn_norm=plus_one("input_layernorm"), mlp_norm=plus_one("post_attention_layernorm")
+)
+
+
+GEMMA2 = GEMMA.but(
+    attn_post_norm=plus_one("post_attention_layernorm"),
+    mlp_norm=plus_one("pre_feedforward_layernorm"),
+    mlp_post_norm=plus_one("post_feedforward_layernorm"),
+    q_norm=plus_one("self_attn.q_norm"),
+    k_norm=plus_one("self_attn.k_norm"),
+)
+
+
+GEMMA_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 256000,
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+GEMMA2_DEFAULTS = {
+    **GEMMA_DEFAULTS,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+
+GEMMA3_DEFAULTS = {
+    **GEMMA2_DEFAULTS,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "sliding_window_pattern": 6,
+}
+
+
+def gguf_gemma(values: Metadata, config: dict[str, Any]) -> None:
+    config["head_dim"] = values.head_dim
+    config["hidden_activation"] = config["hidden_act"] = "gelu_pytorch_tanh"
+
+
+def gguf_gemma2(values: Metadata, config: dict[str, Any]) -> None:
+    # Not in the file: llama.cpp knows the 27 B model by its number of layers, too.
+    large = config["num_hidden_layers"] == 46
+    config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
+    config["sliding_window"] = values.count("attention.sliding_window", 4096)
+    config["attn_logit_softcapping"] = values.number("attn_logit_softcapping", 50.0)
+    config["final_logit_softcapping"] = values.number("final_logit_softcapping", 30.0)
+    config["layer_types"] = _pattern(config["num_hidden_layers"], 2)
+
+
+def gguf_gemma3(values: Metadata, config: dict[str, Any]) -> None:
+    large = config["num_hidden_layers"] == 62
+    config["query_pre_attn_scalar"] = config["hidden_size"] // values.heads if large else values.head_dim
+    config["sliding_window"] = values.count("attention.sliding_window", 4096)
+    config["attn_logit_softcapping"] = config["final_logit_softcapping"] = None
+    pattern = "attention.sliding_window_pattern"
+    if values.is_list(pattern):
+        each = [flag(local, values.where + pattern) for local in values.items(pattern)]
+        config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in each]
+    else:
+        config["layer_types"] = _pattern(values.layers, values.whole(pattern, 6, 1))
+    full = {"rope_type": "default", **config.pop("rope_scaling", {}), "rope_theta": config.pop("rope_theta")}
+    local = {"rope_type": "default", "rope_theta": values.number("rope.freq_base_swa", 10000.0, above=0.0)}
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+
+
+GGUF_FOUR_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+FAMILIES = {
+    "gemma": Family("Gemma 1", gemma, GEMMA, GEMMA_DEFAULTS),
+    "gemma2": Family(
+        "Gemma 2",
+        gemma2,
+        GEMMA2,
+        {**GEMMA2_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3_text": Family("Gemma 3 (text)", gemma3, GEMMA2, GEMMA3_DEFAULTS),
+    "gemma3": Family("Gemma 3 (text part)", gemma3, GEMMA2, GEMMA3_DEFAULTS, text="text_config"),
+}
+ARCHITECTURES = {
+    "gemma": Architecture("gemma", GGUF_MODULES, GGUF_LLAMA, norms_less_one=True, extra=(gguf_gemma,)),
+    "gemma2": Architecture(
+        "gemma2", GGUF_MODULES, {**GGUF_LLAMA, **GGUF_FOUR_NORMS}, norms_less_one=True, extra=(gguf_gemma, gguf_gemma2)
+    ),
+    "gemma3": Architecture(
+        "gemma3_text",
+        GGUF_MODULES,
+        {**GGUF_LLAMA, **GGUF_FOUR_NORMS, **GGUF_QK_NORM},
+        norms_less_one=True,
+        extra=(gguf_gemma, gguf_gemma3),
+    ),
+}

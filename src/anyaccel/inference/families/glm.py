@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GLM-4, with experts and without."""
+
+from __future__ import annotations
+
+from anyaccel.inference.families.common import LLAMA, LLAMA_DEFAULTS, attention, decoder, gated, pre_norm, rms
+from anyaccel.inference.families.deepseek import DEEPSEEK, DEEPSEEK_ALIASES, after_dense, choice_by_bias
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.families.rope import rope
+from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
+
+
+def glm(config: Config, post_norms: bool = False) -> DecoderSpec:
+    """GLM-4; the models of April 2025 (glm4) have norms after attention and MLP too."""
+    norm = rms(config)
+    post = norm if post_norms else None
+    heads = attention(config, bias=config.flag("attention_bias"), out_bias=False)
+    layer = pre_norm(norm, heads, gated(config), attn_post_norm=post, mlp_post_norm=post)
+    return decoder(
+        config, [layer] * config.layers, norm, (rope(config, config.head_dim, partial=True, interleaved=True),)
+    )
+
+
+def glm4(config: Config) -> DecoderSpec:
+    return glm(config, post_norms=True)
+
+
+def glm4_moe(config: Config) -> DecoderSpec:
+    norm = rms(config)
+    heads = attention(
+        config,
+        bias=config.flag("attention_bias"),
+        out_bias=False,
+        qk_norm=QkNorm(norm) if config.flag("use_qk_norm") else None,
+    )
+    layers = after_dense(config, heads, gated(config), choice_by_bias(config))
+    return decoder(config, layers, norm, (rope(config, config.head_dim, partial=True),))
+
+
+GLM = LLAMA.but(mlp__gate_up="mlp.gate_up_proj")
+
+
+GLM4 = GLM.but(attn_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm")
+
+
+GLM_DEFAULTS = {
+    **LLAMA_DEFAULTS,
+    "vocab_size": 151552,
+    "intermediate_size": 13696,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+}
+
+
+FAMILIES = {
+    "glm": Family("GLM-4", glm, GLM, GLM_DEFAULTS),
+    "glm4": Family("GLM-4-0414", glm4, GLM4, GLM_DEFAULTS),
+    "glm4_moe": Family(
+        "GLM-4.5, GLM-4.6",
+        glm4_moe,
+        DEEPSEEK,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 151552,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "n_routed_experts": 128,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "partial_rotary_factor": 0.5,
+        },
+        DEEPSEEK_ALIASES,
+    ),
+}

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama, and those that differ from it in a few lines."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.families.common import (
+    LLAMA,
+    LLAMA_DEFAULTS,
+    attention,
+    decoder,
+    gated,
+    layer_norm,
+    llama_like,
+    plain,
+    pre_norm,
+    rms,
+    windows,
+)
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_LLAMA, GGUF_MODULES, Architecture, biases
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.families.rope import rope, rope_parameters
+from anyaccel.inference.spec.decoder import DecoderSpec, QkNorm
+from anyaccel.inference.spec.mapping import plus_one
+from anyaccel.outside import Values, flag
+
+
+def llama(config: Config) -> DecoderSpec:
+    return llama_like(config, mlp=gated(config, config.flag("mlp_bias")), bias=config.flag("attention_bias"))
+
+
+def seed_oss(config: Config) -> DecoderSpec:
+    mlp = gated(config, config.flag("mlp_bias"))
+    return llama_like(config, mlp=mlp, bias=config.flag("attention_bias"), out_bias=config.flag("attention_out_bias"))
+
+
+def arcee(config: Config) -> DecoderSpec:
+    mlp = plain(config, config.size("intermediate_size"), "hidden_act", config.flag("mlp_bias"))
+    return llama_like(config, mlp=mlp, bias=config.flag("attention_bias"))
+
+
+def ernie(config: Config) -> DecoderSpec:
+    bias = config.flag("use_bias")
+    spec = llama_like(config, mlp=gated(config, bias), bias=bias)
+    return dataclasses.replace(spec, ropes=(rope(config, config.head_dim, interleaved=True),))
+
+
+def helium(config: Config) -> DecoderSpec:
+    mlp = gated(config, config.flag("mlp_bias"))
+    spec = llama_like(config, mlp=mlp, bias=config.flag("attention_bias"), out_bias=False)
+    return dataclasses.replace(spec, ropes=(rope(config, config.head_dim, interleaved=True),))
+
+
+def hunyuan(config: Config) -> DecoderSpec:
+    parameters = rope_parameters(config)
+    dim = config.head_dim
+    given = Values(parameters, "config: rope_parameters: ")
+    alpha = given.number("alpha", 0.0, minimum=0.0) if dim > 2 else 0.0
+    if parameters["rope_type"] == "dynamic" and alpha:  # static all the same
+        parameters["rope_theta"] = given.number("rope_theta", above=0.0) * alpha ** (dim / (dim - 2))
+        parameters["rope_type"] = "default"
+    norm = rms(config)
+    heads = attention(config, bias=config.flag("attention_bias"), qk_norm=QkNorm(norm, after_rope=True))
+    layers = [pre_norm(norm, heads, gated(config))] * config.layers
+    return decoder(config, layers, norm, (rope(config, dim, parameters=parameters),))
+
+
+def smollm3(config: Config) -> DecoderSpec:
+    """Llama, some of whose layers have no positions."""
+    rotate = [flag(each, f"config: no_rope_layers[{at}]") for at, each in enumerate(config.items("no_rope_layers"))]
+    if rotate and len(rotate) < config.layers:
+        raise ModelError(f"config: {len(rotate)} no_rope_layers for {config.layers} layers")
+    if not rotate:
+        interval = config.integer("no_rope_layer_interval")
+        rotate = [(index + 1) % interval != 0 for index in range(config.layers)]
+    each_window = [0] * config.layers
+    if config.flag("use_sliding_window"):
+        each_window = windows(config, config.layer_types(lambda index: not rotate[index]))
+    norm = rms(config)
+    bias = config.flag("attention_bias")
+    mlp = gated(config, config.flag("mlp_bias"))
+    layers = [
+        pre_norm(norm, attention(config, rope=0 if rotate[index] else -1, window=each_window[index], bias=bias), mlp)
+        for index in range(config.layers)
+    ]
+    return decoder(config, layers, norm, (rope(config, config.head_dim),))
+
+
+def nemotron(config: Config) -> DecoderSpec:
+    norm = layer_norm(config, "norm_eps")
+    layer = pre_norm(
+        norm,
+        attention(config, bias=config.flag("attention_bias")),
+        plain(config, config.size("intermediate_size"), "hidden_act", config.flag("mlp_bias")),
+    )
+    return decoder(config, [layer] * config.layers, norm, (rope(config, config.head_dim, partial=True),))
+
+
+ARCEE = LLAMA.but(mlp__gate_up="mlp.up_proj")
+
+
+NEMOTRON = ARCEE.but(
+    attn_norm=plus_one("input_layernorm"), mlp_norm=plus_one("post_attention_layernorm"), final_norm=plus_one("norm")
+)
+
+
+HUNYUAN = LLAMA.but(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+
+
+FAMILIES = {
+    "llama": Family("Llama 1/2/3, SmolLM2, Yi", llama, LLAMA, LLAMA_DEFAULTS),
+    "smollm3": Family(
+        "SmolLM3",
+        smollm3,
+        LLAMA,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "no_rope_layer_interval": 4,
+            "rope_theta": 2000000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "seed_oss": Family(
+        "Seed-OSS",
+        seed_oss,
+        LLAMA,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 155136,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+        },
+    ),
+    "arcee": Family(
+        "AFM (Arcee)",
+        arcee,
+        ARCEE,
+        {
+            **LLAMA_DEFAULTS,
+            "hidden_size": 2560,
+            "intermediate_size": 18432,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+    "nemotron": Family(
+        "Nemotron 4, Minitron",
+        nemotron,
+        NEMOTRON,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 256000,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_attention_heads": 48,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "ernie4_5": Family(
+        "ERNIE 4.5",
+        ernie,
+        LLAMA,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 103424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "helium": Family(
+        "Helium",
+        helium,
+        LLAMA,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 48000,
+            "hidden_size": 2560,
+            "intermediate_size": 7040,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 20,
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 100000.0,
+        },
+    ),
+    "hunyuan_v1_dense": Family(
+        "Hunyuan (dense)",
+        hunyuan,
+        HUNYUAN,
+        {**LLAMA_DEFAULTS, "vocab_size": 290943, "rms_norm_eps": 1e-5},
+    ),
+}
+ARCHITECTURES = {
+    "llama": Architecture("llama", GGUF_MODULES, GGUF_LLAMA, permuted=True, extra=(biases,)),
+}

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OPT."""
+
+from __future__ import annotations
+
+from anyaccel.inference.families.common import attention, decoder, own_head_dim, plain, pre_norm
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.spec.decoder import DecoderSpec, Norm
+from anyaccel.inference.spec.mapping import Base, Names, Unsupported
+from anyaccel.outside import MOST
+
+
+def opt(config: Config) -> DecoderSpec:
+    if not config.flag("do_layer_norm_before"):
+        raise Unsupported("do_layer_norm_before=False (OPT-350M's norms after the residual)")
+    if config.integer_or("word_embed_proj_dim", config.hidden) != config.hidden:
+        raise Unsupported("word_embed_proj_dim (projections beside the embedding)")
+    affine = config.flag("layer_norm_elementwise_affine")
+    norm = Norm("layer", 1e-5, weight=affine, bias=affine)
+    bias = config.flag("enable_bias")
+    layer = pre_norm(
+        norm,
+        attention(config, rope=-1, kv_heads=config.heads, head_dim=own_head_dim(config), bias=bias),
+        plain(config, config.size("ffn_dim"), "activation_function", bias),
+    )
+    longest = config.integer("max_position_embeddings", maximum=MOST - 2)
+    final = None if config.flag("_remove_final_layer_norm") else norm
+    return decoder(config, [layer] * config.layers, final, positions=longest + 2, position_offset=2)
+
+
+OPT = Names(
+    {
+        "embed": "embed_tokens",
+        "head": "/lm_head",
+        "positions": "embed_positions",
+        "final_norm": "final_layer_norm",
+        "attn_norm": "self_attn_layer_norm",
+        "mlp_norm": "final_layer_norm",
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "o": "self_attn.out_proj",
+        "mlp.gate_up": "fc1",
+        "mlp.down": "fc2",
+    },
+    bases=(Base("model.decoder."), Base("decoder.")),
+)
+
+
+FAMILIES = {
+    "opt": Family(
+        "OPT",
+        opt,
+        OPT,
+        {
+            "vocab_size": 50272,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "ffn_dim": 3072,
+            "max_position_embeddings": 2048,
+            "do_layer_norm_before": True,
+            "num_attention_heads": 12,
+            "activation_function": "relu",
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+}

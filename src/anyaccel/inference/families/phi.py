@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phi 1 to 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anyaccel.inference.families.common import (
+    LLAMA,
+    LLAMA_DEFAULTS,
+    attention,
+    decoder,
+    gated,
+    layer_norm,
+    plain,
+    pre_norm,
+    rms,
+)
+from anyaccel.inference.families.family import Family
+from anyaccel.inference.families.gguf import GGUF_MODULES, Architecture, Metadata, partial, rope_factors
+from anyaccel.inference.families.model_config import Config
+from anyaccel.inference.families.rope import rope, rope_parameters
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer, QkNorm
+
+
+def phi3(config: Config) -> DecoderSpec:
+    parameters = rope_parameters(config)
+    if parameters["rope_type"] in ("su", "yarn"):  # older names of the same
+        parameters["rope_type"] = "longrope"
+        parameters.setdefault("original_max_position_embeddings", config.integer("original_max_position_embeddings"))
+    norm = rms(config)
+    layer = pre_norm(norm, attention(config, window=config.window()), gated(config))
+    rotated = rope(config, config.head_dim, partial=True, parameters=parameters)
+    return decoder(config, [layer] * config.layers, norm, (rotated,))
+
+
+def phi(config: Config) -> DecoderSpec:
+    """Phi-1, Phi-1.5 and Phi-2: attention and MLP side by side after one norm."""
+    norm = layer_norm(config, "layer_norm_eps")
+    layer = Layer(
+        attention(config, bias=True, qk_norm=QkNorm(norm) if config.flag("qk_layernorm") else None),
+        plain(config, config.size("intermediate_size"), "hidden_act"),
+        attn_norm=norm,
+        parallel=True,
+    )
+    ropes = (rope(config, config.head_dim, partial=True),)
+    return decoder(config, [layer] * config.layers, norm, ropes, head_bias=True)
+
+
+PHI3 = LLAMA.but(qkv="self_attn.qkv_proj", mlp__gate_up="mlp.gate_up_proj")
+
+
+PHI = LLAMA.but(
+    final_norm="final_layernorm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    o="self_attn.dense",
+    mlp__gate_up="mlp.fc1",
+    mlp__down="mlp.fc2",
+)
+
+
+def gguf_phi3(values: Metadata, config: dict[str, Any]) -> None:
+    config["sliding_window"] = values.count("attention.sliding_window", 0) or None
+    config["original_max_position_embeddings"] = values.count(
+        "rope.scaling.original_context_length", config["max_position_embeddings"]
+    )
+    if values.has_tensor("rope_factors_long.weight"):
+        config["rope_scaling"] = {
+            "rope_type": "longrope",
+            "short_factor": rope_factors(values, "rope_factors_short.weight", values.rotated // 2),
+            "long_factor": rope_factors(values, "rope_factors_long.weight", values.rotated // 2),
+        }
+        factor = "rope.scaling.attn_factor"
+        if values.has(factor):
+            config["rope_scaling"]["attention_factor"] = values.number(factor)
+
+
+FAMILIES = {
+    "phi": Family(
+        "Phi-1, Phi-1.5, Phi-2",
+        phi,
+        PHI,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 51200,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 24,
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "phi3": Family(
+        "Phi-3, Phi-3.5, Phi-4",
+        phi3,
+        PHI3,
+        {
+            **LLAMA_DEFAULTS,
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
+}
+ARCHITECTURES = {
+    "phi3": Architecture(
+        "phi3",
+        GGUF_MODULES,
+        {
+            "input_layernorm": "attn_norm",
+            "self_attn.qkv_proj": "attn_qkv",
+            "self_attn.o_proj": "attn_output",
+            "post_attention_layernorm": "ffn_norm",
+            "mlp.gate_up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+        },
+        extra=(partial, gguf_phi3),
+    ),
+}
