@@ -182,7 +182,7 @@ FOREIGN = (
     "path/in/the/repository.py",
     "tests/native/NAME",
 )
-NAMED = re.compile(r"(?<![\w./<{$*-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))(?![\w/(])")
+NAMED = re.compile(r"(?<![\w./<>{$*-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))(?![\w/(])")
 EXAMPLE = re.compile(r"^```.*?^```$|<!-- file: .*? -->", re.MULTILINE | re.DOTALL)
 
 
