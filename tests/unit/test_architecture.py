@@ -182,7 +182,7 @@ FOREIGN = (
     "path/in/the/repository.py",
     "tests/native/NAME",
 )
-NAMED = re.compile(r"(?<![\w./<>{$*-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))(?![\w/(])")
+NAMED = re.compile(r"(?<![\w./<>{}$*-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))(?![\w/(])")
 EXAMPLE = re.compile(r"^```.*?^```$|<!-- file: .*? -->", re.MULTILINE | re.DOTALL)
 
 
@@ -191,7 +191,10 @@ def test_files_that_comments_messages_and_pages_name_exist() -> None:
     ends = {"/".join(path.split("/")[-count:]) for path in there for count in range(1, path.count("/") + 2)}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks/README.md"]
     pages.remove(ROOT / "docs" / "porting.md")  # it names files of the projects that were ported
+    wrong = {}
     for path in pages + [path for path in SOURCES if ROOT / "tests" not in path.parents]:
         names = NAMED.findall(EXAMPLE.sub("", path.read_text()) if path.suffix == ".md" else path.read_text())
         missing = {name for name in names if name not in ends | ELSEWHERE and not name.startswith(FOREIGN)}
-        assert not missing, f"{path.relative_to(ROOT)} names {sorted(missing)}"
+        if missing:
+            wrong[str(path.relative_to(ROOT))] = sorted(missing)
+    assert not wrong

@@ -40,6 +40,12 @@ class _Plan:
         return len(params) == len(self._states) and all(map(is_, [*params, *self._entries()], self._seen))
 
 
+def _cannot_change(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_cannot_change, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
 class HostOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` that updates all parameters of a group in one native call.
 
@@ -54,6 +60,8 @@ class HostOptimizer(torch.optim.Optimizer):
     _native: NativeStep
     _copies: dict[torch.Tensor, torch.Tensor]
     _plans: dict[int, _Plan]
+    # Of each group as the last step saw it: names and values of its options, and what the kernels need of them.
+    _options: dict[int, tuple[tuple[str, ...], tuple[Any, ...], tuple[float, ...]]]
     _versions: dict[torch.Tensor, int]  # of parameters with a master, after the last step
     _states: list[dict[str, Any]]  # of all parameters, as the last step left them
 
@@ -160,8 +168,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         group = self.param_groups[index]
-        self._check_group(group)
-        hyper = self._hyper(group)
+        hyper = self._checked(index, group)
         if self._master_weights:
             self._follow(params)
         plan = self._plans.get(index)
@@ -170,6 +177,23 @@ class HostOptimizer(torch.optim.Optimizer):
         self._native.run(plan.batch, *hyper)
         torch.autograd.graph.increment_version(params)
         self._note(params)
+
+    def _checked(self, index: int, group: dict[str, Any]) -> tuple[float, ...]:
+        """What the kernels need of a group's options, which are checked again only where one is another object.
+
+        Options that can change while they stay the same object, such as a tensor or a list, are read at each step.
+        """
+        names, values = tuple(group), tuple(group.values())
+        seen = self._options.get(index)
+        if seen is not None and seen[0] == names and all(map(is_, values, seen[1])):
+            return seen[2]
+        self._options.pop(index, None)
+        self._check_group(group)
+        hyper = self._hyper(group)
+        options = [value for name, value in group.items() if name != "params"]
+        if self.defaults.keys() <= group.keys() and all(map(_cannot_change, options)):
+            self._options[index] = (names, values, hyper)
+        return hyper
 
     def _plan(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> _Plan:
         for grad in grads:
@@ -337,6 +361,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self._native = self._load()
         self._copies = {}
         self._plans = {}
+        self._options = {}
         self._states = []
         self._versions = {}
 

@@ -188,13 +188,16 @@ def change(group, index):
         lambda: group.update(weight_decay=0.0, eps=1e-3),
         lambda: group.update(betas=(0.5, 0.6)),
         lambda: group.update(betas=[0.8, 0.9], lr=-0.01),
+        lambda: group["betas"].__setitem__(0, 0.4),  # the list stays the same object
+        lambda: group.update(betas=(0.7, 0.99)),
+        lambda: None,  # as it was in the last step
     ][index]()
 
 
 def test_options_that_change_between_steps_count_as_in_torch():
     params, twins = parameters((50, 7)), parameters((50, 7))
     ours, theirs = CPUAdam(params, lr=0.1), torch.optim.AdamW(twins, lr=0.1, weight_decay=0.0)
-    for index in range(7):
+    for index in range(10):
         for optimizer in (ours, theirs):
             change(optimizer.param_groups[0], index)
             optimizer.step()
