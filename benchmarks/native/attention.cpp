@@ -13,8 +13,8 @@
 #include <ctime>
 #include <vector>
 
-#include "common/isa.h"
 #include "common/team.h"
+#include "simd/isa.h"
 
 #if defined(__x86_64__)
 #pragma GCC diagnostic ignored "-Wuninitialized"  // GCC's bug 105593

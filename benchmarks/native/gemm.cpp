@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Speed of large products (prefill) beside the peak that this machine's arithmetic reaches in registers.
+// Speed of matrix products (prefill) beside the peak that this machine's arithmetic reaches in registers.
 //   gemm [--threads 1,2] [--tokens 128,512,1024] [--format f32,bf16,f16,i8,i4] [--shape ROWSxCOLS] [--seconds 0.3]
 //   [--cpu]
 // --cpu: counts each thread's own CPU time instead of the clock's, on a machine that others use too.
 // Compile it with the library (libanyaccel_llm.a and libanyaccel_core.a), or with the objects of csrc/llm.
+#include "llm/gemm.h"
+
 #include <time.h>
 
 #include <algorithm>
@@ -15,10 +17,9 @@
 #include <string>
 #include <vector>
 
-#include "common/isa.h"
 #include "common/team.h"
-#include "llm/large.h"
-#include "llm/large_select.h"
+#include "llm/gemm_select.h"
+#include "simd/isa.h"
 #ifdef ANYACCEL_X86
 #include <immintrin.h>
 #endif
@@ -111,10 +112,10 @@ __attribute__((target("amx-tile,amx-bf16"))) double flops_amx() {
 }
 #endif
 
-double (*peak_function(const LargeKernels& kernels))() {
+double (*peak_function(const GemmKernels& kernels))() {
 #ifdef ANYACCEL_X86
   const Isa isa = selected_isa();
-  if (kernels.operands == LargeKernels::Operands::pairs) return isa == Isa::amx ? flops_amx : flops_bf16;
+  if (kernels.operands == GemmKernels::Operands::pairs) return isa == Isa::amx ? flops_amx : flops_bf16;
   if (isa >= Isa::avx512) return flops_avx512;
   if (isa >= Isa::avx2) return flops_avx2;
 #endif
@@ -167,7 +168,7 @@ Shape shape_of(const std::string& format, int64_t rows, int64_t cols) {
 
 void measure(const Options& options, const std::string& format, int64_t rows, int64_t cols) {
   const Shape shape = shape_of(format, rows, cols);
-  const LargeKernels& kernels = large_kernels(selected_isa(), shape);
+  const GemmKernels& kernels = gemm_kernels(selected_isa(), shape);
   Matrix matrix(shape);
   std::mt19937 random(1);
   std::vector<float> row(static_cast<size_t>(cols));

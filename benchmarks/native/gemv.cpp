@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast small products read their weights, beside a plain loop that reads the same memory.
+// How fast products with few tokens (gemv) read their weights, beside a plain loop that reads the same memory.
 //
 //   gemv [--cached | --model] [format ...]     formats: f32 f16 bf16 i8 i8g32 i4g32 i4g64 i4g128 i4g32m
 //
@@ -17,9 +17,9 @@
 #include <string>
 #include <vector>
 
-#include "common/isa.h"
 #include "common/team.h"
 #include "llm/matrix.h"
+#include "simd/isa.h"
 
 namespace {
 
@@ -95,8 +95,8 @@ void run(const Kind& kind, int64_t rows, int64_t cols, bool cached) {
   Shape shape{kind.format, 16, cols, kind.group, kind.minimum};
   shape.rows = rows != 0 ? rows : static_cast<int64_t>(kMatrix / shape.block_bytes()) * 16;
   const std::vector<Matrix> weights = matrices(shape, cached ? 1 : kTotal / shape.bytes());
-  const std::vector<float> x = random_floats(static_cast<size_t>(cols * kSmallTokens));
-  std::vector<float> out(static_cast<size_t>(shape.rows * kSmallTokens));
+  const std::vector<float> x = random_floats(static_cast<size_t>(cols * kGemvTokens));
+  std::vector<float> out(static_cast<size_t>(shape.rows * kGemvTokens));
   for (int threads : {1, 2}) {
     Team team(threads);
     const int passes = cached ? std::max<int>(20, static_cast<int>((size_t{200} << 20) / shape.bytes())) : 3;
