@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 from anyaccel import comm, errors, get_accelerator
-from anyaccel.comm import backends, shm
+from anyaccel.comm import backends, hierarchy, shm
 from waiting import settled
 
 
@@ -285,13 +285,13 @@ def again() -> None:
     """Groups of one name on one store: of all ranks, of fewer, of several hosts, and after one that failed."""
     default = dist.distributed_c10d._get_default_store()
     store, rank, limit = dist.PrefixStore("one-name", default), dist.get_rank(), timedelta(seconds=60)
-    shm._host_identity = lambda: "host 0"
     kept = []
     for size, hosts in ((3, 1), (2, 1), (3, 2), (2, 2), (3, 2), (1, 1), (3, 1)):
         if rank >= size:
             continue
-        shm._host_identity = lambda hosts=hosts: f"host {rank % hosts}"
+        shm.host_identity = lambda hosts=hosts: f"host {rank % hosts}"
         group = backends.create_shm(store, rank, size, limit)
+        assert isinstance(group, hierarchy.HierarchicalGroup) == (hosts > 1)
         tensor = torch.full((10,), rank + 1.0)
         group.allreduce([tensor]).wait()
         assert tensor.tolist() == [sum(range(size + 1))] * 10
