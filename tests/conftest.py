@@ -24,6 +24,7 @@ import ranks
 from waiting import settled
 from workers import (  # the hooks are pytest's
     is_of_another,
+    memory_folder,
     one_at_a_time,
     pytest_collection_modifyitems,
     pytest_keyboard_interrupt,
@@ -209,6 +210,16 @@ def _launch_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     yield
     del os.environ["ANYACCEL_CACHE_DIR"]
     os.environ.update(saved)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """pytest's own, or for tests marked `many_files` a folder in memory."""
+    if request.node.get_closest_marker("many_files") is None:
+        yield tmp_path
+        return
+    with memory_folder() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

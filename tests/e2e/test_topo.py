@@ -20,6 +20,8 @@ from anyaccel.topology import read_machine
 from anyaccel.topology.details import read_details
 from sysfs_trees import MACHINES, build
 
+pytestmark = pytest.mark.many_files
+
 KEPT = ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
 DOCS = Path(__file__).parents[2] / "docs" / "topology.md"
 

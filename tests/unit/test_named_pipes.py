@@ -78,6 +78,7 @@ def test_a_command_that_is_given_a_pipe_says_so(
     assert pipe.is_fifo()
 
 
+@pytest.mark.many_files
 @pytest.mark.parametrize(
     "name", ["sys/devices/system/cpu/online", "proc/cpuinfo", "sys/devices/system/node/node0/meminfo"]
 )

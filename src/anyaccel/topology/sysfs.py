@@ -249,14 +249,15 @@ def _with_hidden(
     not show, or shows none of that package; else to the node of their package.
     """
     listed = {cpu: node for node in nodes for cpu in node.cpus}
-    if not listed:  # this kernel does not say where CPUs are
+    shown = {node.id for node in nodes}
+    spare = [node for node in _possible_nodes(folder) if node not in shown]
+    if not listed and not spare:  # this kernel does not say where CPUs are
         return (replace(nodes[0], cpus=online), *nodes[1:])
     packages: dict[int, list[int]] = {}
     for cpu in online:
         package = number(read_text(f"{cpu_folder}/cpu{cpu}/topology/physical_package_id"))
         packages.setdefault(package, []).append(cpu)
     found = {node.id: node for node in nodes}
-    spare = [node for node in _possible_nodes(folder) if node not in found]
     for _, members in sorted(packages.items()):
         own = [cpu for cpu in members if cpu not in listed]
         if not own:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -18,6 +17,7 @@ from anyaccel.launch.memory import memory_policy
 from anyaccel.launch.options import BindingOptions
 from anyaccel.topology import Cpu, Machine, NumaNode, read_machine
 from sysfs_trees import MACHINES, Spec, build
+from workers import memory_folder
 
 
 @cache
@@ -26,7 +26,7 @@ def tree(name: str) -> Machine:
 
 
 def made(spec: Spec) -> Machine:
-    with TemporaryDirectory() as folder:
+    with memory_folder() as folder:
         build(spec, Path(folder))
         return read_machine(folder)
 

@@ -16,6 +16,8 @@ from anyaccel.launch.planning import make_plan
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Spec, build
 
+pytestmark = pytest.mark.many_files
+
 
 def test_the_table_is_that_of_the_backends() -> None:
     from anyaccel.accelerator.select import REGISTRY

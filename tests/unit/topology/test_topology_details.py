@@ -15,6 +15,8 @@ from anyaccel.topology.details import Details, parse_size, read_caches, read_det
 from anyaccel.topology.sysfs import check_recording
 from sysfs_trees import MACHINES, build
 
+pytestmark = pytest.mark.many_files
+
 
 def details(name: str, root: Path) -> Details:
     build(MACHINES[name], root)

@@ -19,16 +19,19 @@ from anyaccel.report.topo_text import plain, render
 from anyaccel.topology import Machine, parse_cpu_list, read_machine
 from anyaccel.topology.details import Details, read_details
 from sysfs_trees import MACHINES, Spec, build
+from workers import memory_folder
+
+pytestmark = pytest.mark.many_files
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module", params=MACHINES)
-def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Machine, Details]:
-    root = tmp_path_factory.mktemp("tree")
-    build(MACHINES[request.param], root)
-    machine = read_machine(root)
-    return machine, read_details(machine, root)
+def drawn(request: pytest.FixtureRequest) -> tuple[Machine, Details]:
+    with memory_folder() as folder:
+        build(MACHINES[request.param], Path(folder))
+        machine = read_machine(folder)
+        return machine, read_details(machine, folder)
 
 
 def some_shares(machine: Machine) -> list[Share]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +15,9 @@ from anyaccel.launch.memory import memory_policy
 from anyaccel.launch.options import BindingOptions
 from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Expected, Memory, Spec, build
+from workers import memory_folder
+
+pytestmark = pytest.mark.many_files
 
 
 def read(spec: Spec, root: Path) -> tuple[Machine, Expected]:
@@ -98,7 +100,7 @@ def specs(draw: st.DrawFn) -> Spec:
 @given(specs())
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink writes trees for minutes
 def test_any_numbering_is_read_as_it_was_written(spec: Spec) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with memory_folder() as folder:
         machine, expected = read(spec, Path(folder))
     check(machine, expected)
     wanted = {int(cpu) for cpu in (spec.allowed or "").split(",")} & set(expected.online)
@@ -121,6 +123,13 @@ def test_cpus_of_a_node_that_is_not_shown_are_not_those_of_another(tmp_path: Pat
     assert memory_policy(machine, shares[0]) == ("default", ())
     assert memory_policy(machine, shares[0], "bind") == ("bind", (1,))
     assert memory_policy(machine, shares[1]) == ("bind", (1,))
+
+
+def test_all_cpus_of_the_node_that_is_shown_are_off_line(tmp_path: Path) -> None:
+    """What is online belongs to the node that is not shown, not to the one that lists no CPUs."""
+    machine, expected = read(Spec(packages=2, cores=2, hidden=(1,), offline=(0, 1)), tmp_path)
+    check(machine, expected)
+    assert [(node.id, node.cpus, node.memory_bytes) for node in machine.nodes] == [(0, (), 64 << 30), (1, (2, 3), 0)]
 
 
 def test_memory_of_a_node_that_is_not_shown_is_not_that_of_another(tmp_path: Path) -> None:
