@@ -307,7 +307,7 @@ def test_damaged_model_is_a_clear_error_of_every_rank(smollm2: Path, tmp_path: P
     done = generate("hi", "--model", str(tmp_path), "--tp", "2")
     assert done.returncode == 1
     assert "model.safetensors" in done.stderr
-    assert "truncated: 100000 bytes of" in done.stderr
+    assert "the file is cut off: 100000 bytes of" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "env": set(),
     "_registry": set(),
     "host_memory": set(),
+    "safetensors": set(),
     "topology": set(),
     "port": set(),
     "launch": {"topology", "env"},
@@ -27,9 +28,9 @@ MAY_IMPORT = {
     "interop": {"accelerator"},
     "ops": {"accelerator", "env"},
     "report": {"accelerator", "topology", "env"},
-    "io": {"ops", "accelerator", "env"},
+    "io": {"ops", "accelerator", "env", "safetensors"},
     "comm": {"accelerator", "ops", "launch", "env"},
-    "inference": {"comm", "accelerator", "launch", "topology", "env", "host_memory"},
+    "inference": {"comm", "accelerator", "launch", "topology", "env", "host_memory", "safetensors"},
     "bench": {"launch", "inference", "topology", "env"},
     "compat": set(),
     "cli": {
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     # The alias stands for everything, the command included.
     "compat.deepspeed": {"accelerator", "cli", "comm", "compat", "env", "inference", "launch", "ops", "topology"},
 }  # fmt: skip
-EVERYBODYS = {"errors", "numerals", "outside", "_version", "_native", "_llm"}
+EVERYBODYS = {"errors", "numerals", "outside", "vendors", "_version", "_native", "_llm"}
 
 # The rooms of inference/ and what stands beside them; each imports only those before it, for types too.
 ROOMS = (

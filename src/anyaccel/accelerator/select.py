@@ -18,6 +18,7 @@ from anyaccel._registry import Entry, Registry
 from anyaccel.accelerator import autoload, deadline
 from anyaccel.accelerator.spec import API_VERSION, BackendSpec, Unavailable
 from anyaccel.errors import AcceleratorUnavailableError, UsageError
+from anyaccel.vendors import ENTRY_POINTS, FAMILIES, VENDORS
 
 if TYPE_CHECKING:
     from anyaccel.accelerator.base import Accelerator
@@ -25,25 +26,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REGISTRY: Registry[Callable[[], Accelerator]] = Registry(
-    "anyaccel.accelerators",
+    ENTRY_POINTS,
     {
-        "xpu.external": "anyaccel.accelerator.backends.xpu_external:ExternalXpuAccelerator",
-        "xpu.ipex": "anyaccel.accelerator.backends.xpu_ipex:IpexAccelerator",
-        "xpu.native": "anyaccel.accelerator.backends.xpu:XpuAccelerator",
-        "npu": "anyaccel.accelerator.backends.npu:NpuAccelerator",
-        "sdaa": "anyaccel.accelerator.backends.sdaa:SdaaAccelerator",
-        "mps": "anyaccel.accelerator.backends.mps:MpsAccelerator",
-        "hpu": "anyaccel.accelerator.backends.hpu:HpuAccelerator",
-        "mlu": "anyaccel.accelerator.backends.mlu:MluAccelerator",
-        "supa": "anyaccel.accelerator.backends.supa:SupaAccelerator",
-        "musa": "anyaccel.accelerator.backends.musa:MusaAccelerator",
-        "mtia": "anyaccel.accelerator.backends.mtia:MtiaAccelerator",
-        "cuda": "anyaccel.accelerator.backends.cuda:CudaAccelerator",
-        "cpu": "anyaccel.accelerator.backends.cpu:CpuAccelerator",
+        name: f"anyaccel.accelerator.backends.{target}"
+        for vendor in VENDORS.values()
+        for name, (target, _) in vendor.backends.items()
     },
 )
-# Names that DS_ACCELERATOR takes for the first of several ways to the same device.
-FAMILIES = {"xpu": ("xpu.ipex", "xpu.native")}
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.io.header import Entry, Header, read_header
 from anyaccel.io.progress import progress_bar
 from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio import aio_handle
 from anyaccel.ops.aio.memory import address_of, aligned_memory
 from anyaccel.ops.aio.native import cached_bytes
 from anyaccel.ops.aio.requests import PathLike, Piece, changed, check_name, copy_into, kind_of
+from anyaccel.safetensors.header import Header, read_header
+from anyaccel.safetensors.tensors import in_torch, tensor_of
 
 # As much as keeps a fast disk busy. More threads help where memory has to be copied: into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
@@ -65,19 +66,20 @@ def load(
         kind, size = kind_of(status.st_mode), status.st_size
         if kind:
             raise ModelError(f"{name} is {kind}, not a safetensors file")
-        header = read_header(file, name, size)
-        warm = cached_bytes(file.fileno(), size) >= _WARM * size
+        descriptor = file.fileno()
+        header = read_header(lambda begin, length: os.pread(descriptor, length, begin), name, size)
+        warm = cached_bytes(descriptor, size) >= _WARM * size
         if tensors is not None:
             return _fill(header, name, tensors, warm, progress)
         for entry in header.entries:
-            _dtype(name, entry)
+            in_torch(name, entry)
         if header.begin == header.end:
-            return {entry.name: _tensor(name, None, entry, 0).to(target) for entry in header.entries}
+            return {entry.name: tensor_of(name, entry, None).to(target) for entry in header.entries}
         if warm if mmap is None else mmap:
-            memory, base = mapping.mmap(file.fileno(), size, access=mapping.ACCESS_COPY), 0
+            memory, base = mapping.mmap(descriptor, size, access=mapping.ACCESS_COPY), 0
         else:
             memory, base = _read(header, name, warm, progress)
-    return {entry.name: _tensor(name, memory, entry, base).to(target) for entry in header.entries}
+    return {entry.name: tensor_of(name, entry, memory, base).to(target) for entry in header.entries}
 
 
 def _open(path: str, flags: int) -> int:
@@ -95,26 +97,6 @@ def _read(header: Header, path: str, warm: bool, progress: bool | None) -> tuple
     return memory, start - header.begin
 
 
-def _dtype(path: str, entry: Entry) -> torch.dtype:
-    if isinstance(entry.dtype, str):
-        raise ModelError(
-            f"{path}: tensor {entry.name!r} is {entry.dtype}, which torch does not have; load the others with tensors="
-        )
-    return entry.dtype
-
-
-def _tensor(path: str, memory: mapping.mmap | None, entry: Entry, base: int) -> torch.Tensor:
-    dtype = _dtype(path, entry)
-    if memory is None or entry.begin == entry.end:
-        return torch.empty(entry.shape, dtype=dtype)
-    count = (entry.end - entry.begin) // dtype.itemsize
-    # A storage of its own, since torch.save() writes whole storages.
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=base + entry.begin)
-    if flat.data_ptr() % min(dtype.itemsize, 8):
-        flat = flat.clone()  # a file with an odd number of bytes before it
-    return flat.view(entry.shape)
-
-
 def _fill(
     header: Header, path: str, tensors: Mapping[str, torch.Tensor], warm: bool, progress: bool | None
 ) -> dict[str, torch.Tensor]:
@@ -125,10 +107,10 @@ def _fill(
     pieces = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for entry in wanted:
-        tensor, dtype = tensors[entry.name], _dtype(path, entry)
-        if tensor.dtype != dtype or tuple(tensor.shape) != entry.shape:
+        tensor, (dtype, shape) = tensors[entry.name], in_torch(path, entry)
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise ModelError(
-                f"{path}: tensor {entry.name!r} is {dtype} {list(entry.shape)} in the file, and the one to fill "
+                f"{path}: tensor {entry.name!r} is {dtype} {list(shape)} in the file, and the one to fill "
                 f"is {tensor.dtype} {list(tensor.shape)}"
             )
         kind = why_no_memory(tensor)
@@ -136,7 +118,7 @@ def _fill(
             raise UsageError(f"load(): the tensor to fill {entry.name!r} with is {kind}")
         host = tensor
         if not tensor.is_cpu or not tensor.is_contiguous():
-            host = torch.empty(entry.shape, dtype=dtype)
+            host = torch.empty(shape, dtype=dtype)
             copies.append((tensor, host))
         else:
             changed(tensor)

@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.io.header import NAMES, is_unicode, make_header
 from anyaccel.io.progress import progress_bar
 from anyaccel.io.reading import new_handle
 from anyaccel.ops._dense import why_no_memory
 from anyaccel.ops.aio.requests import PathLike, Piece
+from anyaccel.safetensors.header import is_unicode, make_header
+from anyaccel.safetensors.tensors import NAMES, in_file
 
 
 def save(
@@ -55,7 +56,7 @@ def save(
     names = sorted(state_dict, key=lambda name: (-state_dict[name].element_size(), name))
     hosts = [state_dict[name].detach().resolve_conj().resolve_neg().cpu().contiguous() for name in names]
     header, offsets = make_header(
-        [(name, host.dtype, tuple(host.shape)) for name, host in zip(names, hosts, strict=True)], metadata
+        [(name, *in_file(host.dtype, tuple(host.shape))) for name, host in zip(names, hosts, strict=True)], metadata
     )
     first = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     pieces = [Piece.of(first, 0)]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from anyaccel.errors import UsageError
 from anyaccel.topology import Machine
 from anyaccel.topology.files import names, number, numbered, numbers, read_text
+from anyaccel.vendors import HOST, VENDORS
 
 # PCI classes that compute: display (VGA, 3D), processing accelerator, co-processor.
 _PCI_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200", "0x0b40")
@@ -41,7 +42,7 @@ class AcceleratorDevices:
     """How devices of one accelerator are found.
 
     Attributes:
-        visible: the backend's visible-devices variables (BackendSpec.visible_devices), the one that wins first.
+        visible: its visible-devices variables, the one that wins first.
         find: gives the devices below a root folder, in the order in which the vendor's runtime counts them; None
             where nothing is known that the kernel shows.
         also_visible: gives variables that win over `visible` on the machine below a root folder.
@@ -100,7 +101,7 @@ def find_devices(machine: Machine, environ: Mapping[str, str], root: str = "") -
         count = len(found) if listed is None else len(listed) if asked else min(len(listed), len(found))
         if count or asked:
             return Devices(name, count, variables[0] if variables else "")
-    return Devices("cpu", max(1, len(machine.nodes_with_cores())))
+    return Devices(HOST, max(1, len(machine.nodes_with_cores())))
 
 
 def count_devices(machine: Machine, environ: Mapping[str, str], root: str = "") -> int:
@@ -289,24 +290,29 @@ def _intel(root: str) -> list[_Device]:
     return sorted(found, key=lambda device: device.address)
 
 
-# Names and variables are those of the backends (a test holds it). What the kernel shows, and how that is known:
+# What the kernel shows, and how that is known:
 #   cuda: driver's README (/dev/nvidiaN, /proc/driver/nvidia); amdkfd's kfd_topology.c in Linux
 #   hpu:  drivers/accel in Linux, sysfs-driver-habanalabs; /dev/hlN before Linux 6.2
 #   npu, mlu: the vendors' device plugins and container guides; numbers need not start at 0
 #   musa, sdaa, supa: the vendors' container guides only; nobody has tried it here
 #   xpu:  Intel's i915 and xe drivers are DRM drivers
 #   mps (macOS) and mtia (not sold): nothing is known
-# The first that has devices is taken: the CPU's own graphics unit, which may be an xpu, comes last.
-ACCELERATORS: dict[str, AcceleratorDevices] = {
-    "cuda": AcceleratorDevices(("CUDA_VISIBLE_DEVICES",), _cuda, _of_rocm),
-    "npu": AcceleratorDevices(("ASCEND_RT_VISIBLE_DEVICES",), _numbered_files("/dev", "davinci", "0x19e5")),
-    "hpu": AcceleratorDevices(("HABANA_VISIBLE_MODULES",), _gaudi),
-    "mlu": AcceleratorDevices(("MLU_VISIBLE_DEVICES",), _numbered_files("/dev", "cambricon_dev", "0xcabc")),
-    "musa": AcceleratorDevices(("MUSA_VISIBLE_DEVICES",), _numbered_files("/dev", "mtgpu.", "0x1ed5")),
-    "sdaa": AcceleratorDevices(("SDAA_VISIBLE_DEVICES",), _numbered_files("/dev", "tcaicard")),
-    "supa": AcceleratorDevices(("SUPA_VISIBLE_DEVICES",), _numbered_files("/dev/biren", "card_", "0x1ee0")),
-    "xpu": AcceleratorDevices(("ZE_AFFINITY_MASK",), _intel),
-    "mps": AcceleratorDevices(),
-    "mtia": AcceleratorDevices(),
-    "cpu": AcceleratorDevices(is_host=True),
+_FIND: dict[str, Callable[[str], list[_Device]] | None] = {
+    "cuda": _cuda,
+    "npu": _numbered_files("/dev", "davinci", "0x19e5"),
+    "hpu": _gaudi,
+    "mlu": _numbered_files("/dev", "cambricon_dev", "0xcabc"),
+    "musa": _numbered_files("/dev", "mtgpu.", "0x1ed5"),
+    "sdaa": _numbered_files("/dev", "tcaicard"),
+    "supa": _numbered_files("/dev/biren", "card_", "0x1ee0"),
+    "xpu": _intel,
+    "mps": None,
+    "mtia": None,
+    HOST: None,
+}
+_ALSO_VISIBLE = {"cuda": _of_rocm}
+# The first that has devices is taken.
+ACCELERATORS = {
+    name: AcceleratorDevices(vendor.visible, _FIND[name], _ALSO_VISIBLE.get(name), name == HOST)
+    for name, vendor in VENDORS.items()
 }

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.small_file import read_small_file
+from anyaccel.vendors import VENDORS
 
 # The documented table: docs/launching.md. A test compares it with export_prefixes of every backend.
 PREFIXES: dict[str, tuple[str, ...]] = {
@@ -27,34 +28,12 @@ PREFIXES: dict[str, tuple[str, ...]] = {
     "torch and models": ("TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "TRITON_"),
     "experiments": ("MLFLOW", "WANDB_"),
     "anyaccel and DeepSpeed": ("ANYACCEL_", "DS_"),
-    "accelerators": (
-        "CUDA_", "HIP_", "ROCM_", "HSA_",
-        "ONEAPI", "SYCL", "ZE_", "IPEX_",
-        "ASCEND", "HCCL",
-        "HABANA", "PT_HPU",
-        "NEUWARE_HOME", "CNCL",
-        "TCCL", "SDAA",
-        "BCCL", "BIREN", "SUPA",
-        "MCCL", "MUSA",
-    ),
+    "accelerators": tuple(prefix for vendor in VENDORS.values() for prefix in vendor.environment),
 }  # fmt: skip
 _PREFIXES = tuple(prefix for group in PREFIXES.values() for prefix in group)
 
 # Each host has its own: which devices a worker sees follows from the slots of its host.
-_DEVICES = (
-    "CUDA_VISIBLE_DEVICES",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "ZE_AFFINITY_MASK",
-    "ASCEND_RT_VISIBLE_DEVICES",
-    "ASCEND_VISIBLE_DEVICES",
-    "HABANA_VISIBLE_MODULES",
-    "HABANA_VISIBLE_DEVICES",
-    "MLU_VISIBLE_DEVICES",
-    "MUSA_VISIBLE_DEVICES",
-    "SDAA_VISIBLE_DEVICES",
-    "SUPA_VISIBLE_DEVICES",
-)
+_DEVICES = [name for vendor in VENDORS.values() for name in (*vendor.visible, *vendor.of_a_host)]
 # They begin like something that travels, but belong to the process, job or host that the launcher itself runs in.
 KEPT_BACK = (
     *_DEVICES,

@@ -15,10 +15,11 @@ from anyaccel.port import usage
 from anyaccel.port.project import NO_PROJECT, Project
 from anyaccel.port.syntax import OTHER_DEVICE, attribute, call, device_index, dotted, text_of
 from anyaccel.port.tree import Tree
+from anyaccel.vendors import OTHERS, WITHOUT_BACKEND
 
 GET_ACCELERATOR = "get_accelerator"
 _OURS = {f"{module}.{GET_ACCELERATOR}" for module in ("anyaccel", "anyaccel.accelerator", "deepspeed.accelerator")}
-_OTHER_AVAILABILITY = re.compile(r"torch\.(?:backends\.mps|mps|xpu|npu|mlu|hpu|musa)\.is_available")
+_OTHER_AVAILABILITY = re.compile(rf"torch\.(?:backends\.mps|{'|'.join(OTHERS)})\.is_available")
 _SAYS_CUDA = re.compile(r"cuda|gpu|nvidia|nccl|rocm|hip|available", re.IGNORECASE)
 _OF_CUDA = re.compile(r"cuda|nvidia|nccl|requires?_\w*gpu", re.IGNORECASE)
 _ABOUT_CUDA = re.compile(r"cuda|\.cu\b", re.IGNORECASE)
@@ -27,8 +28,8 @@ _FACT = re.compile(r"_*(?:(?:is|has|have)_)?(?:torch_)?(?:cuda|gpu)(?:_available
 _KERNEL = re.compile("fused|flash|apex|kernel", re.IGNORECASE)
 _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
 # In names such as is_xpu_available, torch.xpu and x.is_npu.
-VENDORS = re.compile(r"(?<![a-z])(?:xpu|npu|hpu|mlu|mps|musa|sdaa|neuron|xla|tpu)(?![a-z])", re.IGNORECASE)
-_OTHER_VENDOR = re.compile(r"(?:mps|xpu|npu|hpu|mlu|musa|xla)(?::\d+)?")
+VENDORS = re.compile(rf"(?<![a-z])(?:{'|'.join(OTHERS + WITHOUT_BACKEND)})(?![a-z])", re.IGNORECASE)
+_OTHER_VENDOR = re.compile(rf"(?:{'|'.join(OTHERS)}|xla)(?::\d+)?")
 _PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
 # Arguments that say what to do for a device, and marks of tests that need one.

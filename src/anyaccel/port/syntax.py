@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import libcst as cst
 
+from anyaccel.vendors import VENDORS
+
 DEVICE_LITERAL = re.compile(r"cuda(?::(\d+))?")
-OTHER_DEVICE = re.compile(r"(?:cpu|mps|xpu|npu|hpu|mlu|musa|meta|cuda)(?::\d+)?")
+OTHER_DEVICE = re.compile(rf"(?:{'|'.join(VENDORS)}|meta)(?::\d+)?")
 
 
 def dotted(node: cst.CSTNode) -> str | None:

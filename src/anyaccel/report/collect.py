@@ -19,23 +19,15 @@ from anyaccel import env
 from anyaccel._version import __version__
 from anyaccel.errors import AnyAccelError, CapabilityError
 from anyaccel.topology import format_cpu_list, read_machine
+from anyaccel.vendors import VENDORS
 
 logger = logging.getLogger(__name__)
 
 # Shown even when they are missing.
 _PACKAGES = ("torch", "numpy", "transformers", "safetensors", "gguf")
 # Shown when they are there: they change which accelerator or backend is chosen.
-_VENDOR_PACKAGES = (
-    "deepspeed",
-    "habana-torch-plugin",
-    "intel-extension-for-pytorch",
-    "oneccl-bind-pt",
-    "torch-mlu",
-    "torch-musa",
-    "torch-npu",
-    "torch-sdaa",
-    "torch-supa",
-    "triton",
+_VENDOR_PACKAGES = sorted(
+    {"deepspeed", "triton", *(name for vendor in VENDORS.values() for name in vendor.distributions)}
 )
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import anyaccel
+from anyaccel.vendors import VENDORS
 
-DEVICES = {"cpu", "cuda", "hpu", "mlu", "mps", "mtia", "musa", "npu", "sdaa", "supa", "xpu"}
+DEVICES = set(VENDORS)
 
 # The backends, and the tool that looks for such names in others' code.
 EXEMPT = {Path("accelerator/backends"), Path("port")}

@@ -184,7 +184,7 @@ def test_tensors_beside_those_that_torch_does_not_have(dtype: str, tmp_path: Pat
 
 
 def test_a_header_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyaccel.io.header._MAX_HEADER", 1000)
+    monkeypatch.setattr("anyaccel.safetensors.header.MAX_HEADER", 1000)
     save({"a": torch.ones(3)}, tmp_path / "m", metadata={"k": "v" * 500})
     with pytest.raises(ModelError, match=r"the header would have \d+ bytes, above 1000"):
         save({"a": torch.zeros(3)}, tmp_path / "m", metadata={"k": "v" * 1000})

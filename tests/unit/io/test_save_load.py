@@ -23,7 +23,7 @@ import anyaccel
 from anyaccel.errors import AioError, ModelError, UsageError
 from anyaccel.io import load, save
 from anyaccel.io import reading as reading_module
-from anyaccel.io.header import DTYPES
+from anyaccel.safetensors.tensors import DTYPES
 
 Tensors = dict[str, torch.Tensor]
 
@@ -165,7 +165,7 @@ def test_values_of_four_bits_need_pairs(folder: Path) -> None:
     for shape, size in (([3], 2), ([2, 3], 3), ([], 1)):
         header = json.dumps({"a": {"dtype": "F4", "shape": shape, "data_offsets": [0, size]}}).encode()
         (folder / "m").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
-        with pytest.raises(ModelError, match=r"'a': shape .* has no even last dimension"):
+        with pytest.raises(ModelError, match=r"'a': (shape .* has no even last dimension|.* do not fit whole bytes)"):
             load(folder / "m")
     with pytest.raises(ModelError, match=r"'a' of torch.float4_e2m1fn_x2 has no dimension"):
         save({"a": random(torch.float4_e2m1fn_x2, ())}, folder / "m")

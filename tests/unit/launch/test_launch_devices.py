@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.devices import ACCELERATORS, count_devices, device_nodes, find_devices, narrow_devices
+from anyaccel.launch.devices import count_devices, device_nodes, find_devices, narrow_devices
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.plan import Place
 from anyaccel.launch.planning import make_plan
@@ -17,18 +17,6 @@ from anyaccel.topology import Machine, read_machine
 from sysfs_trees import MACHINES, Spec, build
 
 pytestmark = pytest.mark.many_files
-
-
-def test_the_table_is_that_of_the_backends() -> None:
-    from anyaccel.accelerator.select import REGISTRY
-
-    backends: dict[str, tuple[str, ...]] = {}
-    for entry in REGISTRY:
-        if entry.target.startswith("anyaccel."):
-            visible = entry.load().spec.visible_devices
-            # xpu.ipex and xpu.external are other ways to the same devices.
-            assert backends.setdefault(entry.name.partition(".")[0], visible) == visible
-    assert {name: kind.visible for name, kind in ACCELERATORS.items()} == backends
 
 
 def test_variants_of_an_accelerator_have_its_devices(tmp_path: Path) -> None:

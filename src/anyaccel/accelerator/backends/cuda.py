@@ -10,6 +10,7 @@ import torch
 from anyaccel import env
 from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, HostRegistration
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
+from anyaccel.vendors import VENDORS
 
 
 def _is_rocm() -> bool:
@@ -27,7 +28,7 @@ class CudaAccelerator(TorchDeviceAccelerator):
         order=120,
         why="after the vendors that redirect torch.cuda to their own device",
         collectives=(CollectiveBackend("nccl"),),  # RCCL goes by the same name
-        visible_devices=("CUDA_VISIBLE_DEVICES",),
+        visible_devices=VENDORS["cuda"].visible,
         export_prefixes=("NCCL", "TORCH_NCCL"),
         graph_class="CUDAGraph",
         range_module="nvtx",  # roctx on ROCm, behind the same name

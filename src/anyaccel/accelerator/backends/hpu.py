@@ -13,6 +13,7 @@ import torch
 from anyaccel.accelerator.base import DeviceIndex
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
+from anyaccel.vendors import VENDORS
 
 
 class HpuAccelerator(TorchDeviceAccelerator):
@@ -22,12 +23,12 @@ class HpuAccelerator(TorchDeviceAccelerator):
         name="hpu",
         device_type="hpu",
         torch_module="habana_frameworks.torch.hpu",
-        package="habana_frameworks.torch.hpu",
+        package=VENDORS["hpu"].package,
         install="install the Habana SynapseAI software with its build of torch",
         order=70,
         why="a vendor package that works beside torch",
         collectives=(CollectiveBackend("hccl"),),
-        visible_devices=("HABANA_VISIBLE_MODULES",),
+        visible_devices=VENDORS["hpu"].visible,
         export_prefixes=("HABANA", "HCCL", "PT_HPU", "LD_LIBRARY", "PATH"),
         graph_class="HPUGraph",
         compile_backend="hpu_backend",

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
+from anyaccel.vendors import VENDORS
 
 
 class MluAccelerator(TorchDeviceAccelerator):
@@ -17,12 +18,12 @@ class MluAccelerator(TorchDeviceAccelerator):
         name="mlu",
         device_type="mlu",
         torch_module="torch.mlu",
-        package="torch_mlu",
+        package=VENDORS["mlu"].package,
         install="install Cambricon Neuware and torch_mlu for this version of torch",
         order=80,
         why="a vendor package that works beside torch",
         collectives=(CollectiveBackend("cncl"),),
-        visible_devices=("MLU_VISIBLE_DEVICES",),
+        visible_devices=VENDORS["mlu"].visible,
         export_prefixes=("NEUWARE_HOME", "CNCL", "LD_LIBRARY", "PATH"),
         graph_class="MLUGraph",
         range_module="cnpx",

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
+from anyaccel.vendors import VENDORS
 
 
 class MusaAccelerator(TorchDeviceAccelerator):
@@ -16,12 +17,12 @@ class MusaAccelerator(TorchDeviceAccelerator):
         name="musa",
         device_type="musa",
         torch_module="torch.musa",
-        package="torch_musa",
+        package=VENDORS["musa"].package,
         install="install the Moore Threads driver and the MUSA toolkit, and torch_musa for this version of torch",
         order=100,
         why="before cuda, since importing torch_musa replaces parts of torch.cuda",
         collectives=(CollectiveBackend("mccl"),),
-        visible_devices=("MUSA_VISIBLE_DEVICES",),
+        visible_devices=VENDORS["musa"].visible,
         export_prefixes=("MCCL", "MUSA", "LD_LIBRARY", "PATH"),
         graph_class="MUSAGraph",
         op_builders="anyaccel.ops.builders.host",

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, HostRegistration
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
+from anyaccel.vendors import VENDORS
 
 _MAPPED = 0x2  # ACL_HOST_REG_MAPPED: page-locked and visible to the device
 
@@ -21,12 +22,12 @@ class NpuAccelerator(TorchDeviceAccelerator):
         name="npu",
         device_type="npu",
         torch_module="torch.npu",
-        package="torch_npu",
+        package=VENDORS["npu"].package,
         install="install the Ascend driver and CANN toolkit, and `pip install torch_npu` for this version of torch",
         order=40,
         why="a vendor package that works beside torch",
         collectives=(CollectiveBackend("hccl"),),
-        visible_devices=("ASCEND_RT_VISIBLE_DEVICES",),
+        visible_devices=VENDORS["npu"].visible,
         export_prefixes=("ASCEND", "HCCL", "LD_LIBRARY", "PATH"),
         graph_class="NPUGraph",
         range_module="mstx",

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
+from anyaccel.vendors import VENDORS
 
 
 class SdaaAccelerator(TorchDeviceAccelerator):
@@ -16,12 +17,12 @@ class SdaaAccelerator(TorchDeviceAccelerator):
         name="sdaa",
         device_type="sdaa",
         torch_module="torch.sdaa",
-        package="torch_sdaa",
+        package=VENDORS["sdaa"].package,
         install="install the Tecorigin driver and runtime, and torch_sdaa for this version of torch",
         order=50,
         why="a vendor package that works beside torch",
         collectives=(CollectiveBackend("tccl"),),
-        visible_devices=("SDAA_VISIBLE_DEVICES",),
+        visible_devices=VENDORS["sdaa"].visible,
         export_prefixes=("TCCL", "SDAA", "LD_LIBRARY", "PATH"),
         op_builders="anyaccel.ops.builders.host",
         capabilities=Capabilities(absent={Capability.GRAPHS: "torch_sdaa has no public API to capture a graph"}),

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, HostRegistration
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
+from anyaccel.vendors import VENDORS
 
 
 class SupaAccelerator(TorchDeviceAccelerator):
@@ -16,12 +17,12 @@ class SupaAccelerator(TorchDeviceAccelerator):
         name="supa",
         device_type="supa",
         torch_module="torch.supa",
-        package="torch_supa",
+        package=VENDORS["supa"].package,
         install="install the Biren driver and SDK, and torch_supa for this version of torch",
         order=90,
         why="before cuda, since torch_supa makes torch.cuda look as if it had these devices",
         collectives=(CollectiveBackend("bccl"),),
-        visible_devices=("SUPA_VISIBLE_DEVICES",),
+        visible_devices=VENDORS["supa"].visible,
         export_prefixes=("BCCL", "BIREN", "SUPA", "LD_LIBRARY", "PATH"),
         graph_class="SUPAGraph",
         range_module="brtx",

@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 from anyaccel.accelerator.backends.xpu import XpuAccelerator
 from anyaccel.accelerator.base import Accelerator
 from anyaccel.accelerator.spec import BackendSpec, Unavailable
+from anyaccel.vendors import VENDORS
 
-_PACKAGE = "intel_extension_for_deepspeed"
+_PACKAGE = VENDORS["xpu"].backends["xpu.external"][1]
 _CLASS = "XPU_Accelerator"
 
 

@@ -12,8 +12,9 @@ from torch.torch_version import TorchVersion
 from anyaccel.accelerator import torch_device
 from anyaccel.accelerator.backends.xpu import XpuAccelerator
 from anyaccel.accelerator.spec import BackendSpec, Capability, Unavailable
+from anyaccel.vendors import VENDORS
 
-_IPEX = "intel_extension_for_pytorch"
+_IPEX = VENDORS["xpu"].backends["xpu.ipex"][1]
 
 
 class IpexAccelerator(XpuAccelerator):

@@ -11,7 +11,7 @@ from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD, Format
-from anyaccel.inference.checkpoints.sources import MappedFile
+from anyaccel.inference.checkpoints.mapped_file import MappedFile
 from anyaccel.inference.spec.mapping import Unsupported
 
 _LEAST_GROUP = 16

@@ -16,7 +16,8 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_blocks import GgufBlocks
 from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, GGML_TYPES, UNREAD
-from anyaccel.inference.checkpoints.sources import BLOCKS, MappedFile, TensorView
+from anyaccel.inference.checkpoints.mapped_file import MappedFile
+from anyaccel.inference.checkpoints.sources import BLOCKS, TensorView
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import Values, shown, told
 

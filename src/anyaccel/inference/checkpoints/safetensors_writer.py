@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1}
+from anyaccel.safetensors.header import BITS, make_header
+
 _MAX_FILE_BYTES = 4 << 30
-_ALIGNMENT = 64  # of the first tensor, so that rows of most tensors begin on a cache line
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,7 @@ class Planned:
 
     @property
     def bytes(self) -> int:
-        count = _SIZES[self.dtype]
-        for extent in self.shape:
-            count *= extent
-        return count
+        return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 class SafetensorsWriter:
@@ -64,15 +62,9 @@ class SafetensorsWriter:
         self.close()
         self._number += 1
         self._left = list(self._files[self._number])
-        header: dict[str, Any] = {"__metadata__": self._metadata}
-        at = 0
-        for each in self._left:
-            header[each.name] = {"dtype": each.dtype, "shape": each.shape, "data_offsets": [at, at + each.bytes]}
-            at += each.bytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+        header, _ = make_header([(each.name, each.dtype, each.shape) for each in self._left], self._metadata)
         self._file = (self._folder / self._names[self._number]).open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(header)
 
     def finish(self) -> None:
         """Close the last file and write the index of several."""

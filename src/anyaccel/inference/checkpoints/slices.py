@@ -19,7 +19,13 @@ class Slice:
         return sum(map(len, self.ranges))
 
 
+def view(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """`part` of `tensor`; no copy where it is in one piece."""
+    pieces = [tensor.narrow(part.dim, piece.start, len(piece)) for piece in part.ranges]
+    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
+
+
 def take(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
     """A dense copy of `part` of `tensor`."""
-    pieces = [tensor.narrow(part.dim, piece.start, len(piece)) for piece in part.ranges]
-    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    found = view(tensor, part)
+    return found if len(part.ranges) > 1 else found.clone(memory_format=torch.contiguous_format)

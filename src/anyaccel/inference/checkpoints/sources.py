@@ -14,37 +14,14 @@ from typing import Any, Protocol
 
 from anyaccel import _native
 from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.folder_files import checkpoint_files, has_bin, has_safetensors, read_index
 from anyaccel.inference.checkpoints.mapped_file import MappedFile
-from anyaccel.inference.checkpoints.safetensors_file import (
-    FLOATS,
-    Entry,
-    checkpoint_files,
-    has_bin,
-    has_safetensors,
-    read_index,
-    safetensors_entries,
-)
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import shown
+from anyaccel.safetensors.header import Entry, read_header
 
-__all__ = [
-    "BLOCKS",
-    "ConvertedTensor",
-    "Entry",
-    "MappedFile",
-    "ModuleSource",
-    "RenamedSource",
-    "SafetensorsSource",
-    "Tensor",
-    "TensorSource",
-    "TensorView",
-    "TorchSource",
-    "checkpoint_files",
-    "dense_strides",
-    "entry_of",
-    "folder_source",
-    "safetensors_entries",
-]
+# safetensors' names -> those of `_llm` and bytes a value; its other dtypes are no weights by themselves.
+FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f64", 8)}
 
 # Types of `_llm` -> values in a block, bytes of a block.
 BLOCKS = {
@@ -54,6 +31,7 @@ BLOCKS = {
     "q4_1": (32, 20),
 }
 
+_MAX_DIMENSIONS = 32  # of a tensor: more than any weight has, and than native code and numpy take
 _RELEASED_AT_ONCE = 16 << 20  # bytes; giving memory back takes about a millisecond
 
 
@@ -138,7 +116,7 @@ class SafetensorsSource:
     """The tensors of a folder's safetensors files, mapped.
 
     Raises:
-        ModelError: see `checkpoint_files` and `safetensors_entries`.
+        ModelError: see `checkpoint_files` and `read_header`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -149,10 +127,11 @@ class SafetensorsSource:
         self._files = [MappedFile(path) for path in checkpoint_files(folder)]
         for file in self._files:
             path = file.path
-            entries, _ = safetensors_entries(file.bytes, file.size, path)
-            for name, entry in entries.items():
-                if named is None or named.get(name) == path.name:
-                    self._tensors[name] = (file, entry)
+            for entry in read_header(file.bytes, path, file.size).entries:
+                if len(entry.shape) > _MAX_DIMENSIONS:
+                    raise ModelError(f"{path}: tensor {shown(entry.name)}: damaged: {len(entry.shape)} dimensions")
+                if named is None or named.get(entry.name) == path.name:
+                    self._tensors[entry.name] = (file, entry)
         for name, file_name in (named or {}).items():
             if name not in self._tensors:
                 raise ModelError(f"{folder / file_name}: has no tensor {shown(name)}, which {index.name} says it has")

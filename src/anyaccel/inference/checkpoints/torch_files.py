@@ -8,22 +8,22 @@ import pickle
 import re
 import warnings
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.checkpoints.safetensors_file import read_index
-from anyaccel.inference.checkpoints.slices import Slice, take
+from anyaccel.inference.checkpoints.folder_files import read_index
+from anyaccel.inference.checkpoints.slices import Slice, view
 from anyaccel.outside import line, shown, told
+from anyaccel.safetensors.tensors import mapped, tensor_of
 
 _COMPARED = 1 << 20  # values of a tensor that are compared at a time
 
 # What readers raise for files that are not what their name says; unpickling damaged bytes may raise almost anything.
 _DAMAGE = (
-    SafetensorError,
     pickle.UnpicklingError,
     zipfile.BadZipFile,
     RuntimeError,
@@ -59,6 +59,24 @@ def _refusal(file: Path, error: pickle.UnpicklingError) -> ModelError:
     )
 
 
+class _Safetensors(Mapping[str, torch.Tensor]):
+    """The tensors of a safetensors file: views of the mapped file, which are made when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        header, self._memory = mapped(path)
+        self._entries = {entry.name: entry for entry in header.entries}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return tensor_of(self._path, self._entries[name], self._memory)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
 class Checkpoint:
     """The weights of one model folder: safetensors, or `pytorch_model*.bin` without pickled code.
 
@@ -68,32 +86,22 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._open_files: dict[Path, Any] = {}
+        self._open_files: dict[Path, Mapping[str, Any]] = {}
         self._files = _index_of(folder, "model", ".safetensors") or _index_of(folder, "pytorch_model", ".bin")
         if not self._files:
             for name in ("model.safetensors", "pytorch_model.bin"):
                 if (folder / name).is_file():
-                    self._files = dict.fromkeys(self._names(folder / name), folder / name)
+                    self._files = dict.fromkeys(self._open(folder / name), folder / name)
                     break
         if not self._files:
             raise ModelError(
                 f"{folder}: no weights found; expected model.safetensors, pytorch_model.bin or their .index.json"
             )
 
-    def _open(self, file: Path) -> Any:
+    def _open(self, file: Path) -> Mapping[str, Any]:
         if file not in self._open_files:
             try:
-                if file.suffix == ".bin":
-                    # Files from before torch 1.6 are no zip archives and cannot be mapped.
-                    mapped = zipfile.is_zipfile(file)
-                    with warnings.catch_warnings():  # that the pickle is of another protocol, before an error
-                        warnings.filterwarnings("ignore", "Detected pickle protocol")
-                        data = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-                    if not isinstance(data, dict):
-                        raise ModelError(f"{file}: has a {type(data).__name__}, not tensors by name")
-                    self._open_files[file] = data
-                else:
-                    self._open_files[file] = safe_open(file, framework="pt")
+                self._open_files[file] = _unpickled(file) if file.suffix == ".bin" else _Safetensors(file)
             except ModelError:
                 raise
             except pickle.UnpicklingError as error:
@@ -102,11 +110,15 @@ class Checkpoint:
                 raise ModelError(f"{file}: cannot be read, truncated or damaged ({told(error)})") from error
         return self._open_files[file]
 
-    def _names(self, file: Path) -> list[str]:
-        return list(self._open(file).keys())
-
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        file = self._files[name]
+        tensor = self._open(file).get(name)
+        if not isinstance(tensor, torch.Tensor):
+            raise ModelError(f"{file}: has no tensor {shown(name)}")
+        return tensor
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Of all tensors.
@@ -114,30 +126,15 @@ class Checkpoint:
         Raises:
             ModelError: a file is damaged, or lacks a tensor that the index says it has.
         """
-        found = []
-        for name, file in self._files.items():
-            data = self._open(file)
-            try:
-                shape = data[name].shape if isinstance(data, dict) else data.get_slice(name).get_shape()
-                found.append(tuple(shape))
-            except (SafetensorError, LookupError, AttributeError) as error:
-                raise ModelError(f"{file}: tensor {shown(name)} cannot be read ({told(error)})") from error
-        return found
+        return [tuple(self._tensor(name).shape) for name in self._files]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of `.bin` files, mapped where the files can be.
+        """All tensors, mapped where the files can be.
 
         Raises:
             ModelError: a file is damaged, or has something else under a tensor's name, or not what the index says.
         """
-        found = {}
-        for name, file in self._files.items():
-            data = self._open(file)
-            tensor = data.get(name) if isinstance(data, dict) else None
-            if not isinstance(tensor, torch.Tensor):
-                raise ModelError(f"{file}: has no tensor {name!r}")
-            found[name] = tensor
-        return found
+        return {name: self._tensor(name) for name in self._files}
 
     def same(self, one: str, other: str) -> bool:
         """Whether two tensors have the same type, shape and values; they are read a few rows at a time.
@@ -145,26 +142,15 @@ class Checkpoint:
         Raises:
             ModelError: a file is damaged.
         """
-        views = [self._view(name) for name in (one, other)]
-        shapes = [tuple(each.shape if isinstance(each, torch.Tensor) else each.get_shape()) for each in views]
-        if shapes[0] != shapes[1]:
+        a, b = self._tensor(one), self._tensor(other)
+        if a.shape != b.shape or a.dtype != b.dtype:
             return False
-        if all(isinstance(each, torch.Tensor) for each in views) and views[0].is_set_to(views[1]):
+        if a.is_set_to(b):
             return True  # torch's files have a shared tensor once, under both names
-        step = max(_COMPARED // max(math.prod(shapes[0][1:]), 1), 1)
-        for first in range(0, shapes[0][0] if shapes[0] else 1, step):
-            a, b = (each[first : first + step] if shapes[0] else each[...] for each in views)
-            if a.dtype != b.dtype or not torch.equal(a, b):
-                return False
-        return True
-
-    def _view(self, name: str) -> Any:
-        file = self._files[name]
-        data = self._open(file)
-        try:
-            return data[name] if isinstance(data, dict) else data.get_slice(name)
-        except (SafetensorError, LookupError) as error:
-            raise ModelError(f"{file}: tensor {shown(name)} cannot be read ({told(error)})") from error
+        step = max(_COMPARED // max(math.prod(a.shape[1:]), 1), 1)
+        if not a.dim():
+            return torch.equal(a, b)
+        return all(torch.equal(a[i : i + step], b[i : i + step]) for i in range(0, len(a), step))
 
     def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
         """The tensor `name` of `shape`, or only `part` of it: a view of the mapped file where it is in one piece.
@@ -174,18 +160,21 @@ class Checkpoint:
         """
         if name not in self._files:
             raise ModelError(f"{self._folder}: has no tensor {name!r}")
-        file = self._files[name]
-        data = self._open(file)
-        try:
-            view = data[name] if isinstance(data, dict) else data.get_slice(name)
-            stored = tuple(view.shape if isinstance(data, dict) else view.get_shape())
-            if stored != tuple(shape):
-                raise ModelError(f"{file}: tensor {name!r} is {stored}, the model's configuration needs {tuple(shape)}")
-            if isinstance(data, dict):
-                return view if part is None else take(view, part)
-            if part is None:
-                return data.get_tensor(name)  # type: ignore[no-any-return]
-            pieces = [view[(slice(None),) * part.dim + (slice(piece.start, piece.stop),)] for piece in part.ranges]
-        except (SafetensorError, KeyError, RuntimeError) as error:
-            raise ModelError(f"{file}: tensor {name!r} cannot be read ({told(error)})") from error
-        return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
+        tensor = self._tensor(name)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"{self._files[name]}: tensor {name!r} is {tuple(tensor.shape)}, the model's configuration needs "
+                f"{tuple(shape)}"
+            )
+        return tensor if part is None else view(tensor, part)
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    # Files from before torch 1.6 are no zip archives and cannot be mapped.
+    mappable = zipfile.is_zipfile(file)
+    with warnings.catch_warnings():  # that the pickle is of another protocol, before an error
+        warnings.filterwarnings("ignore", "Detected pickle protocol")
+        data = torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
+    if not isinstance(data, dict):
+        raise ModelError(f"{file}: has a {type(data).__name__}, not tensors by name")
+    return data

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from anyaccel.accelerator import get_accelerator, is_current_accelerator_supported
 from anyaccel.accelerator import set_accelerator as _set_accelerator
-from anyaccel.accelerator.select import FAMILIES, REGISTRY
+from anyaccel.accelerator.select import REGISTRY
+from anyaccel.vendors import FAMILIES
 
 from .._cover import cover
 

@@ -7,18 +7,12 @@ from typing import Any, ClassVar
 
 from anyaccel.ops.builder import OpBuilder
 from anyaccel.ops.builders.ccl import CCLCommBuilder
-from anyaccel.ops.builders.host import AsyncIOBuilder, CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
+from anyaccel.ops.builders.host import ops as host
+from anyaccel.ops.builders.host.ops import *  # noqa: F403
 from anyaccel.ops.builders.optimizers import FusedAdamBuilder
 
-__all__ = [
-    "AsyncIOBuilder",
-    "CCLCommBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "ShareMemCommBuilder",
-]
+__all__ = ["CCLCommBuilder", "FusedAdamBuilder", "ShareMemCommBuilder"]
+__all__ += host.__all__
 
 
 class ShareMemCommBuilder(OpBuilder):

@@ -3,26 +3,9 @@
 
 from __future__ import annotations
 
-from anyaccel.ops.builders.cpu import (
-    AsyncIOBuilder,
-    CCLCommBuilder,
-    CPUAdagradBuilder,
-    CPUAdamBuilder,
-    CPULionBuilder,
-    FusedAdamBuilder,
-    ShareMemCommBuilder,
-)
+from anyaccel.ops.builders.cpu.ops import *  # noqa: F403
+from anyaccel.ops.builders.cpu.ops import __all__ as __all__
 
 from ..._cover import cover
-
-__all__ = [
-    "AsyncIOBuilder",
-    "CCLCommBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "ShareMemCommBuilder",
-]
 
 cover(globals())

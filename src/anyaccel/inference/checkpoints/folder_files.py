@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files of a model folder have its weights, by their names and indices. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from anyaccel.errors import ModelError
+from anyaccel.outside import Values, mapping, read_json, shown, text
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder's weights are in safetensors files."""
+    return any((folder / f"model.safetensors{end}").is_file() for end in (".index.json", ""))
+
+
+def has_bin(folder: Path) -> bool:
+    """Whether a folder has weights in torch's files."""
+    return any((folder / f"pytorch_model.bin{end}").is_file() for end in (".index.json", ""))
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model folder.
+
+    Raises:
+        ModelError: there are none, the index is damaged or names a file that is not there.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(read_index(index).values()))]
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    raise ModelError(f"{folder}: no weights found; expected model.safetensors, pytorch_model.bin or their .index.json")
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor -> the file that has it, of an index file.
+
+    Raises:
+        ModelError: it is damaged, or names a file that is not there or outside the folder.
+    """
+    given = mapping(Values(read_json(index), f"{index}: ").required("weight_map"), f"{index}: weight_map")
+    files = {tensor: text(file, f"{index}: {shown(tensor)}") for tensor, file in given.items()}
+    if not files:
+        raise ModelError(f"{index}: the index names no tensors")
+    for file in sorted(set(files.values())):
+        if Path(file).name != file:
+            raise ModelError(f"{index}: names a file outside the folder: {shown(file)}")
+        if not os.path.isfile(index.parent / file):  # noqa: PTH113  also of a name that is too long
+            raise ModelError(f"{index.parent / shown(file)[1:-1]}: missing, but named by {index.name}")
+    return files

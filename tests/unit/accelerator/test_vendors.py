@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vendors.py is the one table of vendors: every backend has its row, and nobody keeps a list of his own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import anyaccel
+from anyaccel.accelerator.select import REGISTRY
+from anyaccel.launch import devices
+from anyaccel.port.context import VENDORS as IN_NAMES
+from anyaccel.port.syntax import OTHER_DEVICE
+from anyaccel.vendors import FAMILIES, OTHERS, VENDORS
+
+PACKAGE = Path(anyaccel.__file__).parent
+# What DeepSpeed has modules for is DeepSpeed's choice; devices.py has what the kernel shows, by the table's names.
+OTHER_LISTS = {"vendors.py", "launch/devices.py", "compat/deepspeed/accelerator/__init__.py"}
+WORDS = re.compile(rf"(?<![a-z])(?:{'|'.join(OTHERS)})(?![a-z])")
+
+
+def test_every_backend_has_a_row_that_says_what_it_says() -> None:
+    files = {path.stem for path in (PACKAGE / "accelerator" / "backends").glob("*.py")} - {"__init__"}
+    assert files == {target.partition(":")[0] for vendor in VENDORS.values() for target, _ in vendor.backends.values()}
+    for name, vendor in VENDORS.items():
+        for backend, (_, package) in vendor.backends.items():
+            spec = REGISTRY[backend].load().spec
+            assert (spec.name, spec.device_type) == (name, name)
+            assert (spec.package, spec.visible_devices) == (package, vendor.visible), backend
+    assert all(set(members) <= set(VENDORS[name].backends) for name, members in FAMILIES.items())
+
+
+def test_the_launcher_knows_where_to_look_for_each() -> None:
+    assert devices._FIND.keys() == VENDORS.keys() == devices.ACCELERATORS.keys()
+    assert devices._ALSO_VISIBLE.keys() <= VENDORS.keys()
+
+
+@pytest.mark.parametrize("name", VENDORS)
+def test_the_porting_tool_knows_each(name: str) -> None:
+    assert OTHER_DEVICE.fullmatch(f"{name}:1")
+    assert bool(IN_NAMES.search(f"is_{name}_available")) == (name in OTHERS)
+
+
+def vendors_in(source: str) -> set[str]:
+    """Those that stand in the texts of a module, docstrings apart."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and isinstance(node.body[0], ast.Expr)
+    }
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return {word for each in constants if isinstance(each.value, str) for word in WORDS.findall(each.value)}
+
+
+def test_nobody_else_lists_them() -> None:
+    assert vendors_in('"""mlu"""\nx = ["npu:0", "torch_musa"]\n') == {"npu", "musa"}
+    lists = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if PACKAGE / "accelerator" / "backends" not in path.parents and len(vendors_in(path.read_text())) > 2
+    }
+    assert lists == OTHER_LISTS

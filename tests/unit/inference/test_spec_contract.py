@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder's contract is written in Python and in C++: the two have the same fields, types, defaults and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anyaccel.inference.spec import decoder
+from anyaccel.inference.spec.stored import spec_from_dict
+
+CSRC = Path(__file__).parents[3] / "csrc"
+HEADER = (CSRC / "llm" / "spec.h").read_text()
+READER = (CSRC / "bindings" / "llm_spec.cpp").read_text()
+# Python's class -> C++'s struct and the function that reads it.
+STRUCTS = {
+    decoder.Norm: ("NormSpec", "read_norm"),
+    decoder.Rope: ("RopeSpec", "read_rope"),
+    decoder.QkNorm: ("QkNormSpec", "read_qk_norm"),
+    decoder.Mla: ("MlaSpec", "read_mla"),
+    decoder.Attention: ("AttentionSpec", "read_attention"),
+    decoder.Mlp: ("MlpSpec", "read_mlp"),
+    decoder.Moe: ("MoeSpec", "read_moe"),
+    decoder.Layer: ("LayerSpec", "read_layer"),
+    decoder.DecoderSpec: ("DecoderSpec", "read_spec"),
+}
+FIELD = re.compile(r"^  ([\w:<>]+) (\w+)(?: = ([^;]+))?;", re.MULTILINE)
+NUMBERS = {int: ("int", "int64_t"), float: ("float", "double"), bool: ("bool",)}
+
+
+def body_after(text: str, head: str) -> str:
+    """What stands between this head and the closing brace at the beginning of a line."""
+    found = re.search(rf"^(?:struct |(?:llm::)?\w+ ){head}\b[^;{{]*\{{\n(.*?)^\}}", text, re.MULTILINE | re.DOTALL)
+    assert found, head
+    return found[1]
+
+
+def plain(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
+def check_field(cls: type, field: dataclasses.Field[Any], hint: Any, kind: str, default: str | None) -> None:
+    """One field of a dataclass against its declaration in C++."""
+    where = f"{cls.__name__}.{field.name}: {kind}"
+    required = field.default is dataclasses.MISSING
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is types.UnionType:
+        assert kind == f"std::optional<{STRUCTS[inner[0]][0]}>", where
+        assert required or field.default is None, where
+    elif typing.get_origin(hint) is tuple:
+        accepted = NUMBERS[inner[0]] if inner[0] in NUMBERS else (STRUCTS[inner[0]][0],)
+        assert kind in {f"std::vector<{each}>" for each in accepted}, where
+        assert required or field.default == (), where
+    elif typing.get_origin(hint) is typing.Literal:
+        assert required or (default or "").rpartition("::")[2] == field.default, where
+    elif hint in STRUCTS:
+        assert kind == STRUCTS[hint][0], where
+    else:
+        assert kind in NUMBERS[hint], where
+        if not required:
+            text = {"true": "1", "false": "0"}.get(default or "", (default or "").rstrip("f"))
+            assert float(text) == float(field.default), f"{where} is {default}, Python's default {field.default}"
+
+
+@pytest.mark.parametrize("cls", STRUCTS, ids=lambda cls: cls.__name__)
+def test_python_and_cpp_have_the_same_fields(cls: Any) -> None:
+    struct, reader = STRUCTS[cls]
+    declared = {name: (kind, default) for kind, name, default in FIELD.findall(body_after(HEADER, struct))}
+    read = body_after(READER, reader)
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    # Python has one field for either of two kinds, C++ an optional one for each.
+    if cls is decoder.Layer:
+        assert typing.get_args(hints.pop("mlp")) == (decoder.Mlp, decoder.Moe)
+        assert {declared.pop("mlp")[0], declared.pop("moe")[0]} == {"std::optional<MlpSpec>", "std::optional<MoeSpec>"}
+        del fields["mlp"]
+    assert list(declared) == list(fields)
+    for name, field in fields.items():
+        check_field(cls, field, hints[name], *declared[name])
+        assert re.search(rf'from, "{name}"', read), f"{reader} does not read {name}"
+        assert re.search(rf"\b(?:spec|norm|rope)\.{name}\b", read), f"{reader} does not set {name}"
+
+
+def test_python_and_cpp_have_the_same_words_for_choices() -> None:
+    texts = dict(re.findall(r'from,\s*"(\w+)", \w+\.\w+,\s*(\{\{.*?\}\})\)', READER, re.DOTALL))
+    wanted = {
+        field.name: typing.get_args(typing.get_type_hints(cls)[field.name])
+        for cls in STRUCTS
+        for field in dataclasses.fields(cls)
+        if typing.get_origin(typing.get_type_hints(cls)[field.name]) is typing.Literal
+    }
+    assert texts.keys() == wanted.keys()
+    for name, words in wanted.items():
+        pairs = re.findall(r'\{"(\w+)", [\w:]*::(\w+)\}', texts[name])
+        assert all(text == meaning for text, meaning in pairs), name
+        assert sorted(text for text, _ in pairs) == sorted(words), name
+
+
+def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:
+    norm = decoder.Norm("layer", 1e-5, bias=True)
+    mlp = decoder.Mlp(8, "relu2", gated=False)
+    attention = decoder.Attention(4, 2, 8, 6, 0.5, alibi=(0.5, 0.25), qk_norm=decoder.QkNorm(norm, across=True))
+    latent = dataclasses.replace(attention, qk_norm=None, mla=decoder.Mla(0, 8, 4, 4, None, norm))
+    layers = (
+        decoder.Layer(attention, mlp, attn_norm=norm),
+        decoder.Layer(latent, decoder.Moe(4, 2, mlp, shared=mlp), mlp_post_norm=norm),
+    )
+    spec = decoder.DecoderSpec(100, 16, layers, norm, ropes=(decoder.Rope((1.0, 0.5)),), embedding_norm=norm)
+    assert spec_from_dict(dataclasses.asdict(spec)) == spec
