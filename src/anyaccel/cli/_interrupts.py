@@ -17,7 +17,7 @@ import threading
 import time
 from contextlib import contextmanager
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType

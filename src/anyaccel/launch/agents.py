@@ -7,15 +7,12 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from anyaccel.launch.channel import FrameReader
 from anyaccel.launch.failure import Failure, Report
 from anyaccel.launch.output import Output
 from anyaccel.launch.streams import BACKLOG
-
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
-if TYPE_CHECKING:
-    from typing import Any
 
 # Bytes of what ssh says before an agent speaks that are kept for a message.
 _SAID = 4096

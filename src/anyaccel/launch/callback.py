@@ -16,13 +16,10 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anyaccel.launch.address import own_addresses
 from anyaccel.launch.channel import ConnectionLostError, FrameReader
-
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
-if TYPE_CHECKING:
-    from typing import Any
 
 # The environment variable that brings the contact to the agents, where the launcher passes variables on.
 VARIABLE = "ANYACCEL_CONTACT"

@@ -7,7 +7,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import channel
@@ -29,10 +30,7 @@ from anyaccel.launch.signals import stop_signals, without_stopping
 from anyaccel.launch.streams import BACKLOG
 from anyaccel.launch.task import Task
 
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
 if TYPE_CHECKING:
-    from typing import Any
-
     from anyaccel.launch.callback import Reception
 
 # Seconds until the agents must have said that they are ready: of ssh all of them, of another launcher the first.

@@ -40,7 +40,7 @@ from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions, cannot
 from anyaccel.launch.streams import Streams
 from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import mmap
     from typing import NoReturn

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from anyaccel import _native
 from anyaccel.launch.failure import describe_end
@@ -38,7 +39,7 @@ class LauncherProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], output: Output, console: Output, *, may_wait: bool
     ) -> None:
-        self.name = os.path.basename(command[0])  # noqa: PTH119
+        self.name = Path(command[0]).name
         self.may_wait = may_wait
         self.problem = ""
         self.how = ""

@@ -30,7 +30,7 @@ from anyaccel.launch.planning import free_port
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.task import Task
 
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

@@ -228,7 +228,7 @@ def prepare_log_dir(options: OutputOptions) -> None:
     if folder is None:
         return
     try:
-        os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - importing pathlib takes 8 ms of each launch
+        os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"--enable_each_rank_log {folder!r} cannot be made: {error.strerror}; give another folder"

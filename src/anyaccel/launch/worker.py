@@ -13,7 +13,7 @@ from anyaccel import _native
 from anyaccel.launch.apply import bind_worker
 from anyaccel.launch.plan import RankBinding
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from anyaccel.accelerator import get_accelerator, is_current_accelerator_supported
 from anyaccel.accelerator import set_accelerator as _set_accelerator
 from anyaccel.accelerator.select import FAMILIES, REGISTRY
 
 from .._cover import cover
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from anyaccel.accelerator import Accelerator
 
