@@ -62,7 +62,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _about_folder() -> str:
-    """What the system's word for a current folder that has been deleted does not say."""
+    """An addition to an error of the system where the current folder has been deleted, which its text does not say."""
     try:
         os.getcwd()
     except OSError:

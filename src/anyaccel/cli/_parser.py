@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
-# Characters of what argparse says, which quotes words as they were given.
+# Characters of a message: argparse quotes words as they were given, however long they are.
 _LONGEST = 400
 
 

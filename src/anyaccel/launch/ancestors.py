@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# More are no chain of launchers; the walk ends in any case.
+# No chain of launchers is longer, and a walk up must end even where /proc changes meanwhile.
 _MOST = 256
 
 

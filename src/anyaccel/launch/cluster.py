@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # Port of rank 0 where nobody can ask its host for a free one; torchrun and deepspeed have the same.
 _DEFAULT_PORT = 29500
-# Variables that the start of Python on another host depends on; all others travel by themselves.
+# Variables that Python needs to start on another host. They go on the command line; all others follow in a message.
 _AT_START = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 
@@ -84,7 +84,7 @@ class ClusterOptions:
         if self.num_nodes is not None and self.num_nodes > MOST_HOSTS:
             raise UsageError(f"--num_nodes is {self.num_nodes}, a job has at most {MOST_HOSTS} hosts; ask for fewer")
         if self.launcher is not None:
-            find_runner(self.launcher)  # a name that is none is the first thing to say
+            find_runner(self.launcher)  # a wrong name is reported before anything else
         if self.no_ssh and self.launcher:
             raise UsageError(f"--no_ssh starts nothing on other hosts, and --launcher {self.launcher} would")
         if self.no_ssh and self.node_rank is None:
@@ -179,7 +179,7 @@ def _slurm_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str
 
 @dataclass(frozen=True)
 class ClusterLaunch:
-    """What is going to happen.
+    """A job that is ready to be started.
 
     Attributes:
         runner: None where this host is the only one, or with --no_ssh.

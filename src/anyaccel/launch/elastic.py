@@ -73,7 +73,7 @@ def build_command(
         "--rdzv-backend", "c10d",
         "--rdzv-endpoint", meeting,
         "--rdzv-id", job_id,
-        # Otherwise torch compares names, which hosts may share or not know.
+        # Without it torch compares host names to find out, which hosts may share or fail to resolve.
         "--rdzv-conf", f"is_host={int(first)}",
     ]  # fmt: skip
     if address is not None:

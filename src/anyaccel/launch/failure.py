@@ -86,7 +86,7 @@ def describe_end(status: int) -> str:
     try:
         return f"was killed by {signal.Signals(number).name}"
     except ValueError:
-        return f"was killed by signal {number}"  # a real-time signal, these have no names
+        return f"was killed by signal {number}"  # a real-time signal: signal.Signals has no names for them
 
 
 def explain(failure: Failure, who: str, others: int) -> list[str]:

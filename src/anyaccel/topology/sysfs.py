@@ -115,7 +115,7 @@ def _cpuset(base: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """CPUs and memory nodes of the cgroup (v1 or v2) of the recorded process; None where there is no cpuset."""
     for path, mounts in _cpuset_places(base):
         if ".." in path:
-            continue  # outside of what this process may see
+            continue  # a cgroup outside of the part of the hierarchy that this process sees
         # A container sees its own cgroup as the root, a cgroup without the controller has that of its parent.
         parts = [part for part in path.split("/") if part]
         for depth in range(len(parts), -1, -1):
@@ -193,7 +193,7 @@ def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int]) -> tupl
             continue
         threads = _siblings(topology)
         if threads is None and core is not None:
-            continue  # told apart by their keys below
+            continue  # grouped by `keys` below
         group = tuple(other for other in threads or () if other in known and other not in siblings)
         if cpu not in group:
             group = (cpu,)

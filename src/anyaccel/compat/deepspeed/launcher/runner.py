@@ -118,9 +118,9 @@ def anyaccel_arguments(options: argparse.Namespace) -> list[str]:
     if options.autotuning:
         raise refuse("launcher --autotuning", "it tunes the training engine, which is out of scope; leave it out")
     default = _parser().get_default
-    given = {**vars(options), "log_level": "error" if options.log_level == "critical" else options.log_level}
-    values = [f"--{name}={given[name]}" for name in _WITH_VALUE if given[name] != default(name)]
-    switches = [f"--{name}" for name in _SWITCHES if given[name]]
+    chosen = {**vars(options), "log_level": "error" if options.log_level == "critical" else options.log_level}
+    values = [f"--{name}={chosen[name]}" for name in _WITH_VALUE if chosen[name] != default(name)]
+    switches = [f"--{name}" for name in _SWITCHES if chosen[name]]
     return ["run", *values, *switches, "--", options.user_script, *options.user_args]
 
 
