@@ -93,7 +93,7 @@ ANYACCEL_EXPORT int anyaccel_aio_wait(Handle* handle, int64_t number, int32_t mi
 // A request that is done.
 ANYACCEL_EXPORT void anyaccel_aio_forget(Handle* handle, int64_t number) { handle->forget(number); }
 
-// What is not under way yet will not be done. The request still has to be waited for.
+// Chunks that have not been started are dropped. The request still has to be waited for.
 ANYACCEL_EXPORT int anyaccel_aio_cancel(Handle* handle, int64_t number) {
   return guarded([&] {
     handle->find(number)->cancel();

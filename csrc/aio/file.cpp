@@ -201,7 +201,7 @@ Leftover File::abandon() {
   struct stat status;
   if (fstat(buffered_, &status) != 0 || !S_ISREG(status.st_mode)) return Leftover::undefined;
   const bool touched = touched_.load(std::memory_order_relaxed);
-  // What others wrote meanwhile stays, behind our range and before it.
+  // Bytes that other writers have put behind our range, or before it, stay.
   if (status.st_size > end_) return touched ? Leftover::undefined : Leftover::untouched;
   const int64_t keep = touched ? begin_ : std::max(begin_, size_before_);
   const int64_t left = std::min<int64_t>(status.st_size, keep);

@@ -27,7 +27,7 @@ struct Known {
   ShmGroup* group = nullptr;
 };
 
-// Of this process; guarded by the interpreter's lock.
+// The state of the fast calls in this process, guarded by the interpreter's lock.
 struct Fast {
   bool enabled = false;
   PyObject* slow_all_reduce = nullptr;

@@ -11,7 +11,7 @@ namespace {
 // While a rank reads at most so much of its peers, every rank reduces everything: one synchronisation instead of two,
 // and more reading for it.
 constexpr size_t kSmallBytes = 64 << 10;
-// What is reduced and handed out in one go where nothing is copied: stays in the L1 cache.
+// Bytes that are reduced and handed out at a time where nothing is copied, few enough to stay in the L1 cache.
 constexpr size_t kSymmetricBlock = 8 << 10;
 
 }  // namespace
@@ -77,7 +77,7 @@ void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp
 bool ShmGroup::agreed() const {
   for (int peer = 0; peer < size_; ++peer) {
     if (control(peer).descriptor[sequence_ & 1] == current_) continue;
-    // Where the tensors are may differ.
+    // Ranks may differ in where their tensors are.
     bool same = true;
     for (int other = 0; other < size_; ++other) {
       Descriptor theirs = control(other).descriptor[sequence_ & 1];

@@ -247,7 +247,7 @@ void Messages::look_around() {
   bool failed = false;
   for (const auto& message : all) {
     try {
-      // Of any rank: any one that is still there may send.
+      // A receive from any rank can be served by any rank that is still there.
       for (int peer = 0; peer < group_.size(); ++peer)
         if (peer != rank() && message->peer == peer) group_.check_peer(peer, describe(*message));
       const double waited = static_cast<double>(now - message->posted_ns) * 1e-9;

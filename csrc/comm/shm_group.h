@@ -193,7 +193,7 @@ class ShmGroup {
   template <class Body>
   void call_locked(const Descriptor& descriptor, Body body);
   Control& control(int rank) const { return *controls_[rank]; }
-  // What each rank says about sizes, for the peers to compare; two, as of descriptors.
+  // The sizes that each rank announces for its peers to compare. There are two tables, used in turn, as of descriptors.
   uint64_t* table(int rank, uint64_t sequence) const;
   char* buffer(int rank, uint64_t chunk) const { return buffers_[rank] + (chunk % kBuffers) * buffer_bytes_; }
   size_t control_bytes() const;
@@ -211,7 +211,7 @@ class ShmGroup {
   Descriptor reduction(Op what, size_t count, DType dtype, ReduceOp op, int root = 0, DType told = DType::f32) const;
   bool is_small(size_t bytes) const;
   void all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp op, DType told);
-  // These give false, and have changed nothing, when a peer's tensor is symmetric.
+  // These return false, without having changed anything, when a peer's tensor is symmetric.
   bool all_reduce_copying(char* data, size_t count, DType dtype, ReduceFn kernel);
   bool all_reduce_small(char* data, size_t count, DType dtype, ReduceFn kernel);
   bool all_reduce_large(char* data, size_t count, DType dtype, ReduceFn kernel);

@@ -204,7 +204,7 @@ const OpenMp* openmp() {
   const std::lock_guard<std::mutex> lock(mutex);
   static OpenMp symbols;
   if (adopted.load(std::memory_order_relaxed) != nullptr) return &symbols;
-  // What is loaded for all, by LD_PRELOAD for one, goes before, as for torch itself.
+  // Symbols that are visible to the whole process, such as by LD_PRELOAD, come first, as they do for torch itself.
   if (!take_from(RTLD_DEFAULT, symbols) && dl_iterate_phdr(look, &symbols) == 0) {
     absent.store(true, std::memory_order_relaxed);
     return nullptr;

@@ -32,7 +32,7 @@ class KeptFile {
  public:
   explicit KeptFile(const char* path) : path_(path) {}
 
-  // What it begins with. Throws std::system_error.
+  // Reads the beginning of the file, as much as `text` holds. Throws std::system_error.
   template <size_t kSize>
   std::string_view read(char (&text)[kSize]) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -45,7 +45,7 @@ class KeptFile {
   void before_fork() { mutex_.lock(); }
   void in_parent() { mutex_.unlock(); }
   void in_child() {
-    // What is open shows the parent.
+    // The open file is about the parent process.
     if (is_open()) close(descriptor_);
     descriptor_ = -1;
     mutex_.unlock();

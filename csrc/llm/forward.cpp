@@ -15,7 +15,7 @@ namespace {
 // be large beside the weights, nor far beyond the last cache.
 constexpr int64_t kRunFloats = int64_t{16} << 20;
 constexpr int64_t kMostTokens = 1024;
-// Of one exchange among ranks: containers often have no more than 64 MiB of shared memory.
+// Floats that one exchange among ranks can hold: containers often have no more than 64 MiB of shared memory.
 constexpr int64_t kSlotFloats = int64_t{1} << 20;
 
 // Behind what is exchanged first in a run: a hash of the run's tokens.
@@ -351,7 +351,7 @@ void Worker::finish_logits(float* logits, int64_t stride, int64_t tokens, int64_
   for (int64_t t = 0; t < tokens; ++t) softcap(logits + t * stride + begin, spec_.logits_softcap, end - begin);
 }
 
-// Of wanted tokens first, first + 1, ...
+// Logits of the wanted tokens first, first + 1, ...
 void Worker::logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept {
   const bool divided = forward_.ranks_ != nullptr;
   const int64_t rows = w.shape().rows;

@@ -37,7 +37,7 @@ struct StepTokens {
 
 class Forward {
  public:
-  // All are the model's and live as long. `ranks`: null without tensor parallelism.
+  // All arguments belong to the model and live as long as it does.
   Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache, Team& team, Profile& profile);
 
   // The most tokens of a run.
@@ -67,7 +67,7 @@ class Forward {
   AttentionScratch scratch_;
   std::vector<RopeTable> ropes_;
 
-  // Of the current run.
+  // State of the current run.
   std::vector<int64_t> positions_;                // of each token
   std::vector<std::vector<Rotation>> rotations_;  // [rope][token]
   unsigned turn_ = 0;                             // of the ranks' slots, from run to run

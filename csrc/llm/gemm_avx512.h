@@ -13,7 +13,7 @@ namespace {
 
 using namespace simd::ANYACCEL_ISA_VARIANT;
 
-// Of sixteen floats the first `count`, which may be none; zeros in the rest.
+// Loads the first `count` of sixteen floats, which may be none, and zeros for the rest.
 inline Vec load_first(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
 
 // Sixteen pairs from x on, of which `count` columns exist; the others are zeros.
@@ -43,7 +43,7 @@ void write_sums(const float* sums, int tokens, const GemmTile& to) {
 struct Scales {
   Vec scale, minimum;
 };
-// Those of the group that `column` is in.
+// The scales of the group that `column` is in.
 inline Scales scales_of(const BlockLayout& layout, const uint8_t* block, int64_t column) {
   const uint8_t* scales = block + layout.scales_offset;
   Scales result;

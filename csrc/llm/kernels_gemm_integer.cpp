@@ -28,7 +28,7 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
       const int64_t left = cols - u * kUnit;
       const Vec a = load_first(row + u * kUnit, left);
       const Vec b = left > 16 ? load_first(row + u * kUnit + 16, left - 16) : broadcast(0.0f);
-      // As bits, a NaN or an infinity is the largest: the scale becomes NaN.
+      // Compared as integers, the bits of a NaN or an infinity are the largest, so the scale becomes NaN.
       const IVec magnitude = _mm512_set1_epi32(0x7fffffff);
       const int largest_bits = _mm512_reduce_max_epi32(_mm512_max_epi32(
           _mm512_and_si512(_mm512_castps_si512(a), magnitude), _mm512_and_si512(_mm512_castps_si512(b), magnitude)));

@@ -47,7 +47,7 @@ void quantise_groups(const float* x, int count, float product_scale, Q* q, Group
     for (int g = 0; g < count; ++g)
       sums[g] = quantise32(x + g * kActivationGroup, factors[g], q + g * stride * kActivationGroup);
   for (int g = 0; g < count; ++g) {
-    // What is not finite becomes any integers, and a NaN by its scale.
+    // Values that are not finite became meaningless integers; their scale is NaN, and so is the product.
     const int32_t sum = most_bits[g] < 0x7f800000u ? sums[g] : 0;
     params[g * stride] = {scales[g] * product_scale, scales[g] * static_cast<float>(sum), -8 * sum, -128 * sum};
   }

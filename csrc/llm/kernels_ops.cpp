@@ -8,7 +8,7 @@ namespace anyaccel::llm {
 namespace {
 
 using namespace simd::ANYACCEL_ISA_VARIANT;
-// Not the functions of rows in ops.h.
+// The functions of vectors; ops.h has functions of whole rows with the same names.
 using simd::ANYACCEL_ISA_VARIANT::add;
 using simd::ANYACCEL_ISA_VARIANT::sigmoid;
 

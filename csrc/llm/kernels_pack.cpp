@@ -88,7 +88,7 @@ void best_with_minimum(const float* x, int count, Row& scale, Row& minimum) {
       high.v[r] = value > high.v[r] ? value : high.v[r];
       sum.v[r] += value;
     }
-  // Of equal values one scale is as good as another.
+  // Where all values are equal, any scale holds them.
   for (int r = 0; r < kRows; ++r) {
     scale.v[r] = (high.v[r] - low.v[r]) * (1.0f / 15.0f);
     minimum.v[r] = low.v[r];

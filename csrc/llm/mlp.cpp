@@ -51,7 +51,8 @@ void Worker::mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexc
 
 // --- experts
 
-// As DeepseekV3TopkRouter, MixtralSparseMoeBlock, GptOssTopKRouter and others of transformers.
+// Chooses the experts of each token as the routers of transformers do: DeepseekV3TopkRouter, MixtralSparseMoeBlock,
+// GptOssTopKRouter and others.
 void Worker::route(const MoeSpec& moe, const LayerWeights& weights, Range tokens, Routing& routing) noexcept {
   const int64_t stride = padded_stride(forward_.widths_.router);
   const int experts = moe.experts, members = experts / moe.groups;

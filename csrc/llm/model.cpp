@@ -23,7 +23,7 @@ std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
   return shapes;
 }
 
-// Of everything that must be the same on all ranks.
+// A hash of everything that must be the same on all ranks.
 uint64_t signature(const DecoderSpec& spec, int64_t most_tokens, size_t slot_floats) {
   Fnv1a hash;
   for (const auto value : {spec.vocab, spec.hidden, static_cast<int64_t>(spec.layers.size()), spec.max_tokens,

@@ -75,7 +75,7 @@ class Model {
   int64_t cache_bytes_per_token() const;
   size_t cache_used_bytes();
   size_t cache_reserved_bytes();
-  // What was counted so far; from now on nothing or anew.
+  // Returns what was counted so far, and starts counting anew or stops.
   Profile::Entries profile(bool enabled);
 
  private:

@@ -17,7 +17,7 @@ namespace anyaccel::llm {
 
 class ParallelRanks {
  public:
-  // What must be equal on all ranks, and what of the vocabulary this one has.
+  // What a rank says about itself when they meet: `model` must be equal on all, then its share of the vocabulary.
   struct Header {
     uint64_t model;  // a hash of the sizes
     int64_t vocab_first, vocab_count;

@@ -35,7 +35,7 @@ class Request {
   const std::shared_ptr<Model>& model() const { return model_; }
   // Chosen since the prompt or the last extend().
   std::vector<int64_t> tokens() const;
-  // Of what comes before those.
+  // The number of tokens before those.
   int64_t prompt_length() const;
   Finish finished() const;
   // No more steps; its cache is freed.

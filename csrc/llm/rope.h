@@ -9,7 +9,7 @@
 
 namespace anyaccel::llm {
 
-// Of one token.
+// The cosines and sines by which the pairs of one token are rotated.
 struct Rotation {
   const float* cosine = nullptr;
   const float* sine = nullptr;

@@ -156,7 +156,7 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests) {
   result.ones.reserve(requests.size());
   try {
     step_some(first, result);
-    // What the first wave has put into the cache can be shared now.
+    // The second wave can share what the first one has put into the cache.
     for (Request* request : first) request->cached_ = static_cast<int64_t>(request->tokens_.size());
     step_some(second, result);
   } catch (...) {

@@ -20,7 +20,7 @@ uint64_t write_weights(int fd, int64_t offset, const void* data, size_t bytes, i
                        const FileProgress& progress = {});
 uint64_t read_weights(int fd, int64_t offset, void* data, size_t bytes, int threads = 0,
                       const FileProgress& progress = {});
-// Of bytes in memory.
+// The checksum of a weight file, of bytes in memory.
 uint64_t weights_checksum(const void* data, size_t bytes);
 
 }  // namespace anyaccel::llm

@@ -68,7 +68,7 @@ class Weights {
                           const float* minima);
   void set_vector(const std::string& name, int64_t first, int64_t count, const void* data, SourceType type,
                   int64_t stride, float plus);
-  // All of it was read from a file.
+  // Marks every weight as set, after all of them were read from a file.
   void set_all();
   // Throws ModelError when something was not set.
   void finish();

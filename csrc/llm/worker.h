@@ -63,7 +63,7 @@ class Worker {
     forward_.team_.barrier();
     mark(Work::wait);
   }
-  // All threads' and all ranks' deltas are there after it.
+  // Waits for all threads, then exchanges deltas among ranks: after it, the deltas of all of them can be read.
   void exchange(Work kind) noexcept;
   void mark(Work kind) noexcept {
     if (thread_ == 0) forward_.profile_.mark(kind);
@@ -95,7 +95,7 @@ class Worker {
   unsigned turn_;  // of the ranks' slots
   uint64_t stamp_ = 1;
   uint64_t stamps_[Inputs::kMost] = {};  // of what each input was made of
-  // Not yet added to the residual.
+  // Deltas that have not been added to the residual yet.
   int pending_ = 0;  // deltas a rank: 0 (none), 1 or 2
   unsigned pending_turn_ = 0;
   Norm pending_post_;

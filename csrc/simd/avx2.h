@@ -186,7 +186,7 @@ inline __m128i across(IVec x, __m128i (*combine)(__m128i, __m128i)) {
   r = combine(r, _mm_shuffle_epi32(r, 0x4e));
   return combine(r, _mm_shuffle_epi32(r, 0xb1));
 }
-// As bits, NaN and infinity are above all others.
+// Compared as integers, the bits of a NaN or an infinity are larger than those of any number.
 inline uint32_t magnitude_bits(const float* x) {
   const IVec mask = _mm256_set1_epi32(0x7fffffff);
   IVec most = _mm256_setzero_si256();

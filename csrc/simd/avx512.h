@@ -170,7 +170,7 @@ struct NibbleSum {
 };
 #endif
 
-// As bits, NaN and infinity are above all others.
+// Compared as integers, the bits of a NaN or an infinity are larger than those of any number.
 inline uint32_t magnitude_bits(const float* x) {
   const IVec mask = _mm512_set1_epi32(0x7fffffff);
   const IVec a = _mm512_and_si512(load_ints(x), mask), b = _mm512_and_si512(load_ints(x + 16), mask);

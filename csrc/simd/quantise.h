@@ -5,7 +5,7 @@
 namespace anyaccel::simd::ANYACCEL_ISA_VARIANT {
 namespace {
 
-// As bits, NaN and infinity are above all others.
+// Compared as integers, the bits of a NaN or an infinity are larger than those of any number.
 inline uint32_t magnitude_bits(const float* x) {
   uint32_t most = 0;
   for (int i = 0; i < 32; ++i) {

@@ -11,7 +11,7 @@ import importlib
 from anyaccel._version import __version__
 from anyaccel.errors import AnyAccelError
 
-TYPE_CHECKING = False  # type checkers take it for True; importing typing would take 7 ms
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from anyaccel.accelerator import get_accelerator, set_accelerator
     from anyaccel.comm import init_distributed

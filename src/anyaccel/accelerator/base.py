@@ -193,7 +193,7 @@ class Accelerator(abc.ABC):
         return getattr(type(self), method) is not getattr(Accelerator, method)
 
     def _lacks(self, capability: str, why: str = "") -> NoReturn:
-        """Raise the one error for something that the device does not have."""
+        """Raise CapabilityError for a capability that the device lacks."""
         why = self.spec.capabilities.why_absent(capability) or why or "this backend does not provide it"
         raise CapabilityError(self._name, str(capability), why)
 

@@ -62,9 +62,9 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _about_folder() -> str:
-    """What the system's word for a current folder that has been deleted does not say."""
+    """An addition to an error of the system where the current folder has been deleted, which its text does not say."""
     try:
-        os.getcwd()  # noqa: PTH109 - importing pathlib takes 8 ms of each launch
+        os.getcwd()
     except OSError:
         return "; the current folder is not there any more: cd to one that is, or to the same path again"
     return ""

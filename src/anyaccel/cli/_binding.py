@@ -8,7 +8,7 @@ import argparse
 from anyaccel.cli._parser import Parser
 from anyaccel.launch.options import ALLOCATORS, MEMORY_POLICIES, parse_core_list
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 

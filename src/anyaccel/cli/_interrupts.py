@@ -17,7 +17,7 @@ import threading
 import time
 from contextlib import contextmanager
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
@@ -40,11 +40,11 @@ class Interrupts:
     """Ctrl-C of one command; see `careful_interrupts`."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # when the one that waits came
+        self._since: float | None = None  # when the Ctrl-C came that has not been raised yet
         self._installed = True
 
     def raise_waiting(self) -> None:
-        """Raise KeyboardInterrupt if one waits yet: nothing comes in which it could be raised."""
+        """Raise KeyboardInterrupt if a Ctrl-C is still waiting at the end, where nothing else would raise it."""
         if self._since is not None:
             self._since = None
             raise KeyboardInterrupt
@@ -60,7 +60,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def dropped(self) -> None:
-        """Python could not raise it where it came."""
+        """Have a Ctrl-C come again that Python could only print and drop, since it came inside a callback."""
         self._since = time.monotonic()
         self._come_again()
 
@@ -84,7 +84,7 @@ def careful_interrupts() -> Iterator[Interrupts]:
     interrupts = Interrupts()
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield interrupts  # ignored by whoever started us, or somebody's own handler
+        yield interrupts  # the process that started us ignores Ctrl-C, or other code has a handler of its own
         return
     print_unraisable = sys.unraisablehook
 

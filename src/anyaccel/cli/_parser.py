@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from anyaccel.errors import UsageError
 from anyaccel.numerals import parse_number, parse_whole
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
-# Characters of what argparse says, which quotes words as they were given.
+# Characters of a message: argparse quotes words as they were given, however long they are.
 _LONGEST = 400
 
 

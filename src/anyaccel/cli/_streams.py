@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import contextmanager
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, TextIO

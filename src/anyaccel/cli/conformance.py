@@ -7,15 +7,13 @@ import json
 import os
 import platform
 from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from anyaccel._version import __version__
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
-    from typing import Any
-
     from anyaccel.accelerator.base import Accelerator
     from anyaccel.accelerator.conformance.run import Result
 

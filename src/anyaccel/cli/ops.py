@@ -7,14 +7,12 @@ import contextlib
 import json
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import AnyAccelError, UsageError
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
-    from typing import Any
-
     from anyaccel.ops.builder import OpBuilder
 
 

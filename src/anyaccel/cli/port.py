@@ -6,15 +6,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import AnyAccelError, UsageError
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
-    from typing import Any
 
     from anyaccel.port.config import Config
     from anyaccel.port.files import Skipped

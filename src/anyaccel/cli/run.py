@@ -15,7 +15,7 @@ from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, DEFAULT_HOSTFILE, Laun
 from anyaccel.launch.output import LEVELS
 from anyaccel.topology import read_machine
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
@@ -167,7 +167,7 @@ def _cluster_options(arguments: argparse.Namespace) -> ClusterOptions | None:
     given: dict[str, Any] = {name: getattr(arguments, name) for name in _CLUSTER_DEFAULTS}
     on_this_machine = given == {**_CLUSTER_DEFAULTS, "exports": ours}
     plain = on_this_machine and arguments.max_restarts is None and arguments.elastic is None
-    if plain and not os.path.exists(DEFAULT_HOSTFILE):  # noqa: PTH110 - importing pathlib takes 8 ms
+    if plain and not os.path.exists(DEFAULT_HOSTFILE):
         return None
     from anyaccel.launch.cluster import ClusterOptions
 

@@ -19,7 +19,7 @@ NONE = -1
 
 
 def form(operation: str, dtype: torch.dtype | None, count: int, op: Any, root: int | None) -> list[int]:
-    """Of a call: operation, dtype, elements, reduction, root."""
+    """A call as numbers that ranks exchange: operation, dtype, elements, reduction, root."""
     code = NONE if dtype is None else code_of(dtype)
     return [
         _OPERATIONS.index(operation),
@@ -31,7 +31,7 @@ def form(operation: str, dtype: torch.dtype | None, count: int, op: Any, root: i
 
 
 def compare(rank: int, forms: list[list[int]]) -> None:
-    """Whether all ranks have called the same.
+    """Check that all ranks have called the same operation, with the same arguments.
 
     Raises:
         Disagreement: they have not.
@@ -45,7 +45,7 @@ def compare(rank: int, forms: list[list[int]]) -> None:
 
 
 def _described(form: list[int]) -> str:
-    """What a rank has called, of the numbers that it told."""
+    """For messages: the call that `form` made these numbers of."""
     operation, code, count, op, root = form
     text = _OPERATIONS[operation]
     if code != NONE:

@@ -37,7 +37,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def widened(tensor: torch.Tensor, op: int) -> torch.Tensor:
-    """What to reduce in place of dense values, that sums are rounded once; themselves where they need nothing."""
+    """Dense values, or where their sums would be rounded more than once, a wider copy to reduce in their place."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         return tensor.float()
     if op == AVG and not tensor.dtype.is_floating_point:
@@ -46,7 +46,7 @@ def widened(tensor: torch.Tensor, op: int) -> torch.Tensor:
 
 
 def narrowed(total: torch.Tensor, dtype: torch.dtype, op: int, count: int) -> torch.Tensor:
-    """The result for a dtype, of the reduction of what `widened` gave over `count` ranks; `total` may change."""
+    """The reduction over `count` ranks of what `widened` gave, brought back to `dtype`; may overwrite `total`."""
     if op == AVG:
         if dtype.is_floating_point:
             divide_by(total, count)
@@ -76,13 +76,13 @@ def reduce_hosts(
 
 
 def _halves(numbers: torch.Tensor) -> torch.Tensor:
-    """Upper and lower 32 bits of whole numbers, whose sums over all ranks do not overflow."""
+    """The upper and the lower 32 bits of integers, each as 64 bits: their sums over all ranks do not overflow."""
     wide = numbers.to(torch.int64)
     return torch.stack([wide >> 32, wide & 0xFFFFFFFF])
 
 
 def _mean_of_halves(sums: torch.Tensor, count: int) -> torch.Tensor:
-    """The quotient of what `_halves` is summed to, rounded towards zero."""
+    """The mean of integers, rounded towards zero, from the sums of their `_halves`."""
     upper = sums[0].div(count, rounding_mode="floor")
     rest = ((sums[0] - upper * count) << 32) + sums[1]
     lower_part = rest.div(count, rounding_mode="floor")

@@ -42,7 +42,7 @@ _DATATYPES = {
 }
 _BYTES = _DATATYPES[torch.uint8]
 _REDUCTIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
-# Of truth values, as whole numbers.
+# The reduction of bytes 0 and 1 that is the same as the reduction of booleans.
 _OF_BOOL = {
     ReduceOp.SUM: ReduceOp.MAX,
     ReduceOp.PRODUCT: ReduceOp.MIN,
@@ -97,7 +97,7 @@ def _master(store: Any) -> str:
 
 
 def _within(timeout: timedelta, call: Any, what: str) -> int:
-    """The result of a call that blocks; it is left behind on its thread when it does not come back in time."""
+    """The result of a call that blocks. When it does not return in time, its thread is abandoned inside the call."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -150,22 +150,22 @@ class _UnderWay:
         return self._done
 
     def source(self) -> int:
-        """Not told by oneCCL, nor asked for: a receiver names the sender."""
+        """Never asked for: oneCCL does not receive from any source, so a receiver has named the sender."""
         return -1
 
 
 class _Sent:
-    """A message without contents."""
+    """A message of no elements: it is complete at once, since nothing has to be sent."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Done."""
+        """Return at once."""
 
     def is_done(self) -> bool:
-        """Done."""
+        """True from the start."""
         return True
 
     def source(self) -> int:
-        """Nobody's."""
+        """No rank: a message of no elements has no sender."""
         return -1
 
 
@@ -390,7 +390,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _not_empty(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory with an address."""
+    """The tensor, or one of one element in place of an empty one, whose memory has no address."""
     return tensor if tensor.numel() else torch.empty(1, dtype=torch.uint8)
 
 
@@ -400,7 +400,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _joined(tensors: list[torch.Tensor], fresh: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One piece of memory for all, and the tensors that must be copied out of it afterwards.
+    """One tensor that holds all of these, one after the other, and those that have to be copied out of it afterwards.
 
     Tensors that lie behind each other need no copy; `fresh` makes one all the same.
     """
@@ -418,7 +418,7 @@ def _joined(tensors: list[torch.Tensor], fresh: bool = False) -> tuple[torch.Ten
 
 
 def _put(flat: torch.Tensor, scattered: list[torch.Tensor], given: list[torch.Tensor] | None = None) -> None:
-    """Bring the joined memory to the tensors; `given`: fill it first."""
+    """Copy the parts of the joined tensor to the scattered ones; `given`: tensors that fill the joined one first."""
     if given is not None:
         flat.copy_(torch.cat(given))
     begin = 0

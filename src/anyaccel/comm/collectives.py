@@ -16,7 +16,7 @@ from anyaccel.errors import UsageError
 
 
 def _pieces(memory: torch.Tensor, counts: Sequence[int]) -> list[int]:
-    """Addresses of consecutive pieces of so many elements."""
+    """The addresses of consecutive pieces of a tensor, given the number of elements of each."""
     addresses, at = [], memory.data_ptr()
     for count in counts:
         addresses.append(at)
@@ -42,7 +42,7 @@ class Collectives:
         self.all_reduce_bare(bare(tensor), op)
 
     def all_reduce_bare(self, own: torch.Tensor, op: int) -> None:
-        """As all_reduce, of what `bare` gives."""
+        """`all_reduce` of a tensor that `tensors.bare` has given, which is not looked through again."""
         memory = own if is_plain(own) else values(own)
         low = lower(memory, op)
         if low.op is None:
@@ -55,7 +55,7 @@ class Collectives:
             own.copy_(memory)
 
     def _combined(self, low: Lowered) -> torch.Tensor:
-        """For what has no kernel: everything gathered, and reduced in rank order here."""
+        """A reduction without a native kernel: all ranks' tensors are gathered, and reduced in rank order by torch."""
         parts = [torch.empty_like(low.tensor) for _ in range(self.size)]
         self.all_gather(parts, low.tensor)
         assert low.combine is not None
@@ -115,7 +115,7 @@ class Collectives:
             target.store()
 
     def _reduce_scatter_uneven(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
-        """One reduction a rank: each rank has the same list of sizes."""
+        """A reduce-scatter of pieces of different sizes, as one reduction for each rank that receives a piece."""
         for root, tensor in enumerate(inputs):
             given = bare(tensor).clone(memory_format=torch.contiguous_format)  # stays as it is
             self.reduce(given, op, root)
@@ -248,7 +248,7 @@ class Collectives:
         target.store()
 
     def _split(self, tensor: torch.Tensor, splits: Sequence[int], which: str) -> list[int]:
-        """Elements of each slice."""
+        """The number of elements of each slice."""
         rows = tensor.shape[0] if tensor.dim() else 1
         row = tensor[0].numel() if rows and tensor.dim() else torch.Size(tensor.shape[1:]).numel()
         if not splits:

@@ -19,12 +19,12 @@ _NAMES = (
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)}
-_REDUCED = 9  # the first so many have kernels
+_REDUCED = 9  # native kernels reduce the first nine of _NAMES
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
 OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _BITWISE = (BAND, BOR, BXOR)
-# Of truth values.
+# The reduction of bytes 0 and 1 that is the same as the reduction of booleans.
 _BOOL_OPS = {SUM: MAX, PRODUCT: MIN, MIN: MIN, MAX: MAX, BAND: BAND, BOR: BOR, BXOR: BXOR}
 _SIGNED = {
     getattr(torch, name): signed

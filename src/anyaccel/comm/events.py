@@ -16,18 +16,18 @@ from torch.utils import _python_dispatch
 Run = Callable[[], None]
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Whether a profiler of this thread is on: torch's own function, since each operation asks.
+# Whether a profiler records this thread. This is torch's own function, because every operation calls it.
 wanted: Callable[[], bool] = autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def begin(backend: str, name: str, tensors: Sequence[torch.Tensor]) -> Run | None:
-    """Begin an event where a profiler of this thread is on; the result ends it, from any thread."""
+    """Begin an event where a profiler records this thread; the returned function ends it, on any thread."""
     if not wanted():
         return None
     record = autograd._record_function_with_args_enter(f"{backend}:{name}", *tensors)  # type: ignore[attr-defined]
 
     def end() -> None:
-        # One that ends in another thread is shown as asynchronous: it overlaps with what its own thread does.
+        # An event that ends in another thread is marked asynchronous: it overlaps with later events of its own thread.
         last = threading.Thread(target=autograd._record_function_with_args_exit, args=(record,))  # type: ignore[attr-defined]
         last.start()
         last.join()
@@ -51,7 +51,7 @@ def recorded(backend: str, name: str, tensors: Sequence[torch.Tensor], run: Run)
 
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-# What each tells whether somebody wants to see the operations of this thread.
+# The torch functions that tell whether anything observes the operations of this thread.
 WATCHERS: list[Callable[[], object]] = [wanted, _modes]
 
 
@@ -82,7 +82,7 @@ def counted(name: str) -> Callable[[F], F]:
                 return method(*args, **options)
             for mode in modes:
                 mode.__torch_dispatch__(_Operation(name), ())
-            # What it consists of is not counted, as it is not with torch's own groups.
+            # The operations that one is made of are not counted again; torch's own groups do the same.
             with _python_dispatch._disable_current_modes():
                 return method(*args, **options)
 

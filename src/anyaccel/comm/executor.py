@@ -24,15 +24,15 @@ class _Ends(Protocol):
     def end(self) -> None: ...
 
 
-# How long the end of a program waits for what it has left under way.
+# Seconds that the end of a program waits for operations that are still under way.
 EXIT_SECONDS = 2.0
-# After how long it is said that a callback holds up what is behind it.
+# Seconds after which a warning says that a callback holds up the operations behind it.
 _WARN_SECONDS = 10.0
 _to_end: weakref.WeakSet[_Ends] = weakref.WeakSet()
 
 
 def at_exit(what: _Ends) -> None:
-    """Have `end()` of it called as the program ends, if it is still there."""
+    """Call the object's `end()` when the program ends, if the object still exists then."""
     _to_end.add(what)
 
 
@@ -42,7 +42,7 @@ def _end_all() -> None:
         each.end()
 
 
-# Threads and what is under way stay with the parent.
+# A forked child has neither the parent's threads nor its operations.
 os.register_at_fork(after_in_child=_to_end.clear)
 
 
@@ -50,24 +50,24 @@ _Job = tuple[Callable[[], None], ShmWork]
 
 
 class _Callbacks:
-    """Those of one operation, on a thread, and what they ask for."""
+    """The callbacks of one operation, which run on a thread of their own, and the operations that they submit."""
 
     def __init__(self, caller: _Caller) -> None:
         self.caller = caller
-        # Operations; a work where they wait for it; None when they have ended.
+        # Entries are operations to run, a work that the callbacks wait for, or None when the callbacks have returned.
         self.jobs: queue.SimpleQueue[_Job | ShmWork | None] = queue.SimpleQueue()
         self.own: weakref.WeakSet[ShmWork] = weakref.WeakSet()
-        self.followed = False  # the executor does what they ask for right away
-        self.let_go = False  # it does no longer
+        self.followed = False  # the executor runs what they submit before all else
+        self.let_go = False  # it has stopped doing so
         self.ended = False
 
     def end(self) -> None:
-        """Told by their thread: they ask for nothing any more."""
+        """Their thread calls this when they have returned: they submit nothing any more."""
         self.jobs.put(None)
         self.ended = True
 
     def is_over(self) -> bool:
-        """Whether everything that they have asked for is done."""
+        """Whether all operations that they have submitted are done."""
         return self.ended and self.jobs.qsize() == 1
 
 
@@ -127,7 +127,7 @@ class Executor:
         self._on_change(change)
 
     def submit(self, run: Callable[[], None], outputs: Any) -> ShmWork:
-        """Have `run` called after everything before it."""
+        """Call `run` on the executor's thread, after everything that was submitted before."""
         work = ShmWork(outputs)
         work.waited_for = self._waited_for
         callbacks = self._callbacks.get(threading.get_ident())
@@ -167,7 +167,7 @@ class Executor:
             self._refuse_rest()
 
     def _put_back(self, callbacks: _Callbacks) -> None:
-        """What was asked for by callbacks that have no place any more goes to the end."""
+        """Queue again, at the end, what callbacks submitted that are no longer served first."""
         for job in _taken(callbacks.jobs):
             if isinstance(job, tuple):
                 self._put(job)
@@ -179,7 +179,7 @@ class Executor:
                 job[1].finish(self._refusal())
 
     def _waited_for(self, work: ShmWork) -> None:
-        """Told by a thread that is about to wait: callbacks that wait for what is behind go on right after that."""
+        """A thread calls this before it waits: callbacks that wait for a later operation go on right after that one."""
         if threading.current_thread() is self._thread:
             raise CommError("what is done while the group's own thread works (a __del__) cannot wait for the group")
         callbacks = self._callbacks.get(threading.get_ident())
@@ -202,7 +202,7 @@ class Executor:
         self._refuse_rest()
 
     def _next(self) -> _Job | None:
-        """What is to be done: what callbacks ask for first; None at the end."""
+        """The next operation to run, those submitted by callbacks first; None when the executor is to end."""
         while self._followed:
             job = self._asked_by(self._followed[-1])
             if job is not None:
@@ -218,7 +218,7 @@ class Executor:
             error = problem
         complete, counted = work.end(error, lambda: self._count(-1))
         del run, error, job
-        # The last one comes first: those that go on may wait for the future.
+        # The last ones are served first: callbacks that go on may wait for the future of this operation.
         for callbacks in reversed(work.resumed):
             if not callbacks.let_go:
                 self._follow(callbacks)
@@ -226,7 +226,7 @@ class Executor:
         if complete is not None:
             self._call(complete)
             del complete
-        # Only now: synchronous operations of other threads come after what the callbacks ask for.
+        # Not before: synchronous operations of other threads have to come after those that the callbacks submit.
         if not counted:
             self._count(-1)
 
@@ -242,8 +242,8 @@ class Executor:
         self._count(-1)
 
     def _call(self, complete: Callable[[], None]) -> None:
-        """Have callbacks called on a thread of their own, and do what they ask for meanwhile."""
-        # A callback whose callback asks for the next one, and so on, is to take neither threads nor memory.
+        """Run callbacks on a thread of their own, and the operations that they submit meanwhile on this one."""
+        # A chain in which each callback submits the next operation must take neither threads nor memory as it grows.
         for over in [each for each in self._followed if each.is_over()]:
             self._end(over)
         try:
@@ -257,7 +257,7 @@ class Executor:
         caller.call(complete, callbacks.end)
 
     def _asked_by(self, callbacks: _Callbacks) -> _Job | None:
-        """What callbacks ask for next; None when they are followed no longer."""
+        """The next operation that callbacks submit; None when they are not to be served first any longer."""
         held = 0.0  # seconds that they have held up others
         while True:
             patience = min(self._timeout() / 2, threading.TIMEOUT_MAX)
@@ -319,7 +319,7 @@ class Executor:
         return not thread.is_alive()
 
     def end(self) -> None:
-        """As the program ends: a thread that is inside native code then would take the process down."""
+        """End the threads when the program ends: one that is inside native code by then would crash the process."""
         thread = self._thread
         if not self.close(EXIT_SECONDS) and thread is not None:
             self._give_up()
@@ -327,7 +327,7 @@ class Executor:
 
 
 def _taken(jobs: queue.SimpleQueue[Any]) -> Iterator[Any]:
-    """What is in a queue; taken out, also where others do so at the same time."""
+    """All entries of a queue, removed from it; other threads may be taking entries at the same time."""
     while True:
         try:
             yield jobs.get_nowait()
@@ -361,11 +361,11 @@ class _Caller:
         self._calls.put((what, then))
 
     def forsake(self) -> None:
-        """Have it end by itself, after what it was given."""
+        """Let the thread end by itself once it has done what it was given; nobody waits for it."""
         self._calls.put(None)
 
     def close(self) -> None:
-        """End it, after what it was given."""
+        """End the thread once it has done what it was given, and wait for that."""
         self._calls.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(5)

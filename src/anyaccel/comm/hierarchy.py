@@ -230,7 +230,7 @@ class HierarchicalGroup(PythonGroup):
 
         self._do("monitored_barrier", [], start, [], [], _AT_ONCE)
 
-    # Their parts ---------------------------------------------------------------------------------------------
+    # What the collectives are made of --------------------------------------------------------------------------
 
     def _finish(self, work: Any, timeout: timedelta | None = None) -> None:
         """Wait for an operation of the second backend."""
@@ -246,7 +246,7 @@ class HierarchicalGroup(PythonGroup):
             raise kind(f"rank {self._rank} of {self._size}: between hosts: {what}") from error
 
     def _within(self, operation: Callable[[], Any]) -> None:
-        """Do an operation of this host's group, whose errors name ranks by their place in it."""
+        """Run an operation of this host's group; errors then name ranks by their number in the whole group."""
         try:
             operation().wait()
         except CommError as error:
@@ -254,7 +254,7 @@ class HierarchicalGroup(PythonGroup):
             raise type(error)(text) from error
 
     def failed(self) -> None:
-        """What went wrong here must not leave the others waiting."""
+        """Abort the group, so that no peer waits for a rank on which an operation has failed."""
         self.abort()
 
     def _agree(
@@ -265,7 +265,7 @@ class HierarchicalGroup(PythonGroup):
         op: Any = None,
         root: int | None = None,
     ) -> None:
-        """Whether all ranks do the same; where they do not, all are told, and the group works on.
+        """Check that all ranks call the same operation; else every rank raises, and the group stays usable.
 
         Raises:
             Disagreement: they do not.
@@ -276,7 +276,7 @@ class HierarchicalGroup(PythonGroup):
         agreement.compare(self._rank, forms.tolist())
 
     def _agree_on_pairs(self, given: list[int], taken: list[int]) -> None:
-        """Whether each rank sends what its peer expects, in elements; where they do not, all are told."""
+        """Check that each rank sends as many elements as its peer expects. Where one does not, every rank raises."""
         own = torch.tensor([given, taken], dtype=torch.int64, device="cpu")
         forms = [torch.empty_like(own) for _ in range(self._size)]
         self._gather_all(forms, own)
@@ -293,7 +293,7 @@ class HierarchicalGroup(PythonGroup):
             raise UsageError(f"{doing} rank {peer} by rank {self._rank} of {self._size}")
 
     def _reduce_to_leaders(self, tensor: torch.Tensor, low: Lowered, op: int) -> None:
-        """In place: leaders have the reduction over all ranks, the others what they had.
+        """Reduce in place: the first rank of each host gets the reduction over all ranks, the others keep theirs.
 
         Sums are rounded once, after the division of an average; the sum that an average of integers is made of is the
         true one.
@@ -321,7 +321,7 @@ class HierarchicalGroup(PythonGroup):
             given.copy_(wide)  # shares the tensor's memory
 
     def _broadcast_here(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """From one rank of this host to the others."""
+        """Broadcast from one rank of this host to the other ranks of this host."""
         if len(self._here) > 1:
             options = dist.BroadcastOptions()
             options.rootRank, options.asyncOp = source, False
@@ -359,17 +359,17 @@ _AT_ONCE = _AtOnce()
 
 
 def _done() -> None:
-    """What has ended when it was started."""
+    """What waits for an operation that was finished by the time it was started: nothing is left to wait for."""
 
 
 def _check_alike(what: str, tensors: list[torch.Tensor]) -> None:
-    """Whether tensors have one dtype and size."""
+    """Raise UsageError unless all tensors have the same dtype and number of elements."""
     same_dtype(tensors, what)
     if len(sizes := {tensor.numel() for tensor in tensors}) > 1:
         raise UsageError(f"{what} needs tensors of one size; got {', '.join(map(str, sorted(sizes)))} elements")
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Dense tensors of one dtype in one; torch.cat does not know all dtypes."""
+    """The concatenation of dense tensors of one dtype; by bytes, since torch.cat lacks some dtypes."""
     same_dtype(tensors, "reduce_scatter")
     return torch.cat([as_bytes(tensor) for tensor in tensors]).view(tensors[0].dtype)

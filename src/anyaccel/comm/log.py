@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from anyaccel import _native, env
 
-_SAMPLES = 1000  # latencies that an entry keeps; when full, every second goes and only every second is added
+_SAMPLES = 1000  # latencies of an entry; a full one drops every second of them, and then takes every second
 
 
 @dataclass
@@ -78,7 +78,7 @@ def configure(enabled: bool = True) -> None:
     """
     global _on
     _on = enabled
-    _native.enable_fast(not enabled)  # the calls that are native throughout record nothing
+    _native.enable_fast(not enabled)  # calls that never come through Python would not be recorded
 
 
 def reset() -> None:
@@ -162,7 +162,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
         was, everyones = active(), [None] * world
-        configure(enabled=False)  # the summary's own messages are not part of it
+        configure(enabled=False)  # the collectives that the summary itself makes are not part of it
         try:
             dist.all_gather_object(everyones, mine)
         finally:
@@ -221,7 +221,7 @@ class _Row:
 
 
 def _by_operation(rows: list[tuple[str, int, int, int, float, list[float]]]) -> dict[tuple[str, int], _Row]:
-    """Groups together."""
+    """Entries by operation, those of all groups together."""
     found: dict[tuple[str, int], _Row] = {}
     for op, size, ranks, count, seconds, samples in rows:
         row = found.setdefault((op, size), _Row(ranks, 0, 0.0, []))

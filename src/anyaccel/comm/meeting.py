@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from anyaccel.errors import CommError, CommTimeoutError
 
-_LOOK_SECONDS = (0.001, 0.02)  # how often rank 0 looks for who asks it: at first, and at most
+_LOOK_SECONDS = (0.001, 0.02)  # Seconds between two looks of rank 0 for ranks that ask it: at first, and at most.
 
 
 class Meeting:
@@ -73,7 +73,7 @@ class Meeting:
             pause = min(pause * 1.5, most)
 
     def _wait(self, store: Store, keys: dict[int, str], deadline: float) -> None:
-        """For keys, each of a rank."""
+        """Wait until the store has a key of each rank."""
         try:
             store.wait(list(keys.values()), timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:

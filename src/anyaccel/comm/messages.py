@@ -17,9 +17,9 @@ from anyaccel.comm.executor import EXIT_SECONDS, at_exit
 from anyaccel.comm.tensors import Target, values
 from anyaccel.comm.work import ShmWork
 
-ANY = -1  # as a peer: whoever sends
+ANY = -1  # as a peer: any rank that sends
 _PUMP_SECONDS = 0.05
-_HEAD_START_SECONDS = 0.001  # of who posts a message and then waits for it
+_HEAD_START_SECONDS = 0.001  # before the thread takes up a message: most are waited for at once by who posted them
 
 
 class MessageWork(ShmWork):
@@ -39,12 +39,12 @@ class MessageWork(ShmWork):
         self._open = [None]  # taken by the one who finishes it
 
     def settle(self) -> bool:
-        """Finish the work when the message is done; whether it is."""
+        """Finish the work if its message is complete; returns whether it is."""
         if not self._message.done:
             return False
         try:
             self._open.pop()
-        except IndexError:  # somebody else does, or a callback asks
+        except IndexError:  # another thread is finishing it, or a callback of its own asks
             return self._finished
         error: BaseException | None = None
         try:
@@ -73,7 +73,7 @@ class MessageWork(ShmWork):
 
 
 class Mail:
-    """The messages of a group. A thread moves on what nobody waits for; it starts with the first of that kind."""
+    """The messages of a group. A thread, started when first needed, makes progress on those that nobody waits for."""
 
     def __init__(self, native: _native.ShmGroup) -> None:
         self._native = _native.Messages(native)
@@ -117,7 +117,7 @@ class Mail:
                     return
                 works = list(self._works)
             time.sleep(_HEAD_START_SECONDS)
-            # Not inside: callbacks are called, which may wait for what another thread is to post.
+            # Without the lock: this calls callbacks, which may wait for a message that another thread has yet to post.
             over = {id(work) for work in works if work.settle()}
             with self._changed:
                 self._works = [work for work in self._works if id(work) not in over]
@@ -127,7 +127,7 @@ class Mail:
             self._native.pump(_PUMP_SECONDS)
 
     def end(self) -> None:
-        """As the program ends: move on what is under way, for a moment, and end the thread."""
+        """When the program ends: give messages that are under way a moment to finish, then end the thread."""
         deadline = time.monotonic() + EXIT_SECONDS
         with self._changed:
             under_way = list(self._works)
@@ -136,7 +136,7 @@ class Mail:
         self.close()
 
     def close(self) -> None:
-        """End the thread; what is under way is given up."""
+        """End the thread, and give up messages that are under way."""
         if os.getpid() != self._process:
             return  # the thread is the parent's
         with self._changed:

@@ -39,7 +39,7 @@ def _list(tensors: Any) -> Any:
 
 
 def _op(opts: Any) -> int:
-    """The reduction that an options object, or what stands in its place, asks for."""
+    """The reduction of an options object of torch; callers may also pass the reduction itself."""
     return 0 if opts is None else op_code(getattr(opts, "reduceOp", opts))
 
 
@@ -84,7 +84,7 @@ class ShmProcessGroup(TorchGroup):
     def _do(
         self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None], outputs: Any, options: Any
     ) -> Work:
-        """The one place that every operation passes: log, thread, work object."""
+        """Run an operation: every one goes through here, for the log, the order on the thread, and its work object."""
         if log.active() and not self.is_part:
             run = self._logged(name, sum(t.numel() * t.element_size() for t in tensors), run)
         self._sequence += 1
@@ -101,7 +101,7 @@ class ShmProcessGroup(TorchGroup):
         return self._done
 
     def run(self, name: str, tensors: Sequence[torch.Tensor], run: Callable[[], None]) -> None:
-        """Have `run` done after everything that was asked for before, and wait for it."""
+        """Call `run` after all operations that were started before, and wait for it."""
         self._do(name, tensors, run, None, _SYNCHRONOUS).wait()
 
     def _logged(self, name: str, size: int, run: Callable[[], None]) -> Callable[[], None]:

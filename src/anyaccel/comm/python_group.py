@@ -59,7 +59,7 @@ class PythonGroup(Operations):
         self._executor = Executor(f"anyaccel-{self.NAME}-{rank}", give_up=give_up, timeout=patience)
         self._coalescing: list[Work] | None = None
 
-    # How it is carried out -----------------------------------------------------------------------------------
+    # How operations run ----------------------------------------------------------------------------------------
 
     def _do(
         self,
@@ -70,7 +70,7 @@ class PythonGroup(Operations):
         outputs: Any,
         options: Any = None,
     ) -> ShmWork:
-        """Carry an operation out, now or, when it is asynchronous, after those before it on a thread.
+        """Run an operation: at once, or when it is asynchronous on a thread, after those that were started before it.
 
         `given`: what this rank gives; `targets`: what is written; `outputs`: what the future gives.
         """
@@ -375,7 +375,7 @@ def _nothing() -> Wait:
 
 
 def _one(tensors: Any) -> torch.Tensor:
-    """The tensor of a list of one, or the tensor."""
+    """The tensor itself, or that of a list of one."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:

@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 NAME = "shm"
 _BUFFERS = 3
 _ALIGNMENT = 64
-_MAILBOX_BYTES = 256 << 10  # of one pair of ranks and direction, at most
+_MAILBOX_BYTES = 256 << 10  # of messages from one rank to one other, at most
 
-# Tells each rank's text to all: given this rank's, everybody's in rank order.
+# A function that exchanges texts: given this rank's text, it returns the texts of all ranks, in rank order.
 Exchange = Callable[[str], list[str]]
 
 
@@ -67,14 +67,14 @@ def sizes(world_size: int, total_bytes: int) -> tuple[int, int]:
 
 
 def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.ShmGroup | None, dict[str, Any]]:
-    """This rank's segment, and what the peers are told about it."""
+    """This rank's segment, and the text by which its peers can map it."""
     card: dict[str, Any] = {"host": "", "pid": os.getpid(), "pids": "", "segment": "", "error": ""}
     try:
         card["host"], card["pids"] = host_identity(), _pid_namespace()
         buffer, mailboxes = sizes(size, env.ANYACCEL_SHM_BYTES.get())
         native = _native.ShmGroup(rank, size, buffer, timeout_s, kind == "memfd", mailboxes)
     except (OSError, ValueError, AnyAccelError) as problem:
-        # Told to the peers, so that all take the same way.
+        # The peers learn of the failure, so that all ranks decide alike.
         card["error"] = f"{type(problem).__name__}: {problem}"
         return None, card
     card["segment"] = native.name
@@ -82,7 +82,7 @@ def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.S
 
 
 def _join(rank: int, size: int, timeout_s: float, exchange: Exchange) -> tuple[_native.ShmGroup | None, list[str], str]:
-    """A connected group; or None, with the ranks' hosts and, where they are all one, what went wrong.
+    """The connected group. Where there can be none: None, the ranks' hosts and, on one host, what went wrong.
 
     Memory without a name first: it neither depends on the size of /dev/shm nor can it be left behind. Ranks that
     cannot open each other's that way (in containers with a numbering of processes of their own) use /dev/shm.

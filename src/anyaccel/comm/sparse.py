@@ -11,14 +11,14 @@ from torch.distributed import ReduceOp
 from anyaccel.comm.dtypes import AVG, SUM
 from anyaccel.errors import UsageError
 
-# An all-gather: room for each rank's tensor, and this rank's.
+# A function that gathers: given a tensor to fill for each rank, and this rank's own tensor.
 Gather = Callable[[list[torch.Tensor], torch.Tensor], None]
 
-_MOST_DIMS = 62  # whose sizes fit in the form that ranks exchange
+_MOST_DIMS = 62  # as many sizes fit in the numbers that ranks exchange
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """What ranks tell each other: number of values, sparse dimensions, dtype, dimensions, then their sizes."""
+    """A sparse tensor as numbers that ranks exchange: values, sparse dimensions, dtype, dimensions, and their sizes."""
     if tensor.dim() > _MOST_DIMS:
         raise UsageError(
             f"all_reduce of a sparse tensor of {tensor.dim()} dimensions; at most {_MOST_DIMS} are possible"
@@ -37,7 +37,7 @@ def _shape(form: torch.Tensor) -> str:
 
 
 def check(tensor: torch.Tensor, op: int) -> None:
-    """Whether there is such a reduction; the same on all ranks.
+    """Check that sparse tensors can be reduced by this operation. All ranks come to the same answer.
 
     Raises:
         UsageError: there is none.

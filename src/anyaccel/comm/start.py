@@ -91,7 +91,7 @@ def init_distributed(
 
 
 def _by_speed() -> list[str]:
-    """Backends for the accelerator's tensors, the fastest first."""
+    """The backends that can carry the accelerator's tensors, the fastest first."""
     accelerator = get_accelerator()
     own = accelerator.communication_backend_name()
     shared = accelerator.spec.device_type in dist.Backend.backend_capability.get(shm.NAME, ())
@@ -184,7 +184,7 @@ def take_place_of_inner_launcher() -> None:
 
 
 def place_variables(found: RankFromEnvironment) -> dict[str, str]:
-    """What tells torch, and scripts, the place that a launcher gives in its own words."""
+    """torch's variables (RANK, WORLD_SIZE ...) for the place that a launcher gives in variables of its own."""
     return {
         "RANK": str(found.rank),
         "WORLD_SIZE": str(found.world_size),

@@ -21,9 +21,9 @@ _PAGE = 4096
 _TEXT_BYTES = 1024
 _LAST_NUMBER = 65535  # csrc/comm/shm_group.h
 
-# How many each group has had: ranks allocate in the same order, so equal numbers name the same memory.
+# Allocations of each group so far: ranks allocate in the same order, so equal numbers name the same memory.
 _numbers: WeakKeyDictionary[_native.ShmGroup, itertools.count[int]] = WeakKeyDictionary()
-# In which kinds of memory a group's ranks can reach each other.
+# The kinds of memory through which the ranks of each group can reach each other.
 _kinds: WeakKeyDictionary[_native.ShmGroup, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -43,7 +43,7 @@ def _release(native: _native.ShmGroup, number: int, segments: list[_native.ShmSe
 
 
 def _mapped(through: Collectives, size: int) -> tuple[_native.ShmSegment, list[_native.ShmSegment]]:
-    """This rank's memory, and that of all ranks.
+    """This rank's memory, and that of every rank mapped into this process.
 
     Without a name first; where ranks cannot open each other's that way, as they see other numbers of processes, with
     one in /dev/shm. The ranks tell each other how it went, so that all take the same way.

@@ -14,7 +14,7 @@ _BARE = (torch.Tensor, torch.nn.Parameter)
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the memory, which autograd does not see.
+    """The plain tensor that holds the memory of this one; autograd does not see what is done to it.
 
     That of torch's functional collectives is waited for first. What only looks like a tensor is refused: collectives
     go past torch's dispatcher, and the address of such a thing is not its values'.
@@ -58,7 +58,7 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether its class says itself what operations do: what it holds is then another tensor, or nothing."""
+    """Whether its class redefines what operations do: its memory is then another tensor's, or there is none."""
     return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
 
 
@@ -77,7 +77,7 @@ def bare_each(tensors: Any) -> Any:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether memory holds just the tensor's values in order."""
+    """Whether its memory holds exactly the tensor's values, in order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -96,13 +96,13 @@ class Target:
         self.memory = self._tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def store(self) -> None:
-        """Bring what was written to the tensor."""
+        """Copy what was written to the tensor, where its memory was not plain."""
         if self.memory is not self._tensor:
             self._tensor.copy_(self.memory)
 
 
 class Values(Target):
-    """What is read and written in place."""
+    """A tensor that is both read and written."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)

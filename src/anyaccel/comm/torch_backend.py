@@ -40,7 +40,7 @@ class TorchBackend:
 
 
 class TorchGroup(dist.ProcessGroup):
-    """What torch keeps in the backends of a group, of which one that is written in Python has none."""
+    """What torch keeps in the C++ backends of a group, of which one that is written in Python has none."""
 
     _sequence = 0
     _group_name = _group_description = ""

@@ -46,7 +46,7 @@ def _ended_well(done: Future[Any]) -> bool:
 
 
 class _Result(Future[Any]):
-    """The future of a work."""
+    """The future of a work, made in Python."""
 
     def __init__(self, work: ShmWork) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _Result(Future[Any]):
         self._incomplete = [None]
 
     def complete(self, outputs: Any, error: BaseException | None) -> None:
-        """Give it its value, and call the callbacks; does nothing the second time."""
+        """Set the value and call the callbacks; does nothing the second time."""
         try:
             self._incomplete.pop()
         except IndexError:
@@ -78,8 +78,8 @@ class ShmWork(Work):
 
     `outputs` is what the future gives: the tensors that the operation writes.
 
-    There is no lock, for the executor's reason. Who looks for the end first says that it does, then looks whether that
-    has come; who ends it says so first, then looks for the others.
+    There is no lock, for the executor's reason. A thread that waits first registers, then looks whether the operation
+    has ended; the thread that ends it first says so, then looks who has registered.
     """
 
     def __init__(self, outputs: Any, done: bool = False) -> None:
@@ -89,8 +89,8 @@ class ShmWork(Work):
         self._error: BaseException | None = None
         self._waiters: list[threading.Event] = []
         self._then: list[Callable[[], None]] = []
-        self.resumed: list[Any] = []  # the executor's: what goes on when it has ended
-        # Told that the calling thread is about to wait for it.
+        self.resumed: list[Any] = []  # the executor's: callbacks that go on when this operation has ended
+        # Called by a thread that is about to wait for this work.
         self.waited_for: Callable[[ShmWork], None] | None = None
         self.source = -1  # of a message
 
@@ -99,7 +99,7 @@ class ShmWork(Work):
     _result: Future[Any] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Told by whoever carries the operation out, once. Callbacks of the future are called here."""
+        """The executor of the operation calls this, once, when it has ended. Calls the callbacks of the future."""
         complete, _ = self.end(error)
         if complete is not None:
             complete()
@@ -107,7 +107,7 @@ class ShmWork(Work):
     def end(
         self, error: BaseException | None = None, nobody_follows: Callable[[], None] | None = None
     ) -> tuple[Callable[[], None] | None, bool]:
-        """As `finish`, but callbacks are called by calling the first result; None when there are none.
+        """As `finish`, but leaves the callbacks to the caller: the first result calls them, None when there are none.
 
         Where there are neither callbacks nor `resumed`, `nobody_follows` is called before anybody sees that it has
         ended; the second result tells whether it was.
@@ -156,7 +156,7 @@ class ShmWork(Work):
         if self._finished:
             return True
         if self.waited_for is not None:
-            self.waited_for(self)  # whoever carries it out is told
+            self.waited_for(self)  # the executor learns that this thread waits
         waiter = threading.Event()
         self._waiters.append(waiter)
         ended: bool = self._finished  # meanwhile
@@ -205,13 +205,13 @@ class ShmWork(Work):
 
 
 class DoneWork(ShmWork):
-    """Of what was done when it was asked for."""
+    """The work of an operation that was complete when its call returned."""
 
     def __init__(self) -> None:
         super().__init__(None, done=True)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Nothing: it has ended well."""
+        """Return at once: the operation has succeeded."""
         return True
 
 
@@ -230,7 +230,7 @@ def _flat(outputs: Any) -> list[torch.Tensor]:
 
 
 class JoinedWork(ShmWork):
-    """Several as one."""
+    """Several works that are waited for as one."""
 
     def __init__(self, works: list[Work]) -> None:
         super().__init__([])

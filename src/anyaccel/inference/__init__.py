@@ -7,8 +7,8 @@ Names load on first use: the native runtime and its command line get along witho
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from anyaccel.inference.config import InferenceConfig, TensorParallelConfig
     from anyaccel.inference.engine import InferenceEngine, init_inference, optimize

@@ -167,7 +167,7 @@ def _blank() -> InferenceEngine:
 
 @functools.cache
 def _named_as(name: str) -> type[InferenceEngine]:
-    """The engine's class under the name of the model's: pipelines look models up by that."""
+    """A subclass of the engine that has the name of the model's class: pipelines look models up by that name."""
     return type(name, (InferenceEngine,), {"__module__": __name__, "__doc__": InferenceEngine.__doc__})
 
 
@@ -247,7 +247,7 @@ def _native_engine(
     rank: int,
     progress: Progress | None,
 ) -> InferenceEngine:
-    """Through csrc/llm.
+    """The engine on the native decoder of csrc/llm.
 
     Raises:
         Unsupported: the native runtime lacks something that the model needs.
@@ -295,7 +295,7 @@ def _forbid_use(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:
     """After an error: a model some of whose weights have been taken over says so when it is called."""
     if any(p.shape != shapes[id(p)] for p in model.parameters()):
         model.register_forward_pre_hook(_refuse)
-        model.to_empty(device="meta")  # which init_inference refuses
+        model.to_empty(device="meta")  # init_inference refuses such a model
 
 
 def _refuse(model: nn.Module, _args: object) -> NoReturn:
@@ -313,7 +313,7 @@ def _torch_engine(
     packed: bool,
     why: str,
 ) -> InferenceEngine:
-    """Through the model's own code, divided by `tp`, with packed linears or as it is."""
+    """The engine on the model's own code: divided among ranks, and with packed linears where they fit."""
     # What is not quantised, and arithmetic, of a model with quantised linears.
     dtype = torch.bfloat16 if settings.dtype in ("auto", *QUANTISED) else settings.torch_dtype
     if packed and (replaced := _replaced_layers(settings)):

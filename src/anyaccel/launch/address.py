@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from anyaccel.errors import UsageError
 
 _SIOCGIFADDR = 0x8915
-_RESOLVING = 32  # names asked for at a time
+_RESOLVING = 32  # names that are resolved at the same time
 
 
 def is_this_host(name: str) -> bool:
@@ -25,7 +25,7 @@ def is_this_host(name: str) -> bool:
 def are_this_host(names: Sequence[str]) -> list[bool]:
     """`is_this_host` of many names, which are resolved at the same time."""
     own = ("localhost", socket.gethostname().lower())
-    # With another user it is another agent, wherever it runs.
+    # `user@host` never means this process: its agent runs as that user, on whatever host.
     asked = [name for name in names if "@" not in name and name.lower() not in own]
     known = dict(zip(asked, _addresses_of(asked), strict=True))
     return [

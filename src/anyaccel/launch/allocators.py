@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds an installed memory allocator that can be preloaded."""
 
-# Importing pathlib takes 8 ms of each launch.
-# ruff: noqa: PTH118
-
 from __future__ import annotations
 
 import os

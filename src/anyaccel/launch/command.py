@@ -16,7 +16,7 @@ _SOURCED = (
 
 
 def worker_command(options: LaunchOptions, binding: RankBinding) -> list[str]:
-    """All of it, for one rank."""
+    """The whole argument vector of one rank."""
     rank = [f"--local_rank={binding.local_rank}"] if options.local_rank_argument else []
     return [*program(options), *rank, *options.script_args]
 

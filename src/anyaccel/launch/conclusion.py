@@ -13,7 +13,7 @@ from anyaccel.launch.failure import exit_code, explain
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.output import ERROR, Output
 
-# Failures of several hosts that come within this time are one event: what was killed is its cause.
+# Seconds within which failures on several hosts count as one event, whose cause is a worker that was killed.
 _ONE_EVENT = 0.5
 
 
@@ -44,7 +44,7 @@ def conclude(
     failed = _cause(agents)
     killed = launcher.killed if launcher else None
     if launcher and killed and not stop and (failed is None or failed.failed_at >= killed[1] - _ONE_EVENT):
-        # It, or its daemons, took workers and connections along, by SIGKILL too.
+        # The launcher, or its daemons, ended workers and cut connections, perhaps by SIGKILL.
         size = sum(agent.size for agent in agents)
         ended = f"{launcher.how}; {size} worker{' was' if size == 1 else 's were'} ended"
         _error(console, launcher.problem or ended)

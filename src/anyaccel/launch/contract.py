@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the guardian and those that it works for agree on: the launcher that forked it, and one on another host."""
+"""Constants and messages that the guardian shares with the launcher that forked it, and with one on another host."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from anyaccel.launch.failure import Failure, Report
 from anyaccel.launch.output import Output
 
-# What the guardian is called, as `ps -o comm` shows it.
+# The guardian's process name, as `ps -o comm` shows it.
 GUARDIAN_NAME = "anyaccel-guard"
-# Added to a signal number on the control pipe: the workers have it already, it went to the whole group.
+# Added to a signal's number on the control pipe: the signal went to the whole process group, workers included.
 DELIVERED = 0x80
-# A byte on the connection to a launcher that is no signal: what workers write to standard error arrives nowhere.
+# A byte to the agent in place of a signal's number: nobody reads the workers' standard error any more.
 DEAF = 0x7F
 # Shared memory for the report: the tail of a worker takes at most 40 kB of it, immortal processes as much.
 REPORT_BYTES = 1 << 17
 # Behind it, in the same memory: when the guardian has something to do at the latest, so that the launcher can tell
 # whether one that is stopped is missed. Seconds of time.monotonic(), 0 for nothing; one store of the processor.
 DUE = struct.Struct("d")
-# What counts as the same moment: a worker dies of Ctrl-C before the launcher has told us of it.
+# Seconds that count as the same moment: a worker dies of Ctrl-C before the launcher has forwarded the signal.
 SAME_MOMENT = 0.1
-# Seconds after SIGKILL until we stop waiting: much memory takes a while to free, a stuck disk takes for ever.
+# Seconds to wait after SIGKILL: freeing much memory takes a while, and a stuck disk would take for ever.
 KILL_TIMEOUT = 30.0
-# Seconds that left-over processes have between SIGTERM and SIGKILL.
+# Seconds that processes which the workers left behind have between SIGTERM and SIGKILL.
 LEFTOVER_GRACE = 0.8
 
 

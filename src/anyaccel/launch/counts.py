@@ -7,7 +7,7 @@ MOST_ON_A_HOST = 1 << 16
 MOST_HOSTS = 1 << 16
 MOST_IN_A_JOB = 1 << 20
 
-# The largest number that any launcher means has fewer digits.
+# Digits of the largest number that is read: any launcher's counts have fewer.
 _DIGITS = 12
 _SHOWN = 60
 

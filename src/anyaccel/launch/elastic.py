@@ -50,19 +50,15 @@ def build_command(
             meets on the loopback at a free port.
         first: this host is the first one. The job needs it to the end: the meeting place is in its process.
         address: address of this host as the others see it; None for what its own name leads to.
-        binding: options of `anyaccel bind`; None to leave the workers unbound.
+        binding: options of `anyaccel bind` (adr/0007 says why they are words); None to leave the workers unbound.
         local_rank_argument: pass `--local_rank=N` to the script.
         threads: OMP_NUM_THREADS of each worker; None to leave it to the binder, or unset.
         users_threads: the user has set OMP_NUM_THREADS, and it stays as it is.
 
     Raises:
-        UsageError: numbers that cannot be.
+        UsageError: several hosts, and no place for them to meet.
     """
     least, most = nodes
-    if max_restarts < 0:
-        raise UsageError(f"--max-restarts is {max_restarts}, it must be 0 or more")
-    if not 1 <= least <= most:
-        raise UsageError(f"--elastic is {least}:{most}, it must be MIN:MAX with 1 <= MIN <= MAX")
     if endpoint is None and most > 1:
         raise UsageError(f"--elastic {least}:{most} needs to know the hosts; add --hostfile FILE")
     if endpoint is None:
@@ -77,7 +73,7 @@ def build_command(
         "--rdzv-backend", "c10d",
         "--rdzv-endpoint", meeting,
         "--rdzv-id", job_id,
-        # Otherwise torch compares names, which hosts may share or not know.
+        # Without it torch compares host names to find out, which hosts may share or fail to resolve.
         "--rdzv-conf", f"is_host={int(first)}",
     ]  # fmt: skip
     if address is not None:

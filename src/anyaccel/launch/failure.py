@@ -7,7 +7,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
@@ -86,7 +86,7 @@ def describe_end(status: int) -> str:
     try:
         return f"was killed by {signal.Signals(number).name}"
     except ValueError:
-        return f"was killed by signal {number}"  # a real-time signal, these have no names
+        return f"was killed by signal {number}"  # a real-time signal: signal.Signals has no names for them
 
 
 def explain(failure: Failure, who: str, others: int) -> list[str]:

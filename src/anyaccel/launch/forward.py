@@ -13,8 +13,8 @@ What the launcher decides for each worker (RANK, MASTER_ADDR, ...) wins over all
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.small_file import read_small_file
@@ -77,7 +77,7 @@ def forwarded_environment(
     """
     found = {name: value for name, value in environ.items() if _travels(name)}
     names = (environ.get("DS_ENV_FILE") or ".deepspeed_env", ".anyaccel_env")
-    paths = dict.fromkeys(os.path.join(folder, name) for folder in reversed(folders) for name in names)  # noqa: PTH118
+    paths = dict.fromkeys(str(Path(folder, name)) for folder in reversed(folders) for name in names)
     for path in paths:
         found.update(_read_file(path))
     for export in exports:

@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import channel
@@ -29,19 +30,16 @@ from anyaccel.launch.signals import stop_signals, without_stopping
 from anyaccel.launch.streams import BACKLOG
 from anyaccel.launch.task import Task
 
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
 if TYPE_CHECKING:
-    from typing import Any
-
     from anyaccel.launch.callback import Reception
 
-# Seconds until the agents must have said that they are ready: of ssh all of them, of another launcher the first.
+# Seconds until all agents behind ssh have to be ready; behind another launcher, until the first one has to be.
 _START = 60.0
-# Seconds without another one of these being ready. It does not say by itself which host it cannot reach.
+# Seconds that may pass behind another launcher before the next agent is ready: it does not name unreachable hosts.
 _NEXT_READY = 12.0
-# Seconds for a launcher whose agents have all ended to end too; again as many until it is killed.
+# Seconds that a launcher has to end after the last of its agents; as many again, then it is killed.
 _LAST = 1.0
-# Seconds that agents have to end beyond the grace period; then that they have when their input has ended.
+# Seconds beyond the grace period that agents have to end; then those they have after their input was closed.
 _SLACK = 1.5
 _HARD = 2.0
 
@@ -144,7 +142,7 @@ class Front:
                 self.end(report.signal or signal.SIGTERM)
 
     def _divide(self) -> None:
-        """Every agent is ready: have those that are on one machine divide its cores among all of their workers."""
+        """When every agent is ready: make those on one machine divide its cores among the workers of all of them."""
         nodes = {host.name: number for number, host in enumerate(self._task.hosts)}
         found = {nodes[agent.host]: agent.ready or {} for agent in self.agents}
         try:
@@ -165,7 +163,7 @@ class Front:
             self._go()
 
     def _go(self) -> None:
-        """Every agent is ready: tell all of them where rank 0 is."""
+        """When every agent is ready: tell all of them where rank 0 is, so that they start their workers."""
         options = self._task.options
         try:
             connections = [str((agent.ready or {}).get("connection") or "") for agent in self.agents]
@@ -244,7 +242,7 @@ class Front:
         self._cut_off()
 
     def _cut_off(self) -> None:
-        """Have the workers learn that what they write arrives no more; say so once."""
+        """Make the workers' next write fail, since nobody reads what they write any more; says so once."""
         for output in (self.output, self.console):
             if not output.problem or output in self._cut:
                 continue
@@ -276,10 +274,10 @@ class Front:
                 hosts = ", ".join(dict.fromkeys(agent.host for agent in missing))
                 self.launcher.problem = f"{self.launcher.how} before workers were started on host {hosts}"
             if self.launcher.problem or self.launcher.killed:
-                self.end(signal.SIGTERM)  # nobody passes the output of the workers on any more
+                self.end(signal.SIGTERM)  # with the agent, nobody passes on the output of its workers
 
     def _lost(self, agent: Agent, how: str) -> None:
-        """An agent ended without a word."""
+        """Handle an agent that ended without a final report."""
         if not self._started and self._ending_at is not None:
             if agent.ready is None and agent.said:
                 agent.problem = f"cannot be reached: {how}"  # it ended for a reason of its own
@@ -310,7 +308,7 @@ class Front:
             self.end(number, again=True)
 
     def end(self, number: int, *, failed: Agent | None = None, again: bool = False) -> None:
-        """Ask all agents to end their workers; the one whose worker failed does that by itself."""
+        """Ask all agents to end their workers, but the one whose worker failed: it does so without being asked."""
         if self._ending_at is not None and not again:
             return
         if self._ending_at is None:

@@ -40,18 +40,17 @@ from anyaccel.launch.output import ERROR, WARNING, Output, OutputOptions, cannot
 from anyaccel.launch.streams import Streams
 from anyaccel.launch.worker import STOP_SIGNALS, Worker, become_worker
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import mmap
     from typing import NoReturn
 
-# Seconds in which helpers of finished workers (a resource tracker) end by themselves; what stays is named.
+# Seconds that helpers of finished workers, such as a resource tracker, have to end; a warning names those that stay.
 _SETTLE = 1.0  # on a busy machine: these have to notice it, and to be given a core
-# Seconds beyond the time to wake up after which this process was stopped, or its machine.
+# Seconds of waking up late from which we conclude that this process, or the machine, was stopped meanwhile.
 _OVERSLEPT = 2.0
-# Milliseconds.
-_LONGEST_POLL = 86_400_000
-# Descriptors that must be left when all workers run: two to be woken up, the rest to look through /proc.
+_LONGEST_POLL = 86_400_000  # milliseconds
+# Descriptors that have to be free once all workers run: two to be woken by, the rest to look through /proc.
 _SPARE_DESCRIPTORS = 4
 
 _ADVICE = {
@@ -62,7 +61,7 @@ _ADVICE = {
 
 
 class _StartError(Exception):
-    """The system does not give what another worker takes."""
+    """The system refuses the memory, process or descriptors that another worker needs."""
 
 
 class _Phase(Enum):
@@ -267,7 +266,7 @@ class _Guardian:
         self._cut_off()
 
     def _cut_off(self) -> None:
-        """Have the workers learn that what they write arrives no more."""
+        """Close the pipes that nobody reads any more, so that the workers' next write fails."""
         for output in self._streams.outputs:
             if output.problem and output not in self._cut:
                 self._cut.append(output)
@@ -327,7 +326,7 @@ class _Guardian:
                 self._link.output.write(self._link.announce(failure))
 
     def _stop(self, number: int, *, delivered: bool) -> None:
-        """Somebody wants the job to end."""
+        """Begin to end the job: a signal, a failed worker or the launcher asks for it."""
         now = time.monotonic()
         if self._result.signal is None:
             self._result.signal, self._signalled_at = number, now
@@ -356,7 +355,7 @@ class _Guardian:
         processes.send(processes.descendants(), signal.SIGKILL)
 
     def _advance(self, now: float) -> None:
-        """Do what is due."""
+        """Do what the time has come for: the next signal to the workers, a deadline."""
         link = self._link
         if (
             link
@@ -394,7 +393,7 @@ class _Guardian:
 
 
 def _readable(descriptor: int) -> bool:
-    """Whether something has come that we have not looked at yet."""
+    """Whether a descriptor has input that has not been read yet."""
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(0))

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher of one machine: asks the machine, makes the plan, starts and supervises the workers."""
 
-# Importing pathlib takes 8 ms of each launch.
-# ruff: noqa: PTH109, PTH110, PTH116
-
 from __future__ import annotations
 
 import os

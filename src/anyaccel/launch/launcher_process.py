@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from anyaccel import _native
 from anyaccel.launch.failure import describe_end
@@ -15,7 +16,7 @@ from anyaccel.launch.output import Output
 from anyaccel.launch.processes import children, end_all
 from anyaccel.launch.streams import BACKLOG
 
-# Seconds for it to end after SIGKILL.
+# Seconds to wait for the launcher's end after SIGKILL.
 _KILL = 5.0
 
 
@@ -38,7 +39,7 @@ class LauncherProcess:
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], output: Output, console: Output, *, may_wait: bool
     ) -> None:
-        self.name = os.path.basename(command[0])  # noqa: PTH119
+        self.name = Path(command[0]).name
         self.may_wait = may_wait
         self.problem = ""
         self.how = ""
@@ -46,7 +47,7 @@ class LauncherProcess:
         self._signals = [signal.SIGTERM, signal.SIGKILL]
         own = os.getpid()
         self._others = children()
-        _native.set_child_subreaper(True)  # what it leaves behind comes to us
+        _native.set_child_subreaper(True)  # processes that the launcher leaves behind become our children
 
         def tie() -> None:
             _native.set_parent_death_signal(signal.SIGTERM)
@@ -99,11 +100,11 @@ class LauncherProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it is there."""
+        """Whether the launcher is running."""
         return self._process.returncode is None
 
     def reap(self) -> bool:
-        """Whether it has just ended."""
+        """Whether the launcher has ended since the last call."""
         if not self.running or self._process.poll() is None:
             return False
         self._read_last()
@@ -115,13 +116,13 @@ class LauncherProcess:
         return True
 
     def end(self) -> None:
-        """Ask it to end; the second time, kill it."""
+        """Ask the launcher to end; the second call kills it."""
         if self.running:
             self._process.send_signal(self._signals[0])
             self._signals = self._signals[-1:]
 
     def kill(self) -> None:
-        """Leave nothing of it behind: mpirun's ssh may wait for a host that is gone."""
+        """Kill the launcher and all that it has started: mpirun's ssh may wait for a host that is gone."""
         if self.running:
             self._signals = self._signals[-1:]
             self._process.kill()

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from anyaccel.errors import UsageError
 
-# What this process needs besides: its own files, and those that looking through /proc takes.
+# Descriptors that this process needs besides: for its own files, and to look through /proc.
 _OTHERS = 64
 
 

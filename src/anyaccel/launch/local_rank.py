@@ -162,7 +162,7 @@ def launcher_below(environ: Mapping[str, str], ancestors: Ancestors | None) -> R
     if ancestors is None or not any(environ.get(name) for name in names) or ancestors.changed_here(names):
         return None
     own = ancestors.generation(names)
-    # A daemon on another host sets what it was sent together with what is its own: then those of a launcher are told
+    # A daemon on another host sets the variables it was sent together with its own: then those of a launcher are told
     # from those that a script between the two has set by what the launcher sets beside them.
     sent = any(name in environ and ancestors.generation((name,)) == own for name in _TORCHS_OWN)
     below = [

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.address import are_this_host, is_this_host, means_whoever_asks
 from anyaccel.launch.task import Task
 from anyaccel.topology import format_cpu_list
-
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
-if TYPE_CHECKING:
-    from typing import Any
 
 
 def same_machines(task: Task, ready: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from anyaccel.topology import Machine
 
 # Modes of set_mempolicy(2) by the name that a plan shows.
 MEMORY_MODES = {"default": 0, "preferred": 1, "bind": 2, "interleave": 3}
-# Since Linux 5.15; "preferred" takes one node.
+# Linux 5.15 and later; plain "preferred" takes one node only.
 PREFERRED_MANY = 5
 
 

@@ -30,19 +30,19 @@ from anyaccel.launch.planning import free_port
 from anyaccel.launch.supervise import supervise
 from anyaccel.launch.task import Task
 
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# Seconds for the launcher to say what to do; then between its signs of life.
+# Seconds that the launcher has for its first message; then that may pass between two signs of life from it.
 _FIRST_WORD = 60.0
-_SIGN_OF_LIFE = 20.0  # while the others get ready
-# Seconds for the launcher to take the last words.
+_SIGN_OF_LIFE = 20.0  # long, since the launcher may be busy with agents that are not ready yet
+# Seconds that the launcher has to read the final report.
 _LAST_WORD = 2.0
 
 
 class _Agent:
-    """What the ways of being started have in common.
+    """An agent, however it was started.
 
     Args:
         word: secret word of the job.
@@ -61,7 +61,7 @@ class _Agent:
         self._connection = connection
         self._found = found
 
-    def _tell(self, kind: str, data: Any) -> bytes:
+    def _frame(self, kind: str, data: Any) -> bytes:
         return encode_frame(self._word, kind, data)
 
     def run(self, first: Mapping[str, Any]) -> int:
@@ -86,7 +86,7 @@ class _Agent:
             "machine": _machine(),
             "cpus": sorted(os.sched_getaffinity(0)),
         }
-        self._output.write(self._tell(channel.READY, {**ready, "plan": plan.render() if speaks else ""}))
+        self._output.write(self._frame(channel.READY, {**ready, "plan": plan.render() if speaks else ""}))
         master = read_line(self._source, _SIGN_OF_LIFE)
         if "together" in master:
             task = replace(task, together=tuple(master["together"]))
@@ -95,7 +95,7 @@ class _Agent:
             except AnyAccelError as error:
                 names = ", ".join(task.hosts[other].name for other in task.together)
                 return self._refuse(UsageError(f"{error} (hosts {names} are one machine)"))
-            self._output.write(self._tell(channel.READY, {**ready, "plan": plan.render() if speaks else ""}))
+            self._output.write(self._frame(channel.READY, {**ready, "plan": plan.render() if speaks else ""}))
             master = read_line(self._source, _SIGN_OF_LIFE)
         task = task.with_master(master["address"], master["port"])
         return self._start(task, node, task.plan(node), speaks)
@@ -103,7 +103,7 @@ class _Agent:
     def _refuse(self, error: Exception) -> int:
         """Say why this host cannot take part; returns the exit code."""
         code = error.exit_code if isinstance(error, AnyAccelError) else 1
-        self._output.write(self._tell(channel.REFUSED, {"message": str(error), "code": code}))
+        self._output.write(self._frame(channel.REFUSED, {"message": str(error), "code": code}))
         self._output.close(_FIRST_WORD)
         return 0
 
@@ -140,17 +140,17 @@ class _Agent:
             self._source,
             channel.PATIENCE,
             self._output,
-            announce=lambda failure: self._tell(channel.FAILED, Report(failure=failure).encode()),
-            conclude=lambda report: self._tell(channel.FINISHED, report.encode()),
+            announce=lambda failure: self._frame(channel.FAILED, Report(failure=failure).encode()),
+            conclude=lambda report: self._frame(channel.FINISHED, report.encode()),
         )
         console = self._output if self._output.is_standard_error else Output(2)
         console.become(name, LEVELS[task.options.log_level])
         supervise(workers, task.options.grace_period, options=task.options, link=link, console=console, host=host)
-        return 0  # the launcher knows; a launcher in between would make a failure of its own of another code
+        return 0  # the launcher knows the code; mpirun or srun would report another as a failure of its own
 
 
 def _check_names_of_this_machine(task: Task, node: int, found: RankFromEnvironment) -> None:
-    """Raise UsageError where the launcher above has numbered the ranks of several names together: of this machine."""
+    """Raise UsageError where the job has several names for this machine, and the launcher above numbers them as one."""
     from anyaccel.launch.address import are_this_host
 
     here = are_this_host([host.name.rpartition("@")[2] for host in task.hosts])
@@ -166,7 +166,7 @@ def _check_names_of_this_machine(task: Task, node: int, found: RankFromEnvironme
 
 
 def _machine() -> str:
-    """What tells this machine from all others, whatever names and containers it has; "" where that is unknown."""
+    """An identity of this machine, the same in all of its containers and under all of its names; "" where unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()
@@ -175,7 +175,7 @@ def _machine() -> str:
 
 
 def _take_standard_input() -> int:
-    """Where standard input comes from, by another number; workers get an empty one."""
+    """Move standard input to another descriptor, which is returned; workers get an empty one in its place."""
     descriptor = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -194,7 +194,7 @@ def _calling_back(contact_text: str, number: int | None) -> int:
     from anyaccel.launch.callback import Contact
 
     os.close(_take_standard_input())
-    # The end of the daemon above is a request to end like any other: workers get their grace period.
+    # When the daemon above ends, that is a request to end like a signal: workers get their grace period.
     _native.set_parent_death_signal(signal.SIGTERM)
     contact = Contact.decode(contact_text)
     found = rank_from_environment(os.environ, launcher_only=True) if number is None else None
@@ -217,7 +217,7 @@ def _calling_back(contact_text: str, number: int | None) -> int:
 
 
 def _part(descriptor: int) -> None:
-    """End the connection so that what was said arrives: closed with bytes unread, it would be reset."""
+    """Close the connection so that what was sent arrives: closing it with bytes unread would reset it."""
     import socket
 
     with socket.socket(fileno=descriptor) as connection:
@@ -232,7 +232,7 @@ def _part(descriptor: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Be the agent; returns 0 when the launcher knows how it went."""
+    """Run the agent; returns 0 when the launcher has been told how the job ended."""
     try:
         if not arguments and "ANYACCEL_CONTACT" not in os.environ:
             return _behind_ssh()

@@ -103,7 +103,7 @@ def _split(text: str) -> list[str]:
 
 
 def _leaves(named: Iterable[int] | None, cores: Sequence[int]) -> bool:
-    """Whether CPUs are named that are not among the cores. Stops at the first: a short text may name billions."""
+    """Whether any CPU is named that is not among the cores. Stops at the first one: a short text may name billions."""
     own = set(cores)
     return named is not None and any(cpu not in own for cpu in named)
 

@@ -61,7 +61,7 @@ class BindingOptions:
             self._check_unbound()
 
     def arguments(self) -> list[str]:
-        """The same as options of `anyaccel bind`."""
+        """These options as arguments of `anyaccel bind`, which reads them back (adr/0007)."""
         found = []
         if self.core_list is not None:
             found.append(f"--bind_core_list={format_cpu_list(self.core_list)}")

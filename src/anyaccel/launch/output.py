@@ -89,7 +89,7 @@ class Output:
         try:
             mode = os.fstat(descriptor).st_mode
         except OSError:
-            self._closed = True  # by whoever started us: nobody is to hear of it
+            self._closed = True  # by the process that started us, which wants to hear nothing: nothing is lost
             return descriptor
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -144,7 +144,7 @@ class Output:
             except BlockingIOError:
                 return
             except OSError as error:
-                # Whoever feeds this sees to it that the workers learn of it, as they would without us.
+                # The caller then closes the workers' pipes, so that their next write fails, as it would without us.
                 self.problem = str(error.strerror)
                 self.lost = self._has_data
                 self._pending.clear()

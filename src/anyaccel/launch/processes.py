@@ -42,7 +42,7 @@ def _children_by_number() -> dict[int, str]:
         os._exit(0)
     os.waitpid(last, 0)
     own = os.getpid()
-    # Numbers are given in turn: our children have those since ours, unless all have been given meanwhile.
+    # The kernel gives process ids in turn: our children have ids above our own, until the ids start over.
     likely = [range(own + 1, last)] if last > own else [range(own + 1, _LARGEST), range(1, last)]
     return _which_are_children(likely) or _which_are_children([range(1, _LARGEST)])
 

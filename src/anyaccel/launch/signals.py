@@ -7,12 +7,9 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from anyaccel.launch.worker import STOP_SIGNALS
-
-TYPE_CHECKING = False  # as everywhere in this package: importing typing takes 7 ms
-if TYPE_CHECKING:
-    from typing import Any
 
 
 @contextmanager

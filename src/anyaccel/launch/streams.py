@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from anyaccel.errors import UsageError
 from anyaccel.launch.output import DEBUG, LEVELS, WARNING, Output, OutputOptions
 
-# Bytes waiting for a slow reader of the console; above this workers wait, as they would without us.
+# Bytes that may wait for a slow reader of the console. Beyond that the workers' writes block, as they would without us.
 BACKLOG = 1 << 16
 _TAIL_BYTES = 1 << 14
 _TAIL_LINES = 20
-# Reads per stream of what is still in its pipe when everything has ended; somebody may write for ever.
+# Reads of each pipe after all workers have ended: a process that was left behind could write to it for ever.
 _LAST_READS = 64
 # Names that are tried for a log file: another job may have begun in the same second.
 _MOST_NAMES = 1000
@@ -228,7 +228,7 @@ def prepare_log_dir(options: OutputOptions) -> None:
     if folder is None:
         return
     try:
-        os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - importing pathlib takes 8 ms of each launch
+        os.makedirs(folder, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"--enable_each_rank_log {folder!r} cannot be made: {error.strerror}; give another folder"

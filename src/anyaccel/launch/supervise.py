@@ -23,11 +23,11 @@ from anyaccel.launch.guardian import guard
 from anyaccel.launch.output import ERROR, LEVELS, Output, OutputOptions
 from anyaccel.launch.worker import STOP_SIGNALS, Worker
 
-# Seconds for a launcher on another host to take what is said at the end.
+# Seconds that a launcher on another host has to read the final report.
 _LAST_WORD = 2.0
-# Seconds between two looks at what the guardian sees otherwise, while it is stopped.
+# Seconds between two looks at the workers while the guardian, which watches them otherwise, is stopped.
 _LOOK_AGAIN = 1.0
-_SI_KERNEL = 0x80  # si_code of what the terminal sends, to the whole foreground group
+_SI_KERNEL = 0x80  # si_code of signals that the terminal sends, to the whole foreground process group
 
 
 def supervise(
@@ -98,7 +98,7 @@ def _open_standard_descriptors() -> None:
 
 
 def _read(report: bytes) -> Report | None:
-    """What the guardian reported; None when it did not come to it."""
+    """The guardian's report; None when it ended before it wrote one."""
     try:
         return Report.decode(marshal.loads(report))
     except (EOFError, ValueError, TypeError):
@@ -204,7 +204,7 @@ class _Launcher:
         self._output.line(what)
 
     def _is_delivered(self, info: signal.struct_siginfo) -> bool:
-        """Whether the workers have this signal already."""
+        """Whether the kernel has sent this signal to the workers too."""
         # A terminal that goes away tells the leader of its session only; a group without a number cannot be joined.
         only_us = info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
         return info.si_code == _SI_KERNEL and self._group != 0 and not only_us

@@ -13,7 +13,7 @@ from anyaccel import _native
 from anyaccel.launch.apply import bind_worker
 from anyaccel.launch.plan import RankBinding
 
-TYPE_CHECKING = False  # importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
@@ -63,7 +63,7 @@ def become_worker(worker: Worker, parent: int, group: int, stdout: int | None, s
         code = _NOT_RUNNABLE
         _say(f"rank {worker.binding.rank}: {worker.command[0]!r} cannot be started: {error}")
     finally:
-        # The stack below belongs to another process.
+        # The stack below this frame is a copy of the guardian's, and must not be unwound here.
         if code == _OUR_ERROR:
             sys.excepthook(*sys.exc_info())
         os._exit(code)
@@ -72,7 +72,7 @@ def become_worker(worker: Worker, parent: int, group: int, stdout: int | None, s
 def _live_with(parent: int, group: int) -> None:
     _native.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)  # it died before the line above
+        os._exit(128 + signal.SIGKILL)  # the guardian died before the parent-death signal was set
     if group:
         os.setpgid(0, group)
 

@@ -23,7 +23,7 @@ def check_range(optimizer: str, **values: Any) -> None:
 
 
 def number_of(optimizer: str, name: str, value: Any) -> float:
-    """An option of a group as it is now, which may be a tensor. As in torch, later ones may even be negative."""
+    """The present value of a numeric option, which may be a tensor. As in torch, later values may even be negative."""
     try:
         if not isinstance(value, str):
             return float(value)
@@ -33,7 +33,7 @@ def number_of(optimizer: str, name: str, value: Any) -> float:
 
 
 def betas_of(optimizer: str, betas: Any) -> tuple[float, float]:
-    """Both betas of a group as it is now. Those out of range would make every parameter infinite or NaN."""
+    """The present betas of a group, checked: values out of range would make every parameter infinite or NaN."""
     try:
         beta1, beta2 = betas
     except (TypeError, ValueError):
@@ -44,7 +44,7 @@ def betas_of(optimizer: str, betas: Any) -> tuple[float, float]:
 
 
 def check_complete(optimizer: str, needed: Iterable[str], state: Any) -> None:
-    """Raise UsageError for the state of another optimizer."""
+    """Raise UsageError for a parameter's state that lacks entries: it is another optimizer's."""
     if not isinstance(state, Mapping):
         raise UsageError(f"{optimizer}: the state of a parameter must be a dict, not {type(state).__name__}")
     missing = set(needed) - state.keys()

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 
-_NO_DISPATCH = torch.Tensor.__torch_dispatch__  # of classes that do not say themselves what operations do
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__  # tensor classes that do not redefine what operations do
 
 
 def why_no_memory(tensor: torch.Tensor) -> str:
-    """What a tensor is whose bytes cannot be taken from its address; "" for one whose can."""
+    """Why the values of a tensor are not at its address, as a word for messages; "" where they are."""
     if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
         return f"a {type(tensor).__name__}: give the tensor inside it"
     if tensor.device.type == "meta" or tensor.is_nested or tensor.layout != torch.strided:

@@ -19,13 +19,13 @@ from anyaccel.ops._dense import why_no_memory
 # The numbers are those of DType in csrc/optim/types.h.
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-# Parameter -> gradients that the kernels take with it.
+# Dtype of a parameter -> dtypes of gradients that the kernels take with it.
 _GRADS = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.bfloat16, torch.float32),
     torch.float16: (torch.float16, torch.float32),
 }
-# Parameter -> second buffers, as for Loop::write in csrc/optim/loop.h.
+# Dtype of a parameter -> dtypes of second buffers, as for Loop::write in csrc/optim/loop.h.
 COPIES = {
     torch.float32: (torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.bfloat16,),
@@ -48,7 +48,7 @@ _is_contiguous = torch.Tensor.is_contiguous
 
 
 class _Tensors(ctypes.Structure):
-    """AnyaccelTensors of work.h."""
+    """The struct AnyaccelTensors of csrc/optim/work.h."""
 
     _fields_ = (
         ("count", ctypes.c_int64),
@@ -236,7 +236,7 @@ def _straightened(
     states: Sequence[Sequence[torch.Tensor]],
     copies: Sequence[torch.Tensor | None] | None,
 ) -> tuple[Any, ...]:
-    """The same with contiguous tensors, and which of them to copy back to where.
+    """The same lists with contiguous tensors, and the copies among them that have to be written back, to where.
 
     Dimensions are put into the order of the parameter's strides, so that one in channels_last needs no copy.
     """

@@ -22,7 +22,7 @@ Params = Iterable[Any]
 
 
 class _Plan:
-    """What a step of a group found, for the next one."""
+    """What a step of a group has checked and computed, kept for the next step."""
 
     def __init__(
         self, params: list[torch.Tensor], states: list[dict[str, Any]], names: Iterable[str], batch: Batch
@@ -88,16 +88,16 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @abc.abstractmethod
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
-        """What the native function takes behind the tensors."""
+        """The hyper-parameters that the native function takes after the tensors."""
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise UsageError for what the kernels cannot do."""
+        """Raise UsageError for options that the kernels cannot carry out."""
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 raise UsageError(f"{type(self).__name__} does not have {option}: use torch.optim, or {option}=False")
 
     def _option(self, group: dict[str, Any], name: str) -> Any:
-        """Of a group as it is now; what somebody deleted has the optimizer's default."""
+        """The present value of an option of a group; the optimizer's default where it was deleted."""
         return group[name] if name in group else self.defaults[name]
 
     def _number(self, group: dict[str, Any], name: str) -> float:
@@ -230,7 +230,7 @@ class HostOptimizer(torch.optim.Optimizer):
         return state
 
     def _begin(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Fill a state, all at once: Ctrl-C, or a lack of memory, must not leave part of it."""
+        """Fill a parameter's state by one update: Ctrl-C, or a lack of memory, must not leave part of it."""
         new: dict[str, Any] = {}
         self._start(param, new, group)
         state.update(new)
@@ -247,7 +247,7 @@ class HostOptimizer(torch.optim.Optimizer):
             state[MASTER] = param.detach().to(torch.float32)
 
     def _note(self, params: Iterable[torch.Tensor]) -> None:
-        """These are as the step has left them."""
+        """Remember the versions of these parameters as the step has left them, to see later who else writes to them."""
         if self._master_weights:
             self._versions.update((param, param._version) for param in params)
 
@@ -357,7 +357,7 @@ class HostOptimizer(torch.optim.Optimizer):
             self._forget()
 
     def _forget(self) -> None:
-        """Begin with what is not saved."""
+        """Set what is not saved to its initial value."""
         self._native = self._load()
         self._copies = {}
         self._plans = {}
@@ -407,7 +407,7 @@ class AnyDevice(HostOptimizer):
 
     @abc.abstractmethod
     def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """The step of those that are not in host memory, and have a gradient."""
+        """Let torch update the parameters that are not in host memory and have a gradient."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Those of the base class and `set_grad_none`."""

@@ -113,7 +113,7 @@ class CPUAdagrad(HostOptimizer):
         return tuple(self._number(group, name) for name in names)
 
     def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        if "sum" not in saved and "exp_avg_sq" in saved:  # DeepSpeed's name
+        if "sum" not in saved and "exp_avg_sq" in saved:  # the name that DeepSpeed's class has for it
             saved = {**saved, "sum": saved["exp_avg_sq"]}
             del saved["exp_avg_sq"]
         return super()._converted(param, saved)

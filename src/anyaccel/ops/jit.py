@@ -38,7 +38,7 @@ from anyaccel.ops.toolchains import Compiler
 
 logger = logging.getLogger("anyaccel.ops")
 
-_FORMAT = 1  # of what is in the cache
+_FORMAT = 1  # part of each key: raise it when the layout of the cache changes
 _MANIFEST = "manifest.json"
 _MESSAGE_SECONDS = 10.0
 # Variables by which GCC and clang find headers and libraries.
@@ -139,7 +139,7 @@ def clean(cache: Path) -> tuple[int, int]:
             size += sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
             libraries += not entry.name.startswith(".")
             shutil.rmtree(entry)
-        elif not entry.name.endswith(".lock"):  # somebody may hold it
+        elif not entry.name.endswith(".lock"):  # a process may hold a lock
             size += entry.stat().st_size
             entry.unlink()
     return libraries, size
@@ -213,7 +213,8 @@ class _Entry:
         self._compiler = compiler
         self._cache = cache
         self._key = key
-        self._hidden = f".{recipe.name}-{key}"  # how the names of lock, headers and temporary folders start
+        # The names of the lock, the list of headers and temporary folders start with it.
+        self._hidden = f".{recipe.name}-{key}"
 
     def library(self, verbose: bool) -> Path:
         self._cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -23,14 +23,14 @@ _double, _int, _address = ctypes.c_double, ctypes.c_int, ctypes.c_void_p
 
 
 def _before(step: int) -> torch.Tensor:
-    """What native code counts up to `step`."""
+    """The step before `step`, as the tensor that native code counts up."""
     if not step >= 1:
         raise UsageError(f"steps count from 1, and this is {step}")
     return torch.tensor(step - 1, dtype=torch.float32)
 
 
 class _Op:
-    """A library, and what `create` has been called with."""
+    """A library, with the settings that its `create_*` function was given, by the number of the optimizer."""
 
     def __init__(self, library: ctypes.CDLL, optimizer: str, hyper: Sequence[type[Any]]) -> None:
         self.library = library

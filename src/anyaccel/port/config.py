@@ -33,7 +33,7 @@ class Config:
         return code.startswith(self.select) and not (self.ignore and code.startswith(self.ignore))
 
     def changed(self, select: str | None, ignore: str | None) -> Config:
-        """With what the command line says instead.
+        """A copy in which options of the command line replace those of the file.
 
         Raises:
             UsageError: a rule that is not there.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the rules share while one file is looked at: its tree, the spelling of get_accelerator, what is spoken for."""
+"""What the rules share while one file is looked at: its tree, the spelling of get_accelerator, the claimed nodes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Context:
         return bool(self._claimed) and any(each in self._claimed for each in (node, *self.tree.parents(node)))
 
     def is_stored(self, node: cst.CSTNode) -> bool:
-        """Whether something is assigned to this expression, or it is deleted."""
+        """Whether this expression is the target of an assignment or of `del`."""
         parent = self.tree.parent(node)
         if isinstance(parent, cst.AssignTarget | cst.Del):
             return True
@@ -189,7 +189,7 @@ class Context:
         return any(VENDORS.search(self.tree.module.code_for_node(test)) for test in tests)
 
     def says_so(self, node: cst.CSTNode) -> bool:
-        """Whether the statement around it, or what an `if` or `for` around it governs, has a text about CUDA."""
+        """Whether a text about CUDA is in the statement around it, or in the body of an `if` or `for` around it."""
         kinds = (cst.BaseSmallStatement, cst.If, cst.For, cst.While, cst.With, cst.FunctionDef, cst.ClassDef)
         around = self.tree.enclosing(node, *kinds)
         governs = isinstance(around, cst.BaseSmallStatement | cst.If | cst.For)

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from anyaccel.topology.files import listed, names, number, numbered, numbers, read_text
 from anyaccel.topology.memory import cpu_model
 from anyaccel.topology.model import Machine
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # Base classes of the PCI code and ID assignment specification; of the class "processor" only the co-processors.
@@ -169,7 +166,7 @@ def read_devices(root: Path | str | None = None) -> tuple[PciDevice, ...]:
 def _driver(device_folder: str) -> str:
     try:
         # The link alone says it: a recording may lack what it leads to.
-        return os.path.basename(os.readlink(f"{device_folder}driver"))  # noqa: PTH115, PTH119
+        return Path(device_folder, "driver").readlink().name
     except OSError:
         return ""
 

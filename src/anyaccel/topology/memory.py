@@ -17,7 +17,7 @@ from anyaccel.topology.model import NumaNode
 
 # HBM gives at least twice the bandwidth of the memory channels beside it, CXL at most half.
 _FASTER, _SLOWER = 1.5, 0.67
-# On the package of each Xeon Max, divided among its nodes.
+# Bytes of HBM on the package of each Xeon Max, divided among its nodes.
 _XEON_MAX_HBM = 64 << 30
 
 
@@ -81,7 +81,7 @@ def _is_xeon_max_share(size: int) -> bool:
 
 
 def _access(node_folder: str) -> list[str]:
-    """Folders of what can access this memory, CPUs first: access0 may be about devices that start accesses."""
+    """Folders of the initiators that can access this memory, CPUs first: access0 may be about devices."""
     return [f"{node_folder}/{name}/initiators" for name in ("access1", "access0")]
 
 

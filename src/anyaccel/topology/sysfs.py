@@ -20,7 +20,7 @@ _CPUSET_MEMS = ("cpuset.effective_mems", "cpuset.mems.effective", "cpuset.mems",
 # Beside `cpu_core`: folder of the performance counters that only this kind of core has.
 _OTHER_KINDS = {"cpu_atom": "efficiency", "cpu_lowpower": "low power"}
 
-TYPE_CHECKING = False  # type checkers know the name; importing typing for it takes 7 ms of each launch
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -90,7 +90,7 @@ def check_recording(root: Path | str) -> None:
     wanted = f"{base.rstrip('/') or '/'}/sys/devices/system/cpu"
     if numbered(wanted, "cpu") or _online_cpus(wanted):
         return
-    if not os.path.isdir(base):  # noqa: PTH112 - importing pathlib takes 8 ms of each launch
+    if not os.path.isdir(base):
         raise UsageError(f"--sysfs-root {base!r} is not a folder; give one that has sys/ and proc/ of a machine")
     inside = [name for name in names(base) if numbered(f"{base}/{name}/sys/devices/system/cpu", "cpu")]
     hint = f"did you mean {base.rstrip('/')}/{inside[0]}?" if inside else "give the folder that has sys/ and proc/"
@@ -115,7 +115,7 @@ def _cpuset(base: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """CPUs and memory nodes of the cgroup (v1 or v2) of the recorded process; None where there is no cpuset."""
     for path, mounts in _cpuset_places(base):
         if ".." in path:
-            continue  # outside of what this process may see
+            continue  # a cgroup outside of the part of the hierarchy that this process sees
         # A container sees its own cgroup as the root, a cgroup without the controller has that of its parent.
         parts = [part for part in path.split("/") if part]
         for depth in range(len(parts), -1, -1):
@@ -193,7 +193,7 @@ def _cpus(folder: str, online: tuple[int, ...], node_of: dict[int, int]) -> tupl
             continue
         threads = _siblings(topology)
         if threads is None and core is not None:
-            continue  # told apart by their keys below
+            continue  # grouped by `keys` below
         group = tuple(other for other in threads or () if other in known and other not in siblings)
         if cpu not in group:
             group = (cpu,)

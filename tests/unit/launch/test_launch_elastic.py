@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anyaccel.cli import bind
+from anyaccel.cli._binding import binding_options
 from anyaccel.errors import UsageError
 from anyaccel.launch.elastic import build_command, launcher_environment
+from anyaccel.launch.options import BindingOptions
 
 SCRIPT = ["python", "-u", "train.py"]
 
@@ -64,19 +67,23 @@ def test_torch_gives_every_argument_as_it_was(arguments):
     assert words == ["env", "-u", "OMP_NUM_THREADS", *SCRIPT, "--local_rank=1", *arguments]
 
 
+def test_several_hosts_need_a_place_to_meet():
+    with pytest.raises(UsageError, match="--elastic 1:2 needs to know the hosts; add --hostfile FILE"):
+        command(nodes=(1, 2))
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"max_restarts": -1}, "--max-restarts is -1, it must be 0 or more"),
-        ({"nodes": (0, 2)}, "--elastic is 0:2, it must be MIN:MAX with 1 <= MIN <= MAX"),
-        ({"nodes": (3, 2)}, "--elastic is 3:2"),
-        ({"nodes": (1, 2)}, "--elastic 1:2 needs to know the hosts; add --hostfile FILE"),
+        BindingOptions(bind_cores=True),
+        BindingOptions(core_list=(3, 1, 2, 9)),
+        BindingOptions(bind_cores=True, smt=True, memory_policy="interleave", cores_reserved=2, malloc="jemalloc"),
+        BindingOptions(bind_cores=True, strict=True, memory_policy="none"),
     ],
 )
-def test_mistakes(options, message):
-    with pytest.raises(UsageError) as caught:
-        command(**options)
-    assert message in str(caught.value)
+def test_the_binder_below_torch_reads_the_options_that_were_given(options):
+    read = bind.build_parser().parse_args([*options.arguments(), "--", "true"])
+    assert BindingOptions(**{**binding_options(read), "bind_cores": True}) == options
 
 
 def test_variables_of_torchs_launcher():

@@ -20,7 +20,7 @@ from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, Col
 from anyaccel.errors import UsageError
 from anyaccel.numerals import parse_whole
 
-_STREAM = inert.Stream(torch.device("cpu"))  # all are this one queue
+_STREAM = inert.Stream(torch.device("cpu"))  # every stream of the CPU is this one queue
 
 
 @functools.cache

@@ -119,7 +119,9 @@ class MpsAccelerator(TorchDeviceAccelerator):
     def manual_seed_all(self, seed: int) -> None:
         self.manual_seed(seed)
 
-    initial_seed = Accelerator.initial_seed  # the generator's
+    initial_seed = (
+        Accelerator.initial_seed
+    )  # of the base class, which asks the generator: torch.mps has no such function
 
     # Streams: code with streams runs unchanged, its streams all being the one queue.
 

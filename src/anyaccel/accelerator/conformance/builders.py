@@ -30,7 +30,7 @@ def _builders(package: str) -> dict[str, type[Any]]:
         for name, value in values.items()
         if isinstance(value, type)
         and all(callable(getattr(value, method, None)) for method in ("is_compatible", "load"))
-        and getattr(value, "NAME", None)  # base classes have none
+        and getattr(value, "NAME", None)  # base classes have no NAME
         and not inspect.isabstract(value)
     }
 

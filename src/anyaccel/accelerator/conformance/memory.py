@@ -35,10 +35,10 @@ _MOST_BLOCKS = 32
 
 @contextlib.contextmanager
 def _calm(accelerator: Accelerator) -> Iterator[None]:
-    """One thread on one CPU: the kernel counts resident pages per CPU and adds them up now and then."""
+    """Run on one thread and one CPU: the kernel counts resident pages per CPU, and adds them up only now and then."""
     threads = torch.get_num_threads()
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    gc.collect()  # garbage that is freed while we measure would count
+    gc.collect()  # else garbage that is freed meanwhile would change the figure
     try:
         if allowed:
             os.sched_setaffinity(0, [min(allowed)])

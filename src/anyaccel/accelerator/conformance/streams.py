@@ -17,7 +17,7 @@ from anyaccel.accelerator.conformance.checking import check, expect, expect_equa
 from anyaccel.accelerator.spec import Capability
 
 _PAUSE_S = 0.05
-# Seconds that work takes at least, where a device is not faster with matrices of the most rows.
+# Seconds that the work should take at least; a fast device may need less even with the largest matrices.
 _BUSY_S = 0.01
 _MOST_ROWS = 4096
 

@@ -10,12 +10,9 @@ import importlib
 import sys
 from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
+from typing import Any
 
 from anyaccel.errors import NotCoveredAttributeError, NotCoveredError, NotCoveredImportError
-
-TYPE_CHECKING = False  # importing typing would take 7 ms
-if TYPE_CHECKING:
-    from typing import Any
 
 ROOT = __name__.rpartition(".")[0]
 

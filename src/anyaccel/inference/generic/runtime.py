@@ -50,7 +50,7 @@ _WEIGHT_READ = re.compile(r"\b(\w+)\.((?:\w+\.)+)(?:weight|bias)\b(?!\.(?:dtype|
 
 @dataclass
 class Packed:
-    """What `pack` has done.
+    """What `pack` has replaced, for reports.
 
     Attributes:
         linears, norms, experts: how many were replaced.
@@ -184,7 +184,7 @@ def _embedding_scale(embedding: Any) -> float | None:
 
 
 def _routes(name: str, parent: nn.Module, linear: Any) -> bool:
-    """Whether a linear chooses experts."""
+    """Whether a linear is a router: its output chooses experts."""
     words = name.split(".")[-2:]
     named = any(word in _ROUTERS or word.endswith("router") for word in words) or "Router" in type(parent).__name__
     return named and linear.weight.shape[0] <= _MOST_EXPERTS and not isinstance(linear, RowParallelLinear)

@@ -21,7 +21,7 @@ from anyaccel.inference.modules.state import NOTES
 
 ADVICE = "do it before init_inference, or load the model with runtime='torch'"
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
-# Where nn.Module notes that it is in use, in no way that counts.
+# Attributes that may be set: they change nothing that is computed.
 _FREE = NOTES | {"training", "_compiled_call_impl"}
 
 
@@ -49,10 +49,10 @@ class _Frozen:
         if there is value:
             return
         if name in _FREE or (there is self and not isinstance(value, nn.Module | torch.Tensor)):
-            object.__setattr__(self, name, value)  # a note of somebody's, which no code asks for
+            object.__setattr__(self, name, value)  # a new name is a note of the caller's: no module reads it
         elif "_where" in vars(self):
             raise _error(f"{self._where}.{name}")
-        else:  # what has been made of it, for instance a part of a list of modules
+        else:  # a module that was made of frozen ones, such as a slice of a list of modules
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:

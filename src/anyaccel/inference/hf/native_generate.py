@@ -68,7 +68,7 @@ _IDLE = frozenset((
     "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "generation_kwargs",
 ))
 # fmt: on
-# Values that ask for nothing.
+# Values with which an option has no effect.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "guidance_scale": (1, 1.0),
@@ -122,7 +122,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
         config, model_kwargs = module._prepare_generation_config(call.generation_config, **given)
         strange = _strange_options(config, model_kwargs, call)
     if strange:
-        _tell(strange)
+        _warn_once(strange)
         _check_cached(kwargs, inputs)
         return _through_hugging_face(module, call, own, seed, generator, tokenizer)
     assert inputs is not None and config is not None and model_kwargs is not None
@@ -133,7 +133,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
     return run(module._native, job)
 
 
-def _tell(argument: str) -> None:
+def _warn_once(argument: str) -> None:
     if argument not in _told:
         _told.add(argument)
         logger.warning(

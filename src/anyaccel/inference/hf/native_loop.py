@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """One call of `generate`, understood.
+    """One call of `generate`, checked and translated into the terms of the native loop.
 
     Attributes:
         mask: which of input_ids count, on the CPU.
@@ -54,7 +54,7 @@ def not_finite(what: object) -> ModelError:
 
 
 class _Row:
-    """One answer."""
+    """One answer that is being generated."""
 
     def __init__(self, request: _llm.Request, prompt: list[int], stop: StopStrings | None) -> None:
         self.request = request

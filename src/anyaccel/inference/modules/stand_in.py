@@ -93,7 +93,7 @@ def _first(*values: Any) -> StandIn | None:
 def _made(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, told: str) -> StandIn:
     one = torch.empty((), dtype=dtype, device=device)
     if dtype.is_floating_point:
-        one.fill_(float("nan"))  # for whoever reads the memory itself
+        one.fill_(float("nan"))  # for code that reads the memory directly
     made = torch.Tensor._make_subclass(StandIn, one.expand(shape))
     made.told = told
     return made

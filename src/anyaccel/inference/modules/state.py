@@ -123,7 +123,8 @@ def _difference(module: nn.Module, usual: nn.Module, configs: Mapping[int, int])
             continue
         if hasattr(kind, name) or name in _names_used(kind):
             return f"an attribute {name!r}"
-    weights = usual._buffers.keys() - usual._non_persistent_buffers_set  # as far as this is concerned
+    # Checkpoints have the persistent buffers, which are as good as weights here: only others are compared.
+    weights = usual._buffers.keys() - usual._non_persistent_buffers_set
     for name, buffer in usual._buffers.items():
         mine = module._buffers.get(name)
         if (name not in weights or mine is None) and not _same(mine, buffer, configs):

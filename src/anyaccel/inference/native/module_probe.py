@@ -91,7 +91,7 @@ def check_computes_the_same(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def _difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of the largest; infinities and NaN must be in the same places."""
+    """The largest difference, relative to the largest value; infinite where infinities and NaN do not match."""
     finite = theirs.isfinite()
     if not torch.equal(ours.where(~finite, 0.0).nan_to_num(7.0), theirs.where(~finite, 0.0).nan_to_num(7.0)):
         return math.inf
@@ -193,7 +193,7 @@ def _native(plan: Plan) -> _llm.Model:
 
 
 def _cache_values(spec: DecoderSpec) -> int:
-    """Of a token, at most."""
+    """The number of values that one token takes in the cache, at most."""
     return sum(each.attention.kv_heads * (each.attention.head_dim + each.attention.value_dim) for each in spec.layers)
 
 

@@ -40,7 +40,7 @@ _SPARE_DISK = 1 << 30  # bytes that are left free
 
 
 def _version() -> str:
-    """Of what is in an entry: its layout, this package, what specs consist of, and the formats of GGUF's types."""
+    """A version of entries: it changes with their layout, this package, the fields of specs and GGUF's formats."""
     kinds = (
         spec.DecoderSpec,
         spec.Layer,

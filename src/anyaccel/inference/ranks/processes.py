@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import _socket  # socket.py brings selectors and enums, which take longer to import than all that is needed here
 import os
 import signal
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +27,7 @@ class RankProcesses:
 
     def __init__(self, plan: LaunchPlan) -> None:
         patience = env.ANYACCEL_COMM_TIMEOUT.get()
-        pairs = [_socket.socketpair() for _ in plan.ranks]
+        pairs = [socket.socketpair() for _ in plan.ranks]
         near, far = ([end.detach() for end in ends] for ends in zip(*pairs, strict=True))
         sys.stdout.flush()
         sys.stderr.flush()

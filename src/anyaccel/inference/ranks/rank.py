@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             options = argparse.Namespace(**channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())["options"])
             _serve(channel, rank, _open(channel, rank, options))
         except (AnyAccelError, OSError, MemoryError) as error:
-            _tell(channel, error)
+            _send_error(channel, error)
             while channel.receive():  # until the command ends all ranks
                 pass
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _tell(channel: Channel, error: Exception) -> None:
+def _send_error(channel: Channel, error: Exception) -> None:
     from anyaccel.inference.native.joining import OtherRankError
 
     channel.send(

@@ -45,7 +45,7 @@ def _text_of(values: Values, name: str) -> str | None:
 
 
 def _is_librarys(error: BaseException) -> bool:
-    """Whether tokenizers has raised it: a bare Exception, or what a panic of Rust becomes, which is none."""
+    """Whether the library tokenizers raised it: it raises bare Exceptions, and a panic in Rust is not even one."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

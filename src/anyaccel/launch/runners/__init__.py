@@ -10,15 +10,13 @@
 docs/add-a-launcher.md goes through one.
 """
 
-# Importing pathlib takes 8 ms of each launch.
-# ruff: noqa: PTH100, PTH113, PTH118, PTH119, PTH120
-
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.job import ClusterJob, Host
@@ -164,29 +162,29 @@ def require_program(runner: Runner, search_path: str, prefix: str = sys.prefix) 
         UsageError: it is not installed. Says how to install it.
     """
     others = []
-    for folder in dict.fromkeys([*search_path.split(os.pathsep), os.path.join(prefix, "bin")]):
+    for folder in dict.fromkeys([*search_path.split(os.pathsep), str(Path(prefix, "bin"))]):
         folder = folder or os.curdir
         for name in (*runner.names, *runner.shared_names):
-            path = os.path.join(folder, name)
+            path = Path(folder, name)
             if not _is_program(path):
                 continue
             if name in runner.names or _comes_with(path, runner.witness):
-                return name if folder in _SYSTEM_FOLDERS else os.path.abspath(path)
+                return name if folder in _SYSTEM_FOLDERS else str(path.absolute())
             others.append(path)
     other = f" ({others[0]} belongs to another MPI)" if others else ""
     raise UsageError(f"--launcher {runner.name}: {runner.title} is not installed{other}; {runner.package}")
 
 
-def _is_program(path: str) -> bool:
-    return os.path.isfile(path) and os.access(path, os.X_OK)
+def _is_program(path: Path) -> bool:
+    return os.access(path, os.X_OK) and path.is_file()
 
 
-def _comes_with(path: str, witness: str) -> bool:
+def _comes_with(path: Path, witness: str) -> bool:
     """Whether the program at `path` is the one of `witness`: in Debian, several MPI share a folder and names."""
-    real = os.path.realpath(path)
-    if ("hydra" in os.path.basename(real)) if witness == "ompi_info" else (os.path.basename(real) in _OPEN_MPI):
+    real = path.resolve()
+    if ("hydra" in real.name) if witness == "ompi_info" else (real.name in _OPEN_MPI):
         return False
-    return any(_is_program(os.path.join(os.path.dirname(place), witness)) for place in (path, real))
+    return any(_is_program(place.parent / witness) for place in (path, real))
 
 
 def unless_given(given: Sequence[str], names: Collection[str], *words: str) -> list[str]:
@@ -225,7 +223,7 @@ def absolute_paths(environment: Mapping[str, str], folder: str) -> dict[str, str
     found = dict(sorted(environment.items()))
     for name in _FOLDERS:
         if found.get(name):
-            found[name] = ":".join(os.path.join(folder, entry) if entry else folder for entry in found[name].split(":"))
+            found[name] = ":".join(str(Path(folder, entry)) for entry in found[name].split(":"))
     return found
 
 

@@ -82,7 +82,7 @@ def warnings(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
 
 
 def _cpus_of_hosts(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """CPUs that the allocation has on its hosts; none where it does not say."""
+    """Number of CPUs that the allocation has on each of its hosts; empty where Slurm does not say."""
     try:
         return slurm_tasks(environ.get("SLURM_JOB_CPUS_PER_NODE", ""), MOST_HOSTS)
     except ValueError:

@@ -25,7 +25,7 @@ _HUGE_PAGE = 2 << 20
 class Memory(mmap.mmap):
     """Anonymous memory that is unmapped, and so unlocked, with the last tensor on it."""
 
-    _locked: tuple[int, int] | None = None  # address and bytes that mlock() took
+    _locked: tuple[int, int] | None = None  # address and number of bytes that mlock() has locked
     _unregister: Callable[[], object] | None = None
 
     def lock(self, address: int, num_bytes: int) -> None:

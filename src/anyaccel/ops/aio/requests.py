@@ -25,7 +25,7 @@ logger = logging.getLogger("anyaccel.aio")
 
 PathLike: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
-_WAIT_MILLISECONDS = 50  # Ctrl-C is answered this often
+_WAIT_MILLISECONDS = 50  # between two looks for Ctrl-C
 _LAST_BYTE = (1 << 63) - 1
 
 
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 @dataclass(eq=False)
 class Beginner:
-    """A thread that begins requests, and how those went that another thread's wait was first to wait for."""
+    """A thread that starts requests, and the results of those that another thread's wait has already collected."""
 
     num_done: int = 0
     errors: list[Exception] = field(default_factory=list)

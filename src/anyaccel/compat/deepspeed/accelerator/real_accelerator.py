@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from anyaccel.accelerator import get_accelerator, is_current_accelerator_supported
 from anyaccel.accelerator import set_accelerator as _set_accelerator
 from anyaccel.accelerator.select import REGISTRY
@@ -10,7 +12,6 @@ from anyaccel.vendors import FAMILIES
 
 from .._cover import cover
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from anyaccel.accelerator import Accelerator
 

@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.job import ClusterJob, Host
@@ -117,7 +118,7 @@ class _Runner(MultiNodeRunner):
         hosts = _slots(active_resources)
         self.validate_active_resources(hosts)
         _check_first_slots(self.name, hosts)
-        folder = environment.get("PWD") or os.getcwd()  # noqa: PTH109 - 8 ms
+        folder = environment.get("PWD") or str(Path.cwd())
         python = [] if self.args.no_python else [sys.executable, "-u", *(["-m"] if self.args.module else [])]
         job = ClusterJob(
             hosts=tuple(Host(host, tuple(slots)) for host, slots in hosts.items()),

@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import base64
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import anyaccel.cli
 from anyaccel.cli._parser import strict_numbers
@@ -24,18 +25,15 @@ from anyaccel.numerals import parse_whole
 
 from .._cover import cover, refuse
 
-TYPE_CHECKING = False  # importing typing would take 7 ms
-if TYPE_CHECKING:
-    from typing import Any
-
 __all__ = [
     "DLTS_HOSTFILE", "apply_num_nodes_and_gpus", "encode_world_info", "fetch_hostfile", "main", "parse_args",
     "parse_inclusion_exclusion", "parse_node_config", "parse_node_config_list", "parse_resource_filter",
 ]  # fmt: skip
 
-# Option of DeepSpeed -> that of `anyaccel run`, by what follows it.
+# Options that `anyaccel run` has under the same name: with a value, and without.
 _WITH_VALUE = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "node_rank",
-               "launcher", "launcher_args", "bind_core_list", "ssh_port", "venv_script")  # fmt: skip
+               "launcher", "launcher_args", "bind_core_list", "ssh_port", "venv_script", "enable_each_rank_log",
+               "log_level")  # fmt: skip
 _SWITCHES = ("module", "no_python", "no_local_rank", "no_ssh", "force_multi", "save_pid", "bind_cores_to_rank", "quiet")
 
 
@@ -51,8 +49,7 @@ class _Parser(argparse.ArgumentParser):
         return list(by_action.values()) if len(by_action) == 1 else []
 
 
-def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command `deepspeed`, under DeepSpeed's names and with its defaults where it has a value."""
+def _parser() -> _Parser:
     parser = _Parser(
         prog="deepspeed", description="anyaccel run, with DeepSpeed's options; see also anyaccel run --help"
     )
@@ -84,6 +81,12 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     _add(parser, "-q", "--quiet", action="store_true", help="say nothing but errors")
     # One argument that takes everything: argparse would drop a `--` that is meant for the script.
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="user_script [args ...]", help="what to run")
+    return parser
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command `deepspeed`, under DeepSpeed's names and with its defaults where it has a value."""
+    parser = _parser()
     options = parser.parse_args(args)
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
@@ -102,7 +105,7 @@ def _add(parser: argparse.ArgumentParser, *names: str, **kwargs: object) -> None
 
 
 def anyaccel_arguments(options: argparse.Namespace) -> list[str]:
-    """The same as arguments of `anyaccel`.
+    """The same as arguments of `anyaccel`, whose command line is the contract (docs/adr/0007).
 
     Raises:
         NotCoveredError: --autotuning.
@@ -114,18 +117,11 @@ def anyaccel_arguments(options: argparse.Namespace) -> list[str]:
         raise UsageError(f"{given} and {other} cannot be given together; name in {other} what is to be used")
     if options.autotuning:
         raise refuse("launcher --autotuning", "it tunes the training engine, which is out of scope; leave it out")
-    defaults = vars(parse_args(["script"]))
-    found = ["run"]
-    for name in _WITH_VALUE:
-        value = getattr(options, name)
-        if value != defaults[name] or (name == "launcher" and options.launcher != "ssh"):
-            found.append(f"--{name}={value}")
-    found += [f"--{name}" for name in _SWITCHES if getattr(options, name)]
-    if options.enable_each_rank_log != "None":
-        found.append(f"--enable_each_rank_log={options.enable_each_rank_log}")
-    if options.log_level != "info":
-        found.append(f"--log_level={'error' if options.log_level == 'critical' else options.log_level}")
-    return [*found, "--", options.user_script, *options.user_args]
+    default = _parser().get_default
+    chosen = {**vars(options), "log_level": "error" if options.log_level == "critical" else options.log_level}
+    values = [f"--{name}={chosen[name]}" for name in _WITH_VALUE if chosen[name] != default(name)]
+    switches = [f"--{name}" for name in _SWITCHES if chosen[name]]
+    return ["run", *values, *switches, "--", options.user_script, *options.user_args]
 
 
 def _needs_no_launcher(options: argparse.Namespace) -> bool:
@@ -179,7 +175,7 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     Raises:
         UsageError: it is no hostfile. Names the line.
     """
-    return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None  # noqa: PTH113 - 8 ms
+    return read_hostfile(hostfile_path) if Path(hostfile_path).is_file() else None
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:

@@ -70,7 +70,7 @@ class TensorParallelPlan:
 
 
 class _Whole(Exception):
-    """A block cannot be divided; the text says why."""
+    """Raised for a block that cannot be divided and stays whole on every rank; the text says why."""
 
 
 @dataclass(frozen=True)
