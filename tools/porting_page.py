@@ -102,14 +102,22 @@ def _tests() -> Iterator[str]:
     """Packages' own tests before and after."""
     if not (DATA / "port_tests.json").exists():
         return
-    yield "| tests of | which | changes | passed before → after | failed | skipped | pass only before |"
-    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: |"
+    yield (
+        "| tests of | which | changes | passed before → after | failed | skipped | pass only before "
+        "| modules imported before → after | import only before |"
+    )
+    yield "| --- | --- |" + " ---: |" * 7
     for name, row in json.loads((DATA / "port_tests.json").read_text(encoding="utf-8")).items():
         counts = [
             f"{row['before'].get(key, 0)} → {row['after'].get(key, 0)}" for key in ("passed", "failed", "skipped")
         ]
         which = ", ".join(f"`{each}`" for each in row["tests"])
         cells = [name, which, str(row["fixed"]), *counts, str(len(row["passed_only_before"]))]
+        if modules := row.get("modules"):
+            cells.append(f"{modules['before']} → {modules['after']} of {modules['all']}")
+            cells.append(str(len(modules["import_only_before"])))
+        else:
+            cells += ["", ""]
         yield f"| {' | '.join(cells)} |"
     yield ""
 

@@ -20,15 +20,17 @@ from anyaccel.compat import ALIAS_ROOT
 
 CHECKOUT = os.environ.get("DEEPSPEED_CHECKOUT", "")
 
-# What runs, and how many of its tests pass at least.
+# What runs, and how many of its tests pass: all that version 0.19.6 has for a CPU, but for those listed below. The rest
+# are skipped by DeepSpeed itself: float16 optimizers, devices, programs that are not installed.
 TESTS = {
     "unit/v1/accelerator": 11,
-    "unit/ops/adam/test_cpu_adam.py": 30,
-    "unit/ops/adagrad": 1,
-    "unit/ops/lion/test_cpu_lion.py": 1,
-    "unit/v1/nvme/test_aio.py": 1,
-    "unit/comm/test_dist.py": 1,
-    "unit/launcher": 1,
+    "unit/ops/adam/test_cpu_adam.py": 35,
+    "unit/ops/adagrad": 2,
+    "unit/ops/lion/test_cpu_lion.py": 10,
+    "unit/v1/nvme/test_aio.py": 52,
+    "unit/comm/test_dist.py": 21,
+    "unit/launcher": 24,
+    "unit/utils/test_init_on_device.py": 2,
 }
 
 # What need not pass, and why a user would accept that.
@@ -51,9 +53,9 @@ SKIPPED = {
     "unit/ops/adagrad/test_cpu_adagrad.py::TestCPUAdagradGPUError": "as Adam's",
     "unit/ops/lion/test_cpu_lion.py::TestCPULionGPUError": "as Adam's",
 }
-# Not run: unit/ops/test_op_builder.py loads DeepSpeed's own op_builder/builder.py by its path, not the alias;
-# unit/module_inject/test_tp_shard.py and test_tp_plan_converter.py call parts of tensor-parallel training. That is
-# out of scope, and 0.19.8, whose names the alias has, has replaced it (AutoTPMeta).
+# Not run: unit/ops/test_op_builder.py loads DeepSpeed's own op_builder/builder.py by its path, not the alias, and tests
+# how that asks nvcc and CUDA devices; unit/module_inject/test_tp_shard.py and test_tp_plan_converter.py call parts of
+# tensor-parallel training. That is out of scope, and 0.19.8, whose names the alias has, has replaced it (AutoTPMeta).
 
 # What the tests import beside DeepSpeed. simple_model makes pipelines and experts, which the alias does not have.
 HELPERS = {
@@ -72,7 +74,14 @@ import multiprocessing
 
 multiprocessing.set_forkserver_preload(["torch", "deepspeed.comm", "unit.common"])
 """,
-    "tests/unit/simple_model.py": "import torch\n\nSimpleModel = torch.nn.Linear\n",
+    "tests/unit/simple_model.py": """
+import torch
+
+
+class SimpleModel(torch.nn.Linear):
+    def __init__(self, size):
+        super().__init__(size, size)
+""",
 }
 
 
