@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "simd/isa.h"
+
 namespace anyaccel::optim {
 
 // The numbers are part of the C interfaces.
@@ -36,6 +38,8 @@ template <class Constants>
 struct Kernels {
   using Fn = void (*)(const Constants& constants, const Piece& piece);
   Fn of[kDTypes][kDTypes][2];
+
+  static constexpr bool compiled_for(const IsaRow& row) { return row.variants == Variants::kernels_and_ops; }
 
   Fn find(DType param, DType grad, DType state) const {
     return of[static_cast<int>(param)][static_cast<int>(grad)][static_cast<int>(state)];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiles the file that ANYACCEL_EACH_ISA names once for each instruction set of `every_kernel` (isa.h), in one
+// Compiles the file that ANYACCEL_EACH_ISA names once for each instruction set of `kernels_and_ops` (isa.h), in one
 // object: for ops, whose files all take the same flags since torch's or a user's build compiles them too. That file
 // puts all that it has into a namespace called ANYACCEL_ISA_VARIANT. Headers come before the targets are set: an inline
 // function of theirs that was compiled for AVX-512 might be the one that the linker keeps for everybody.

@@ -5,16 +5,16 @@
 namespace anyaccel {
 
 // In ascending order: each has all that those before it have. A row says the name, which is also that of the header in
-// csrc/simd/; the machines; whether every kernel has a variant for it or only those that say so; and the features, as
-// in cpu_features.cpp, that it takes beyond the row before. scalar is the reference that tests compare with; portable
-// is what runs on a processor that has no row of its own.
-#define ANYACCEL_ISAS(ROW)                                             \
-  ROW(scalar, any, every_kernel, "")                                   \
-  ROW(portable, any, every_kernel, "")                                 \
-  ROW(avx2, x86, every_kernel, "avx2 fma f16c")                        \
-  ROW(avx512, x86, every_kernel, "avx512f avx512dq avx512bw avx512vl") \
-  ROW(avx512_vnni, x86, some_kernels, "avx512_vnni")                   \
-  ROW(avx512_bf16, x86, some_kernels, "avx512_bf16")                   \
+// csrc/simd/; the machines; what has a variant for it; and the features, as in cpu_features.cpp, that it takes beyond
+// the row before. scalar is the reference that tests compare with; portable is what runs on a processor that has no row
+// of its own.
+#define ANYACCEL_ISAS(ROW)                                                \
+  ROW(scalar, any, kernels_and_ops, "")                                   \
+  ROW(portable, any, kernels_and_ops, "")                                 \
+  ROW(avx2, x86, kernels_and_ops, "avx2 fma f16c")                        \
+  ROW(avx512, x86, kernels_and_ops, "avx512f avx512dq avx512bw avx512vl") \
+  ROW(avx512_vnni, x86, some_kernels, "avx512_vnni")                      \
+  ROW(avx512_bf16, x86, some_kernels, "avx512_bf16")                      \
   ROW(amx, x86, some_kernels, "amx_tile amx_bf16 amx_int8")
 
 #define ANYACCEL_ISA_NAME(name, machine, kernels, features) name,
@@ -22,7 +22,9 @@ enum class Isa { ANYACCEL_ISAS(ANYACCEL_ISA_NAME) };
 #undef ANYACCEL_ISA_NAME
 
 enum class Machine { any, x86 };
-enum class Variants { every_kernel, some_kernels };
+// some_kernels: the kernels that say so. every_kernel: all that CMake compiles once for each instruction set.
+// kernels_and_ops: also the ops, which each_isa.h compiles.
+enum class Variants { some_kernels, every_kernel, kernels_and_ops };
 struct IsaRow {
   Isa isa;
   const char* name;
@@ -49,7 +51,7 @@ constexpr bool exists_here(const IsaRow& row) {
 // The highest instruction set up to `isa` that every kernel has a variant for.
 constexpr Isa highest_of_every_kernel(Isa isa) {
   int row = static_cast<int>(isa);
-  while (kIsaRows[row].variants != Variants::every_kernel) --row;
+  while (kIsaRows[row].variants == Variants::some_kernels) --row;
   return kIsaRows[row].isa;
 }
 

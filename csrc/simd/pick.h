@@ -18,15 +18,15 @@ const Table& variant();
     return kernels;                                                              \
   }
 
-// Whether a table has a variant for a row: all have those of `every_kernel`; a table that has others, or fewer, says so
-// by a member compiled_for().
+// Whether a table has a variant for a row: all have those of more than `some_kernels`; a table that has others, or
+// fewer, says so by a member compiled_for().
 template <class Table>
 constexpr bool compiled_for(const IsaRow& row) {
   if (!exists_here(row)) return false;
   if constexpr (requires { Table::compiled_for(row); })
     return Table::compiled_for(row);
   else
-    return row.variants == Variants::every_kernel;
+    return row.variants != Variants::some_kernels;
 }
 
 // The table of the highest instruction set that is not above `isa`, or null when all that there are stand above it.

@@ -184,7 +184,7 @@ FOREIGN = (
     "tests/native/NAME",
 )
 NAMED = re.compile(r"(?<![\w./<>{}$*-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))(?![\w/(])")
-EXAMPLE = re.compile(r"^```.*?^```$|<!-- file: .*? -->", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^ *```.*?^ *```$|<!-- file: .*? -->", re.MULTILINE | re.DOTALL)
 
 
 def test_files_that_comments_messages_and_pages_name_exist() -> None:

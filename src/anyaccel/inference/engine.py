@@ -253,7 +253,7 @@ def _native_engine(
         Unsupported: the native runtime lacks something that the model needs.
     """
     from anyaccel.inference.hf.frozen import shapes_of
-    from anyaccel.inference.hf.model import make_native
+    from anyaccel.inference.hf.model import make_native, untie_head
     from anyaccel.inference.modules.code import check_code
     from anyaccel.inference.native.runtime import load_native
     from anyaccel.inference.spec.mapping import Unsupported
@@ -287,6 +287,7 @@ def _native_engine(
     else:
         module = native_skeleton(Path(model).expanduser(), native, settings.torch_dtype)
         check_code(module)
+        untie_head(module, native)
     make_native(module, native, settings.torch_dtype, group, shapes)
     return InferenceEngine(module, TensorParallelPlan(rank, tp_size), settings, group, "native", "", native)
 

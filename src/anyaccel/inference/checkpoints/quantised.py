@@ -44,13 +44,9 @@ def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
     method = settings.text("quant_method", "")
     if not isinstance(source, SafetensorsSource):
         raise Unsupported(f"reader for {method} weights in files other than safetensors")
-    if method == "gptq":
-        return _Gptq(source, settings)
-    if method == "awq":
-        return _Awq(source, settings)
-    if method == "compressed-tensors":
-        return _CompressedTensors(source, settings)
-    raise Unsupported(f"reader for quantization {shown(method)}")
+    if method not in METHODS:
+        raise Unsupported(f"reader for quantization {shown(method)}")
+    return METHODS[method](source, settings)
 
 
 def refuse_integers(source: TensorSource) -> None:
@@ -82,7 +78,7 @@ class QuantisedTensor:
     bits: int
     group: int
     zero: int | None
-    layout: _Layout
+    layout: Layout
     stem: str
     type: str = "quantised"
     transposed: bool = False
@@ -134,7 +130,7 @@ class QuantisedTensor:
         return dense(q), dense(scales, numpy.float32), dense(-scales * zeros, numpy.float32)
 
 
-class _Layout:
+class Layout:
     """A checkpoint of one method: gives QuantisedTensor for each name that is stored as one."""
 
     suffixes: tuple[str, ...] = ()  # of the tensor that holds the values
@@ -254,7 +250,7 @@ def _groups(stem: str, cols: int, groups: int) -> int:
     return cols // groups
 
 
-class _Gptq(_Layout):
+class _Gptq(Layout):
     suffixes = (".qweight",)
 
     def __init__(self, source: SafetensorsSource, settings: Values) -> None:
@@ -304,7 +300,7 @@ class _Gptq(_Layout):
         return _unpacked(words, self.bits, 0).T, scales.T.astype("f4"), zeros.T.astype("f4")
 
 
-class _Awq(_Layout):
+class _Awq(Layout):
     suffixes = (".qweight",)
 
     def __init__(self, source: SafetensorsSource, settings: Values) -> None:
@@ -345,7 +341,7 @@ class _Awq(_Layout):
         return q.T, scales.T.astype("f4"), self.zeros(tensor.stem)[:, chosen].T.astype("f4")
 
 
-class _CompressedTensors(_Layout):
+class _CompressedTensors(Layout):
     suffixes = (".weight_packed", ".weight")
 
     def __init__(self, source: SafetensorsSource, settings: Values) -> None:
@@ -412,3 +408,7 @@ class _CompressedTensors(_Layout):
 def _chosen(rows: Any) -> Any:
     """What numpy takes for rows: a slice copies nothing."""
     return slice(rows.start, rows.stop) if isinstance(rows, range) and rows.step == 1 else list(rows)
+
+
+# quant_method of a config -> how its checkpoints are stored. docs/add-a-format.md goes through one.
+METHODS: dict[str, type[Layout]] = {"gptq": _Gptq, "awq": _Awq, "compressed-tensors": _CompressedTensors}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.quantised import METHODS
 from anyaccel.inference.spec.decoder import Activation
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import MOST, Values, shown, text
@@ -26,8 +27,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-# Kinds whose values loading can bring into a packed format, or finds as plain tensors.
-_QUANTISATIONS = ("gptq", "awq", "compressed-tensors")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Far more than any model has: a damaged config must not ask for lists that fill the memory.
 MOST_LAYERS = 512
@@ -53,7 +52,7 @@ class Config(Values):
         quantisation = self.mapping("quantization_config")
         if quantisation.known() and not quantisation.flag("dequantize"):
             method = quantisation.text("quant_method", "")
-            if method not in _QUANTISATIONS:
+            if method not in METHODS:
                 raise Unsupported(f"quantization {method!r}")
 
     def _value(self, name: str) -> Any:

@@ -96,7 +96,6 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
         pad_within_vocabulary(config)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        _untie_head(model, native)
         model.eval()
         model.name_or_path = str(path)
         if native.generation_config:
@@ -114,16 +113,6 @@ def _check_dtype(path: Path) -> None:
         given = values.required(name) if values.has(name) else None
         if isinstance(given, str) and not isinstance(getattr(torch, given, None), torch.dtype):
             raise ModelError(f"{values.where}{name}={shown(given)}: torch has no such dtype; bfloat16 is usual")
-
-
-def _untie_head(model: Any, native: NativeModel) -> None:
-    """A head of its own, where the native decoder has one and the configuration ties it to the embedding."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not native.whole_spec.tied and head is not None and head.weight is embedding.weight:
-        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
-        for target, origin in list(getattr(model, "all_tied_weights_keys", {}).items()):
-            if model.get_parameter(target) is not model.get_parameter(origin):
-                del model.all_tied_weights_keys[target]
 
 
 def _method(config: Any) -> str:

@@ -287,6 +287,16 @@ def _native_class(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (NativeCausalLM, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
+def untie_head(model: Any, native: NativeModel) -> None:
+    """Give a skeleton a head of its own, where the native decoder has one and the configuration ties the two."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not native.whole_spec.tied and head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+        for target, origin in list(getattr(model, "all_tied_weights_keys", {}).items()):
+            if model.get_parameter(target) is not model.get_parameter(origin):
+                del model.all_tied_weights_keys[target]
+
+
 def make_native(
     module: nn.Module,
     native: NativeModel,

@@ -66,7 +66,7 @@ class Entry:
     """
 
     def __init__(self, source: Path, what: Mapping[str, Any]) -> None:
-        self.made_from = {"version": _version(), "source": identity(source), **what}
+        self.made_from = {"source": identity(source), "version": _version(), **what}
         text = json.dumps(self.made_from, sort_keys=True)
         key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
         self.root = env.cache_dir() / "packed"

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel import host_memory
+from anyaccel import env, host_memory
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.checkpoints.model_path import check_model_path
 from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
@@ -124,10 +124,15 @@ def load_native(
         return _packed(settings, checkpoint_in_memory(model, config, release))[0]
     path = Path(model).expanduser()
     check_model_path(path)
-    entry = _entry(path, settings) if use_cache else None
+    entry = None
+    if use_cache and env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
+        try:
+            entry = Entry(path, {"precision": asdict(precision), "rank": rank, "size": size})
+        except OSError as error:  # of a file that the model may do without
+            logger.warning("%s: packed weights are not kept (%s)", path, error)
     if entry is None:
         return _from_files(path, settings)[0]
-    found = _from_cache(entry, settings)
+    found = _from_cache(entry, entry.load(), settings)
     if found is not None:
         return found
     with contextlib.ExitStack() as held:
@@ -136,7 +141,7 @@ def load_native(
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
             return _from_files(path, settings)[0]
-        found = _from_cache(entry, settings)  # another process may have made it meanwhile
+        found = _from_cache(entry, entry.load(), settings)  # another process may have made it meanwhile
         if found is None:
             found, shapes = _from_files(path, settings)
             _save(entry, found, shapes, settings)
@@ -164,18 +169,6 @@ class _Settings:
             self.progress(done, total)
 
 
-def _entry(path: Path, settings: _Settings) -> Entry | None:
-    from anyaccel import env
-
-    if env.ANYACCEL_PACKED_CACHE_BYTES.get() == 0:
-        return None
-    try:
-        return Entry(path, {"precision": asdict(settings.precision), "rank": settings.rank, "size": settings.size})
-    except OSError as error:  # of a file that the model may do without
-        logger.warning("%s: packed weights are not kept (%s)", path, error)
-        return None
-
-
 def _make(spec: dict[str, Any], shapes: Mapping[str, Any], settings: _Settings) -> _llm.Model:
     from anyaccel import _llm
 
@@ -193,9 +186,11 @@ def _make(spec: dict[str, Any], shapes: Mapping[str, Any], settings: _Settings) 
         raise ModelError(f"the native runtime cannot hold this model ({error or 'out of memory'})") from error
 
 
-def _from_cache(entry: Entry, settings: _Settings) -> NativeModel | None:
-    """The model of the entry; None when there is none, or when it is damaged: it is removed then."""
-    saved = entry.load()
+def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settings) -> NativeModel | None:
+    """The model that `saved`, which the entry has loaded, describes; None without one, and where it is damaged.
+
+    A damaged entry is removed.
+    """
     if saved is None:
         return None
     try:

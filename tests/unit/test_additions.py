@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does what the pages docs/add-*.md say, with the code that they show, and sees that the new thing works.
+
+A block below `<!-- file: PATH -->` is what goes into that file, or into a table in it. Nothing is written into the
+repository: packages are given one more folder, tables one more row, and C++ is changed in a copy. The page about
+backends has a package of its own: tests/e2e/test_extension.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import decoder_reference
+import family_cases
+import native_models
+from anyaccel.inference import families
+from anyaccel.inference.checkpoints import quantised
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.launch import runners
+from anyaccel.launch.job import ClusterJob, Host
+from anyaccel.ops import builder as op_builder
+from anyaccel.ops import in_tree
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+def shown(page: str, file: str) -> str:
+    """What a page in docs/ shows below `<!-- file: FILE -->`."""
+    text = (ROOT / "docs" / page).read_text()
+    found = re.search(rf"^( *)<!-- file: {re.escape(file)} -->\n *```\w+\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
+    assert found, f"{page} shows no {file}"
+    return textwrap.dedent(found[2])
+
+
+def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prun.py").write_text(shown("add-a-launcher.md", "src/anyaccel/launch/runners/prun.py"))
+    monkeypatch.setattr(runners, "__path__", [*runners.__path__, str(tmp_path)])
+    (runner,) = eval(shown("add-a-launcher.md", "src/anyaccel/launch/runners/__init__.py"), vars(runners))
+    monkeypatch.setitem(runners.RUNNERS, runner.name, runner)
+    job = ClusterJob(
+        hosts=(Host("node1", (0, 1)), Host("node2", (0,))),
+        program=("python", "-m", "anyaccel.launch.node"),
+        environment={"ANYACCEL_CONTACT": "1/2/3"},
+        launcher_args=("--bind=core",),
+    )
+    try:
+        found = runners.find_runner("prun")
+        assert found.build_command(job) == [
+            *("prun", "--ranks=3", "--hosts=node1,node1,node2", "--bind=core"),
+            *("python", "-m", "anyaccel.launch.node"),
+        ]
+        assert found.launcher_environment(job, {}) == {"ANYACCEL_CONTACT": "1/2/3"}
+        assert found.warnings(job.hosts, {}) == []
+    finally:
+        sys.modules.pop("anyaccel.launch.runners.prun", None)
+
+
+def test_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "afm.py").write_text(shown("add-a-model.md", "src/anyaccel/inference/families/afm.py"))
+    monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path)])
+    registry = "anyaccel.inference.families.registry"
+    monkeypatch.setattr(families, "registry", sys.modules[registry])  # put back what the import below replaces
+    monkeypatch.delitem(sys.modules, registry)
+    try:
+        family = importlib.import_module(registry).FAMILIES["afm"]
+    finally:
+        sys.modules.pop("anyaccel.inference.families.afm", None)
+    model = family_cases.build("arcee")
+    spec = family.spec({**model.config.to_dict(), "model_type": "afm"})
+    weights = decoder_reference.assemble(family, spec, model.state_dict())
+    native = native_models.fill(native_models.empty(spec), spec, weights)
+    tokens = list(range(3, 11))
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    logits = native_models.logits_of(native, spec.vocab, [native.create()], [tokens])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_method_of_quantised_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.numpy import save_file
+
+    names: dict[str, Any] = {}
+    exec(shown("add-a-format.md", "row_int8.py"), names)
+    q = np.random.default_rng(0).integers(-127, 128, (8, 64)).astype(np.int8)
+    scales = np.full((8, 1), 0.5, np.float16)
+    save_file({"lm_head.weight_int8": q, "lm_head.weight_scale": scales}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "row_int8"}}))
+    with pytest.raises(Unsupported, match="row_int8"):
+        checkpoint_of(tmp_path)
+    monkeypatch.setitem(quantised.METHODS, "row_int8", names["RowInt8"])
+    tensor: Any = checkpoint_of(tmp_path).source.tensor("lm_head.weight")
+    assert tensor.format(range(64)) == ("i8", 0, False)
+    values, found, minima = tensor.values(slice(0, 8), range(64), 0)
+    assert (values == q).all()
+    assert (found == scales).all()
+    assert minima is None
+    assert (tensor.floats(slice(0, 8), range(64)) == q * np.float32(0.5)).all()
+
+
+@pytest.fixture
+def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The builder of the page's op, whose source is in a copy of csrc/."""
+    folder = tmp_path / "csrc"
+    shutil.copytree(in_tree.root(), folder)
+    (folder / "zeros").mkdir()
+    (folder / "zeros" / "zeros.cpp").write_text(shown("add-an-op.md", "csrc/zeros/zeros.cpp"))
+    row = eval("{" + shown("add-an-op.md", "src/anyaccel/ops/in_tree.py") + "}")
+    monkeypatch.setattr(in_tree, "SOURCES", {**in_tree.SOURCES, **row})
+    monkeypatch.setattr(in_tree, "root", lambda: folder)
+    monkeypatch.setattr(op_builder, "_loaded", {})
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(shown("add-an-op.md", "src/anyaccel/ops/builders/host/ops.py"), names)
+    return names["CPUZerosBuilder"]()
+
+
+def test_an_op_is_known_to_the_loader_and_to_cmake(op: Any) -> None:
+    assert Path(op.sources()[0]).name == "zeros.cpp"
+    assert op.absolute_name() == "anyaccel.ops.prebuilt.cpu_zeros"
+    assert re.search(r'^anyaccel_op\(cpu_zeros "\S+" zeros/zeros\.cpp ', in_tree._cmake(in_tree.root()), re.MULTILINE)
+    if COMPILER:
+        subprocess.run([COMPILER, "-fsyntax-only", *op.cxx_args(), op.sources()[0]], check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_an_op_is_built_and_loaded(op: Any) -> None:
+    library = op.load()
+    library.anyaccel_count_zeros.restype = ctypes.c_int64
+    x = torch.tensor([0.0, 1.0, 0.0, -0.0])
+    assert library.anyaccel_count_zeros(ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(4)) == 3
+
+
+# The kernels of a table that only the reference and the new instruction set have.
+PROGRAM = """
+#include <cstdio>
+#include "simd/pick.h"
+#include "simd/simd.h"
+namespace anyaccel {
+struct Sum {
+  float (*of)(const float*);
+  static constexpr bool compiled_for(const IsaRow& row) { return row.isa == Isa::scalar || row.isa == Isa::mine; }
+};
+namespace ANYACCEL_ISA_VARIANT {
+using namespace simd::ANYACCEL_ISA_VARIANT;
+float sum_of(const float* x) { return sum(fma(load(x), broadcast(2.0f), broadcast(1.0f))); }
+inline constexpr Sum kSum{&sum_of};
+}
+}
+ANYACCEL_KERNELS(anyaccel::Sum, anyaccel::ANYACCEL_ISA_VARIANT::kSum)
+template <> const anyaccel::Sum& anyaccel::variant<anyaccel::Sum, anyaccel::Isa::scalar>() {
+  static const Sum none{nullptr};
+  return none;
+}
+int main() {
+  float x[ANYACCEL_LANES];
+  for (float& each : x) each = 3.0f;
+  using namespace anyaccel;
+  std::printf("%d %g %s %d\\n", ANYACCEL_LANES, pick<Sum>(Isa::mine).of(x), kIsaRows[2].name,
+              pick<Sum>(Isa::portable).of == nullptr);
+}
+"""
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_an_instruction_set(tmp_path: Path) -> None:
+    """One header, one row, and a name with its flags in CMakeLists.txt."""
+    assert "**One header**" in (ROOT / "docs" / "add-an-isa.md").read_text()
+    shutil.copytree(ROOT / "csrc" / "simd", tmp_path / "csrc" / "simd")
+    simd = tmp_path / "csrc" / "simd"
+    (simd / "mine.h").write_text((simd / "portable.h").read_text().replace("simd::portable", "simd::mine"))
+    isa = (simd / "isa.h").read_text()
+    row = re.search(r"^  ROW\(portable, .*\\\n", isa, re.MULTILINE)
+    assert row
+    isa = isa.replace(row[0], row[0] + '  ROW(mine, any, every_kernel, "") \\\n')
+    (simd / "isa.h").write_text(isa)
+    (tmp_path / "program.cpp").write_text(PROGRAM)
+    options = ["-std=c++20", "-O0", "-Wno-psabi", "-DANYACCEL_ISA_VARIANT=mine", f"-I{tmp_path / 'csrc'}"]
+    subprocess.run(
+        [COMPILER, *options, str(tmp_path / "program.cpp"), "-o", str(tmp_path / "program")], check=True, timeout=120
+    )
+    lanes, total, name, others = subprocess.run(
+        [tmp_path / "program"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
+    assert float(total) == 7.0 * int(lanes)
+    assert (name, others) == ("mine", "1")
+
+
+def test_cmake_compiles_each_kernel_for_an_instruction_set_that_is_listed(tmp_path: Path) -> None:
+    """What CMake would be told to build; configuring it takes seconds."""
+    text = (ROOT / "CMakeLists.txt").read_text()
+    rows = re.findall(r"^  ROW\((\w+), \w+, (\w+),", (ROOT / "csrc/simd/isa.h").read_text(), re.MULTILINE)
+    listed = re.search(r"^  set\(every ([\w ]+)\)$", text, re.MULTILINE)
+    assert listed
+    assert listed[1].split() == [name for name, kernels in rows if kernels != "some_kernels"]
+    for name, _ in rows:
+        assert f"set({name}_flags " in text
+        assert (ROOT / "csrc" / "simd" / f"{name}.h").exists()
+
+
+def test_every_addition_has_a_page_that_the_site_shows() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    for page in (ROOT / "docs").glob("add-*.md"):
+        assert f"({page.name})" in index
