@@ -54,7 +54,7 @@ struct GemmKernels {
 // The table as it is is that of products in float. Those of fewer instruction sets multiply something else.
 struct IntegerGemmKernels : GemmKernels {
   static constexpr bool compiled_for(const IsaRow& row) {
-    return row.isa == Isa::avx512 || row.isa == Isa::avx512_vnni;
+    return row.isa == Isa::avx2 || row.isa == Isa::avx512 || row.isa == Isa::avx512_vnni;
   }
 };
 struct PairGemmKernels : GemmKernels {

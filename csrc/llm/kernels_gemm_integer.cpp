@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: avx512 avx512_vnni
+// ISA: avx2 avx512 avx512_vnni
 // Matrix products (gemm) of quantised weights with activations rounded to 8 bits, which have a scale for each token and
 // unit of 32 columns (as in gemv.h): sums of a unit are integers. VNNI multiplies int8 and 4-bit weights at four times
 // the rate of floats. Without it sums of 4-bit weights fit 16 bits, at twice the rate; int8 ones do not, and are not
@@ -7,129 +7,183 @@
 //
 // A panel of activations: for each unit [token][32 columns] int8, then [token] scale, then [token] scale * sum.
 // Unpacked weights: for each unit 8 lines [16 rows][4 columns] unsigned, then 16 scales, then 16 minima.
-#include "llm/gemm_avx512.h"
 #include "llm/gemm_kernels.h"
+#include "simd/pick.h"
+#include "simd/simd.h"
 
 namespace anyaccel::llm {
 namespace {
 
+using namespace simd::ANYACCEL_ISA_VARIANT;
+
 constexpr int kTokens = 32;  // of a panel
 constexpr int64_t kTokenBytes = kUnit + 8;
 constexpr int64_t kPanelUnit = kTokens * kTokenBytes;
+constexpr int kRows = 16;                           // of a block
 constexpr int kLines = 8;                           // of weights a unit
 constexpr int64_t kWeightUnit = (kLines + 2) * 64;  // scales and minima too
-constexpr int kWidth = 32;                          // rows of a tile
+constexpr int kBlocks = kLanes == 16 ? 2 : 1;       // of a tile
+constexpr int kWidth = kBlocks * kRows;             // rows of a tile
+constexpr int kVecs = kWidth / kLanes;              // vectors of them
+constexpr int64_t kVecBytes = 4 * kLanes;           // of a line
 
 void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64_t cols, int64_t total, void* panel) {
   for (int t = 0; t < tokens; ++t) {
     const float* row = x + (rows != nullptr ? rows[t] : t) * stride;
     auto* out = static_cast<uint8_t*>(panel);
     for (int64_t u = 0; u < total; ++u, out += kPanelUnit) {
-      const int64_t left = cols - u * kUnit;
-      const Vec a = load_first(row + u * kUnit, left);
-      const Vec b = left > 16 ? load_first(row + u * kUnit + 16, left - 16) : broadcast(0.0f);
+      const float* from = row + u * kUnit;
+      float padded[kUnit] = {};
+      if (const int64_t left = cols - u * kUnit; left < kUnit) {
+        for (int64_t i = 0; i < left; ++i) padded[i] = from[i];
+        from = padded;
+      }
       // Compared as integers, the bits of a NaN or an infinity are the largest, so the scale becomes NaN.
-      const IVec magnitude = _mm512_set1_epi32(0x7fffffff);
-      const int largest_bits = _mm512_reduce_max_epi32(_mm512_max_epi32(
-          _mm512_and_si512(_mm512_castps_si512(a), magnitude), _mm512_and_si512(_mm512_castps_si512(b), magnitude)));
-      float largest;
-      std::memcpy(&largest, &largest_bits, sizeof largest);
-      const bool finite = largest_bits < 0x7f800000;
+      const uint32_t bits = magnitude_bits(from);
+      const float largest = simd::float_of(bits);
+      const bool finite = bits < 0x7f800000u;
       // Below that size the inverse of the scale is not finite, and zero is near enough.
       const bool some = finite && largest > 1e-30f;
       const float scale = finite ? (some ? largest / 127.0f : 0.0f) : __builtin_nanf("");
-      const Vec inverse = broadcast(some ? 127.0f / largest : 0.0f);
-      const IVec zero = _mm512_setzero_si512();
-      const IVec qa = some ? _mm512_cvtps_epi32(mul(a, inverse)) : zero;
-      const IVec qb = some ? _mm512_cvtps_epi32(mul(b, inverse)) : zero;
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + t * kUnit), _mm512_cvtsepi32_epi8(qa));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + t * kUnit + 16), _mm512_cvtsepi32_epi8(qb));
-      const float sum = scale * static_cast<float>(_mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb)));
+      auto* q = reinterpret_cast<int8_t*>(out + t * kUnit);
+      int32_t quantised = 0;
+      if (some)
+        quantised = quantise32(from, 127.0f / largest, q);
+      else
+        std::memset(q, 0, kUnit);
+      const float sum = scale * static_cast<float>(quantised);
       std::memcpy(out + kTokens * kUnit + t * 4, &scale, 4);
       std::memcpy(out + kTokens * (kUnit + 4) + t * 4, &sum, 4);
     }
   }
 }
 
+// value = scale * q + minimum, of the unsigned q that quantised values are here: int8 have 128 added.
+void write_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, uint8_t* to) {
+  const uint8_t* scales = block + layout.scales_offset;
+  if (layout.group != 0) scales += static_cast<size_t>(column / layout.group) * layout.scale_stride;
+  const bool bytes = layout.format == Format::i8;
+  const Vec zero = broadcast(bytes ? -128.0f : layout.minimum ? 0.0f : -8.0f);
+  auto* out = reinterpret_cast<float*>(to);
+  for (int r = 0; r < kRows; r += kLanes) {
+    const Vec scale = layout.group == 0 ? load(reinterpret_cast<const float*>(scales) + r) : load_f16(scales + 2 * r);
+    const Vec stored = layout.minimum ? load_f16(scales + 2 * (kRows + r)) : broadcast(0.0f);
+    store(out + r, scale);
+    store(out + kRows + r, fma(scale, zero, stored));
+  }
+}
+
 void unpack(const BlockLayout& layout, const uint8_t* block, int64_t unit, int64_t units, uint8_t* to) {
   for (int64_t u = unit; u < unit + units; ++u, to += kWeightUnit) {
-    for_quads(layout, block, u, [&](int quad, IVec bytes) { store(static_cast<void*>(to + quad * 64), bytes); });
-    const Scales scales = scales_of(layout, block, u * kUnit);
-    store(reinterpret_cast<float*>(to + kLines * 64), scales.scale);
-    store(reinterpret_cast<float*>(to + (kLines + 1) * 64), scales.minimum);
+    if (layout.format == Format::i8) {
+      const uint8_t* from = block + u * kUnit * kRows;
+      for (int b = 0; b < kLines * 64; ++b) to[b] = from[b] ^ 0x80;
+    } else {
+      const uint8_t* from = block + u * kUnit * kRows / 2;
+      for (int i = 0; i < kLines; i += 2, from += 64)
+        for (int64_t b = 0; b < 64; b += kVecBytes) {
+          const Nibbles line = load_nibbles(from + b);
+          store(static_cast<void*>(to + i * 64 + b), line.low);
+          store(static_cast<void*>(to + (i + 1) * 64 + b), line.high);
+        }
+    }
+    write_scales(layout, block, u * kUnit, to + kLines * 64);
   }
 }
 
-// The sums over a unit of two blocks of weights and a token, as floats.
-struct UnitSums {
-  Vec a, b;
+using Sums = float[kTokens][kWidth];
+
+// Some of a tile's vectors of weights.
+struct Weights {
+  const uint8_t* data;  // of a unit
+  int64_t stride;       // to the next block
+
+  const uint8_t* at(int vec) const { return data + vec * kLanes / kRows * stride + vec * kLanes % kRows * 4; }
+  Nibbles lines(int vec, int pair) const {
+    return {load_ints(at(vec) + 2 * pair * 64), load_ints(at(vec) + (2 * pair + 1) * 64)};
+  }
+  Vec scale(int vec) const { return load(reinterpret_cast<const float*>(at(vec) + kLines * 64)); }
+  Vec minimum(int vec) const { return load(reinterpret_cast<const float*>(at(vec) + (kLines + 1) * 64)); }
 };
-#ifdef ANYACCEL_VNNI
-inline UnitSums unit_sums(const IVec (&a)[kLines], const IVec (&b)[kLines], const uint8_t* x) {
-  IVec sum_a = _mm512_setzero_si512(), sum_b = _mm512_setzero_si512();
-#pragma GCC unroll 8
-  for (int i = 0; i < kLines; ++i) {
-    const IVec four = quad_at(x + 4 * i);
-    sum_a = dot_bytes(sum_a, a[i], four);
-    sum_b = dot_bytes(sum_b, b[i], four);
-  }
-  return {convert(sum_a), convert(sum_b)};
-}
-#else
-// 4-bit weights only: 16 products of at most 15 * 127 a sum.
-inline UnitSums unit_sums(const IVec (&a)[kLines], const IVec (&b)[kLines], const uint8_t* x) {
-  const IVec first = quad_at(x);
-  IVec sum_a = _mm512_maddubs_epi16(a[0], first), sum_b = _mm512_maddubs_epi16(b[0], first);
-#pragma GCC unroll 8
-  for (int i = 1; i < kLines; ++i) {
-    const IVec four = quad_at(x + 4 * i);
-    sum_a = _mm512_add_epi16(sum_a, _mm512_maddubs_epi16(a[i], four));
-    sum_b = _mm512_add_epi16(sum_b, _mm512_maddubs_epi16(b[i], four));
-  }
-  const IVec ones = _mm512_set1_epi16(1);
-  return {convert(_mm512_madd_epi16(sum_a, ones)), convert(_mm512_madd_epi16(sum_b, ones))};
-}
-#endif
 
-// A unit's weights of two blocks stay in registers for all tokens of the panel; the tokens' sums are in the L1 cache.
-void multiply_tile(const uint8_t* x, int tokens, int64_t units, const uint8_t* weights, int64_t weight_stride,
-                   const GemmTile& to) {
-  alignas(64) float sums[kTokens][kWidth];
-  for (int t = 0; t < tokens; ++t) {
-    store(&sums[t][0], broadcast(0.0f));
-    store(&sums[t][16], broadcast(0.0f));
-    __builtin_prefetch(to.out + t * to.stride, 1);
-    __builtin_prefetch(to.out + t * to.stride + 16, 1);
+// Adds kCount tokens' products over a unit. kHeld: `w` has the weights in registers; else they are loaded.
+template <int kCount>
+inline void add_unit(const Nibbles (*held)[kLines / 2], const Weights& weights, const Vec (&scale)[kVecs],
+                     const Vec (&minimum)[kVecs], const uint8_t* x, int token, Sums& sums) {
+  const auto* q = reinterpret_cast<const int8_t*>(x + token * kUnit);
+  NibbleSum unit[kCount][kVecs];
+#pragma GCC unroll 4
+  for (int t = 0; t < kCount; ++t)
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) unit[t][v] = NibbleSum::zero();
+#pragma GCC unroll 4
+  for (int i = 0; i < kLines / 2; ++i) {
+    Nibbles w[kVecs];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) w[v] = held != nullptr ? held[v][i] : weights.lines(v, i);
+#pragma GCC unroll 4
+    for (int t = 0; t < kCount; ++t)
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) unit[t][v] = unit[t][v].plus(w[v], q + t * kUnit + 8 * i);
   }
-  for (int64_t u = 0; u < units; ++u) {
-    const uint8_t* other = weights + weight_stride;
-    IVec a[kLines], b[kLines];
-#pragma GCC unroll 8
-    for (int i = 0; i < kLines; ++i) {
-      a[i] = load_ints(weights + i * 64);
-      b[i] = load_ints(other + i * 64);
+#pragma GCC unroll 4
+  for (int t = 0; t < kCount; ++t) {
+    float scale_x, sum_x;
+    std::memcpy(&scale_x, x + kTokens * kUnit + (token + t) * 4, 4);
+    std::memcpy(&sum_x, x + kTokens * (kUnit + 4) + (token + t) * 4, 4);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) {
+      float* at = &sums[token + t][v * kLanes];
+      const Vec total = fma(minimum[v], broadcast(sum_x), load(at));
+      store(at, fma(convert(unit[t][v].total()), mul(scale[v], broadcast(scale_x)), total));
     }
-    const Vec scale_a = load(reinterpret_cast<const float*>(weights + kLines * 64)),
-              scale_b = load(reinterpret_cast<const float*>(other + kLines * 64));
-    const Vec minimum_a = load(reinterpret_cast<const float*>(weights + kLines * 64 + 64));
-    const Vec minimum_b = load(reinterpret_cast<const float*>(other + kLines * 64 + 64));
+  }
+}
+
+// A unit of a tile times all tokens of a panel, whose sums are in the L1 cache. Registers hold the unit's weights where
+// there are 32 of them, and else the sums of four tokens.
+void multiply_unit(const uint8_t* x, int tokens, const Weights& weights, Sums& sums) {
+  Vec scale[kVecs], minimum[kVecs];
+#pragma GCC unroll 2
+  for (int v = 0; v < kVecs; ++v) scale[v] = weights.scale(v), minimum[v] = weights.minimum(v);
+  int t = 0;
+  if constexpr (kLanes == 16) {
+    Nibbles held[kVecs][kLines / 2];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v)
+#pragma GCC unroll 4
+      for (int i = 0; i < kLines / 2; ++i) held[v][i] = weights.lines(v, i);
+    for (; t < tokens; ++t) add_unit<1>(held, weights, scale, minimum, x, t, sums);
+  } else {
+    for (; t + 4 <= tokens; t += 4) add_unit<4>(nullptr, weights, scale, minimum, x, t, sums);
+    for (; t < tokens; ++t) add_unit<1>(nullptr, weights, scale, minimum, x, t, sums);
+  }
+}
+
+// out = scale * (sums + bias), or added to it.
+void write(const Sums& sums, int tokens, const GemmTile& to) {
+  const Vec none = broadcast(0.0f);
+  for (int r = 0; r < kWidth && r < to.rows; r += kLanes) {
+    const int64_t valid = std::min<int64_t>(kLanes, to.rows - r);
+    const Vec bias = to.bias != nullptr ? load_n(to.bias + r, valid, none) : none;
     for (int t = 0; t < tokens; ++t) {
-      const UnitSums unit = unit_sums(a, b, x + t * kUnit);
-      float scale_x, sum_x;
-      std::memcpy(&scale_x, x + kTokens * kUnit + t * 4, 4);
-      std::memcpy(&sum_x, x + kTokens * (kUnit + 4) + t * 4, 4);
-      const Vec scale = broadcast(scale_x), sum = broadcast(sum_x);
-      Vec total_a = fma(minimum_a, sum, load(&sums[t][0]));
-      Vec total_b = fma(minimum_b, sum, load(&sums[t][16]));
-      total_a = fma(unit.a, mul(scale_a, scale), total_a);
-      total_b = fma(unit.b, mul(scale_b, scale), total_b);
-      store(&sums[t][0], total_a);
-      store(&sums[t][16], total_b);
+      float* out = to.out + t * to.stride + r;
+      Vec sum = mul(add(load(&sums[t][r]), bias), broadcast(to.scale));
+      if (to.add) sum = add(sum, load_n(out, valid, none));
+      store_n(out, valid, sum);
     }
-    x += kPanelUnit;
-    weights += kWeightUnit;
   }
-  write_sums<kWidth>(&sums[0][0], tokens, to);
+}
+
+void multiply_tile(const uint8_t* x, int tokens, int64_t units, Weights weights, const GemmTile& to) {
+  alignas(64) Sums sums;
+  for (int t = 0; t < tokens; ++t) {
+    for (int r = 0; r < kWidth; r += kLanes) store(&sums[t][r], broadcast(0.0f));
+    for (int r = 0; r < kWidth; r += kRows) __builtin_prefetch(to.out + t * to.stride + r, 1);
+  }
+  for (int64_t u = 0; u < units; ++u, x += kPanelUnit, weights.data += kWeightUnit)
+    multiply_unit(x, tokens, weights, sums);
+  write(sums, tokens, to);
 }
 
 // The last block of a matrix may have no second one: it is multiplied twice, and written once.
@@ -138,9 +192,9 @@ void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_
   (void)total;
   const uint8_t* x = static_cast<const uint8_t*>(panel) + unit * kPanelUnit;
   GemmTile tile = to;
-  for (int64_t b = 0; b < blocks; b += 2) {
-    multiply_tile(x, tokens, units, weights, blocks - b > 1 ? weight_stride : 0, tile);
-    weights += 2 * weight_stride;
+  for (int64_t b = 0; b < blocks; b += kBlocks) {
+    multiply_tile(x, tokens, units, {weights, blocks - b >= kBlocks ? weight_stride : 0}, tile);
+    weights += kBlocks * weight_stride;
     tile.out += kWidth;
     tile.rows -= kWidth;
     if (tile.bias != nullptr) tile.bias += kWidth;
@@ -150,9 +204,9 @@ void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_
 constexpr IntegerGemmKernels kKernels{{.operands = GemmKernels::Operands::bytes,
                                        .full_panels = true,
                                        .panel_tokens = kTokens,
-                                       .tile_blocks = 2,
+                                       .tile_blocks = kBlocks,
                                        .units = 64,
-                                       .cache_bytes = size_t{512} << 10,
+                                       .cache_bytes = size_t{kLanes == 16 ? 512 : 160} << 10,
                                        .activation_bytes = kTokenBytes,
                                        .weight_bytes = kWeightUnit,
                                        .unpack_cost = 8,
