@@ -83,7 +83,14 @@ def test_the_sdist_has_what_builds_tests_and_explains(sdist):
     assert not set(wanted) - names
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
     # Patterns of what to include match at any depth where they do not start with a slash.
-    assert not {name.partition("/")[0] for name in names} & {".ci", ".git", ".venv", ".venv-bench", "benchmarks", "build"}
+    assert not {name.partition("/")[0] for name in names} & {
+        ".ci",
+        ".git",
+        ".venv",
+        ".venv-bench",
+        "benchmarks",
+        "build",
+    }
 
 
 def test_the_wheel_has_types_licence_sources_and_one_version(unpacked):
