@@ -6,7 +6,7 @@ Names load on first use: the native runtime and its command line get along witho
 
 from __future__ import annotations
 
-import importlib
+from anyaccel._lazy import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,15 +14,18 @@ if TYPE_CHECKING:
     from anyaccel.inference.engine import InferenceEngine, init_inference, optimize
     from anyaccel.inference.generate import Generation, generate_tokens
 
-_LAZY = {
-    "Generation": "anyaccel.inference.generate",
-    "InferenceConfig": "anyaccel.inference.config",
-    "InferenceEngine": "anyaccel.inference.engine",
-    "TensorParallelConfig": "anyaccel.inference.config",
-    "generate_tokens": "anyaccel.inference.generate",
-    "init_inference": "anyaccel.inference.engine",
-    "optimize": "anyaccel.inference.engine",
-}
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Generation": "anyaccel.inference.generate",
+        "InferenceConfig": "anyaccel.inference.config",
+        "InferenceEngine": "anyaccel.inference.engine",
+        "TensorParallelConfig": "anyaccel.inference.config",
+        "generate_tokens": "anyaccel.inference.generate",
+        "init_inference": "anyaccel.inference.engine",
+        "optimize": "anyaccel.inference.engine",
+    },
+)
 
 __all__ = [
     "Generation",
@@ -33,15 +36,3 @@ __all__ = [
     "init_inference",
     "optimize",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'anyaccel.inference' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
