@@ -10,10 +10,12 @@
 #include <optional>
 #include <system_error>
 
+#include "common/huge_pages.h"
+
 namespace anyaccel::aio {
 namespace {
 
-constexpr size_t kHugePage = 2 << 20;
+constexpr size_t kLargestPage = 64 << 10;  // of any kernel
 // A full queue of 1 MiB blocks. More would fall out of the caches between the device's write and our copy.
 constexpr int64_t kBounceBytes = 32 << 20;
 // A thread that transfers synchronously has a depth of one, so there are this many of them instead.
@@ -43,14 +45,11 @@ class BouncePool {
     block += (kMaxAlignment - block % kMaxAlignment) % kMaxAlignment;
     const auto count = std::clamp<int64_t>(kBounceBytes / block, 2, depth + 1);
     const size_t bytes = static_cast<size_t>(count * block);
-    mapped_ = bytes + kHugePage;
-    void* address = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (address == MAP_FAILED) throw std::bad_alloc();
-    memory_ = static_cast<char*>(address);
-    char* first = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory_) + kHugePage - 1) & ~(kHugePage - 1));
-    (void)madvise(first, bytes, MADV_HUGEPAGE);
-    queue.pin(first, bytes);
-    for (int64_t i = count; i-- > 0;) free_.push_back(first + i * block);
+    mapped_ = (bytes + kLargestPage - 1) / kLargestPage * kLargestPage;
+    memory_ = reinterpret_cast<char*>(map_huge_pages(mapped_));
+    if (memory_ == nullptr) throw std::bad_alloc();
+    queue.pin(memory_, bytes);
+    for (int64_t i = count; i-- > 0;) free_.push_back(memory_ + i * block);
   }
 
   char* memory_ = nullptr;

@@ -45,6 +45,12 @@ void translate(const std::exception_ptr& pending, void*) {
   }
 }
 
+std::vector<std::tuple<std::string, int64_t, int64_t>> wanted(const std::vector<WantedWeight>& weights) {
+  std::vector<std::tuple<std::string, int64_t, int64_t>> found;
+  for (const WantedWeight& each : weights) found.emplace_back(each.name, each.rows, each.cols);
+  return found;
+}
+
 template <class T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
@@ -278,6 +284,12 @@ std::tuple<double, double> quantise(uintptr_t address, const std::string& type, 
 NB_MODULE(_llm, m) {
   nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no fault
   nb::register_exception_translator(translate);
+  // (name, rows, cols), cols 0 for vectors; see llm/weights.h. `spec` and `layer` as dictionaries.
+  m.def("outer_weights", [](const nb::dict& spec) { return wanted(outer_weights(read_spec(spec))); }, nb::arg("spec"));
+  m.def(
+      "layer_weights",
+      [](const nb::dict& layer, int64_t hidden) { return wanted(layer_weights(read_layer(layer), hidden)); },
+      nb::arg("layer"), nb::arg("hidden"));
   m.def("isa", [] { return anyaccel::isa_name(anyaccel::selected_isa()); });
   bind_model(m);
   bind_request(m);

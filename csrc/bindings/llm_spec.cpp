@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
+#include <type_traits>
 #include <utility>
 
 #include "llm/errors.h"
@@ -176,6 +177,8 @@ llm::MoeSpec read_moe(const nb::dict& from) {
   return spec;
 }
 
+}  // namespace
+
 llm::LayerSpec read_layer(const nb::dict& from) {
   llm::LayerSpec spec;
   spec.attention = read_attention(cast<nb::dict>(at(from, "attention"), "attention"));
@@ -193,8 +196,6 @@ llm::LayerSpec read_layer(const nb::dict& from) {
   get(from, "residual_from_norm", spec.residual_from_norm);
   return spec;
 }
-
-}  // namespace
 
 llm::DecoderSpec read_spec(const nb::dict& from) {
   llm::DecoderSpec spec;
@@ -224,40 +225,23 @@ llm::RequestOptions read_options(const nb::dict& from) {
   llm::SamplingOptions& sampling = options.sampling;
   for (const auto& [key, value] : from) {
     const std::string field = cast<std::string>(key, "a name");
-    const char* name = field.c_str();
-    const auto number = [&, &v = value](float& out) { out = static_cast<float>(cast<double>(v, name)); };
-    if (field == "do_sample")
-      sampling.do_sample = cast<bool>(value, name);
-    else if (field == "temperature")
-      number(sampling.temperature);
-    else if (field == "top_k")
-      sampling.top_k = cast<int>(value, name);
-    else if (field == "top_p")
-      number(sampling.top_p);
-    else if (field == "min_p")
-      number(sampling.min_p);
-    else if (field == "typical_p")
-      number(sampling.typical_p);
-    else if (field == "repetition_penalty")
-      number(sampling.repetition_penalty);
-    else if (field == "presence_penalty")
-      number(sampling.presence_penalty);
-    else if (field == "frequency_penalty")
-      number(sampling.frequency_penalty);
-    else if (field == "no_repeat_ngram")
-      sampling.no_repeat_ngram = cast<int>(value, name);
-    else if (field == "seed")
-      options.seed = cast<uint64_t>(value, name);
-    else if (field == "max_new_tokens")
-      options.max_new_tokens = cast<int64_t>(value, name);
-    else if (field == "min_new_tokens")
-      options.min_new_tokens = cast<int64_t>(value, name);
-    else if (field == "end_tokens")
-      options.end_tokens = cast<std::vector<int64_t>>(value, name);
-    else if (field == "ignore_end")
-      options.ignore_end = cast<bool>(value, name);
-    else
-      throw UsageError("there is no option '" + field + "' of a request");
+    const auto is = [&, &v = value]<class T>(const char* name, T& out) {
+      if (field != name) return false;
+      if constexpr (std::is_same_v<T, float>)
+        out = static_cast<float>(cast<double>(v, name));
+      else
+        out = cast<T>(v, name);
+      return true;
+    };
+    if (is("do_sample", sampling.do_sample) || is("temperature", sampling.temperature) || is("top_k", sampling.top_k) ||
+        is("top_p", sampling.top_p) || is("min_p", sampling.min_p) || is("typical_p", sampling.typical_p) ||
+        is("repetition_penalty", sampling.repetition_penalty) || is("presence_penalty", sampling.presence_penalty) ||
+        is("frequency_penalty", sampling.frequency_penalty) || is("no_repeat_ngram", sampling.no_repeat_ngram) ||
+        is("seed", options.seed) || is("max_new_tokens", options.max_new_tokens) ||
+        is("min_new_tokens", options.min_new_tokens) || is("end_tokens", options.end_tokens) ||
+        is("ignore_end", options.ignore_end))
+      continue;
+    throw UsageError("there is no option '" + field + "' of a request");
   }
   return options;
 }

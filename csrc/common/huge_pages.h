@@ -11,8 +11,8 @@ namespace anyaccel {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// `bytes` (a multiple of kHugePage) of zeros, to be given back by munmap(); null when the system has none. One page
-// more is mapped, so that the start can be moved to a huge page's; the rest is given back.
+// `bytes` (a multiple of the system's page size) of zeros, to be given back by munmap(); null when the system has none.
+// One huge page more is mapped, so that the start can be moved to a huge page's; the rest is given back.
 inline uint8_t* map_huge_pages(size_t bytes, int flags = 0) {
   void* memory = mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
   if (memory == MAP_FAILED) return nullptr;

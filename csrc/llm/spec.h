@@ -135,9 +135,17 @@ struct DecoderSpec {
 // Throws UsageError for sizes that do not fit together; what passes is safe to compute with.
 void check(const DecoderSpec& spec);
 
+// Of sizes that are not checked yet: larger than memory can be, and still far from overflow.
+constexpr int64_t kMostSize = int64_t{1} << 60;
+
+inline int64_t product(int64_t a, int64_t b) {
+  int64_t result;
+  return __builtin_mul_overflow(a, b, &result) || result > kMostSize ? kMostSize : result;
+}
+
 // Width of a token's raw queries, keys and values (MLA: of the queries only).
 inline int64_t qkv_rows(const AttentionSpec& a) {
-  return static_cast<int64_t>(a.heads) * a.head_dim + static_cast<int64_t>(a.kv_heads) * (a.head_dim + a.value_dim);
+  return product(a.heads, a.head_dim) + product(a.kv_heads, int64_t{a.head_dim} + a.value_dim);
 }
 
 }  // namespace anyaccel::llm

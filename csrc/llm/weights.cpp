@@ -40,15 +40,151 @@ float load_value(const uint8_t* at, SourceType type) {
   }
 }
 
+// The one list of a decoder's weights, in the order in which a step reads them; what is made of each is the heirs'.
+class WeightWalk {
+ public:
+  explicit WeightWalk(int64_t hidden) : hidden_(hidden) {}
+  virtual ~WeightWalk() = default;
+
+  // What comes before the layers.
+  void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, Norm& embed_norm) {
+    matrix("embed", spec.own_vocab(), hidden_, embed);
+    if (spec.positions > 0) matrix("positions", spec.positions, hidden_, positions);
+    norm("embed_norm", spec.embedding_norm, hidden_, embed_norm);
+  }
+
+  // What comes after them; a tied head is the embedding.
+  void after(const DecoderSpec& spec, LinearWeights& head, Norm& final_norm) {
+    norm("final_norm", spec.final_norm, hidden_, final_norm);
+    if (!spec.tied) matrix("head", spec.own_vocab(), hidden_, head);
+    if (spec.head_bias) head.bias = vector("head.bias", spec.own_vocab());
+  }
+
+  void layer(const std::string& at, const LayerSpec& spec, int experts, LayerWeights& out) {
+    norm(at + "attn_norm", spec.attn_norm, hidden_, out.attn_norm);
+    attention(at, spec.attention, out);
+    norm(at + "attn_post_norm", spec.attn_post_norm, hidden_, out.attn_post_norm);
+    norm(at + "mlp_norm", spec.mlp_norm, hidden_, out.mlp_norm);
+    if (spec.mlp) mlp(at + "mlp", *spec.mlp, out.mlp);
+    if (spec.moe) {
+      const MoeSpec& moe = *spec.moe;
+      matrix(at + "router", moe.experts, hidden_, out.router, moe.router_bias);
+      if (moe.choice_bias) out.choice_bias = vector(at + "router.choice_bias", moe.experts);
+      if (moe.shared) mlp(at + "shared", *moe.shared, out.shared);
+      if (moe.shared_gate) matrix(at + "shared_gate", 1, hidden_, out.shared_gate);
+      out.experts.resize(static_cast<size_t>(experts));
+      for (int i = 0; i < experts; ++i)
+        mlp(at + "experts." + std::to_string(i), moe.expert, out.experts[static_cast<size_t>(i)]);
+    }
+    norm(at + "mlp_post_norm", spec.mlp_post_norm, hidden_, out.mlp_post_norm);
+  }
+
+ private:
+  // `parts` matrices of equal size under one name, each in a LinearWeights of its own.
+  virtual void matrices(const std::string& name, int64_t rows, int64_t cols,
+                        const std::vector<LinearWeights*>& parts) = 0;
+  virtual const float* vector(const std::string& name, int64_t count) = 0;
+
+  void linear(const std::string& name, int64_t rows, int64_t cols, bool bias,
+              const std::vector<LinearWeights*>& parts) {
+    matrices(name, rows, cols, parts);
+    if (!bias) return;
+    const float* values = vector(name + ".bias", rows);
+    const int64_t part_rows = rows / static_cast<int64_t>(parts.size());
+    for (size_t i = 0; i < parts.size() && values != nullptr; ++i)
+      parts[i]->bias = values + static_cast<int64_t>(i) * part_rows;
+  }
+
+  void matrix(const std::string& name, int64_t rows, int64_t cols, LinearWeights& out, bool bias = false) {
+    linear(name, rows, cols, bias, {&out});
+  }
+
+  void norm(const std::string& name, const std::optional<NormSpec>& spec, int64_t count, Norm& out) {
+    out = Norm{NormKind::none, 0, nullptr, nullptr};
+    if (!spec) return;
+    out.kind = spec->kind;
+    out.eps = spec->eps;
+    if (spec->weight) out.weight = vector(name + ".weight", count);
+    if (spec->bias) out.bias = vector(name + ".bias", count);
+  }
+
+  void mlp(const std::string& name, const MlpSpec& spec, MlpWeights& out) {
+    out.activation = spec.activation;
+    if (spec.gated)
+      linear(name + ".gate_up", product(2, spec.features), hidden_, spec.bias, {&out.gate, &out.up});
+    else
+      matrix(name + ".gate_up", spec.features, hidden_, out.gate, spec.bias);
+    matrix(name + ".down", hidden_, spec.features, out.down, spec.out_bias);
+  }
+
+  // Rows of `qkv` are queries, keys, values; of `q_b` and `kv_b` as in DeepSeek's own q_b_proj and kv_b_proj, `kv_a` as
+  // in kv_a_proj_with_mqa (latent, then rotated part).
+  void attention(const std::string& at, const AttentionSpec& a, LayerWeights& out) {
+    if (a.mla) {
+      const MlaSpec& m = *a.mla;
+      if (m.q_rank > 0) {
+        matrix(at + "q_a", m.q_rank, hidden_, out.q_a, a.qkv_bias);
+        norm(at + "q_a_norm", m.q_norm, m.q_rank, out.q_a_norm);
+      }
+      matrix(at + "q_b", product(a.heads, a.head_dim), m.q_rank > 0 ? m.q_rank : hidden_, out.q_b);
+      matrix(at + "kv_a", int64_t{m.kv_rank} + m.rope_dim, hidden_, out.kv_a, a.qkv_bias);
+      norm(at + "kv_a_norm", m.kv_norm, m.kv_rank, out.kv_a_norm);
+      matrix(at + "kv_b", product(a.heads, int64_t{m.nope_dim} + a.value_dim), m.kv_rank, out.kv_b);
+    } else {
+      matrix(at + "qkv", qkv_rows(a), hidden_, out.qkv, a.qkv_bias);
+    }
+    if (a.qk_norm) {
+      const bool each = a.qk_norm->across || a.qk_norm->own_weights;
+      norm(at + "q_norm", a.qk_norm->norm, product(a.head_dim, each ? a.heads : 1), out.q_norm);
+      norm(at + "k_norm", a.qk_norm->norm, product(a.head_dim, each ? a.kv_heads : 1), out.k_norm);
+    }
+    if (a.sinks) out.sinks = vector(at + "sinks", a.heads);
+    matrix(at + "o", hidden_, product(a.heads, a.value_dim), out.o, a.out_bias);
+  }
+
+  int64_t hidden_;
+};
+
+class List : public WeightWalk {
+ public:
+  using WeightWalk::WeightWalk;
+  std::vector<WantedWeight> found;
+
+ private:
+  void matrices(const std::string& name, int64_t rows, int64_t cols, const std::vector<LinearWeights*>&) override {
+    found.push_back({name, rows, cols});
+  }
+  const float* vector(const std::string& name, int64_t count) override {
+    found.push_back({name, count, 0});
+    return nullptr;
+  }
+};
+
 }  // namespace
 
-// Takes the wanted weights one by one, in the order in which a step reads them. Runs twice: the first time it counts
-// bytes, the second time it hands out memory.
-class Weights::Builder {
+std::vector<WantedWeight> outer_weights(const DecoderSpec& spec) {
+  List list(spec.hidden);
+  LinearWeights linear;
+  Norm norm;
+  list.before(spec, linear, linear, norm);
+  list.after(spec, linear, norm);
+  return list.found;
+}
+
+std::vector<WantedWeight> layer_weights(const LayerSpec& layer, int64_t hidden) {
+  List list(hidden);
+  LayerWeights out;
+  list.layer("", layer, 1, out);
+  return list.found;
+}
+
+// Checks the given lists against the walk. Runs twice: the first time it counts bytes, the second time it hands out
+// memory.
+class Weights::Builder final : WeightWalk {
  public:
   Builder(Weights& weights, const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices,
           const std::vector<VectorEntry>& vectors)
-      : weights_(weights), spec_(spec) {
+      : WeightWalk(spec.hidden), weights_(weights), spec_(spec) {
     for (const MatrixEntry& entry : matrices)
       if (!matrices_.emplace(entry.name, &entry).second) fail("weight '" + entry.name + "' is listed twice");
     for (const VectorEntry& entry : vectors)
@@ -60,22 +196,17 @@ class Weights::Builder {
     memory_ = memory;
     offset_ = 0;
     used_ = 0;
-    const int64_t vocab = spec_.own_vocab();
     LinearWeights embed, positions;
-    matrix("embed", vocab, spec_.hidden, embed);
+    before(spec_, embed, positions, weights_.embed_norm);
     weights_.embed = embed.w;
-    if (spec_.positions > 0) matrix("positions", spec_.positions, spec_.hidden, positions);
     weights_.positions = positions.w;
-    norm("embed_norm", spec_.embedding_norm, spec_.hidden, weights_.embed_norm);
     weights_.layers.resize(spec_.layers.size());
-    for (size_t i = 0; i < spec_.layers.size(); ++i)
-      layer("layers." + std::to_string(i) + ".", spec_.layers[i], weights_.layers[i]);
-    norm("final_norm", spec_.final_norm, spec_.hidden, weights_.final_norm);
-    if (spec_.tied)
-      weights_.head.w = weights_.embed;
-    else
-      matrix("head", vocab, spec_.hidden, weights_.head);
-    if (spec_.head_bias) weights_.head.bias = vector("head.bias", vocab);
+    for (size_t i = 0; i < spec_.layers.size(); ++i) {
+      const LayerSpec& each = spec_.layers[i];
+      layer("layers." + std::to_string(i) + ".", each, each.moe ? each.moe->experts : 0, weights_.layers[i]);
+    }
+    if (spec_.tied) weights_.head.w = weights_.embed;
+    after(spec_, weights_.head, weights_.final_norm);
     const size_t given = matrices_.size() + vectors_.size();
     if (used_ != given) unknown();
     return offset_;
@@ -99,9 +230,8 @@ class Weights::Builder {
     return at;
   }
 
-  // `parts` matrices of equal size under one name, each in a LinearWeights of its own.
-  void matrices(const std::string& name, int64_t rows, int64_t cols, bool bias,
-                const std::vector<LinearWeights*>& parts) {
+  void matrices(const std::string& name, int64_t rows, int64_t cols,
+                const std::vector<LinearWeights*>& parts) override {
     const auto found = matrices_.find(name);
     if (found == matrices_.end()) fail("weight '" + name + "' is missing from the list of matrices");
     const MatrixEntry& entry = *found->second;
@@ -131,17 +261,9 @@ class Weights::Builder {
       slot.set.resize(static_cast<size_t>(rows));
       weights_.slots_.emplace(name, std::move(slot));
     }
-    if (!bias) return;
-    const float* values = vector(name + ".bias", rows);
-    for (size_t i = 0; i < parts.size() && values != nullptr; ++i)
-      parts[i]->bias = values + static_cast<int64_t>(i) * part_rows;
   }
 
-  void matrix(const std::string& name, int64_t rows, int64_t cols, LinearWeights& out, bool bias = false) {
-    matrices(name, rows, cols, bias, {&out});
-  }
-
-  const float* vector(const std::string& name, int64_t count) {
+  const float* vector(const std::string& name, int64_t count) override {
     const auto found = vectors_.find(name);
     if (found == vectors_.end()) fail("weight '" + name + "' is missing from the list of vectors");
     if (found->second->count != count)
@@ -157,66 +279,6 @@ class Weights::Builder {
     slot.set.resize(static_cast<size_t>(count));
     weights_.slots_.emplace(name, std::move(slot));
     return at;
-  }
-
-  void norm(const std::string& name, const std::optional<NormSpec>& spec, int64_t count, Norm& out) {
-    out = Norm{NormKind::none, 0, nullptr, nullptr};
-    if (!spec) return;
-    out.kind = spec->kind;
-    out.eps = spec->eps;
-    if (spec->weight) out.weight = vector(name + ".weight", count);
-    if (spec->bias) out.bias = vector(name + ".bias", count);
-  }
-
-  void mlp(const std::string& name, const MlpSpec& spec, MlpWeights& out) {
-    out.activation = spec.activation;
-    if (spec.gated)
-      matrices(name + ".gate_up", 2 * spec.features, spec_.hidden, spec.bias, {&out.gate, &out.up});
-    else
-      matrix(name + ".gate_up", spec.features, spec_.hidden, out.gate, spec.bias);
-    matrix(name + ".down", spec_.hidden, spec.features, out.down, spec.out_bias);
-  }
-
-  void attention(const std::string& at, const AttentionSpec& a, LayerWeights& out) {
-    if (a.mla) {
-      const MlaSpec& m = *a.mla;
-      if (m.q_rank > 0) {
-        matrix(at + "q_a", m.q_rank, spec_.hidden, out.q_a, a.qkv_bias);
-        norm(at + "q_a_norm", m.q_norm, m.q_rank, out.q_a_norm);
-      }
-      matrix(at + "q_b", static_cast<int64_t>(a.heads) * a.head_dim, m.q_rank > 0 ? m.q_rank : spec_.hidden, out.q_b);
-      matrix(at + "kv_a", m.kv_rank + m.rope_dim, spec_.hidden, out.kv_a, a.qkv_bias);
-      norm(at + "kv_a_norm", m.kv_norm, m.kv_rank, out.kv_a_norm);
-      matrix(at + "kv_b", static_cast<int64_t>(a.heads) * (m.nope_dim + a.value_dim), m.kv_rank, out.kv_b);
-    } else {
-      matrix(at + "qkv", qkv_rows(a), spec_.hidden, out.qkv, a.qkv_bias);
-    }
-    if (a.qk_norm) {
-      const bool each = a.qk_norm->across || a.qk_norm->own_weights;
-      norm(at + "q_norm", a.qk_norm->norm, static_cast<int64_t>(a.head_dim) * (each ? a.heads : 1), out.q_norm);
-      norm(at + "k_norm", a.qk_norm->norm, static_cast<int64_t>(a.head_dim) * (each ? a.kv_heads : 1), out.k_norm);
-    }
-    if (a.sinks) out.sinks = vector(at + "sinks", a.heads);
-    matrix(at + "o", spec_.hidden, static_cast<int64_t>(a.heads) * a.value_dim, out.o, a.out_bias);
-  }
-
-  void layer(const std::string& at, const LayerSpec& spec, LayerWeights& out) {
-    norm(at + "attn_norm", spec.attn_norm, spec_.hidden, out.attn_norm);
-    attention(at, spec.attention, out);
-    norm(at + "attn_post_norm", spec.attn_post_norm, spec_.hidden, out.attn_post_norm);
-    norm(at + "mlp_norm", spec.mlp_norm, spec_.hidden, out.mlp_norm);
-    if (spec.mlp) mlp(at + "mlp", *spec.mlp, out.mlp);
-    if (spec.moe) {
-      const MoeSpec& moe = *spec.moe;
-      matrix(at + "router", moe.experts, spec_.hidden, out.router, moe.router_bias);
-      if (moe.choice_bias) out.choice_bias = vector(at + "router.choice_bias", moe.experts);
-      if (moe.shared) mlp(at + "shared", *moe.shared, out.shared);
-      if (moe.shared_gate) matrix(at + "shared_gate", 1, spec_.hidden, out.shared_gate);
-      out.experts.resize(static_cast<size_t>(moe.experts));
-      for (int i = 0; i < moe.experts; ++i)
-        mlp(at + "experts." + std::to_string(i), moe.expert, out.experts[static_cast<size_t>(i)]);
-    }
-    norm(at + "mlp_post_norm", spec.mlp_post_norm, spec_.hidden, out.mlp_post_norm);
   }
 
   Weights& weights_;

@@ -15,6 +15,17 @@
 
 namespace anyaccel::llm {
 
+// What a decoder wants: a matrix [rows, cols], or a vector of `rows` values, whose `cols` is 0.
+struct WantedWeight {
+  std::string name;
+  int64_t rows, cols;
+};
+// The weights beside those of layers, and those of one layer without its "layers.N.". Of a layer's experts, which are
+// alike, only the first one's: a damaged configuration may speak of any number. Neither asks whether the sizes are
+// sensible; those that are larger than any memory come out as kMostSize.
+std::vector<WantedWeight> outer_weights(const DecoderSpec& spec);
+std::vector<WantedWeight> layer_weights(const LayerSpec& layer, int64_t hidden);
+
 // As spec/decoder.py's MatrixShape and VectorShape.
 struct MatrixEntry {
   std::string name;
@@ -55,7 +66,7 @@ struct LayerWeights {
 
 class Weights {
  public:
-  // Throws UsageError when the lists are not what `spec` needs (spec/decoder.py's weights()), std::bad_alloc.
+  // Throws UsageError when the lists are not what `spec` needs (outer_weights() and layer_weights()), std::bad_alloc.
   Weights(const DecoderSpec& spec, const std::vector<MatrixEntry>& matrices, const std::vector<VectorEntry>& vectors);
 
   size_t bytes() const { return bytes_; }

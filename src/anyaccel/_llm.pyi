@@ -6,6 +6,11 @@ from typing import Any
 
 def isa() -> str: ...
 
+# What a decoder wants, as (name, rows, cols), cols 0 for vectors (csrc/llm/weights.h): the weights beside those of
+# layers, from dataclasses.asdict(DecoderSpec); those of one layer, without "layers.N." and of its first expert only.
+def outer_weights(spec: Mapping[str, Any]) -> list[tuple[str, int, int]]: ...
+def layer_weights(layer: Mapping[str, Any], hidden: int) -> list[tuple[str, int, int]]: ...
+
 class Request:
     """One answer under way: its tokens, its sampling, its place in the cache (freed when this object goes)."""
 

@@ -71,7 +71,7 @@ def test_second_turn_has_the_tokens_of_a_whole_conversation(smollm2: Path) -> No
         "from anyaccel.inference.generate import Generation\n"
         "options = chat.build_parser().parse_args(['--model', sys.argv[1], '--dtype', 'fp32', '--kv-cache', 'fp32',"
         " '--threads', '1'])\n"
-        "backend = loading.open_backend(options, _screen.Screen(False))\n"
+        "backend = loading.open_backend(_model_options.model_of(options), _screen.Screen(False))\n"
         "assert backend.runtime == 'native' and 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         "assert 'numpy' not in sys.modules\n"
         "how, talk = _model_options.sampling_of(options), []\n"

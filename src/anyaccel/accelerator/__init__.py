@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from anyaccel._lazy import lazy
 from anyaccel.accelerator.select import (
     Candidate,
     Detection,
@@ -48,14 +49,10 @@ __all__ = [
     "set_accelerator",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name == "Accelerator":
-        from anyaccel.accelerator.base import Accelerator
-
-        return Accelerator
-    if name == "TorchDeviceAccelerator":
-        from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
-
-        return TorchDeviceAccelerator
-    raise AttributeError(f"module 'anyaccel.accelerator' has no attribute {name!r}")
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Accelerator": "anyaccel.accelerator.base",
+        "TorchDeviceAccelerator": "anyaccel.accelerator.torch_device",
+    },
+)

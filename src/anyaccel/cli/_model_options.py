@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import default_model_file
+from anyaccel.inference.ranks.options import ModelOptions
 
 if TYPE_CHECKING:
     from anyaccel.cli._parser import Parser
@@ -115,18 +117,11 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--tp {options.tp}: must be at least 1")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    if not options.temperature >= 0:
-        raise UsageError(f"--temperature {options.temperature}: must be 0 or above")
-    if not -(2**63) <= options.seed < 2**63:
-        raise UsageError(f"--seed {options.seed}: must fit 64 bits")
-    if not 0 < options.top_p <= 1:
-        raise UsageError(f"--top-p {options.top_p}: must be above 0 and at most 1")
-    if not 0 <= options.top_k < 2**31:
-        raise UsageError(f"--top-k {options.top_k}: must be 0 or above, and below 2**31")
-    if not 0 <= options.min_p <= 1:
-        raise UsageError(f"--min-p {options.min_p}: must be from 0 to 1")
-    if not 0 < options.repetition_penalty < float("inf"):
-        raise UsageError(f"--repetition-penalty {options.repetition_penalty}: must be above 0")
+    try:
+        sampling_of(options)
+    except UsageError as error:  # it calls them as Python does
+        name, _, rest = str(error).partition("=")
+        raise UsageError(f"--{name.replace('_', '-')} {rest}") from None
     if options.threads < 0:
         raise UsageError(f"--threads {options.threads}: must be 0 or above")
     if not all(options.stop):
@@ -147,15 +142,13 @@ def model_path(given: str | None) -> Path:
     return default_model_file()
 
 
+def model_of(options: argparse.Namespace) -> ModelOptions:
+    """Which model the options want."""
+    return ModelOptions(**{each.name: getattr(options, each.name) for each in fields(ModelOptions)})
+
+
 def sampling_of(options: argparse.Namespace) -> Sampling:
     """How the options want tokens chosen."""
     from anyaccel.inference.generate import Sampling
 
-    return Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        seed=options.seed,
-    )
+    return Sampling(**{each.name: getattr(options, each.name) for each in fields(Sampling)})

@@ -14,6 +14,7 @@ from anyaccel.cli._model_options import (
     add_sampling_options,
     add_tp_option,
     check_numbers,
+    model_of,
     model_path,
     sampling_of,
 )
@@ -71,12 +72,12 @@ def main(argv: list[str]) -> int:
 
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     if options.tp == 1:
-        return open_backend(options, screen)
+        return open_backend(model_of(options), screen)
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise UsageError(f"--tp {options.tp}: a chat starts its workers itself; run it without a launcher")
     from anyaccel.inference.ranks.command import start
 
-    return start(options, screen)
+    return start(model_of(options), screen)
 
 
 class Conversation:

@@ -15,6 +15,7 @@ from anyaccel.cli._model_options import (
     add_sampling_options,
     add_tp_option,
     check_numbers,
+    model_of,
     model_path,
     sampling_of,
 )
@@ -76,10 +77,10 @@ def _prompt(text: str) -> str:
 
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     if options.tp == 1 or os.environ.get("WORLD_SIZE") == str(options.tp):
-        return open_backend(options, screen, options.tp)  # alone, or one of the ranks that another launcher started
+        return open_backend(model_of(options), screen)  # alone, or one of the ranks that another launcher started
     from anyaccel.inference.ranks.command import start
 
-    return start(options, screen, lasting=False)
+    return start(model_of(options), screen, lasting=False)
 
 
 def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> int:

@@ -6,23 +6,27 @@ Names load on first use: the native runtime and its command line get along witho
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from anyaccel._lazy import lazy
 
 if TYPE_CHECKING:
     from anyaccel.inference.config import InferenceConfig, TensorParallelConfig
     from anyaccel.inference.engine import InferenceEngine, init_inference, optimize
     from anyaccel.inference.generate import Generation, generate_tokens
 
-_LAZY = {
-    "Generation": "anyaccel.inference.generate",
-    "InferenceConfig": "anyaccel.inference.config",
-    "InferenceEngine": "anyaccel.inference.engine",
-    "TensorParallelConfig": "anyaccel.inference.config",
-    "generate_tokens": "anyaccel.inference.generate",
-    "init_inference": "anyaccel.inference.engine",
-    "optimize": "anyaccel.inference.engine",
-}
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "Generation": "anyaccel.inference.generate",
+        "InferenceConfig": "anyaccel.inference.config",
+        "InferenceEngine": "anyaccel.inference.engine",
+        "TensorParallelConfig": "anyaccel.inference.config",
+        "generate_tokens": "anyaccel.inference.generate",
+        "init_inference": "anyaccel.inference.engine",
+        "optimize": "anyaccel.inference.engine",
+    },
+)
 
 __all__ = [
     "Generation",
@@ -33,15 +37,3 @@ __all__ = [
     "init_inference",
     "optimize",
 ]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'anyaccel.inference' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})

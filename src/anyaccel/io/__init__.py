@@ -6,8 +6,9 @@ Importing this package does not import torch; names load on first use.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from anyaccel._lazy import lazy
 
 if TYPE_CHECKING:
     from anyaccel.io.reading import load
@@ -15,16 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "save"]
 
-_MODULES = {"load": "anyaccel.io.reading", "save": "anyaccel.io.writing"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy(__name__, {"load": "anyaccel.io.reading", "save": "anyaccel.io.writing"})

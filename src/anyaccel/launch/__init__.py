@@ -6,7 +6,7 @@ Names load on first use: `anyaccel generate` wants the devices only.
 
 from __future__ import annotations
 
-import importlib
+from anyaccel._lazy import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,22 +15,17 @@ if TYPE_CHECKING:
     from anyaccel.launch.plan import LaunchPlan, RankBinding
     from anyaccel.launch.planning import make_plan
 
-_LAZY = {
-    "LaunchOptions": "anyaccel.launch.options",
-    "LaunchPlan": "anyaccel.launch.plan",
-    "RankBinding": "anyaccel.launch.plan",
-    "check_script": "anyaccel.launch.launcher",
-    "launch_local": "anyaccel.launch.launcher",
-    "make_plan": "anyaccel.launch.planning",
-    "run": "anyaccel.launch.launcher",
-}
+__getattr__, __dir__ = lazy(
+    __name__,
+    {
+        "LaunchOptions": "anyaccel.launch.options",
+        "LaunchPlan": "anyaccel.launch.plan",
+        "RankBinding": "anyaccel.launch.plan",
+        "check_script": "anyaccel.launch.launcher",
+        "launch_local": "anyaccel.launch.launcher",
+        "make_plan": "anyaccel.launch.planning",
+        "run": "anyaccel.launch.launcher",
+    },
+)
 
 __all__ = ["LaunchOptions", "LaunchPlan", "RankBinding", "check_script", "launch_local", "make_plan", "run"]
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'anyaccel.launch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value
-    return value

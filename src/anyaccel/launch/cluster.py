@@ -101,11 +101,6 @@ class ClusterOptions:
         if self.ssh_port is not None and not 1 <= self.ssh_port <= 65535:
             raise UsageError(f"--ssh_port is {self.ssh_port}, a TCP port is between 1 and 65535")
 
-    @property
-    def wanted(self) -> bool:
-        """Whether any of them was given."""
-        return self != ClusterOptions()
-
 
 def find_hosts(options: LaunchOptions, cluster: ClusterOptions, environ: Mapping[str, str]) -> tuple[Host, ...]:
     """The hosts and slots that take part.

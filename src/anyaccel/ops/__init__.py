@@ -9,29 +9,18 @@ Importing this package does not import torch; names load on first use, the modul
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from anyaccel._lazy import lazy
 
 if TYPE_CHECKING:
     from anyaccel.ops import adagrad, adam, aio, builders, lion
     from anyaccel.ops.builder import CPUOpBuilder, OpBuilder, builders_in
 
-_MODULES = ("adagrad", "adam", "aio", "builders", "lion")
+__getattr__, __dir__ = lazy(
+    __name__,
+    dict.fromkeys(("CPUOpBuilder", "OpBuilder", "builders_in"), "anyaccel.ops.builder"),
+    ("adagrad", "adam", "aio", "builders", "lion"),
+)
 
 __all__ = ["CPUOpBuilder", "OpBuilder", "adagrad", "adam", "aio", "builders", "builders_in", "lion"]
-
-
-def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object
-    if name in _MODULES:
-        value = importlib.import_module(f"anyaccel.ops.{name}")
-    else:
-        value = getattr(importlib.import_module("anyaccel.ops.builder"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -84,5 +84,5 @@ def test_the_group_size_has_one_name() -> None:
 @pytest.mark.parametrize("number", [2**31, 99999999999999, 10**40])
 def test_a_number_that_no_kernel_can_hold_is_one_line(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--top-k", str(number)]) == 2
-    expected = f"anyaccel: error: --top-k {number}: must be 0 or above, and below 2**31\n"
+    expected = f"anyaccel: error: --top-k {number}: must be 0 (off) or above, and below 2**31\n"
     assert capsys.readouterr().err == expected

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import socket
 import threading
 import time
@@ -15,6 +14,7 @@ import pytest
 from anyaccel.errors import CommTimeoutError, UsageError
 from anyaccel.inference.ranks import command
 from anyaccel.inference.ranks import rank as rank_process
+from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.wire import Channel
 from anyaccel.topology import read_machine
 
@@ -139,4 +139,4 @@ def test_a_stop_that_comes_too_late_is_answered(two: tuple[list[Channel], list[C
 def test_more_ranks_than_cpus_are_refused_with_the_number_that_would_do() -> None:
     count = len(read_machine().allowed_cpus)
     with pytest.raises(UsageError, match=f"may use {count} CPUs only, and each rank needs one; --tp {count} is"):
-        command.start(argparse.Namespace(tp=count + 1), None)  # type: ignore[arg-type]
+        command.start(ModelOptions("m", tp=count + 1), None)  # type: ignore[arg-type]

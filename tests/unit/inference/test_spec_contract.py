@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import types
 import typing
@@ -113,3 +114,17 @@ def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:
     )
     spec = decoder.DecoderSpec(100, 16, layers, norm, ropes=(decoder.Rope((1.0, 0.5)),), embedding_norm=norm)
     assert spec_from_dict(dataclasses.asdict(spec)) == spec
+
+
+def test_weights_are_listed_as_far_as_somebody_asks() -> None:
+    """A damaged config may say any number of layers and experts, and sizes that no memory has."""
+    norm, most = decoder.Norm("rms", 1e-5, bias=True), 2**31 - 1
+    attention = decoder.Attention(most, most, most, most, 1.0, qkv_bias=True)
+    moe = decoder.Moe(most, 2, decoder.Mlp(8, "silu", gated=True))
+    spec = decoder.DecoderSpec(100, 16, (decoder.Layer(attention, moe, attn_norm=norm),) * 10**5, norm, tied=True)
+    found = {shape.name: shape for shape in itertools.islice(decoder.each_weight(spec), 1000)}
+    assert list(found)[:4] == ["embed", "final_norm.weight", "final_norm.bias", "layers.0.attn_norm.weight"]
+    assert found["layers.0.experts.7.gate_up"] == decoder.MatrixShape("layers.0.experts.7.gate_up", 16, 16)
+    assert found["layers.0.router"] == decoder.MatrixShape("layers.0.router", most, 16)
+    assert isinstance(found["layers.0.qkv.bias"], decoder.VectorShape)
+    assert len(found) == 1000

@@ -154,12 +154,7 @@ class EngineBackend(_InThisProcess):
             self.engine,
             torch.tensor(ids, dtype=torch.int64),
             max_new_tokens=max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            repetition_penalty=sampling.repetition_penalty,
-            seed=sampling.seed,
+            **vars(sampling),
             result=result,
         )
 

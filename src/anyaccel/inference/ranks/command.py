@@ -12,13 +12,13 @@ more with each token that comes, and whoever ends an answer tells all ranks the 
 
 from __future__ import annotations
 
-import argparse
 import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -30,8 +30,8 @@ from anyaccel.inference.ranks.processes import RankProcesses
 if TYPE_CHECKING:
     from anyaccel.inference.generate import Generation, Sampling
     from anyaccel.inference.ranks.loading import Watcher
+    from anyaccel.inference.ranks.options import ModelOptions
 
-_TOLD = ("model", "dtype", "group_size", "kv_cache", "threads", "tp")  # options that a rank needs
 _AHEAD = 2  # steps that the ranks are allowed beyond what has come: they go on while the command shows a token
 # Seconds: of ranks for saying what is wrong, or ending by themselves; of the launcher for noticing a rank's end.
 _FAREWELL = 0.5
@@ -51,7 +51,7 @@ class RankError(AnyAccelError):
         self.exit_code = exit_code
 
 
-def start(options: argparse.Namespace, screen: Watcher, *, lasting: bool = True) -> RanksBackend:
+def start(options: ModelOptions, screen: Watcher, *, lasting: bool = True) -> RanksBackend:
     """Start `options.tp` ranks and load the model on them.
 
     Args:
@@ -79,11 +79,9 @@ def start(options: argparse.Namespace, screen: Watcher, *, lasting: bool = True)
         local_rank_argument=False,
     )
     plan = launch.make_plan(wanted, machine)
-    told = {name: getattr(options, name) for name in _TOLD}
-    told["launch_summary"] = f"topology: {machine.summary()}\n{plan.render()}"
     backend = RanksBackend(RankProcesses(plan), lasting)
     try:
-        backend.load(told, screen)
+        backend.load(options, f"topology: {machine.summary()}\n{plan.render()}", screen)
     except BaseException:
         backend.close()
         raise
@@ -232,8 +230,11 @@ class RanksBackend:
 
     # --- what a Backend does
 
-    def load(self, options: dict[str, Any], screen: Watcher) -> None:
+    def load(self, options: ModelOptions, summary: str, screen: Watcher) -> None:
         """Have the ranks load, show how far they are, and let them meet.
+
+        Args:
+            summary: of machine and plan, for the screen.
 
         Raises:
             AnyAccelError: one of them cannot, or the model has no tokenizer.
@@ -241,9 +242,9 @@ class RanksBackend:
         from anyaccel.inference.checkpoints.model_path import check_model_path
         from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
-        path = Path(options["model"])
+        path = Path(options.model)
         check_model_path(path)
-        self._send("options", options=options)
+        self._send("options", options=asdict(options), summary=summary)
         problem: AnyAccelError | None = None
         try:
             self.tokenizer: Any = load_text_tokenizer(path, screen.line)

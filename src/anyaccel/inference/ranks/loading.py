@@ -6,7 +6,6 @@ A model that the native runtime has is loaded and run without torch, which alone
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from anyaccel.errors import AnyAccelError
 from anyaccel.inference.ranks.backends import Backend, EngineBackend, NativeBackend
 from anyaccel.inference.ranks.beside import Beside
+from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.vendors import ENTRY_POINTS
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -28,8 +29,8 @@ class Watcher(Protocol):
     def progress(self, done: int, total: int) -> None: ...
 
 
-def open_backend(options: argparse.Namespace, screen: Watcher, tp: int = 1) -> Backend:
-    """Load the model that the options name, in this process, alone or as one of `tp` ranks that a launcher started.
+def open_backend(options: ModelOptions, screen: Watcher) -> Backend:
+    """Load the model that the options name, in this process, alone or as one of the ranks that a launcher started.
 
     Raises:
         AnyAccelError: the model or its tokenizer cannot be read, or a package is missing.
@@ -40,9 +41,9 @@ def open_backend(options: argparse.Namespace, screen: Watcher, tp: int = 1) -> B
     path = Path(options.model)
     check_model_path(path)
     machine = read_machine()
-    host = host_accelerator(machine) if tp == 1 else None
+    host = host_accelerator(machine) if options.tp == 1 else None
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
-    if tp == 1:
+    if options.tp == 1:
         screen.line(f"topology: {machine.summary()}\nplan: one process, not bound")
     if host:
         from anyaccel.inference.spec.mapping import Unsupported
@@ -51,7 +52,7 @@ def open_backend(options: argparse.Namespace, screen: Watcher, tp: int = 1) -> B
             return _open_native(options, path, host[0], screen)
         except Unsupported as lack:
             screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
-    return open_engine(options, path, screen, tp)
+    return open_engine(options, path, screen)
 
 
 def describe_accelerator() -> str:
@@ -87,7 +88,7 @@ def _has_extensions() -> bool:
         for name in names:
             try:
                 with open(f"{name}/entry_points.txt", "rb") as file:
-                    if b"[anyaccel.accelerators]" in file.read():
+                    if f"[{ENTRY_POINTS}]".encode() in file.read():
                         return True
             except OSError:
                 continue
@@ -95,7 +96,7 @@ def _has_extensions() -> bool:
 
 
 def loader(
-    options: argparse.Namespace,
+    options: ModelOptions,
     progress: Callable[[int, int], object],
     rank: int = 0,
     size: int = 1,
@@ -128,7 +129,7 @@ def loader(
     )
 
 
-def _open_native(options: argparse.Namespace, path: Path, accelerator: str, screen: Watcher) -> NativeBackend:
+def _open_native(options: ModelOptions, path: Path, accelerator: str, screen: Watcher) -> NativeBackend:
     """Load through csrc/llm.
 
     Raises:
@@ -163,8 +164,8 @@ def describe_weights(native: NativeModel, screen: Watcher) -> None:
         screen.line(f"weights: {', '.join(runs)}; {native.model.weight_bytes / 2**20:.0f} MiB{where}")
 
 
-def open_engine(options: argparse.Namespace, path: Path, screen: Watcher, tp: int) -> EngineBackend:
-    """Load through init_inference, as one of `tp` ranks or alone."""
+def open_engine(options: ModelOptions, path: Path, screen: Watcher) -> EngineBackend:
+    """Load through init_inference, as one of the ranks or alone."""
     from anyaccel.accelerator.select import silence_detection
 
     silence_detection()
@@ -188,7 +189,7 @@ def open_engine(options: argparse.Namespace, path: Path, screen: Watcher, tp: in
         group_size=options.group_size,
         kv_cache=options.kv_cache,
         threads=options.threads,
-        tensor_parallel={"tp_size": tp},
+        tensor_parallel={"tp_size": options.tp},
         progress=screen.progress,
     )
     return EngineBackend(engine, tokenizer, get_accelerator().device_name(), options.dtype)

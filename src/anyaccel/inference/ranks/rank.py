@@ -8,7 +8,6 @@ tokens.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, PeerLostError
+from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.wire import Channel
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
     try:
         try:
             # What the command does before is to start all ranks.
-            options = argparse.Namespace(**channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())["options"])
-            _serve(channel, rank, _open(channel, rank, options))
+            told = channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())
+            _serve(channel, rank, _open(channel, rank, ModelOptions(**told["options"]), told["summary"]))
         except (AnyAccelError, OSError, MemoryError) as error:
             _send_error(channel, error)
             while channel.receive():  # until the command ends all ranks
@@ -85,7 +85,7 @@ class _Screen:
             self._channel.send(kind="progress", done=done, total=total)
 
 
-def _open(channel: Channel, rank: int, options: argparse.Namespace) -> Model:
+def _open(channel: Channel, rank: int, options: ModelOptions, summary: str) -> Model:
     """This rank's part of the model, connected to the others'."""
     from anyaccel.inference.ranks.loading import describe_accelerator, host_accelerator, open_engine
     from anyaccel.topology import read_machine
@@ -93,7 +93,7 @@ def _open(channel: Channel, rank: int, options: argparse.Namespace) -> Model:
     screen = _Screen(channel, rank)
     host = host_accelerator(read_machine())
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
-    screen.line(options.launch_summary)
+    screen.line(summary)
     if host:
         from anyaccel.inference.spec.mapping import Unsupported
 
@@ -101,11 +101,11 @@ def _open(channel: Channel, rank: int, options: argparse.Namespace) -> Model:
             return _open_native(channel, rank, options, host[0], screen)
         except Unsupported as lack:  # on every rank
             screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
-    return open_engine(options, Path(options.model), screen, options.tp)
+    return open_engine(options, Path(options.model), screen)
 
 
 def _open_native(
-    channel: Channel, rank: int, options: argparse.Namespace, accelerator: str, screen: _Screen
+    channel: Channel, rank: int, options: ModelOptions, accelerator: str, screen: _Screen
 ) -> NativeBackend:
     from anyaccel.inference.native.joining import together
     from anyaccel.inference.ranks.backends import NativeBackend

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decoder computes, as data: the native runtime is configured by it and families map their configs to it.
 
-Torch-free. `dataclasses.asdict(spec)` is what `_llm.Model` takes; names of weights are listed in `weights` below.
+Torch-free. `dataclasses.asdict(spec)` is what `_llm.Model` takes; `weights` below lists what weights it wants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai"]
+
+_EXPERT = "experts.0."  # how `_llm` names what every expert of a layer has
 
 
 @dataclass(frozen=True)
@@ -238,76 +240,24 @@ def each_weight(spec: DecoderSpec) -> Iterator[MatrixShape | VectorShape]:
     A spec may come from a damaged config: who looks each weight up in the file as it comes stops at the first layer or
     expert that the file lacks, however many the config says there are.
 
-    Rows of `qkv` are queries, keys, values; of `gate_up` gates, ups; of `q_b` and `kv_b` (MLA) as in DeepSeek's own
-    q_b_proj and kv_b_proj, `kv_a` as in kv_a_proj_with_mqa (latent, then rotated part).
+    What they are is csrc/llm/weights.cpp's to say, and what their rows are.
     """
-    vocabulary = spec.vocab_count or spec.vocab
-    yield MatrixShape("embed", vocabulary, spec.hidden)
-    if not spec.tied:
-        yield MatrixShape("head", vocabulary, spec.hidden)
-    if spec.head_bias:
-        yield VectorShape("head.bias", vocabulary)
-    if spec.positions:
-        yield MatrixShape("positions", spec.positions, spec.hidden)
-    yield from _norm("embed_norm", spec.embedding_norm, spec.hidden)
-    yield from _norm("final_norm", spec.final_norm, spec.hidden)
+    from anyaccel import _llm
+
+    for name, rows, cols in _llm.outer_weights(asdict(replace(spec, layers=()))):
+        yield _shape(name, rows, cols)
+    known: dict[Layer, list[tuple[str, int, int]]] = {}  # most layers are alike
     for index, layer in enumerate(spec.layers):
-        yield from _of_layer(spec, f"layers.{index}", layer)
+        if layer not in known:
+            known[layer] = _llm.layer_weights(asdict(layer), spec.hidden)
+        of_expert = [each for each in known[layer] if each[0].startswith(_EXPERT)]
+        for name, rows, cols in known[layer]:
+            if not name.startswith(_EXPERT):
+                yield _shape(f"layers.{index}.{name}", rows, cols)
+        for expert in range(layer.mlp.experts if isinstance(layer.mlp, Moe) else 0):
+            for name, rows, cols in of_expert:
+                yield _shape(f"layers.{index}.experts.{expert}.{name.removeprefix(_EXPERT)}", rows, cols)
 
 
-def _norm(name: str, kind: Norm | None, count: int) -> Iterator[VectorShape]:
-    if kind is not None and kind.weight:
-        yield VectorShape(f"{name}.weight", count)
-    if kind is not None and kind.bias:
-        yield VectorShape(f"{name}.bias", count)
-
-
-def _linear(name: str, rows: int, cols: int, bias: bool) -> Iterator[MatrixShape | VectorShape]:
-    yield MatrixShape(name, rows, cols)
-    if bias:
-        yield VectorShape(f"{name}.bias", rows)
-
-
-def _mlp(name: str, part: Mlp, hidden: int) -> Iterator[MatrixShape | VectorShape]:
-    yield from _linear(f"{name}.gate_up", part.features * (2 if part.gated else 1), hidden, part.bias)
-    yield from _linear(f"{name}.down", hidden, part.features, part.out_bias)
-
-
-def _of_layer(spec: DecoderSpec, at: str, layer: Layer) -> Iterator[MatrixShape | VectorShape]:
-    a, hidden = layer.attention, spec.hidden
-    yield from _norm(f"{at}.attn_norm", layer.attn_norm, hidden)
-    yield from _norm(f"{at}.attn_post_norm", layer.attn_post_norm, hidden)
-    yield from _norm(f"{at}.mlp_norm", layer.mlp_norm, hidden)
-    yield from _norm(f"{at}.mlp_post_norm", layer.mlp_post_norm, hidden)
-    if a.mla is not None:
-        m = a.mla
-        if m.q_rank:
-            yield from _linear(f"{at}.q_a", m.q_rank, hidden, a.qkv_bias)
-            yield from _norm(f"{at}.q_a_norm", m.q_norm, m.q_rank)
-        yield from _linear(f"{at}.q_b", a.heads * a.head_dim, m.q_rank or hidden, False)
-        yield from _linear(f"{at}.kv_a", m.kv_rank + m.rope_dim, hidden, a.qkv_bias)
-        yield from _norm(f"{at}.kv_a_norm", m.kv_norm, m.kv_rank)
-        yield from _linear(f"{at}.kv_b", a.heads * (m.nope_dim + a.value_dim), m.kv_rank, False)
-    else:
-        rows = a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
-        yield from _linear(f"{at}.qkv", rows, hidden, a.qkv_bias)
-    if a.qk_norm is not None:
-        each = a.qk_norm.across or a.qk_norm.own_weights
-        yield from _norm(f"{at}.q_norm", a.qk_norm.norm, a.head_dim * (a.heads if each else 1))
-        yield from _norm(f"{at}.k_norm", a.qk_norm.norm, a.head_dim * (a.kv_heads if each else 1))
-    if a.sinks:
-        yield VectorShape(f"{at}.sinks", a.heads)
-    yield from _linear(f"{at}.o", hidden, a.heads * a.value_dim, a.out_bias)
-    if isinstance(layer.mlp, Mlp):
-        yield from _mlp(f"{at}.mlp", layer.mlp, hidden)
-        return
-    moe = layer.mlp
-    yield from _linear(f"{at}.router", moe.experts, hidden, moe.router_bias)
-    if moe.choice_bias:
-        yield VectorShape(f"{at}.router.choice_bias", moe.experts)
-    for expert in range(moe.experts):
-        yield from _mlp(f"{at}.experts.{expert}", moe.expert, hidden)
-    if moe.shared is not None:
-        yield from _mlp(f"{at}.shared", moe.shared, hidden)
-    if moe.shared_gate:
-        yield MatrixShape(f"{at}.shared_gate", 1, hidden)
+def _shape(name: str, rows: int, cols: int) -> MatrixShape | VectorShape:
+    return MatrixShape(name, rows, cols) if cols else VectorShape(name, rows)

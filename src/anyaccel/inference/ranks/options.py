@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which model a command wants, and how it is to run; the command says it to its ranks in the same fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model to load; see `init_inference` and `load_native`.
+
+    Attributes:
+        model: folder or GGUF file.
+        dtype: of weights and arithmetic; "auto": what the file has.
+        kv_cache: precision of the key/value cache; "auto" goes by `dtype`.
+        threads: of the native runtime; 0: all CPUs that it may use.
+        tp: ranks that share the model.
+    """
+
+    model: str
+    dtype: str = "bf16"
+    group_size: int = 32
+    kv_cache: str = "auto"
+    threads: int = 0
+    tp: int = 1
