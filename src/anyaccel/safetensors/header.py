@@ -140,17 +140,21 @@ def _entry(path: object, name: str, value: object, begin: int) -> Entry:
         raise wrong(f"shape {shown(shape)} is not a list of sizes; the file is damaged")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise wrong(f"data_offsets {shown(offsets)} are not two offsets; the file is damaged")
-    wanted, over = divmod(math.prod(shape) * BITS[dtype], 8)
+    # Also of an empty tensor, whose strides nobody could count. The product stops where it is too large: with all sizes
+    # of a damaged shape it may have thousands of digits.
+    bits = BITS[dtype]
+    for size in filter(None, shape):
+        bits *= size
+        if bits > _MAX_DIMENSION:
+            raise wrong(f"shape {shown(shape)} of {dtype} is larger than memory can be; the file is damaged")
+    wanted, over = divmod(bits if all(shape) else 0, 8)
     if over:
-        raise wrong(f"{math.prod(shape)} values of {dtype} do not fit whole bytes")
+        raise wrong(f"{bits // BITS[dtype]} values of {dtype} do not fit whole bytes")
     if offsets[1] - offsets[0] != wanted:
         raise wrong(
             f"{offsets[1] - offsets[0]} bytes do not fit shape {shown(shape)} of {dtype}, which takes {wanted}; the "
             "file is damaged"
         )
-    # Empty, and yet nobody could count its strides.
-    if math.prod(filter(None, shape)) * BITS[dtype] > _MAX_DIMENSION:
-        raise wrong(f"shape {shown(shape)} of {dtype} is larger than memory can be; the file is damaged")
     return Entry(name, dtype, tuple(shape), begin + offsets[0], begin + offsets[1])
 
 

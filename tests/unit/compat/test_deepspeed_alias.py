@@ -468,9 +468,9 @@ def test_ranges_of_the_profile():
         ("--num_gpus 2 --no_ssh_check x.py", "run --num_gpus=2 -- x.py"),
         ("-H h -i a@b:0 --launcher IMPI --master_addr 10.0.0.1 x.py",
          "run --hostfile=h --include=a@b:0 --master_addr=10.0.0.1 --launcher=IMPI -- x.py"),
-        ("--enable_each_rank_log None --log_level critical -q x.py", "run --quiet --log_level=error -- x.py"),
+        ("--enable_each_rank_log None --log_level critical -q x.py", "run --log_level=error --quiet -- x.py"),
         ("--enable_each_rank_log d --save_pid --module m -- a",
-         "run --module --save_pid --enable_each_rank_log=d -- m -- a"),
+         "run --enable_each_rank_log=d --module --save_pid -- m -- a"),
     ],
 )  # fmt: skip
 def test_the_commands_options_become_those_of_anyaccel_run(given, expected):
@@ -487,7 +487,12 @@ def test_every_option_of_the_command_is_known_to_anyaccel_run():
     from anyaccel.cli.run import build_parser
     from anyaccel.compat.deepspeed.launcher import runner
 
-    options = {**dict.fromkeys(runner._WITH_VALUE, "7"), "bind_core_list": "0-1", "launcher": "slurm"}
+    options = {
+        **dict.fromkeys(runner._WITH_VALUE, "7"),
+        "bind_core_list": "0-1",
+        "launcher": "slurm",
+        "log_level": "error",
+    }
     for others in (("include", "exclude"), ("num_nodes", "num_gpus")):  # which contradict each other
         given = [f"--{name}={value}" for name, value in options.items() if name not in others]
         given += [f"--{name}" for name in runner._SWITCHES]

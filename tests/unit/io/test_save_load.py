@@ -307,7 +307,8 @@ def header_file(file: Path, text: str, data: bytes = b"") -> None:
         ('{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}', "not a list of sizes"),
         ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}', "not two offsets"),
         ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "do not fit shape"),
-        ('{"a": {"dtype": "F32", "shape": [9999999999, 9999999999], "data_offsets": [0, 4]}}', "do not fit shape"),
+        ('{"a": {"dtype": "F32", "shape": [9999999999, 9999999999], "data_offsets": [0, 4]}}', "larger than memory"),
+        (json.dumps({"a": {"dtype": "F32", "shape": [1 << 61] * 60, "data_offsets": [0, 4]}}), "larger than memory"),
         ('{"a": {"dtype": "U8", "shape": [3], "data_offsets": [1, 4]}}', "begins at byte"),
         ('{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": {"dtype": "U8", "shape": [2],'
          ' "data_offsets": [2, 4]}}', "begins at byte"),
