@@ -106,7 +106,7 @@ struct Weights {
   Vec minimum(int vec) const { return load(reinterpret_cast<const float*>(at(vec) + (kLines + 1) * 64)); }
 };
 
-// Adds kCount tokens' products over a unit. kHeld: `w` has the weights in registers; else they are loaded.
+// Adds kCount tokens' products over a unit. `held`: the unit's weights, in registers; null: they are loaded.
 template <int kCount>
 inline void add_unit(const Nibbles (*held)[kLines / 2], const Weights& weights, const Vec (&scale)[kVecs],
                      const Vec (&minimum)[kVecs], const uint8_t* x, int token, Sums& sums) {
