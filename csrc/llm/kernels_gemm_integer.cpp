@@ -94,7 +94,7 @@ void unpack(const BlockLayout& layout, const uint8_t* block, int64_t unit, int64
 using Sums = float[kTokens][kWidth];
 
 // Some of a tile's vectors of weights.
-struct Weights {
+struct UnitWeights {
   const uint8_t* data;  // of a unit
   int64_t stride;       // to the next block
 
@@ -108,7 +108,7 @@ struct Weights {
 
 // Adds kCount tokens' products over a unit. `held`: the unit's weights, in registers; null: they are loaded.
 template <int kCount>
-inline void add_unit(const Nibbles (*held)[kLines / 2], const Weights& weights, const Vec (&scale)[kVecs],
+inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weights, const Vec (&scale)[kVecs],
                      const Vec (&minimum)[kVecs], const uint8_t* x, int token, Sums& sums) {
   const auto* q = reinterpret_cast<const int8_t*>(x + token * kUnit);
   NibbleSum unit[kCount][kVecs];
@@ -142,7 +142,7 @@ inline void add_unit(const Nibbles (*held)[kLines / 2], const Weights& weights, 
 
 // A unit of a tile times all tokens of a panel, whose sums are in the L1 cache. Registers hold the unit's weights where
 // there are 32 of them, and else the sums of four tokens.
-void multiply_unit(const uint8_t* x, int tokens, const Weights& weights, Sums& sums) {
+void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sums& sums) {
   Vec scale[kVecs], minimum[kVecs];
 #pragma GCC unroll 2
   for (int v = 0; v < kVecs; ++v) scale[v] = weights.scale(v), minimum[v] = weights.minimum(v);
@@ -175,7 +175,7 @@ void write(const Sums& sums, int tokens, const GemmTile& to) {
   }
 }
 
-void multiply_tile(const uint8_t* x, int tokens, int64_t units, Weights weights, const GemmTile& to) {
+void multiply_tile(const uint8_t* x, int tokens, int64_t units, UnitWeights weights, const GemmTile& to) {
   alignas(64) Sums sums;
   for (int t = 0; t < tokens; ++t) {
     for (int r = 0; r < kWidth; r += kLanes) store(&sums[t][r], broadcast(0.0f));
