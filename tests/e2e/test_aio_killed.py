@@ -26,7 +26,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("seconds", [0.02, pytest.param(0.1, marks=pytest.mark.slow), 0.3])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(0.02, marks=pytest.mark.slow), pytest.param(0.1, marks=pytest.mark.slow), 0.3]
+)
 def test_a_process_that_is_killed_while_it_saves_leaves_a_whole_file(seconds: float) -> None:
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         file = Path(folder) / "m.safetensors"

@@ -276,6 +276,7 @@ def test_a_rank_that_dies_ends_the_chat_that_waits_for_a_message(two_ranks: Term
     assert "Traceback" not in terminal.text
 
 
+@pytest.mark.slow  # two conversations in fp32; the next tests have two ranks as well
 def test_two_ranks_say_what_one_process_says(smollm2: Path) -> None:
     lines = "What is the capital of France?\nAnd of Spain?\n/clear\n/system Answer in one word.\nName a colour.\n"
     options = ("--model", str(smollm2), "--dtype", "fp32", "--max-new-tokens", "16", "--stop", "Madrid", "--quiet")

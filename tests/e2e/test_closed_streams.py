@@ -90,7 +90,7 @@ def test_a_reader_that_goes_away_ends_help_quietly(arguments, unbuffered):
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+@pytest.mark.parametrize("redirection", ["2>&-", pytest.param("2>/dev/full", marks=pytest.mark.slow)])
 def test_a_closed_or_full_error_stream_takes_nothing_from_the_result(redirection, smollm2):
     options = ("generate", "Hi", "--model", str(smollm2), "--threads", "1", "--max-new-tokens", "2", "--seed", "0")
     plain, done = command("", *options), command(redirection, *options)

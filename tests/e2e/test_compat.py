@@ -380,6 +380,7 @@ print("rank done")
 """
 
 
+@pytest.mark.slow  # an environment of its own; the next test starts a job with the alias as well
 def test_collectives_in_a_job_of_two_without_an_installation(tmp_path):
     """`anyaccel run --as-deepspeed`: in an environment that has no alias, which it has not afterwards either."""
     environment = Environment(tmp_path / "env")

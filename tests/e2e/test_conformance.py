@@ -146,7 +146,7 @@ def test_rows_come_as_checks_finish_and_ctrl_c_ends_it() -> None:
 @pytest.mark.parametrize(
     ("chosen", "counts"),
     [
-        (["-k", "host_memory or identity or random"], " passed, 1 skipped, "),
+        pytest.param(["-k", "host_memory or identity or random"], " passed, 1 skipped, ", marks=pytest.mark.slow),
         pytest.param([], " passed, 2 skipped", marks=pytest.mark.slow),
     ],
     ids=["some", "all"],

@@ -66,6 +66,7 @@ def test_training_in_one_process():
     assert found[-1] < 3.6
 
 
+@pytest.mark.slow  # imports torch and transformers for one message
 def test_training_without_text_says_what_to_give(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     done = subprocess.run(

@@ -156,7 +156,7 @@ def test_command_gives_the_same_first_tokens_for_every_prompt(prompt: str, smoll
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bf16", "int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "int8"))]
+    "dtype", ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "int8", "int4"))]
 )
 def test_every_precision_gives_the_clear_answer(dtype: str, smollm2: Path) -> None:
     result = answer(CLEAR[0], "--model", str(smollm2), "--dtype", dtype, "--max-new-tokens", "16")
@@ -246,6 +246,7 @@ def test_two_ranks_take_torch_for_what_the_native_runtime_lacks(smollm2: Path, t
     assert two["tokens"] == one["tokens"]
 
 
+@pytest.mark.slow  # three answers; the next test runs the file as well
 def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
     """The default model's blocks of 4 bits, without a conversion, say what the converted model says."""
     options = ("--max-new-tokens", "16", "--dtype", "fp32", "--threads", "1")

@@ -53,7 +53,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     [
         ("mpirun.openmpi", "anyaccel"),
         pytest.param("mpirun.openmpi", "alias", marks=pytest.mark.slow),
-        ("mpiexec.mpich", "anyaccel"),
+        pytest.param("mpiexec.mpich", "anyaccel", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_of_an_mpi_below_run_come_together(tmp_path: Path, program: str, name: str) -> None:

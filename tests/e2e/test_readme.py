@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from warm import WarmPython
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +57,13 @@ exec(compile(sys.argv[2], "README.md", "exec"), names)
 
 
 @pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmPython]:
+    """Each snippet has a process of its own, which has imported nothing of ours."""
+    with WarmPython(os.environ, tmp_path_factory.mktemp("python"), preload="torch, transformers") as warm:
+        yield warm
+
+
+@pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import transformers
 
@@ -69,12 +80,12 @@ def test_the_readme_has_snippets() -> None:
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda text: re.sub(r"\W+", "-", text.splitlines()[-1])[:40])
-def test_a_snippet_runs_after_the_imports_that_it_shows(snippet: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_snippet_runs_after_the_imports_that_it_shows(
+    snippet: str, python: WarmPython, tiny_model: Path, tmp_path: Path
+) -> None:
     # Its two ranks are the reader's launcher's; elsewhere ranks are tested.
     text = snippet.replace("path/to/model", str(tiny_model)).replace('{"tp_size": 2}', '{"tp_size": 1}')
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, "", text], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = python.run("-c", RUN, "", text, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -146,7 +146,7 @@ def check_random_order(repetitions: int, largest: int) -> int:
     return repetitions
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_two_thousand_repetitions_in_random_order_of_sizes(world_size: int) -> None:
     assert ranks.run(check_random_order, world_size, 2000, 300_000) == [2000] * world_size
 

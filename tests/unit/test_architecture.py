@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -65,7 +66,10 @@ def imported(path: Path) -> set[str]:
     return {name for name in found if name.startswith("anyaccel.")}
 
 
-IMPORTED = {name: imported(path) for name, path in MODULES.items()}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """What each module imports. Not when the file is read: every process that runs tests does that."""
+    return {name: imported(path) for name, path in MODULES.items()}
 
 
 def part_of(name: str) -> str:
@@ -77,7 +81,7 @@ def test_parts_import_only_what_stands_below_them(part: str) -> None:
     mine = [name for name in MODULES if name != "anyaccel" and part_of(name) == part]
     assert mine
     for name in mine:
-        wrong = {part_of(each) for each in IMPORTED[name]} - MAY_IMPORT[part] - EVERYBODYS - {part}
+        wrong = {part_of(each) for each in imports()[name]} - MAY_IMPORT[part] - EVERYBODYS - {part}
         assert not wrong, f"{name} imports {sorted(wrong)}"
 
 
@@ -90,7 +94,7 @@ def test_rooms_of_inference_import_only_what_stands_below_them() -> None:
     def place(name: str) -> int:
         return ROOMS.index(name.split(".")[2])
 
-    mine = {name: found for name, found in IMPORTED.items() if name.startswith("anyaccel.inference.")}
+    mine = {name: found for name, found in imports().items() if name.startswith("anyaccel.inference.")}
     assert {name.split(".")[2] for name in mine} == set(ROOMS)
     wrong = [
         f"{name} imports {other}"
@@ -103,7 +107,7 @@ def test_rooms_of_inference_import_only_what_stands_below_them() -> None:
 
 def test_imports_make_no_circle() -> None:
     """Whoever reads a file needs only what it imports, and what that imports. The package's own names are for users."""
-    order = graphlib.TopologicalSorter({name: found & MODULES.keys() for name, found in IMPORTED.items()})
+    order = graphlib.TopologicalSorter({name: found & MODULES.keys() for name, found in imports().items()})
     order.prepare()
 
 

@@ -513,6 +513,7 @@ def test_installed_extensions_and_fork_in_a_fresh_process(tmp_path: Path) -> Non
     assert "Setting accelerator to SIMD0. Passed over: broken: " in done.stderr
 
 
+@pytest.mark.slow  # imports torch twice in new processes
 def test_a_broken_autoload_package_is_a_warning_and_not_a_crash(tmp_path: Path) -> None:
     (tmp_path / "torch_broken.py").write_text("raise OSError('libbroken.so.1')\n")
     (tmp_path / "torch_good.py").write_text("LOADED = []\ndef load():\n    LOADED.append(1)\n")

@@ -42,6 +42,7 @@ def test_list(capsys, monkeypatch):
     assert "DS_BUILD_CPU_LION=0" in listed(capsys, "CPULionBuilder")["cpu_lion"]["detail"]
 
 
+@pytest.mark.slow  # compiles an op; test_jit.py builds one for each change
 def test_build_and_clean(capsys, monkeypatch, cache, tmp_path):
     compiler = tmp_path / "quick-c++"  # what is optimized takes twice as long
     compiler.write_text('#!/bin/sh\nexec g++ "$@" -O0\n')

@@ -329,7 +329,13 @@ def test_every_value_that_a_family_reads_is_checked(model_type: str, monkeypatch
             told_by_the_reader(model_type, least(model_type) | {name: value})
 
 
-@pytest.mark.parametrize("model_type", ["llama", "hunyuan_v1_dense", "ministral3", "phi3", "deepseek_v3", "glm"])
+_OTHER_ROTARY = ("hunyuan_v1_dense", "ministral3", "deepseek_v3", "glm")
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["llama", "phi3", *(pytest.param(name, marks=pytest.mark.slow) for name in _OTHER_ROTARY)],
+)
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "longrope", "llama3", "default", "proportional", "su"])
 def test_every_value_of_rotary_positions_is_checked(model_type: str, kind: str) -> None:
     whole = {"rope_type": kind, **_LONG, **_YARN, **_OTHERS, **_FACTORS}

@@ -418,7 +418,7 @@ def _compiled(model: Any) -> None:
         ("mixtral", _asked(output_router_logits=True)),
         ("llama", _trained),
         ("gpt2", _trained),
-        ("llama", _compiled),
+        pytest.param("llama", _compiled, marks=pytest.mark.slow),
     ],
     ids=["hidden states", "attentions", "routers", "trained", "trained-gpt2", "compiled"],
 )
@@ -433,6 +433,7 @@ def test_a_hook_beside_those_of_transformers_counts() -> None:
     assert _answers_as_edited(model, _usual("llama")).runtime == "torch"
 
 
+@pytest.mark.slow  # the compiler's import alone takes several seconds
 @pytest.mark.parametrize("runtime", ["native", "torch"])
 @pytest.mark.parametrize("how", ["wrapped", "in place", "forward"])
 def test_a_compiled_model_answers(how: str, runtime: str) -> None:
@@ -462,7 +463,11 @@ def test_a_model_that_fails_is_not_answered_for() -> None:
 _ONE_EACH = [name for name in FAMILIES if name in family_cases.CASES]
 
 
-@pytest.mark.parametrize("case", [*_ONE_EACH, "llama-dynamic", "phi3-longrope", "olmo3-yarn"])
+# A third of the families for each change, and all that compute positions in a way of their own.
+_REST = [pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(_ONE_EACH) if number % 3]
+
+
+@pytest.mark.parametrize("case", [*_ONE_EACH[::3], *_REST, "llama-dynamic", "phi3-longrope", "olmo3-yarn"])
 def test_models_that_nobody_edited_pass(case: str, tmp_path: Any) -> None:
     """Also those that have been used, trained, converted or loaded."""
     model = copy.deepcopy(_built(case))

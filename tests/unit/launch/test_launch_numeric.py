@@ -104,6 +104,7 @@ print(json.dumps([sorted(os.sched_getaffinity(0)), seen[0], json.loads(child)]))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two allowed CPUs")
+@pytest.mark.slow  # imports torch twice in new processes
 def test_the_real_libgomp_leaves_threads_and_children_on_all_cores() -> None:
     """With OMP_PLACES alone it pins the main thread, and all that it starts, to one core."""
     both = sorted(os.sched_getaffinity(0))[:2]
