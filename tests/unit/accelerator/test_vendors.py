@@ -19,7 +19,7 @@ from anyaccel.vendors import FAMILIES, OTHERS, VENDORS
 
 PACKAGE = Path(anyaccel.__file__).parent
 # What DeepSpeed has modules for is DeepSpeed's choice.
-OTHER_LISTS = {"vendors.py", "compat/deepspeed/accelerator/__init__.py"}
+OTHER_LISTS = {"vendors.py", "compat/deepspeed/_names.py"}
 WORDS = re.compile(rf"(?<![a-z])(?:{'|'.join(OTHERS)})(?![a-z])")
 
 
