@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
+#include <iterator>
 #include <type_traits>
 #include <utility>
 
@@ -247,10 +248,12 @@ llm::RequestOptions read_options(const nb::dict& from) {
 }
 
 llm::Format read_format(const std::string& name) {
-  using llm::Format;
-  return one_of<Format>(
-      name, "format",
-      {{"f32", Format::f32}, {"f16", Format::f16}, {"bf16", Format::bf16}, {"i8", Format::i8}, {"i4", Format::i4}});
+  std::string known;
+  for (size_t i = 0; i < std::size(llm::kFormats); ++i) {
+    if (name == llm::kFormats[i].name) return static_cast<llm::Format>(i);
+    known += (i == 0 ? "" : ", ") + std::string(llm::kFormats[i].name);
+  }
+  throw UsageError("format '" + name + "' is unknown; known are " + known);
 }
 
 llm::SourceType read_source_type(const std::string& name) {

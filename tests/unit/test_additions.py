@@ -158,6 +158,25 @@ def test_a_method_of_quantised_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     assert (tensor.floats(slice(0, 8), range(64)) == q * np.float32(0.5)).all()
 
 
+def test_what_a_packed_format_touches_is_there() -> None:
+    """Each row of the page's table names functions or tables, and then the file that they are in."""
+    section = (ROOT / "docs" / "add-a-format.md").read_text().partition("## A packed format")[2]
+    rows = re.findall(r"^\| .+ \| (.+) \|$", section, re.MULTILINE)
+    checked = 0
+    for row in rows:
+        names: list[str] = []
+        for span in re.findall(r"`([^`]+)`", row):
+            if "/" in span:
+                text = (ROOT / span).read_text()
+                assert [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)] == [], span
+                checked += len(names)
+                names = []
+            else:
+                names.append(span)
+        assert not names, row
+    assert checked > 15
+
+
 @pytest.fixture
 def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The builder of the page's op, whose source is in a copy of csrc/."""
