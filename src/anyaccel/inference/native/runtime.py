@@ -21,7 +21,7 @@ from anyaccel.inference.checkpoints.model_path import check_model_path
 from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
 from anyaccel.inference.native.packed_cache import Entry
 from anyaccel.inference.spec.decoder import DecoderSpec
-from anyaccel.inference.spec.stored import spec_from_dict
+from anyaccel.inference.spec.stored import with_specs
 from anyaccel.outside import Values, line, text
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def load_native(
             logger.warning("%s: packed weights are not kept (%s)", path, error)
     if entry is None:
         return _from_files(path, settings)[0]
-    found = _from_cache(entry, entry.load(), settings)
+    found = _from_cache(entry, with_specs(entry.load()), settings)
     if found is not None:
         return found
     with contextlib.ExitStack() as held:
@@ -141,7 +141,7 @@ def load_native(
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
             return _from_files(path, settings)[0]
-        found = _from_cache(entry, entry.load(), settings)  # another process may have made it meanwhile
+        found = _from_cache(entry, with_specs(entry.load()), settings)  # another process may have made it meanwhile
         if found is None:
             found, shapes = _from_files(path, settings)
             _save(entry, found, shapes, settings)
@@ -193,7 +193,6 @@ def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settin
     """
     if saved is None:
         return None
-    spec = spec_from_dict(saved["spec"])
     try:
         file = entry.weights.open("rb")
     except OSError:
@@ -201,7 +200,7 @@ def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settin
     damage = ""
     with file:
         try:
-            made = _make(spec, saved["shapes"], settings)
+            made = _make(saved["spec"], saved["shapes"], settings)
             total = made.weight_bytes
             if total != saved["weight_bytes"]:
                 damage = "its size is another one"
@@ -217,8 +216,8 @@ def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settin
         return None
     return NativeModel(
         made,
-        spec,
-        spec_from_dict(saved["whole_spec"]),
+        saved["spec"],
+        saved["whole_spec"],
         saved["config"],
         saved["generation_config"],
         settings.precision.dtype,
