@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ def empty(
 
     matrices, vectors = weights(spec)
     return _llm.Model(
-        dataclasses.asdict(spec),
+        spec,
         [(each.name, each.rows, each.cols, weight, 0, False) for each in matrices],
         [(each.name, each.count) for each in vectors],
         threads,

@@ -40,7 +40,8 @@ bool direct_alignment(int descriptor, uint32_t& memory, uint32_t& offset) {
 #endif
 }
 
-// Its files are in the page cache and nowhere else. Linux 6.6 takes O_DIRECT there, without a meaning.
+// Whether the file is in tmpfs or ramfs, which keep files in the page cache alone: since Linux 6.6 these accept
+// O_DIRECT, but it has no effect there.
 bool lives_in_memory(int descriptor) {
   struct statfs status;
   if (fstatfs(descriptor, &status) != 0) return false;
@@ -55,7 +56,7 @@ std::string name_beside(const std::string& path) {
   const std::string name = slash == std::string::npos ? path : path.substr(slash + 1);
   char tag[24];
   std::snprintf(tag, sizeof tag, ".%016llx.part", static_cast<unsigned long long>(random()));
-  // A name may have 255 bytes.
+  // The name of a file may have 255 bytes at most.
   return folder + "." + name.substr(0, 200) + tag;
 }
 
@@ -66,7 +67,7 @@ void sync_folder(const std::string& path) {
   const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return;
-  // Some file systems cannot; the data is on the device all the same.
+  // Some file systems cannot sync a folder; the file itself has been synced before.
   (void)fsync(descriptor);
   ::close(descriptor);
 }
@@ -88,8 +89,8 @@ Failure File::open(const std::string& path, int descriptor, const FileOptions& o
   begin_ = begin;
   end_ = end;
   if (descriptor >= 0) {
-    // Opened again, since the caller's flags (O_DIRECT, O_APPEND) and position are the caller's. The file may allow
-    // more than the descriptor does, and root everything.
+    // Opened again, since flags (O_DIRECT, O_APPEND) and position of a descriptor belong to the caller. What the
+    // descriptor may do is checked here: opening would allow whatever the file's mode allows, and root everything.
     const int mode = options.write ? O_WRONLY : O_RDONLY, flags = fcntl(descriptor, F_GETFL);
     if (flags < 0) return failure(Step::open);
     if ((flags & O_PATH) != 0 || ((flags & O_ACCMODE) != mode && (flags & O_ACCMODE) != O_RDWR))
@@ -127,7 +128,7 @@ Failure File::open_for_write(const std::string& path) {
     struct stat status;
     const bool replaces = stat(path.c_str(), &status) == 0;
     if (replaces && S_ISDIR(status.st_mode)) return {Step::open, EISDIR, 0};
-    // A device, FIFO or socket would be replaced by a file, for everybody.
+    // The rename at the end would replace a device, FIFO or socket by a file.
     if (replaces && !S_ISREG(status.st_mode)) return {Step::open, EINVAL, 0};
     if (replaces && access(path.c_str(), W_OK) != 0) return failure(Step::open);
     beside_ = name_beside(path);
@@ -158,7 +159,7 @@ void File::open_direct() {
   const int mode = (options_.write ? O_WRONLY : O_RDONLY) | O_DIRECT | O_CLOEXEC | O_NONBLOCK;
   const std::string& path = beside_.empty() ? path_ : beside_;
   direct_ = ::open(proc_path(buffered_).c_str(), mode);
-  if (direct_ < 0 && errno == ENOENT && !path.empty()) direct_ = ::open(path.c_str(), mode);  // no /proc here
+  if (direct_ < 0 && errno == ENOENT && !path.empty()) direct_ = ::open(path.c_str(), mode);  // /proc is not mounted
   struct stat one, other;
   if (direct_ >= 0 && (fstat(direct_, &one) != 0 || fstat(buffered_, &other) != 0 || one.st_dev != other.st_dev ||
                        one.st_ino != other.st_ino)) {
@@ -201,7 +202,7 @@ Leftover File::abandon() {
   struct stat status;
   if (fstat(buffered_, &status) != 0 || !S_ISREG(status.st_mode)) return Leftover::undefined;
   const bool touched = touched_.load(std::memory_order_relaxed);
-  // Bytes that other writers have put behind our range, or before it, stay.
+  // The file is not cut where other writers have put bytes behind our range, or before it.
   if (status.st_size > end_) return touched ? Leftover::undefined : Leftover::untouched;
   const int64_t keep = touched ? begin_ : std::max(begin_, size_before_);
   const int64_t left = std::min<int64_t>(status.st_size, keep);

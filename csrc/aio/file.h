@@ -25,10 +25,10 @@ struct Failure {
 struct FileOptions {
   bool write = false;
   bool atomic = false;  // write beside, rename at the end
-  bool cached = false;  // is in the page cache, so through it
+  bool cached = false;  // the file is in the page cache: transfer through it
 };
 
-// No file system wants more; direct transfers are not used with one that does.
+// The most that a file system may ask for: no known one does; with more, direct transfers are not used.
 constexpr int64_t kMaxAlignment = 1 << 16;
 
 class File {
@@ -49,17 +49,17 @@ class File {
 
   void close();
 
-  int direct() const { return direct_; }            // opened with O_DIRECT; negative where the file system has none
-  int buffered() const { return buffered_; }        // opened without
+  int direct() const { return direct_; }  // descriptor with O_DIRECT; negative where the file system does not have it
+  int buffered() const { return buffered_; }        // descriptor without O_DIRECT
   int64_t alignment() const { return alignment_; }  // of offsets and sizes of direct transfers
   int64_t memory_alignment() const { return memory_alignment_; }
 
-  // The file system took O_DIRECT but refused a transfer.
+  // To be called when a direct transfer was refused although the file system accepted O_DIRECT.
   void refuse_direct() { refused_.store(true, std::memory_order_relaxed); }
   bool refused_direct() const { return refused_.load(std::memory_order_relaxed); }
   bool uses_direct() const { return direct_ >= 0 && !refused_direct(); }
 
-  // Writing has begun, so abandon() has to act.
+  // To be called before the first write, so that abandon() knows that there is something to undo.
   void touch() { touched_.store(true, std::memory_order_relaxed); }
 
  private:

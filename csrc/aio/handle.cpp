@@ -15,7 +15,7 @@
 namespace anyaccel::aio {
 namespace {
 
-constexpr size_t kLargestPage = 64 << 10;  // of any kernel
+constexpr size_t kLargestPage = 64 << 10;  // the largest page size that a kernel may have
 // A full queue of 1 MiB blocks. More would fall out of the caches between the device's write and our copy.
 constexpr int64_t kBounceBytes = 32 << 20;
 // A thread that transfers synchronously has a depth of one, so there are this many of them instead.
@@ -74,7 +74,7 @@ class Handle::Worker {
       queue_->reap(done_);
       for (const Completion& completion : done_) {
         complete(completion);
-        // The device has something to do while we copy.
+        // Start new transfers before the next copy, so that the device is never idle meanwhile.
         if (done_.size() > 1 && fill()) queue_->submit();
       }
     }
@@ -99,7 +99,8 @@ class Handle::Worker {
         held_request_ = handle_.take(!busy(), held_chunk_);
         if (!held_request_) return busy();
       }
-      if (!begin(held_request_, held_request_->chunk(held_chunk_))) break;  // until a bounce block is free
+      if (!begin(held_request_, held_request_->chunk(held_chunk_)))
+        break;  // no bounce block is free: try again after the next completion
       held_request_.reset();
     }
     return true;
@@ -138,7 +139,7 @@ class Handle::Worker {
     slots_[index] = slot;
     if (request->write()) file.touch();
     start(index);
-    // The device has something to do while the next block is copied.
+    // Submit now, so that the device works while the next block is copied.
     if (slot.bounce != nullptr && request->write()) queue_->submit();
     return true;
   }
@@ -251,7 +252,7 @@ void Handle::submit(int64_t number, std::unique_ptr<Request> request) {
   requests_.emplace(number, shared);
   waiting_.push_back(std::move(shared));
   if (threads_.empty()) {
-    // Signals are the main thread's.
+    // The threads inherit this mask: signals are to be handled by the main thread.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -44,7 +44,7 @@ class Handle {
   std::shared_ptr<Request> wait(int64_t number, std::chrono::milliseconds timeout);
   std::shared_ptr<Request> find(int64_t number);
 
-  // Does nothing for one that is not done, or not there.
+  // Does nothing for a request that is not done, or that does not exist.
   void forget(int64_t number);
 
  private:

@@ -64,7 +64,7 @@ Failure Request::open(const std::string& path, int descriptor, const FileOptions
     middle_end_ = std::max(middle_begin_, round_down(end_, unit));
   }
   grid_ = round_down(middle_begin_, unit);
-  // At least one, maybe empty: a thread has to call finish().
+  // At least one chunk, which may be empty: the thread that ends the last chunk calls finish().
   chunks_ = std::max<size_t>(1, static_cast<size_t>((middle_end_ - grid_ + block_ - 1) / block_));
   chunks_left.store(chunks_);
   return {};
@@ -162,7 +162,7 @@ void Request::finish() {
 void Request::fail(const Failure& why) {
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   if (finishing_) return;
-  // Chunks fail in any order; the caller hears of the one that comes first in the file.
+  // Chunks fail in any order; the caller is told of the failure that is first in the file.
   if (!failure || (failure.step == why.step && why.offset < failure.offset)) failure = why;
   stopped_.store(true, std::memory_order_release);
 }

@@ -50,11 +50,12 @@ class Request {
   // After the last chunk: the ends of a write, and the fate of the file.
   void finish();
 
-  // The first kind of failure counts, where it is nearest to the beginning; none after finish() has begun.
+  // Keeps the first failure; of later ones of the same step, the one nearest to the beginning of the file. Does nothing
+  // once finish() has begun.
   void fail(const Failure& why);
   void cancel();
   bool cancelled() const { return cancelled_.load(std::memory_order_acquire); }
-  // It will fail: no chunk needs to begin.
+  // Whether the request has failed already, so that no further chunk needs to be started.
   bool stopped() const { return stopped_.load(std::memory_order_acquire); }
 
   File file;

@@ -94,7 +94,7 @@ const char* finish_name(Request::Finish finish) {
 
 using MatrixTuple = std::tuple<std::string, int64_t, int64_t, std::string, int, bool>;
 
-std::shared_ptr<Model> make_model(const nb::dict& spec, const std::vector<MatrixTuple>& matrices,
+std::shared_ptr<Model> make_model(const nb::handle& spec, const std::vector<MatrixTuple>& matrices,
                                   const std::vector<std::pair<std::string, int64_t>>& vectors, int threads,
                                   const std::string& cache_format, size_t cache_limit_bytes) {
   std::vector<MatrixEntry> matrix_entries;
@@ -284,11 +284,12 @@ std::tuple<double, double> quantise(uintptr_t address, const std::string& type, 
 NB_MODULE(_llm, m) {
   nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no fault
   nb::register_exception_translator(translate);
-  // (name, rows, cols), cols 0 for vectors; see llm/weights.h. `spec` and `layer` as dictionaries.
-  m.def("outer_weights", [](const nb::dict& spec) { return wanted(outer_weights(read_spec(spec))); }, nb::arg("spec"));
+  // (name, rows, cols), cols 0 for vectors; see llm/weights.h.
+  m.def(
+      "outer_weights", [](const nb::handle& spec) { return wanted(outer_weights(read_spec(spec))); }, nb::arg("spec"));
   m.def(
       "layer_weights",
-      [](const nb::dict& layer, int64_t hidden) { return wanted(layer_weights(read_layer(layer), hidden)); },
+      [](const nb::handle& layer, int64_t hidden) { return wanted(layer_weights(read_layer(layer), hidden)); },
       nb::arg("layer"), nb::arg("hidden"));
   m.def("isa", [] { return anyaccel::isa_name(anyaccel::selected_isa()); });
   bind_model(m);

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <initializer_list>
+#include <iterator>
 #include <type_traits>
 #include <utility>
 
@@ -27,23 +28,28 @@ T cast(const nb::handle& value, const char* name) {
   }
 }
 
-nb::object at(const nb::dict& from, const char* name) {
-  if (!from.contains(name)) throw UsageError(std::string("decoder spec: '") + name + "' is missing");
-  return from[name];
+nb::object at(const nb::handle& from, const char* name) {
+  PyObject* found = PyObject_GetAttrString(from.ptr(), name);
+  if (found == nullptr) {
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) nb::raise_python_error();
+    PyErr_Clear();
+    throw UsageError(std::string("decoder spec: '") + name + "' is missing");
+  }
+  return nb::steal(found);
 }
 
 template <class T>
-void get(const nb::dict& from, const char* name, T& out) {
+void get(const nb::handle& from, const char* name, T& out) {
   out = cast<T>(at(from, name), name);
 }
 // A float that Python has as a float or an int.
 template <>
-void get(const nb::dict& from, const char* name, float& out) {
+void get(const nb::handle& from, const char* name, float& out) {
   out = static_cast<float>(cast<double>(at(from, name), name));
 }
 
 template <class T>
-void numbers(const nb::dict& from, const char* name, std::vector<T>& out) {
+void numbers(const nb::handle& from, const char* name, std::vector<T>& out) {
   out.clear();
   for (const nb::handle value : at(from, name)) out.push_back(static_cast<T>(cast<double>(value, name)));
 }
@@ -59,18 +65,18 @@ T one_of(const std::string& value, const char* what, std::initializer_list<std::
 }
 
 template <class T>
-void choice(const nb::dict& from, const char* name, T& out, std::initializer_list<std::pair<const char*, T>> names) {
+void choice(const nb::handle& from, const char* name, T& out, std::initializer_list<std::pair<const char*, T>> names) {
   out = one_of(cast<std::string>(at(from, name), name), name, names);
 }
 
 template <class T, class Read>
-void optional(const nb::dict& from, const char* name, std::optional<T>& out, Read read) {
+void optional(const nb::handle& from, const char* name, std::optional<T>& out, Read read) {
   const nb::object value = at(from, name);
   if (value.is_none()) return;
-  out = read(cast<nb::dict>(value, name));
+  out = read(value);
 }
 
-llm::NormSpec read_norm(const nb::dict& from) {
+llm::NormSpec read_norm(const nb::handle& from) {
   llm::NormSpec norm;
   choice<llm::NormKind>(from, "kind", norm.kind, {{"rms", llm::NormKind::rms}, {"layer", llm::NormKind::layer}});
   get(from, "eps", norm.eps);
@@ -79,7 +85,7 @@ llm::NormSpec read_norm(const nb::dict& from) {
   return norm;
 }
 
-llm::RopeSpec read_rope(const nb::dict& from) {
+llm::RopeSpec read_rope(const nb::handle& from) {
   llm::RopeSpec rope;
   numbers(from, "inv_freq", rope.inv_freq);
   get(from, "scale", rope.scale);
@@ -94,27 +100,27 @@ llm::RopeSpec read_rope(const nb::dict& from) {
   return rope;
 }
 
-llm::QkNormSpec read_qk_norm(const nb::dict& from) {
+llm::QkNormSpec read_qk_norm(const nb::handle& from) {
   llm::QkNormSpec spec;
-  spec.norm = read_norm(cast<nb::dict>(at(from, "norm"), "norm"));
+  spec.norm = read_norm(at(from, "norm"));
   get(from, "across", spec.across);
   get(from, "own_weights", spec.own_weights);
   get(from, "after_rope", spec.after_rope);
   return spec;
 }
 
-llm::MlaSpec read_mla(const nb::dict& from) {
+llm::MlaSpec read_mla(const nb::handle& from) {
   llm::MlaSpec spec;
   get(from, "q_rank", spec.q_rank);
   get(from, "kv_rank", spec.kv_rank);
   get(from, "nope_dim", spec.nope_dim);
   get(from, "rope_dim", spec.rope_dim);
   optional(from, "q_norm", spec.q_norm, read_norm);
-  spec.kv_norm = read_norm(cast<nb::dict>(at(from, "kv_norm"), "kv_norm"));
+  spec.kv_norm = read_norm(at(from, "kv_norm"));
   return spec;
 }
 
-llm::AttentionSpec read_attention(const nb::dict& from) {
+llm::AttentionSpec read_attention(const nb::handle& from) {
   llm::AttentionSpec spec;
   get(from, "heads", spec.heads);
   get(from, "kv_heads", spec.kv_heads);
@@ -136,7 +142,7 @@ llm::AttentionSpec read_attention(const nb::dict& from) {
   return spec;
 }
 
-llm::MlpSpec read_mlp(const nb::dict& from) {
+llm::MlpSpec read_mlp(const nb::handle& from) {
   using llm::Activation;
   llm::MlpSpec spec;
   get(from, "features", spec.features);
@@ -154,12 +160,12 @@ llm::MlpSpec read_mlp(const nb::dict& from) {
   return spec;
 }
 
-llm::MoeSpec read_moe(const nb::dict& from) {
+llm::MoeSpec read_moe(const nb::handle& from) {
   using Moe = llm::MoeSpec;
   Moe spec;
   get(from, "experts", spec.experts);
   get(from, "top_k", spec.top_k);
-  spec.expert = read_mlp(cast<nb::dict>(at(from, "expert"), "expert"));
+  spec.expert = read_mlp(at(from, "expert"));
   choice<Moe::Scoring>(
       from, "scoring", spec.scoring,
       {{"softmax", Moe::Scoring::softmax}, {"sigmoid", Moe::Scoring::sigmoid}, {"none", Moe::Scoring::none}});
@@ -179,11 +185,11 @@ llm::MoeSpec read_moe(const nb::dict& from) {
 
 }  // namespace
 
-llm::LayerSpec read_layer(const nb::dict& from) {
+llm::LayerSpec read_layer(const nb::handle& from) {
   llm::LayerSpec spec;
-  spec.attention = read_attention(cast<nb::dict>(at(from, "attention"), "attention"));
-  const auto mlp = cast<nb::dict>(at(from, "mlp"), "mlp");
-  if (mlp.contains("experts"))
+  spec.attention = read_attention(at(from, "attention"));
+  const nb::object mlp = at(from, "mlp");
+  if (nb::hasattr(mlp, "experts"))
     spec.moe = read_moe(mlp);
   else
     spec.mlp = read_mlp(mlp);
@@ -197,13 +203,13 @@ llm::LayerSpec read_layer(const nb::dict& from) {
   return spec;
 }
 
-llm::DecoderSpec read_spec(const nb::dict& from) {
+llm::DecoderSpec read_spec(const nb::handle& from) {
   llm::DecoderSpec spec;
   get(from, "vocab", spec.vocab);
   get(from, "hidden", spec.hidden);
-  for (const nb::handle layer : at(from, "layers")) spec.layers.push_back(read_layer(cast<nb::dict>(layer, "layers")));
+  for (const nb::handle layer : at(from, "layers")) spec.layers.push_back(read_layer(layer));
   optional(from, "final_norm", spec.final_norm, read_norm);
-  for (const nb::handle rope : at(from, "ropes")) spec.ropes.push_back(read_rope(cast<nb::dict>(rope, "ropes")));
+  for (const nb::handle rope : at(from, "ropes")) spec.ropes.push_back(read_rope(rope));
   get(from, "embedding_scale", spec.embedding_scale);
   optional(from, "embedding_norm", spec.embedding_norm, read_norm);
   get(from, "positions", spec.positions);
@@ -247,10 +253,12 @@ llm::RequestOptions read_options(const nb::dict& from) {
 }
 
 llm::Format read_format(const std::string& name) {
-  using llm::Format;
-  return one_of<Format>(
-      name, "format",
-      {{"f32", Format::f32}, {"f16", Format::f16}, {"bf16", Format::bf16}, {"i8", Format::i8}, {"i4", Format::i4}});
+  std::string known;
+  for (size_t i = 0; i < std::size(llm::kFormats); ++i) {
+    if (name == llm::kFormats[i].name) return static_cast<llm::Format>(i);
+    known += (i == 0 ? "" : ", ") + std::string(llm::kFormats[i].name);
+  }
+  throw UsageError("format '" + name + "' is unknown; known are " + known);
 }
 
 llm::SourceType read_source_type(const std::string& name) {

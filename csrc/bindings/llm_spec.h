@@ -10,9 +10,10 @@
 
 namespace anyaccel::bindings {
 
-// From dataclasses.asdict(DecoderSpec) and from a mapping of options. Throw llm::UsageError naming the field.
-llm::DecoderSpec read_spec(const nanobind::dict& spec);
-llm::LayerSpec read_layer(const nanobind::dict& layer);
+// From the dataclasses of inference/spec/decoder.py and from a mapping of options. Throw llm::UsageError naming the
+// field.
+llm::DecoderSpec read_spec(const nanobind::handle& spec);
+llm::LayerSpec read_layer(const nanobind::handle& layer);
 llm::RequestOptions read_options(const nanobind::dict& options);
 
 llm::Format read_format(const std::string& name);

@@ -8,10 +8,10 @@
 namespace anyaccel::comm {
 namespace {
 
-// While a rank reads at most so much of its peers, every rank reduces everything: one synchronisation instead of two,
-// and more reading for it.
+// Up to so many bytes that a rank reads of its peers, every rank reduces everything: it reads more, and needs one
+// synchronisation instead of two.
 constexpr size_t kSmallBytes = 64 << 10;
-// Bytes that are reduced and handed out at a time where nothing is copied, few enough to stay in the L1 cache.
+// Bytes that are reduced and then written to all ranks at a time, for symmetric tensors: they fit into the L1 cache.
 constexpr size_t kSymmetricBlock = 8 << 10;
 
 }  // namespace
@@ -67,7 +67,7 @@ void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp
     } else if (all_reduce_copying(data, count, dtype, fn)) {
       return;
     }
-    // Some ranks' tensors are symmetric and others' are not, or are in other places: all take the copying way.
+    // Not all ranks' tensors are symmetric, or they are in different places: all ranks copy.
     current_.symmetric = 0;
     current_.offset = 0;
     all_reduce_copying(data, count, dtype, fn);
@@ -77,7 +77,7 @@ void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp
 bool ShmGroup::agreed() const {
   for (int peer = 0; peer < size_; ++peer) {
     if (control(peer).descriptor[sequence_ & 1] == current_) continue;
-    // Ranks may differ in where their tensors are.
+    // Where the tensors are may differ; everything else must be equal.
     bool same = true;
     for (int other = 0; other < size_; ++other) {
       Descriptor theirs = control(other).descriptor[sequence_ & 1];
@@ -115,7 +115,8 @@ bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn 
 bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn fn) {
   const size_t item = dtype_bytes(dtype);
   const size_t total = count * item;
-  // Large chunks: what a peer has written some time ago comes from the shared cache, which is faster than its own.
+  // Chunks are large, so that what a peer wrote has reached the shared cache by the time it is read: reading it from
+  // there is faster than from the peer's own cache.
   const size_t wanted = std::min(round_up(total, kLine * size_), buffer_bytes_);
   const size_t part_bytes = std::max(wanted / size_ / kLine * kLine, kLine);
   const size_t chunk_bytes = part_bytes * size_;
@@ -217,7 +218,7 @@ void ShmGroup::add_symmetric(uint16_t id, const std::vector<char*>& bases, size_
 }
 
 void ShmGroup::remove_symmetric(uint16_t id) {
-  // Not under one_call_: this may be called by a garbage collection inside of a call.
+  // Does not take one_call_: a garbage collection may call this within a call that holds it.
   const std::lock_guard<std::mutex> lock(retired_mutex_);
   retired_.push_back(id);
   any_retired_.store(true, std::memory_order_release);

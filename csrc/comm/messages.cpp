@@ -217,7 +217,7 @@ void Messages::arrived(int peer, Incoming& in) {
     return;
   }
   if (!in.kept) return;
-  // Somebody may have come for it meanwhile.
+  // A receive for it may have been posted meanwhile.
   if (auto message = take_waiting(peer, in.header.tag)) {
     if (accept(*message, peer, in.header)) {
       std::copy(in.aside.begin(), in.aside.end(), message->data);
@@ -247,7 +247,7 @@ void Messages::look_around() {
   bool failed = false;
   for (const auto& message : all) {
     try {
-      // A receive from any rank can be served by any rank that is still there.
+      // No check for a receive from any rank: whichever rank is still there may send the message.
       for (int peer = 0; peer < group_.size(); ++peer)
         if (peer != rank() && message->peer == peer) group_.check_peer(peer, describe(*message));
       const double waited = static_cast<double>(now - message->posted_ns) * 1e-9;
@@ -259,14 +259,14 @@ void Messages::look_around() {
                                                       describe(*message));
       }
     } catch (const CommError& error) {
-      if (step()) return;  // what a peer left behind is still received
+      if (step()) return;  // messages that a peer sent before it ended are still received
       if (message->done.load(std::memory_order_acquire)) continue;
       fail(*message, error.kind, error.what());
       failed = true;
     }
   }
   if (!failed) return;
-  // A message that was cut off would be taken for the beginning of the next one.
+  // The rest of an interrupted message would be read as the header of the next one, so the group cannot go on.
   broken_ = true;
   group_.give_up();
   const auto over = [](const auto& message) { return message->done.load(std::memory_order_acquire); };

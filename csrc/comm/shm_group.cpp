@@ -22,10 +22,9 @@ namespace {
 
 constexpr size_t kPage = 4096;  // so that buffers are page-aligned
 
-// How long a waiting rank spins before it yields its core, yields before it sleeps, and how often it looks
-// around.
-// Who yields on a busy machine is back after milliseconds only, so spinning is for longer than ranks drift apart in the
-// phases of a large collective.
+// How long a waiting rank spins before it yields its core, how long it yields before it sleeps, and how often it checks
+// its peers. On a busy machine a rank that yields runs again only after milliseconds, so it spins for longer than ranks
+// drift apart between the phases of a large collective.
 constexpr int64_t kSpinNs = 200'000;
 constexpr int64_t kYieldNs = 20'000'000;
 constexpr int64_t kSleepNs = 50'000;
@@ -70,7 +69,7 @@ class Idle {
   void* token_ = nullptr;
 };
 
-// How often this process, and those before it, have been forked on the way to here.
+// The number of forks between the first process that loaded this and the current one.
 std::atomic<uint32_t> forks_counted{0};
 
 uint32_t forks() {
@@ -128,7 +127,7 @@ ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, Sh
     throw std::invalid_argument("a buffer of " + std::to_string(buffer_bytes) + " bytes for " + std::to_string(size) +
                                 " ranks; needs a multiple of 64, at least 64 a rank");
   if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be above 0");
-  // Spinning takes the core from the very rank that is waited for when there are more ranks than cores.
+  // With more ranks than cores, a rank that spins would keep the one it waits for from running.
   spin_ns_ = size <= get_nprocs() ? kSpinNs : 0;
   own_ = ShmSegment::create(control_bytes() + kBuffers * buffer_bytes + mailbox_bytes, kind);
   new (own_.data()) Control{};
@@ -137,7 +136,7 @@ ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, Sh
 ShmGroup::~ShmGroup() { leave(); }
 
 void ShmGroup::leave() noexcept {
-  // A peer that still waits for this rank gets an error at once; one that has what it needs never looks.
+  // A peer that still waits for this rank gets an error at once; one that waits for nothing does not look at this.
   if (controls_.empty() || is_forked()) return;
   uint32_t here = 0;
   control(rank_).gave_up.compare_exchange_strong(here, static_cast<uint32_t>(Fate::left));
@@ -156,7 +155,7 @@ void ShmGroup::connect(const std::vector<std::string>& names, const std::vector<
   if (names.size() != static_cast<size_t>(size_) || pids.size() != names.size())
     throw std::invalid_argument("connect: needs one name and one pid a rank");
   if (!peers_.empty()) throw std::invalid_argument("connect: already connected");
-  // Until all are there the group counts as not connected.
+  // The group counts as connected once controls_ has all ranks, which add_peer() fills.
   for (int r = 0; r < size_; ++r)
     peers_.push_back(r == rank_ ? ShmSegment() : ShmSegment::open(names[r], own_.bytes()));
   for (int r = 0; r < size_; ++r)
@@ -200,7 +199,7 @@ void ShmGroup::synchronise() {
   Control& mine = control(rank_);
   mine.descriptor[target & 1] = current_;
   mine.arrived.store(target, std::memory_order_release);
-  int64_t deadline = 0;  // of spinning
+  int64_t deadline = 0;  // when to stop spinning
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     const std::atomic<uint64_t>& arrived = control(peer).arrived;
@@ -211,7 +210,7 @@ void ShmGroup::synchronise() {
       const int64_t now = now_ns();
       if (deadline == 0) deadline = now + spin_ns_;
       if (now < deadline) continue;
-      wait_slowly(now);  // for all
+      wait_slowly(now);  // for this and all other peers
       return;
     }
   }
@@ -236,13 +235,13 @@ void ShmGroup::wait_slowly(int64_t start) {
                         "the group was aborted while this rank waited in " + describe(current_));
       if (now - peer_checked > kPeerCheckNs) {
         peer_checked = now;
-        // All peers: the one that is waited for may itself be waiting for a rank that died.
+        // Check all peers: the one that is late may itself be waiting for a rank that died.
         for (int r = 0; r < size_; ++r) {
           if (r == rank_ || control(r).arrived.load(std::memory_order_acquire) >= sequence_) continue;
           try {
             check_peer(r, describe(current_));
           } catch (const CommError&) {
-            // It may have arrived with its last breath.
+            // It may have arrived just before it ended.
             if (control(r).arrived.load(std::memory_order_acquire) < sequence_) throw;
           }
         }
@@ -264,7 +263,7 @@ void ShmGroup::time_out() const {
     if (first < 0) first = r;
     missing += (missing.empty() ? "" : ", ") + peer_name(r);
   }
-  if (first < 0) first = rank_ == 0 ? 1 : 0;  // came this very moment; the peers may have given up just the same
+  if (first < 0) first = rank_ == 0 ? 1 : 0;  // all have come by now, but peers may have given up on this rank
   uint32_t here = 0;
   control(rank_).gave_up.compare_exchange_strong(
       here, static_cast<uint32_t>(Fate::timed_out) | static_cast<uint32_t>(first) << 16);

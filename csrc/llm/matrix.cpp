@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <new>
 #include <stdexcept>
@@ -30,21 +31,7 @@ int64_t column_multiple(const Shape& shape) {
   return shape.format == Format::i8 && shape.group == 0 ? 64 : 32;
 }
 
-size_t values_bytes(Format format, int64_t padded_cols) {
-  const size_t values = static_cast<size_t>(padded_cols) * kBlockRows;
-  switch (format) {
-    case Format::f32:
-      return values * 4;
-    case Format::f16:
-    case Format::bf16:
-      return values * 2;
-    case Format::i8:
-      return values;
-    case Format::i4:
-      return values / 2;
-  }
-  return 0;
-}
+const FormatRow& row_of(Format format) { return kFormats[static_cast<size_t>(format)]; }
 
 const GemvKernels& selected_gemv() {
   static const GemvKernels& kernels = pick<GemvKernels>(selected_isa());
@@ -67,7 +54,8 @@ BlockLayout layout_of(const Shape& shape) {
   layout.group = shape.group;
   layout.cols = shape.cols;
   layout.padded_cols = shape.padded_cols();
-  layout.scales_offset = values_bytes(shape.format, layout.padded_cols);
+  layout.scales_offset =
+      static_cast<size_t>(layout.padded_cols * kBlockRows) * static_cast<size_t>(row_of(shape.format).bits) / 8;
   size_t scales = 0;
   if (shape.format == Format::i8 && shape.group == 0) {
     scales = kBlockRows * sizeof(float);
@@ -81,13 +69,13 @@ BlockLayout layout_of(const Shape& shape) {
 
 void check(const Shape& shape) {
   const auto fail = [](const std::string& what) { throw std::invalid_argument("weight matrix: " + what); };
-  if (shape.format > Format::i4) fail("unknown format " + std::to_string(static_cast<int>(shape.format)));
+  if (static_cast<size_t>(shape.format) >= std::size(kFormats))
+    fail("unknown format " + std::to_string(static_cast<int>(shape.format)));
   if (shape.rows < 1 || shape.cols < 1)
     fail(std::to_string(shape.rows) + " x " + std::to_string(shape.cols) + " values; both must be at least 1");
-  const bool good_group = shape.format == Format::i4   ? shape.group == 32 || shape.group == 64 || shape.group == 128
-                          : shape.format == Format::i8 ? shape.group == 0 || shape.group == 16 || shape.group == 32
-                                                       : shape.group == 0;
-  if (!good_group) fail("groups of " + std::to_string(shape.group) + " columns do not exist in this format");
+  const auto& groups = row_of(shape.format).groups;
+  if (shape.group < 0 || std::find(groups.begin(), groups.end(), shape.group) == groups.end())
+    fail("groups of " + std::to_string(shape.group) + " columns do not exist in this format");
   if (shape.minimum && shape.group == 0) fail("only values in groups can have a minimum");
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 16;
   if (shape.rows > kMost / 64 || shape.cols > kMost / 64 || shape.cols + 128 > kMost / (shape.rows + 16))

@@ -10,6 +10,7 @@
 // Columns are padded with zeros to padded_cols(), rows to a multiple of 16.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -18,6 +19,17 @@
 namespace anyaccel::llm {
 
 enum class Format : uint8_t { f32, f16, bf16, i8, i4 };
+// What there is of each format, in the order of Format. Its layout is grouped.h's.
+struct FormatRow {
+  const char* name;           // as MatrixShape in inference/spec/decoder.py has it
+  int bits;                   // of a value
+  std::array<int, 3> groups;  // columns that may share a scale, 0: a scale a row or none; -1: no more of them
+};
+inline constexpr FormatRow kFormats[] = {{"f32", 32, {0, -1, -1}},
+                                         {"f16", 16, {0, -1, -1}},
+                                         {"bf16", 16, {0, -1, -1}},
+                                         {"i8", 8, {0, 16, 32}},
+                                         {"i4", 4, {32, 64, 128}}};
 
 constexpr int64_t kBlockRows = 16;
 // Products with up to this many tokens read the weights as one stream ("gemv"); more are blocked for the caches
@@ -28,7 +40,7 @@ struct Shape {
   Format format;
   int64_t rows;
   int64_t cols;
-  int group = 0;  // i8: 0 (a scale a row), 16 or 32; i4: 32, 64 or 128 columns share a scale
+  int group = 0;  // columns that share a scale, one of the format's; 0: a scale a row, or no scales
   // value = scale * q + minimum, with q in 0..15 for i4; else scale * q for i8 and scale * (q - 8) for i4. Not for i8
   // with a scale a row.
   bool minimum = false;

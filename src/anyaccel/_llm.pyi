@@ -4,12 +4,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer
+
 def isa() -> str: ...
 
 # What a decoder wants, as (name, rows, cols), cols 0 for vectors (csrc/llm/weights.h): the weights beside those of
-# layers, from dataclasses.asdict(DecoderSpec); those of one layer, without "layers.N." and of its first expert only.
-def outer_weights(spec: Mapping[str, Any]) -> list[tuple[str, int, int]]: ...
-def layer_weights(layer: Mapping[str, Any], hidden: int) -> list[tuple[str, int, int]]: ...
+# layers, of a DecoderSpec; those of one layer, without "layers.N." and of its first expert only.
+def outer_weights(spec: DecoderSpec) -> list[tuple[str, int, int]]: ...
+def layer_weights(layer: Layer, hidden: int) -> list[tuple[str, int, int]]: ...
 
 class Request:
     """One answer under way: its tokens, its sampling, its place in the cache (freed when this object goes)."""
@@ -38,7 +40,7 @@ class Request:
 class Model:
     def __init__(
         self,
-        spec: Mapping[str, Any],  # dataclasses.asdict(DecoderSpec), of this rank
+        spec: DecoderSpec,  # of this rank
         # As MatrixShape: name, rows, cols, format, group, minimum.
         matrices: Sequence[tuple[str, int, int, str, int, bool]],
         vectors: Sequence[tuple[str, int]],

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <iterator>
 #include <limits>
 #include <random>
 #include <string>
@@ -48,22 +49,21 @@ inline std::vector<float> random_floats(size_t count, unsigned seed, float sigma
   return result;
 }
 
-inline bool quantised(Format format) { return format == Format::i8 || format == Format::i4; }
+inline bool quantised(Format format) { return kFormats[static_cast<size_t>(format)].bits < 16; }
 
 inline std::string name_of(const Shape& shape) {
-  const char* names[] = {"f32", "f16", "bf16", "i8", "i4"};
-  return std::string(names[static_cast<int>(shape.format)]) + " group " + std::to_string(shape.group) +
+  return std::string(kFormats[static_cast<size_t>(shape.format)].name) + " group " + std::to_string(shape.group) +
          (shape.minimum ? " minimum" : "") + " " + std::to_string(shape.rows) + "x" + std::to_string(shape.cols);
 }
 
 // Every format for a size.
 inline std::vector<Shape> shapes_of(int64_t rows, int64_t cols) {
-  std::vector<Shape> shapes = {
-      {Format::f32, rows, cols}, {Format::f16, rows, cols}, {Format::bf16, rows, cols}, {Format::i8, rows, cols, 0}};
-  for (int group : {16, 32})
-    for (bool minimum : {false, true}) shapes.push_back({Format::i8, rows, cols, group, minimum});
-  for (int group : {32, 64, 128})
-    for (bool minimum : {false, true}) shapes.push_back({Format::i4, rows, cols, group, minimum});
+  std::vector<Shape> shapes;
+  for (size_t format = 0; format < std::size(kFormats); ++format)
+    for (int group : kFormats[format].groups)
+      for (bool minimum : {false, true})
+        if (group > 0 || (group == 0 && !minimum))
+          shapes.push_back({static_cast<Format>(format), rows, cols, group, minimum});
   return shapes;
 }
 

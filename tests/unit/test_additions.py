@@ -2,14 +2,15 @@
 """Does what the pages docs/add-*.md say, with the code that they show, and sees that the new thing works.
 
 A block below `<!-- file: PATH -->` is what goes into that file, or into a table in it. Nothing is written into the
-repository: packages are given one more folder, tables one more row, and C++ is changed in a copy. The page about
-backends has a package of its own: tests/e2e/test_extension.py.
+repository: packages are given one more folder, tables one more row, and C++ is changed in a copy. A backend in a
+package of its own is tests/e2e/test_extension.py's.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import json
 import re
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,14 +28,18 @@ import torch
 import decoder_reference
 import family_cases
 import native_models
+from anyaccel import vendors
+from anyaccel.accelerator import backends, select
 from anyaccel.inference import families
 from anyaccel.inference.checkpoints import quantised
 from anyaccel.inference.native.checkpoint import checkpoint_of
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.launch import runners
+from anyaccel.launch import devices, forward, runners
 from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.ops import builder as op_builder
 from anyaccel.ops import in_tree
+from anyaccel.port import syntax
+from anyaccel.topology import read_machine
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -45,6 +51,46 @@ def shown(page: str, file: str) -> str:
     found = re.search(rf"^( *)<!-- file: {re.escape(file)} -->\n *```\w+\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE)
     assert found, f"{page} shows no {file}"
     return textwrap.dedent(found[2])
+
+
+def again(module: ModuleType) -> Any:
+    """What a module is when it is imported now; sys.modules keeps the one that it has."""
+    return loaded(module.__name__, Path(str(module.__file__)))
+
+
+def loaded(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_backend_in_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file, and the table that the tool makes of all of them."""
+    (tmp_path / "acme.py").write_text(shown("add-a-backend.md", "src/anyaccel/accelerator/backends/acme.py"))
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    tool = loaded("vendor_table", ROOT / "tools" / "vendor_table.py")
+    try:
+        (tmp_path / "vendors.py").write_text(tool.table(tool.backends_in_tree()))
+        table = loaded(vendors.__name__, tmp_path / "vendors.py")
+        monkeypatch.setitem(sys.modules, vendors.__name__, table)
+        assert table.VENDORS.keys() - vendors.VENDORS.keys() == {"acme"}
+        (found,) = (each for each in again(select).probe_candidates() if each.name == "acme")
+    finally:
+        sys.modules.pop("anyaccel.accelerator.backends.acme", None)
+    assert (found.order, found.reason) == (
+        75,
+        "ACME_Accelerator requires torch_acme, which is not installed on this system",
+    )
+    (tmp_path / "dev").mkdir()
+    for number in range(2):
+        (tmp_path / "dev" / f"acme{number}").touch()
+    seen = again(devices).find_devices(read_machine(), {}, str(tmp_path))
+    assert (seen.accelerator, seen.count, seen.variable) == ("acme", 2, "ACME_VISIBLE_DEVICES")
+    assert {"ACCL", "ACME"} <= set(again(forward).PREFIXES["accelerators"])
+    assert again(syntax).OTHER_DEVICE.fullmatch("acme:1")
 
 
 def test_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +156,25 @@ def test_a_method_of_quantised_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     assert (found == scales).all()
     assert minima is None
     assert (tensor.floats(slice(0, 8), range(64)) == q * np.float32(0.5)).all()
+
+
+def test_what_a_packed_format_touches_is_there() -> None:
+    """Each row of the page's table names functions or tables, and then the file that they are in."""
+    section = (ROOT / "docs" / "add-a-format.md").read_text().partition("## A packed format")[2]
+    rows = re.findall(r"^\| .+ \| (.+) \|$", section, re.MULTILINE)
+    checked = 0
+    for row in rows:
+        names: list[str] = []
+        for span in re.findall(r"`([^`]+)`", row):
+            if "/" in span:
+                text = (ROOT / span).read_text()
+                assert [name for name in names if not re.search(rf"\b{re.escape(name)}\b", text)] == [], span
+                checked += len(names)
+                names = []
+            else:
+                names.append(span)
+        assert not names, row
+    assert checked > 15
 
 
 @pytest.fixture
@@ -200,8 +265,36 @@ def test_an_instruction_set(tmp_path: Path) -> None:
     assert (name, others) == ("mine", "1")
 
 
+CMAKE = Path(sys.executable).with_name("cmake")
+
+
+@pytest.mark.skipif(not CMAKE.exists(), reason="no cmake beside this Python")
+def test_cmake_compiles_each_kernel_for_a_new_instruction_set(tmp_path: Path) -> None:
+    """Its name in the list and its flags, as the page says; one kernel file is one more object for each of them."""
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    text = (ROOT / "CMakeLists.txt").read_text()
+    text, lists = re.subn(r"^  set\(every [\w ]+", r"\g<0> mine", text, flags=re.MULTILINE)
+    text, flags = re.subn(r"^  set\(portable_flags ", r"  set(mine_flags -O1)\n\g<0>", text, flags=re.MULTILINE)
+    assert (lists, flags) == (1, 1)
+    (tmp_path / "CMakeLists.txt").write_text(text)
+    # The compiler is one that works: finding that out is most of what configuring takes.
+    known = [f"-DCMAKE_CXX_COMPILER={COMPILER}", "-DCMAKE_CXX_COMPILER_FORCED=ON", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    ninja = [f"-DCMAKE_MAKE_PROGRAM={CMAKE.with_name('ninja')}"]
+    build = tmp_path / "build"
+    command = [CMAKE, "-S", tmp_path, "-B", build, "-G", "Ninja", *known, *ninja]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    commands = json.loads((build / "compile_commands.json").read_text())
+    kernels: dict[str, set[str]] = {}
+    for each in commands:
+        variant = re.search(r"-DANYACCEL_ISA_VARIANT=(\w+)", each["command"])
+        if variant and each["file"].endswith(".cpp"):
+            kernels.setdefault(variant[1], set()).add(Path(each["file"]).name)
+            assert variant[1] != "mine" or " -O1 " in each["command"]
+    assert kernels["mine"] == kernels["portable"]
+    assert {"reduce_kernels.cpp", "kernels_gemv.cpp", "kernels_attention.cpp"} <= kernels["mine"]
+
+
 def test_cmake_compiles_each_kernel_for_an_instruction_set_that_is_listed(tmp_path: Path) -> None:
-    """What CMake would be told to build; configuring it takes seconds."""
     text = (ROOT / "CMakeLists.txt").read_text()
     rows = re.findall(r"^  ROW\((\w+), \w+, (\w+),", (ROOT / "csrc/simd/isa.h").read_text(), re.MULTILINE)
     listed = re.search(r"^  set\(every ([\w ]+)\)$", text, re.MULTILINE)

@@ -146,7 +146,7 @@ SOURCES = [
     path
     for folder, patterns in {
         ROOT / "src": ("*.py", "*.pyi"),
-        ROOT / "tests": ("*.py",),
+        ROOT / "tests": ("*.py", "*.cpp", "*.h"),
         ROOT / "benchmarks": ("*.py", "*.cpp", "*.h"),
         ROOT / "tools": ("*.py",),
         ROOT / "csrc": ("*.cpp", "*.h"),

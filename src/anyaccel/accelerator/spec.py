@@ -128,6 +128,30 @@ class HostRegistration(NamedTuple):
     flags: int = 0
 
 
+class WithoutTorch(NamedTuple):
+    """What those parts of anyaccel that never import torch know of a backend: launcher, report and porting tool.
+
+    tools/vendor_table.py writes it into vendors.py, for the backends of anyaccel's own.
+
+    Attributes:
+        choice: what DS_ACCELERATOR calls the backend, where several drive devices of one name; "" for the spec's name.
+        place: the launcher looks for devices of low places first, and by name where they are equal.
+        device_files: how the kernel shows the devices: the folder, how the name of each one's file begins (a number
+            follows), and the PCI vendor, "" where it is not known. None where there are no such files, or where
+            launch/devices.py has code that finds them.
+        of_a_host: variables beside `visible_devices` that hold for the devices of one host.
+        environment: variables that begin like this go to the workers on other hosts, as `export_prefixes` do.
+        distributions: packages that change which accelerator is chosen, as package indexes call them.
+    """
+
+    choice: str = ""
+    place: int = 50
+    device_files: tuple[str, str, str] | None = None
+    of_a_host: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    distributions: tuple[str, ...] = ()
+
+
 class Unavailable(NamedTuple):
     """Why an accelerator cannot be used.
 
@@ -166,6 +190,7 @@ class BackendSpec:
         compile_backend: default backend of `torch.compile`.
         op_builders: package that holds the op builders; empty when there are none.
         capabilities: see Capabilities.
+        without_torch: see WithoutTorch; for anyaccel's own backends.
         api_version: interface version that the backend was written against.
     """
 
@@ -188,4 +213,5 @@ class BackendSpec:
     compile_backend: str = "inductor"
     op_builders: str = ""
     capabilities: Capabilities = Capabilities()
+    without_torch: WithoutTorch = field(default=WithoutTorch())
     api_version: int = API_VERSION

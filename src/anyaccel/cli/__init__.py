@@ -62,7 +62,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _about_folder() -> str:
-    """An addition to an error of the system where the current folder has been deleted, which its text does not say."""
+    """Text to add to an OSError when the current folder has been deleted, since its own message does not say so."""
     try:
         os.getcwd()
     except OSError:
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     with standard_streams(), careful_interrupts() as interrupts:
         try:
             return written(_exit_code(sys.argv[1:] if argv is None else argv, interrupts))
-        except SystemExit as leaving:  # of argparse, which may have printed help
+        except SystemExit as leaving:  # raised by argparse, which may have printed help
             if code := written(0):
                 leaving.code = leaving.code or code
             raise
@@ -90,7 +90,7 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
         print(f"anyaccel: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        # Once is enough: a launcher and the terminal may both send it, and the second would interrupt the clean-up.
+        # A launcher and the terminal may both send SIGINT: a second one would interrupt the clean-up.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("anyaccel: interrupted", file=sys.stderr)
         return 130
@@ -103,15 +103,15 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
         drop_output()  # the reader went away (`| head`)
         return 141
     except OSError as error:
-        if output_fails():  # `written` says it
+        if output_fails():  # `written` prints the message
             return 1
-        # Too many open files, no space left, a file that may not be read: the system's word is enough.
+        # Too many open files, no space left, a file that may not be read: the system's message is enough.
         print(f"anyaccel: error: {' '.join(str(error).split())}{_about_folder()}", file=sys.stderr)
         return 1
 
 
 def _import_problem(error: ImportError) -> str | None:
-    """What to say of a package, or a native module, that is missing or damaged; None for a mistake of our own."""
+    """The message for a package, or a native module, that is missing or damaged; None for a bug of our own."""
     package, _, module = (error.name or "").partition(".")
     reason = " ".join(str(error).split())
     if package == "anyaccel":

@@ -60,18 +60,18 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def dropped(self) -> None:
-        """Have a Ctrl-C come again that Python could only print and drop, since it came inside a callback."""
+        """Send the signal again for a Ctrl-C that came inside a callback, where Python could only print and drop it."""
         self._since = time.monotonic()
         self._come_again()
 
     def _come_again(self) -> None:
-        # Not threading.Thread, whose locks the interrupted code may hold.
+        # Not threading.Thread: the interrupted code may hold the locks that it takes.
         _thread.start_new_thread(self._later, ())
 
     def _later(self) -> None:
         time.sleep(_AGAIN)
         if self._installed and self._since is not None:
-            # To the main thread, whose system call it is to end.
+            # To the main thread, so that a system call in which it waits ends.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def end(self) -> None:

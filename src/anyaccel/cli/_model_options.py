@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from anyaccel.cli._parser import Parser
     from anyaccel.inference.generate import Sampling
 
-# As in inference.config, which would import torch. "auto": as the file has it.
+# As in inference.config, which would import torch; "auto" keeps the precision that the file has.
 DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
-# torch's and transformers' names of the same, as `inference.config` takes them.
+# The names that torch and transformers have for them, which `inference.config` accepts as well.
 _OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 GROUP_SIZES = (32, 64, 128)
 CACHE_DTYPES = ("auto", "bf16", "int8", "fp32")
 
 
 def dtype_name(text: str) -> str:
-    """Our name of a dtype, whoever's name it is given by: float32, torch.bfloat16, half."""
+    """Our name of a dtype that may be given by another name for it: float32, torch.bfloat16, half."""
     text = text.removeprefix("torch.")
     return _OTHER_NAMES.get(text, text)
 
@@ -112,14 +112,14 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
 
 
 def check_numbers(options: argparse.Namespace) -> None:
-    """What is wrong whatever the model is found before anything is loaded."""
+    """Refuse values that are wrong for every model, before anything is loaded."""
     if options.tp < 1:
         raise UsageError(f"--tp {options.tp}: must be at least 1")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     try:
         sampling_of(options)
-    except UsageError as error:  # it calls them as Python does
+    except UsageError as error:  # its message has the Python names of the options
         name, _, rest = str(error).partition("=")
         raise UsageError(f"--{name.replace('_', '-')} {rest}") from None
     if options.threads < 0:

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
-# Characters of a message: argparse quotes words as they were given, however long they are.
+# The most characters of an error message: argparse quotes an argument in full, however long it is.
 _LONGEST = 400
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """argparse makes a formatter for each argument and asks shutil for its width: 14 ms of imports."""
+    """A formatter that is told its width: argparse would import shutil for it, which takes 14 ms."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=_terminal_width() - 2)
@@ -35,7 +35,7 @@ def _terminal_width() -> int:
 
 
 def strict_numbers(parser: argparse.ArgumentParser) -> None:
-    """Have options of the types int and float take what a person writes, not all that `int` and `float` do."""
+    """Make options of the types int and float refuse what only Python accepts as a number, such as `1_000` or `nan`."""
     parser.register("type", int, parse_whole)
     parser.register("type", float, parse_number)
 
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         return lambda *names, **kwargs: self._spelled(group.add_argument(*names, **kwargs), names)
 
     def also(self, action: argparse.Action, name: str) -> None:
-        """Accept another name for an option, one that it had once, without showing it in the help."""
+        """Accept an earlier name of an option too, without showing it in the help."""
         self._spelled(action, (name,))
 
     def _spelled(self, action: argparse.Action, names: Iterable[str]) -> argparse.Action:

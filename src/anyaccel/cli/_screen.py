@@ -13,7 +13,10 @@ _PROGRESS_SECONDS = 0.3  # loading that takes less is not worth a bar
 
 
 def keep_bytes(stream: TextIO) -> TextIO:
-    """Standard input that gives bytes that are not text a stand-in instead of failing: the tokenizer names them."""
+    """Standard input that reads bytes that are not UTF-8 as surrogates instead of failing.
+
+    The tokenizer refuses them with a message that names the bytes.
+    """
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="surrogateescape")
     return stream

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Forgiving(io.FileIO):
-    """Standard error: nobody could be told that it cannot be written, and a command is not to fail of it."""
+    """Standard error whose write errors are ignored: there is nowhere left to report them, and the command goes on."""
 
     def write(self, data: Any) -> int:
         try:
@@ -36,7 +36,7 @@ def _open_descriptors() -> None:
         except OSError:
             opened = os.open(os.devnull, mode)
             os.dup2(opened, descriptor)
-            if opened == descriptor:  # dup2 did nothing then
+            if opened == descriptor:  # the lowest free number was the right one, so dup2 did nothing
                 os.set_inheritable(descriptor, True)
             else:
                 os.close(opened)
@@ -53,7 +53,10 @@ def _forgiving(stream: TextIO | None) -> TextIO:
 
 
 def _buffered(stream: TextIO) -> TextIO:
-    """Standard output by lines where Python was started with -u: what was lost is still there to be told then."""
+    """Standard output buffered by lines, for a Python that was started with -u.
+
+    Without a buffer, output that could not be written would be gone and could not be reported at the end.
+    """
     return io.TextIOWrapper(
         io.BufferedWriter(io.FileIO(1, "w", closefd=False)),
         encoding=stream.encoding,
@@ -110,7 +113,7 @@ def written(code: int) -> int:
 
 
 def output_fails() -> bool:
-    """Whether what waits to be printed cannot be written."""
+    """Whether the buffered output cannot be written."""
     try:
         sys.stdout.flush()
     except OSError:

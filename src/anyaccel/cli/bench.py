@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
     dtypes = list(dict.fromkeys(options.dtype or ["bf16"]))
     contenders = [Contender("anyaccel", model, dtype, options.tp, options=own) for dtype in dtypes]
     for text in filter(None, options.against.split(",")):
-        # A model of the peer's own has one precision, whatever ours are.
+        # A contender given as NAME=PATH brings a model of its own, which has one precision whatever --dtype lists.
         wanted = dtypes[:1] if "=" in text else [dtype for dtype in dtypes if runs_in(text, dtype)]
         if not wanted:
             raise UsageError(f"--against {text}: it does not run in {' or '.join(dtypes)}; add --dtype bf16")
@@ -109,7 +109,7 @@ def _pythons(given: list[str]) -> dict[str, str]:
 
 
 def _vocabulary(model: str) -> int:
-    """Random prompts stay below this token; every vocabulary has at least so many."""
+    """The size of the vocabulary, below which random prompts draw their tokens; 20000 where no config.json says it."""
     config = Path(model) / "config.json"
     if config.is_file():
         from anyaccel.outside import Values, read_json

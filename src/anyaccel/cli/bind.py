@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
         ]:
             print(line)
         return 0
-    if found.local_rank == 0:  # the others would say the same
+    if found.local_rank == 0:  # the other ranks have the same warnings
         for text in plan.warnings:
             _say(f"warning: {text}")
         for text in plan.spoken:
@@ -110,7 +110,7 @@ def _place(arguments: argparse.Namespace, ancestors: Ancestors | None) -> RankFr
 
 def _become(command: list[str], environment: dict[str, str]) -> int:
     sys.stdout.flush()
-    # Python ignores these two for itself; programs expect the default.
+    # Python ignores these two signals, and an exec would pass that on; programs expect the default.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:

@@ -152,7 +152,7 @@ class Conversation:
                     )
                 wanted = context - len(ids)
                 break
-            # Half of the context is enough for an answer: rather that than to forget what was just said.
+            # With half of the context left for the answer, no more messages are forgotten for a longer one.
             if len(ids) <= context // 2:
                 wanted = context - len(ids)
                 break

@@ -20,7 +20,7 @@ _EXAMPLES = """\
   this shell only
       source <(anyaccel completion bash)
 """
-# Values of options that take others as well, so that they are no choices of the parser.
+# Values to offer for options that accept other values too, so that the parser has no list of choices for them.
 _VALUES = {"--launcher": ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")}
 
 
@@ -37,7 +37,7 @@ class _Command:
     name: str
     help: str
     options: tuple[_Option, ...]
-    words: tuple[str, ...]  # what an argument without dashes may be; files, where there is none
+    words: tuple[str, ...]  # what a positional argument may be; empty: file names
 
 
 def build_parser() -> Parser:

@@ -86,6 +86,6 @@ def _about(accelerator: Accelerator) -> dict[str, Any]:
     try:
         device = accelerator.current_device_name()
         versions |= accelerator.runtime_versions()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  (their own checks tell more)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  (the checks of these methods report the reason)
         device = device or f"unknown ({type(error).__name__})"
     return {"accelerator": accelerator._name, "device": str(device), "versions": versions}

@@ -77,7 +77,7 @@ def _prompt(text: str) -> str:
 
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     if options.tp == 1 or os.environ.get("WORLD_SIZE") == str(options.tp):
-        return open_backend(model_of(options), screen)  # alone, or one of the ranks that another launcher started
+        return open_backend(model_of(options), screen)  # one process, or one of the ranks that a launcher started
     from anyaccel.inference.ranks.command import start
 
     return start(model_of(options), screen, lasting=False)
@@ -92,7 +92,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
     tokens = backend.tokens(ids, options.max_new_tokens, sampling_of(options), result)
     for token in tokens:
         stream.add(token)
-        if stream.ended:  # on every rank: they have the same tokens
+        if stream.ended:  # all ranks stop here at once, since they have the same tokens
             break
     tokens.close()
     stream.finish()

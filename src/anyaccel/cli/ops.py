@@ -59,10 +59,10 @@ def main(argv: list[str]) -> int:
 
 
 def _import_torch() -> None:
-    """In a process of its own: a damaged one may end it."""
+    """Import torch, in a process of its own: importing a damaged installation may kill the process."""
     from anyaccel.accelerator.autoload import import_torch
 
-    with contextlib.suppress(AnyAccelError):  # which get_accelerator will say
+    with contextlib.suppress(AnyAccelError):  # get_accelerator raises it again, and the command reports it then
         import_torch()
 
 

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
 def _plan(arguments: argparse.Namespace, machine: Machine, root: str | None) -> LaunchPlan | None:
     """What `anyaccel run` would do with the same options; None where none of them is given."""
     given: dict[str, Any] = binding_options(arguments)
-    script = "anyaccel topo"  # a plan wants one; nothing is started
+    script = "anyaccel topo"  # a plan needs the name of a script; nothing is started
     options = LaunchOptions(script, num_accelerators=arguments.num_accelerators, **given)
     if options == LaunchOptions(script):
         return None

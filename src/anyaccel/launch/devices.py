@@ -284,29 +284,19 @@ def _intel(root: str) -> list[_Device]:
     return sorted(found, key=lambda device: device.address)
 
 
-# What the kernel shows, and how that is known:
+# Where files with a number each are not enough, and how it is known what the kernel shows:
 #   cuda: driver's README (/dev/nvidiaN, /proc/driver/nvidia); amdkfd's kfd_topology.c in Linux
 #   hpu:  drivers/accel in Linux, sysfs-driver-habanalabs; /dev/hlN before Linux 6.2
-#   npu, mlu: the vendors' device plugins and container guides; numbers need not start at 0
-#   musa, sdaa, supa: the vendors' container guides only; nobody has tried it here
 #   xpu:  Intel's i915 and xe drivers are DRM drivers
-#   mps (macOS) and mtia (not sold): nothing is known
-_FIND: dict[str, Callable[[str], list[_Device]] | None] = {
-    "cuda": _cuda,
-    "npu": _numbered_files("/dev", "davinci", "0x19e5"),
-    "hpu": _gaudi,
-    "mlu": _numbered_files("/dev", "cambricon_dev", "0xcabc"),
-    "musa": _numbered_files("/dev", "mtgpu.", "0x1ed5"),
-    "sdaa": _numbered_files("/dev", "tcaicard"),
-    "supa": _numbered_files("/dev/biren", "card_", "0x1ee0"),
-    "xpu": _intel,
-    "mps": None,
-    "mtia": None,
-    HOST: None,
-}
+_FIND = {"cuda": _cuda, "hpu": _gaudi, "xpu": _intel}
 _ALSO_VISIBLE = {"cuda": _of_rocm}
 # The first that has devices is taken.
 ACCELERATORS = {
-    name: AcceleratorDevices(vendor.visible, _FIND[name], _ALSO_VISIBLE.get(name), name == HOST)
+    name: AcceleratorDevices(
+        vendor.visible,
+        _numbered_files(*vendor.device_files) if vendor.device_files else _FIND.get(name),
+        _ALSO_VISIBLE.get(name),
+        name == HOST,
+    )
     for name, vendor in VENDORS.items()
 }

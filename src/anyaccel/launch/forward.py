@@ -28,9 +28,14 @@ PREFIXES: dict[str, tuple[str, ...]] = {
     "torch and models": ("TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "SAFETENSORS_", "TRITON_"),
     "experiments": ("MLFLOW", "WANDB_"),
     "anyaccel and DeepSpeed": ("ANYACCEL_", "DS_"),
-    "accelerators": tuple(prefix for vendor in VENDORS.values() for prefix in vendor.environment),
 }  # fmt: skip
-_PREFIXES = tuple(prefix for group in PREFIXES.values() for prefix in group)
+_GENERAL = tuple(prefix for group in PREFIXES.values() for prefix in group)
+PREFIXES["accelerators"] = tuple(
+    dict.fromkeys(
+        prefix for vendor in VENDORS.values() for prefix in vendor.environment if not prefix.startswith(_GENERAL)
+    )
+)
+_PREFIXES = (*_GENERAL, *PREFIXES["accelerators"])
 
 # Each host has its own: which devices a worker sees follows from the slots of its host.
 _DEVICES = [name for vendor in VENDORS.values() for name in (*vendor.visible, *vendor.of_a_host)]

@@ -28,9 +28,15 @@ from unittest import mock
 
 import torch
 
+from anyaccel.vendors import VENDORS
+
 RECORDED = Path(__file__).parents[2] / "data" / "vendor_api"
 GIB = 1 << 30
 TICK_MS = 2.5  # between two events that are recorded one after the other
+# Their packages give torch's PrivateUse1 the name of the device.
+SPARE_TYPES = [
+    name for name, vendor in VENDORS.items() for _, package in vendor.backends.values() if package == f"torch_{name}"
+]
 
 
 class Call(NamedTuple):
@@ -536,10 +542,7 @@ def _external(abstract: str, methods: str) -> str:
 
 # Package files of what can be installed; the names of parts of torch have none.
 PACKAGES: dict[str, dict[str, str]] = {
-    **{
-        name: {f"torch_{name}/__init__.py": _IMPORTED.format(name=name)}
-        for name in ("npu", "mlu", "sdaa", "musa", "supa")
-    },
+    **{name: {f"torch_{name}/__init__.py": _IMPORTED.format(name=name)} for name in SPARE_TYPES},
     **{
         name: {
             "habana_frameworks/__init__.py": "",

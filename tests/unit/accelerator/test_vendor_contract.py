@@ -16,11 +16,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from fake_vendor import PACKAGES, FakeVendor, installed, write_package
+from fake_vendor import PACKAGES, SPARE_TYPES, FakeVendor, installed, write_package
 from vendors import BACKENDS, CASES, HERE, NAMES, Outcome, run_all
 
 from anyaccel.accelerator import get_accelerator, select
 from anyaccel.errors import AcceleratorUnavailableError
+from anyaccel.vendors import HOST, VENDORS
 
 TOOL = Path(__file__).parents[3] / "tools" / "backend_table.py"
 
@@ -96,23 +97,17 @@ def test_the_recorded_surfaces_of_torch_are_those_of_this_torch() -> None:
 
 # What is asked for, what is installed, and the class that must come.
 FORCED = [
-    ("cuda", "cuda", "CudaAccelerator"),
     ("cuda", "cuda.rocm", "CudaAccelerator"),
     ("xpu", "xpu.native", "XpuAccelerator"),
     ("xpu", "xpu.ipex", "IpexAccelerator"),
-    ("xpu.native", "xpu.native", "XpuAccelerator"),
-    ("xpu.ipex", "xpu.ipex", "IpexAccelerator"),
-    ("xpu.external", "xpu.external", "ExternalXpuAccelerator"),
     ("xpu.external", "xpu.external.older", "ExternalXpuAccelerator"),
-    ("npu", "npu", "NpuAccelerator"),
-    ("mps", "mps", "MpsAccelerator"),
-    ("hpu", "hpu", "HpuAccelerator"),
     ("hpu", "hpu.eager", "HpuAccelerator"),
-    ("mlu", "mlu", "MluAccelerator"),
-    ("sdaa", "sdaa", "SdaaAccelerator"),
-    ("musa", "musa", "MusaAccelerator"),
-    ("supa", "supa", "SupaAccelerator"),
-    ("mtia", "mtia", "MtiaAccelerator"),
+    *(
+        (name, name, target.partition(":")[2])
+        for vendor in VENDORS.values()
+        for name, (target, _) in vendor.backends.items()
+        if name != HOST
+    ),
 ]
 
 
@@ -134,17 +129,15 @@ _ABSENT = "which is not installed on this system"
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ("npu", f"NPU_Accelerator requires torch_npu, {_ABSENT}"),
-        ("mlu", f"MLU_Accelerator requires torch_mlu, {_ABSENT}"),
-        ("sdaa", f"SDAA_Accelerator requires torch_sdaa, {_ABSENT}"),
-        ("musa", f"MUSA_Accelerator requires torch_musa, {_ABSENT}"),
-        ("supa", f"SUPA_Accelerator requires torch_supa, {_ABSENT}"),
-        ("hpu", f"HPU_Accelerator requires habana_frameworks.torch.hpu, {_ABSENT}"),
+        *(
+            (backend, f"{name.upper()}_Accelerator requires {package}, {_ABSENT}")
+            for name, vendor in VENDORS.items()
+            for backend, (_, package) in vendor.backends.items()
+            if package
+        ),
         ("xpu", f"XPU_Accelerator requires intel_extension_for_pytorch, {_ABSENT}"),
         ("xpu", "XPU_Accelerator requires a build of torch with XPU support"),
-        ("xpu.ipex", f"XPU_Accelerator requires intel_extension_for_pytorch, {_ABSENT}"),
         ("xpu.native", "XPU_Accelerator requires a build of torch with XPU support"),
-        ("xpu.external", f"XPU_Accelerator requires intel_extension_for_deepspeed, {_ABSENT}"),
         ("mps", "MPS_Accelerator requires torch.mps"),
         ("mtia", "MTIA_Accelerator requires a build of torch with MTIA support"),
         ("cuda", "CUDA_Accelerator requires a CUDA or ROCm build of torch"),
@@ -162,7 +155,7 @@ def test_forced_without_the_software(monkeypatch: pytest.MonkeyPatch, asked: str
 
 
 @pytest.mark.usefixtures("undecided")
-@pytest.mark.parametrize("software", ["npu", "sdaa", "mps", "hpu", "mlu", "supa", "musa", "mtia", "xpu.ipex"])
+@pytest.mark.parametrize("software", [*SPARE_TYPES, "mps", "hpu", "mtia", "xpu.ipex"])
 def test_without_a_device_it_is_passed_over(monkeypatch: pytest.MonkeyPatch, software: str) -> None:
     with installed(software) as vendor:
         vendor.state.count = 0

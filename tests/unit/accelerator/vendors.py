@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 from unittest import mock
 
 import torch
-from fake_vendor import GIB, TICK_MS, FakeVendor, installed
+from fake_vendor import GIB, SPARE_TYPES, TICK_MS, FakeVendor, installed
 from interface import METHODS, PROPERTIES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,7 +35,6 @@ from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 from anyaccel.errors import CapabilityError
 
 HERE = Path(__file__).parent
-SPARE_TYPES = ("npu", "mlu", "sdaa", "musa", "supa")  # these share torch's PrivateUse1
 
 
 class Case(NamedTuple):

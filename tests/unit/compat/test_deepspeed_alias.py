@@ -17,6 +17,7 @@ import anyaccel
 from anyaccel.accelerator import Accelerator, get_accelerator, set_accelerator
 from anyaccel.accelerator.backends.cpu import CpuAccelerator
 from anyaccel.compat import deepspeed
+from anyaccel.compat.deepspeed import _names
 from anyaccel.errors import (
     AnyAccelError,
     NotCoveredAttributeError,
@@ -51,6 +52,7 @@ def test_every_module_of_the_alias_is_one_of_deepspeeds():
     files = [path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py")]
     names = {".".join(["deepspeed", *path.parts]).removesuffix(".__init__") for path in files if path.name[0] != "_"}
     names |= {".".join(["deepspeed", *path.parts[:-1]]) for path in files if path.name == "__init__"}
+    names |= {f"deepspeed.{name}" for name in _names.MODULES}
     # Packages whose names are those of their modules are not recorded.
     assert names - set(MODULES) == {"deepspeed.inference"}
 
@@ -185,8 +187,9 @@ def restore():
 
 
 def test_our_accelerators_are_deepspeeds():
-    from anyaccel.compat.deepspeed.accelerator import DeepSpeedAccelerator
     from anyaccel.compat.deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    from anyaccel.compat.deepspeed.accelerator import DeepSpeedAccelerator
 
     assert CPU_Accelerator is CpuAccelerator
     assert isinstance(get_accelerator(), DeepSpeedAccelerator)

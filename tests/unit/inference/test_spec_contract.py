@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from anyaccel.inference.checkpoints.gguf_types import HELD
+from anyaccel.inference.checkpoints.sources import BLOCKS
+from anyaccel.inference.native import formats, packing
 from anyaccel.inference.spec import decoder
 from anyaccel.inference.spec.stored import spec_from_dict
 
@@ -101,6 +104,27 @@ def test_python_and_cpp_have_the_same_words_for_choices() -> None:
         pairs = re.findall(r'\{"(\w+)", [\w:]*::(\w+)\}', texts[name])
         assert all(text == meaning for text, meaning in pairs), name
         assert sorted(text for text, _ in pairs) == sorted(words), name
+
+
+def test_python_and_cpp_have_the_same_formats() -> None:
+    table = (CSRC / "llm" / "matrix.h").read_text()
+    rows = re.findall(r'\{"(\w+)", (\d+), \{([-\d, ]+)\}\}', table)
+    names = [name for name, _, _ in rows]
+    assert re.search(rf"enum class Format : uint8_t \{{ {', '.join(names)} \}};", table)
+    bits = {name: int(each) for name, each, _ in rows}
+    groups = {name: [group for group in map(int, each.split(",")) if group >= 0] for name, _, each in rows}
+    assert bits == packing._BITS
+    assert formats._WORDS.keys() == bits.keys()
+    assert set(formats._QUANTISED) == {name for name in names if bits[name] < 16}
+    assert list(formats.GROUPS) == groups["i4"]
+    held = [*formats._STORED.values(), *formats._FLOATS.values(), *(each.format for each in HELD.values())]
+    assert all(group in groups[name] and (group or not minimum) for name, group, minimum in held)
+
+
+def test_python_and_cpp_have_the_same_types_of_what_is_stored() -> None:
+    read = re.findall(r'\{"(\w+)", SourceType::(\w+)\}', READER)
+    assert all(text == meaning for text, meaning in read)
+    assert {text for text, _ in read} == BLOCKS.keys() == formats._STORED.keys()
 
 
 def test_a_spec_comes_back_from_what_json_makes_of_it() -> None:

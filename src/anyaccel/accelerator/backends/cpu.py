@@ -16,7 +16,14 @@ import torch
 from anyaccel import host_memory
 from anyaccel.accelerator import inert
 from anyaccel.accelerator.base import Accelerator, DeviceIndex
-from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
+from anyaccel.accelerator.spec import (
+    BackendSpec,
+    Capabilities,
+    Capability,
+    CollectiveBackend,
+    Unavailable,
+    WithoutTorch,
+)
 from anyaccel.errors import UsageError
 from anyaccel.numerals import parse_whole
 
@@ -74,6 +81,7 @@ class CpuAccelerator(Accelerator):
                 Capability.HOST_REGISTRATION: "there is no device to register host memory with",
             },
         ),
+        without_torch=WithoutTorch(place=1000),
     )
 
     @classmethod

@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 
 from anyaccel import env
-from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, HostRegistration
+from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, HostRegistration, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
-from anyaccel.vendors import VENDORS
 
 
 def _is_rocm() -> bool:
@@ -28,13 +27,18 @@ class CudaAccelerator(TorchDeviceAccelerator):
         order=120,
         why="after the vendors that redirect torch.cuda to their own device",
         collectives=(CollectiveBackend("nccl"),),  # RCCL goes by the same name
-        visible_devices=VENDORS["cuda"].visible,
+        visible_devices=("CUDA_VISIBLE_DEVICES",),
         export_prefixes=("NCCL", "TORCH_NCCL"),
         graph_class="CUDAGraph",
         range_module="nvtx",  # roctx on ROCm, behind the same name
         host_registration=HostRegistration("cudart", "cudaHostRegister", "cudaHostUnregister"),
         triton_backend="nvidia",
         op_builders="anyaccel.ops.builders.host",
+        without_torch=WithoutTorch(
+            place=10,
+            of_a_host=("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+            environment=("CUDA_", "HIP_", "ROCM_", "HSA_"),
+        ),
     )
 
     _BUILD = "a CUDA or ROCm build of torch"

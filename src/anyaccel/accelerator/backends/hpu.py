@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from anyaccel.accelerator.base import DeviceIndex
-from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend
+from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
-from anyaccel.vendors import VENDORS
 
 
 class HpuAccelerator(TorchDeviceAccelerator):
@@ -23,12 +22,12 @@ class HpuAccelerator(TorchDeviceAccelerator):
         name="hpu",
         device_type="hpu",
         torch_module="habana_frameworks.torch.hpu",
-        package=VENDORS["hpu"].package,
+        package="habana_frameworks.torch.hpu",
         install="install the Habana SynapseAI software with its build of torch",
         order=70,
         why="a vendor package that works beside torch",
         collectives=(CollectiveBackend("hccl"),),
-        visible_devices=VENDORS["hpu"].visible,
+        visible_devices=("HABANA_VISIBLE_MODULES",),
         export_prefixes=("HABANA", "HCCL", "PT_HPU", "LD_LIBRARY", "PATH"),
         graph_class="HPUGraph",
         compile_backend="hpu_backend",
@@ -39,6 +38,7 @@ class HpuAccelerator(TorchDeviceAccelerator):
                 "max_memory_reserved": "the vendor's function returns the size of the device",
             }
         ),
+        without_torch=WithoutTorch(of_a_host=("HABANA_VISIBLE_DEVICES",), distributions=("habana-torch-plugin",)),
     )
 
     def _provides(self, capability: Capability) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from anyaccel.accelerator import inert
 from anyaccel.accelerator.base import Accelerator, DeviceIndex
-from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend
+from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, CollectiveBackend, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 
 
@@ -81,6 +81,7 @@ class MpsAccelerator(TorchDeviceAccelerator):
                 Capability.FP64: "Metal has no float64",
             }
         ),
+        without_torch=WithoutTorch(place=90),
     )
 
     _BUILD = "torch.mps of a build of torch for macOS"

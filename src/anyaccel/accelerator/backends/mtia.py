@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from anyaccel.accelerator.base import DeviceIndex
-from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability
+from anyaccel.accelerator.spec import BackendSpec, Capabilities, Capability, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 
 _NOT_THERE = "torch.mtia has no such function"
@@ -35,6 +35,7 @@ class MtiaAccelerator(TorchDeviceAccelerator):
                 Capability.COLLECTIVES: "torch.distributed registers no backend for mtia",
             }
         ),
+        without_torch=WithoutTorch(place=100),
     )
 
     _BUILD = "a build of torch with MTIA support"

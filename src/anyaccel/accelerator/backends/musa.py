@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend
+from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
-from anyaccel.vendors import VENDORS
 
 
 class MusaAccelerator(TorchDeviceAccelerator):
@@ -17,13 +16,15 @@ class MusaAccelerator(TorchDeviceAccelerator):
         name="musa",
         device_type="musa",
         torch_module="torch.musa",
-        package=VENDORS["musa"].package,
+        package="torch_musa",
         install="install the Moore Threads driver and the MUSA toolkit, and torch_musa for this version of torch",
         order=100,
         why="before cuda, since importing torch_musa replaces parts of torch.cuda",
         collectives=(CollectiveBackend("mccl"),),
-        visible_devices=VENDORS["musa"].visible,
+        visible_devices=("MUSA_VISIBLE_DEVICES",),
         export_prefixes=("MCCL", "MUSA", "LD_LIBRARY", "PATH"),
         graph_class="MUSAGraph",
         op_builders="anyaccel.ops.builders.host",
+        # The container guide of the vendor names the files; nobody has tried it here.
+        without_torch=WithoutTorch(device_files=("/dev", "mtgpu.", "0x1ed5"), distributions=("torch-musa",)),
     )

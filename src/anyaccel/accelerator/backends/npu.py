@@ -8,9 +8,8 @@ import re
 from pathlib import Path
 from typing import ClassVar
 
-from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, HostRegistration
+from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, HostRegistration, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
-from anyaccel.vendors import VENDORS
 
 _MAPPED = 0x2  # ACL_HOST_REG_MAPPED: page-locked and visible to the device
 
@@ -22,18 +21,25 @@ class NpuAccelerator(TorchDeviceAccelerator):
         name="npu",
         device_type="npu",
         torch_module="torch.npu",
-        package=VENDORS["npu"].package,
+        package="torch_npu",
         install="install the Ascend driver and CANN toolkit, and `pip install torch_npu` for this version of torch",
         order=40,
         why="a vendor package that works beside torch",
         collectives=(CollectiveBackend("hccl"),),
-        visible_devices=VENDORS["npu"].visible,
+        visible_devices=("ASCEND_RT_VISIBLE_DEVICES",),
         export_prefixes=("ASCEND", "HCCL", "LD_LIBRARY", "PATH"),
         graph_class="NPUGraph",
         range_module="mstx",
         host_registration=HostRegistration("npurt", "npuHostRegister", "npuHostUnregister", _MAPPED),
         triton_backend="ascend",
         op_builders="anyaccel.ops.builders.host",
+        # The container guides of the vendor name the files, whose numbers need not start at 0.
+        without_torch=WithoutTorch(
+            place=20,
+            device_files=("/dev", "davinci", "0x19e5"),
+            of_a_host=("ASCEND_VISIBLE_DEVICES",),
+            distributions=("torch-npu",),
+        ),
     )
 
     def pin_memory_alignment(self) -> int:

@@ -10,10 +10,9 @@ import torch.profiler
 
 from anyaccel.accelerator.base import DeviceIndex
 from anyaccel.accelerator.locked_memory import LockedMemory
-from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend
+from anyaccel.accelerator.spec import BackendSpec, CollectiveBackend, WithoutTorch
 from anyaccel.accelerator.torch_device import TorchDeviceAccelerator
 from anyaccel.errors import UsageError
-from anyaccel.vendors import VENDORS
 
 _ITT: Any = torch.profiler.itt  # untyped
 
@@ -30,11 +29,16 @@ class XpuAccelerator(TorchDeviceAccelerator):
         why="a part of torch, used when no CUDA device is present",
         yields_to=("cuda",),  # a workstation with a discrete NVIDIA card often has an Intel GPU in its processor
         collectives=(CollectiveBackend("ccl", "oneccl_bindings_for_pytorch"), CollectiveBackend("xccl")),
-        visible_devices=VENDORS["xpu"].visible,
+        visible_devices=("ZE_AFFINITY_MASK",),
         export_prefixes=("CCL", "FI_", "I_MPI", "ONEAPI", "SYCL", "ZE_"),
         graph_class="XPUGraph",
         triton_backend="intel",  # pytorch-triton-xpu; the triton of CUDA builds does not know the device
         op_builders="anyaccel.ops.builders.host",
+        without_torch=WithoutTorch(
+            choice="xpu.native",
+            place=80,  # behind the others: it may be the graphics unit of the processor
+            environment=("IPEX_",),
+        ),
     )
 
     _BUILD = "a build of torch with XPU support"

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 from anyaccel.accelerator.backends.xpu import XpuAccelerator
 from anyaccel.accelerator.base import Accelerator
 from anyaccel.accelerator.spec import BackendSpec, Unavailable
-from anyaccel.vendors import VENDORS
 
-_PACKAGE = VENDORS["xpu"].backends["xpu.external"][1]
+_PACKAGE = "intel_extension_for_deepspeed"
 _CLASS = "XPU_Accelerator"
 
 
@@ -31,6 +30,7 @@ class ExternalXpuAccelerator(XpuAccelerator):
         order=10,
         why="installed to replace the built-in accelerator for Intel GPUs",
         yields_to=(),
+        without_torch=XpuAccelerator.spec.without_torch._replace(choice="xpu.external"),
     )
 
     def __new__(cls) -> Any:

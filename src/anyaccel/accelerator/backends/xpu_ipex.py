@@ -12,9 +12,8 @@ from torch.torch_version import TorchVersion
 from anyaccel.accelerator import torch_device
 from anyaccel.accelerator.backends.xpu import XpuAccelerator
 from anyaccel.accelerator.spec import BackendSpec, Capability, Unavailable
-from anyaccel.vendors import VENDORS
 
-_IPEX = VENDORS["xpu"].backends["xpu.ipex"][1]
+_IPEX = "intel_extension_for_pytorch"
 
 
 class IpexAccelerator(XpuAccelerator):
@@ -27,6 +26,9 @@ class IpexAccelerator(XpuAccelerator):
         order=20,
         why="installed on top of torch to drive an Intel GPU",
         yields_to=(),
+        without_torch=XpuAccelerator.spec.without_torch._replace(
+            choice="xpu.ipex", distributions=("intel-extension-for-pytorch", "oneccl-bind-pt")
+        ),
     )
 
     @classmethod

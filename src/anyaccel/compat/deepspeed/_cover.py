@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 from anyaccel.errors import NotCoveredAttributeError, NotCoveredError, NotCoveredImportError
+
+from ._names import MODULES
 
 ROOT = __name__.rpartition(".")[0]
 
@@ -114,13 +118,29 @@ def cover(module: dict[str, Any], lazy: Mapping[str, str] | None = None, package
 
 
 class _Finder:
-    """The last of sys.meta_path: a module of this package that nobody has found is not covered."""
+    """The last of sys.meta_path: a module of this package that has no file is in `_names`, or is not covered."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name.startswith(f"{ROOT}."):
+        if not name.startswith(f"{ROOT}."):
+            return None
+        if name.removeprefix(f"{ROOT}.") not in MODULES:
             raise NotCoveredImportError(not_covered(public_name(name)), name=name)
-        return None
+        return ModuleSpec(name, _Loader(), is_package=True)
+
+
+class _Loader(Loader):
+    """Makes a module of `_names`."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """None: a plain module is what is wanted."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        own = module.__name__.removeprefix(f"{ROOT}.")
+        module.__doc__ = f"deepspeed.{own}."
+        vars(module)["__all__"] = sorted(MODULES[own])
+        below = tuple(name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == own)
+        cover(vars(module), MODULES[own], below)
 
 
 def install_finder() -> None:

@@ -30,17 +30,17 @@ _CONFIGS = frozenset(
 _SPLIT = re.compile(r"(.*)-\d{5}(-of-\d{5}\.gguf)", re.DOTALL)
 _MOST_READ = 64 << 20
 _BLOCK = 4096
-_BLOCKS, _LEAST_BLOCKS = 64, 4  # of all files of a model, of one
+_BLOCKS, _LEAST_BLOCKS = 64, 4  # that are read of all files of a model together, and of one file at least
 
 
 def source_path(source: Path) -> Path:
-    """Where a model is, whatever links lead there; a split file keeps its name, by which the others are found."""
+    """The path with links resolved; a file of a split model keeps its name, by which its other files are found."""
     absolute = source.absolute()
     return absolute.parent.resolve() / absolute.name if _SPLIT.fullmatch(source.name) else source.resolve()
 
 
 def files_of(source: Path) -> list[Path]:
-    """What decides about the result: weights and configs of a folder, or a file and the others it was split into."""
+    """The files of a model: weights and configs of a folder, or a GGUF file and the others it was split into."""
     if source.is_dir():
         with os.scandir(source) as entries:
             names = {e.name for e in entries if e.name in _CONFIGS or e.name.endswith((".safetensors", ".bin"))}
@@ -55,7 +55,7 @@ def files_of(source: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> set[str]:
-    """The files that an index names, as far as it can be read: whoever loads the weights says what is wrong with it."""
+    """The files that an index names; none where it cannot be read, which the loading of the weights reports."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         if index.stat().st_size <= _MOST_READ:
             with open_file(index) as file:
@@ -93,7 +93,7 @@ def _status(path: Path) -> list[Any]:
 
 
 def _digest(path: Path, blocks: int) -> str:
-    """Of the content of what is small, else of so many blocks of it."""
+    """A digest of a whole file when it is a small config, else of `blocks` blocks that are spread over it."""
     digest = hashlib.blake2b(digest_size=16)
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -102,8 +102,8 @@ def _digest(path: Path, blocks: int) -> str:
         length = _BLOCK
         if path.name in _CONFIGS and size <= _MOST_READ:
             places, length = [0], size
-        elif hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing of what is between
+        elif hasattr(os, "posix_fadvise"):  # the system is to read nothing between the blocks
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         for place in places:
             digest.update(os.pread(file.fileno(), length, place))
     return digest.hexdigest()

@@ -63,12 +63,13 @@ def _move(beside: Path, target: Path) -> None:
             (old / "old").rename(target)
         raise
     finally:
-        if target.exists():  # else the old one is all that there is
+        if target.exists():  # else the old folder is the only copy
             shutil.rmtree(old, ignore_errors=True)
 
 
 def _remove_abandoned(target: Path) -> None:
-    pattern = re.compile(rf"\.{re.escape(target.name)}-(\d+)-(?!old-)")  # an old one may be all that is left of it
+    # Not those called old: one of them may be the only copy that is left.
+    pattern = re.compile(rf"\.{re.escape(target.name)}-(\d+)-(?!old-)")
     for folder in target.parent.iterdir():
         found = pattern.match(folder.name)
         if found is None or folder.is_symlink() or not folder.is_dir() or Path(f"/proc/{found[1]}").exists():

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from anyaccel import _native
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.folder_files import checkpoint_files, has_bin, has_safetensors, read_index
+from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES
 from anyaccel.inference.checkpoints.mapped_file import MappedFile
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import shown
@@ -24,12 +25,7 @@ from anyaccel.safetensors.header import Entry, read_header
 FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f64", 8)}
 
 # Types of `_llm` -> values in a block, bytes of a block.
-BLOCKS = {
-    **{name: (1, size) for name, size in FLOATS.values()},
-    "q8_0": (32, 34),
-    "q4_0": (32, 18),
-    "q4_1": (32, 20),
-}
+BLOCKS = {name: BLOCK_BYTES[name] for name in ("f32", "f16", "bf16", "f64", "q8_0", "q4_0", "q4_1")}
 
 _MAX_DIMENSIONS = 32  # of a tensor: more than any weight has, and than native code and numpy take
 _RELEASED_AT_ONCE = 16 << 20  # bytes; giving memory back takes about a millisecond

@@ -76,10 +76,12 @@ def decoder(
     for each, layer in ((ropes[layer.attention.rope], layer) for layer in layers if layer.attention.rope >= 0):
         if each.first + 2 * len(each.inv_freq) > layer.attention.head_dim:
             raise ModelError(f"config: {2 * len(each.inv_freq)} rotated values in heads of {layer.attention.head_dim}")
+    alike: dict[Layer, Layer] = {}
     values = {
         "vocab": config.integer("vocab_size"),
         "hidden": config.hidden,
-        "layers": tuple(layers),
+        # Equal layers are one object: who lists their weights asks csrc/llm once for it.
+        "layers": tuple(alike.setdefault(layer, layer) for layer in layers),
         "final_norm": final_norm,
         "ropes": ropes,
         "tied": config.flag("tie_word_embeddings"),

@@ -58,7 +58,7 @@ def _as_configured(model: Any) -> nn.Module:
     try:
         with torch.device("meta"):
             built: nn.Module = type(model)._from_config(copy.deepcopy(model.config))
-    except Exception as error:  # a configuration that was changed can be wrong in any way
+    except Exception as error:  # a configuration that somebody edited may raise anything
         raise Unsupported(f"code for a configuration that transformers cannot build a model from ({error})") from error
     return built
 

@@ -28,32 +28,32 @@ from anyaccel.inference.spec.mapping import Unsupported
 _TORCH, _TRANSFORMERS = (str(Path(str(each.__file__)).parent) for each in (torch, transformers))
 _INSTALLED = (_TORCH + "/", _TRANSFORMERS + "/", sysconfig.get_path("stdlib") + "/", "<frozen ", "<__array_function__")
 _MODELS = f"{_TRANSFORMERS}/models/"
-# What fills caches, masks, positions and activations of every model.
+# The modules of transformers that every model takes its caches, masks, positions and activations from.
 _EVERY_MODELS = ("masking_utils", "modeling_rope_utils", "activations", "cache_utils", "integrations.sdpa_attention")
-# Ways to compute the same attention.
+# Implementations of attention that compute the same.
 ATTENTION = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d)")
 _RECORDERS = ("output_capturing_hook", "make_inputs_require_grads")
 
 
 def is_transformers_hook(hook: Any) -> bool:
-    """Whether transformers has registered it to record outputs or for training: it changes nothing."""
+    """Whether it is a hook of transformers that only records outputs or marks inputs for training."""
     code = getattr(hook, "__code__", None)
     return code is not None and code.co_filename.startswith(_TRANSFORMERS) and code.co_name in _RECORDERS
 
 
 def is_compiled_call(value: Any, original: Any = nn.Module._call_impl) -> bool:
-    """Whether torch.compile has made it of a module's method (`Module.compile`'s), so that it computes the same."""
+    """Whether it is what torch.compile made of a module's own call (`Module.compile`): it computes the same."""
     own = getattr(value, "_torchdynamo_orig_callable", None)
     return getattr(own, "__func__", None) is original and _is_installed(nn.Module._call_impl)
 
 
 def is_genuine(value: Any, name: str) -> bool:
-    """Whether a function is what torch, transformers or Python were installed with, under this name."""
+    """Whether a function is from the installed files of torch, transformers or Python, and called `name` there."""
     return _is_installed(value) and _is_named(value, name)
 
 
 def replaced_in_torch() -> str:
-    """What of torch's code, which packed layers stand for, was replaced or is hooked; empty when nothing is."""
+    """The first part of torch's code that packed layers stand in for and that was replaced or hooked; else empty."""
     machinery: Any = nn.modules.module
     if machinery._global_forward_hooks or machinery._global_forward_pre_hooks:
         return "hooks of all modules"
@@ -73,7 +73,7 @@ def replaced_in_torch() -> str:
 
 
 def is_own_method(kind: type, name: str) -> bool:
-    """Whether a class, of anybody's, has the method that it was written with."""
+    """Whether a class still has the method that its source file gives it, and none that was assigned later."""
     base = next(each for each in kind.__mro__ if name in vars(each))
     value = vars(base)[name]
     innermost = inspect.unwrap(value)
@@ -88,7 +88,7 @@ def is_own_method(kind: type, name: str) -> bool:
 
 
 def has_own_experts(config: Any) -> bool:
-    """Whether the experts that a configuration names are computed as transformers does it."""
+    """Whether the implementation of experts that a configuration names is one of transformers' own."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     registry: Any = ALL_EXPERTS_FUNCTIONS
@@ -205,5 +205,5 @@ def _files(value: Any, depth: int) -> Iterator[str]:
 def _is_filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # not yet
+    except ValueError:  # the variable has no value yet
         return False

@@ -11,12 +11,12 @@ from torch import nn
 from anyaccel.errors import UsageError
 
 _aten: Any = torch.ops.aten
-# Other tensors of its kind, of which the values are nobody's.
+# Operations that make another tensor of its dtype and device and read none of its values.
 _MAKE = {
     *(_aten.empty_like, _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.rand_like, _aten.randn_like),
     *(_aten.new_empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty_strided),
 }
-# The same values in another shape.
+# Operations that give a view of the same values.
 _VIEW = {
     *(_aten.detach, _aten.alias, _aten.view, _aten.t, _aten.transpose, _aten.permute, _aten.expand, _aten.unsqueeze),
     *(_aten.squeeze, _aten.slice, _aten.select, _aten.as_strided, _aten._unsafe_view, _aten._reshape_alias),
@@ -41,7 +41,7 @@ class StandIn(torch.Tensor):
         kind, kwargs = func.overloadpacket, kwargs or {}
         first = args[0] if args else None
         if not isinstance(first, StandIn) or kind not in _MAKE | _VIEW:
-            # What torch takes apart may come down to shapes: in inference mode that is left to us.
+            # It may be made of operations that ask for shapes only; in inference mode torch does not take it apart.
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -80,7 +80,7 @@ class StandIn(torch.Tensor):
 
 
 def _first(*values: Any) -> StandIn | None:
-    """The one that an operation was given, in whatever list."""
+    """The first stand-in among the arguments of an operation, in lists and dictionaries too."""
     for value in values:
         if isinstance(value, StandIn):
             return value
@@ -93,7 +93,7 @@ def _first(*values: Any) -> StandIn | None:
 def _made(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str, told: str) -> StandIn:
     one = torch.empty((), dtype=dtype, device=device)
     if dtype.is_floating_point:
-        one.fill_(float("nan"))  # for code that reads the memory directly
+        one.fill_(float("nan"))  # code that reads the memory directly gets NaN instead of plausible values
     made = torch.Tensor._make_subclass(StandIn, one.expand(shape))
     made.told = told
     return made

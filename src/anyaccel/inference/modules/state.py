@@ -34,10 +34,10 @@ NOTES = frozenset((
     "_require_grads_hook", "_require_grads_hooks",
 ))
 # fmt: on
-# How long a rotary embedding has seen texts to be, or may: read by the frequencies that change with it alone.
+# Lengths that a rotary embedding keeps; only the kinds whose frequencies change with the length read them.
 _LENGTHS = frozenset(("max_seq_len_cached", "original_max_seq_len"))
 _CHANGING = ("dynamic", "longrope")
-# Of a configuration: what describes it. Ways to compute the same are module_check's.
+# Fields of a configuration that describe it and change no result. The choice of an implementation is code.py's.
 _DESCRIPTIONS = frozenset(
     ("dtype", "torch_dtype", "transformers_version", "architectures", "name_or_path", "use_cache", "return_dict")
 )
@@ -59,7 +59,7 @@ def restore_buffers(plain: Any) -> None:
         before = {name: module._buffers[name] for name in names}
         results = []
         try:
-            for fill in (0, 1):  # what is not written shows as a difference
+            for fill in (0, 1):  # a value that _init_weights leaves alone differs between the two
                 for name in names:
                     empty = torch.empty_like(module._buffers[name], device="cpu")
                     module._buffers[name] = empty.fill_(fill)
@@ -85,7 +85,8 @@ def compare_state(model: nn.Module, plain: nn.Module) -> None:
     """
     pairs = dict(_configs(model, plain))
     usual_modules = dict(plain.named_modules(remove_duplicate=False))
-    for name, module in model.named_modules(remove_duplicate=False):  # a module in two places may suit one of them
+    # A module that stands in two places is compared for each.
+    for name, module in model.named_modules(remove_duplicate=False):
         difference = _difference(module, usual_modules[name], pairs)
         if difference and "RotaryEmbedding" in type(module).__name__:
             difference = _difference(_refreshed(module), usual_modules[name], pairs)
@@ -102,7 +103,7 @@ def _configs(model: Any, plain: Any) -> Iterator[tuple[int, int]]:
 
 
 def _difference(module: nn.Module, usual: nn.Module, configs: Mapping[int, int]) -> str:
-    """Name and value of what differs first; empty when nothing does."""
+    """The first difference, by name and value; empty when there is none."""
     ours, theirs = _state(module), _state(usual)
     skipped = NOTES
     if "RotaryEmbedding" in type(module).__name__ and not any(
@@ -123,7 +124,7 @@ def _difference(module: nn.Module, usual: nn.Module, configs: Mapping[int, int])
             continue
         if hasattr(kind, name) or name in _names_used(kind):
             return f"an attribute {name!r}"
-    # Checkpoints have the persistent buffers, which are as good as weights here: only others are compared.
+    # Persistent buffers are stored in checkpoints and count as weights, so only the others are compared.
     weights = usual._buffers.keys() - usual._non_persistent_buffers_set
     for name, buffer in usual._buffers.items():
         mine = module._buffers.get(name)
@@ -136,7 +137,7 @@ def _difference(module: nn.Module, usual: nn.Module, configs: Mapping[int, int])
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    """Attributes that may count: no machinery, and no dropout, which inference switches off."""
+    """The attributes that may change a result: not those of nn.Module itself, nor dropout, which is off."""
     if isinstance(module, nn.Dropout):
         return {}
     dropout = {name for name, value in vars(module).items() if "drop" in name and isinstance(value, int | float)}

@@ -30,7 +30,7 @@ def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: 
             check_computes_the_same(model, own.to_dict())
         except Unsupported:
             raise
-        except ModelError as error:  # its own code may run all the same
+        except ModelError as error:  # the model's own code may run all the same
             raise Unsupported(f"code for this model's weights ({error})") from error
     values = dict(own) if isinstance(own, Mapping) else own.to_dict()
     generation = getattr(model, "generation_config", None)

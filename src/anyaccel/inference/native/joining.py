@@ -48,7 +48,7 @@ def together(exchange: Exchange, work: Callable[[], NativeModel], *, anonymous: 
     told = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
     lacks = [feature for _, _, feature in told if feature]
     if lacks and len(lacks) == sum(bool(text) for _, text, _ in told):
-        raise Unsupported(lacks[0])  # on every rank: none goes on alone
+        raise Unsupported(lacks[0])  # each rank raises it, so that none waits for the others
     _raise_any(error, [text for _, text, _ in told])
     assert native is not None
     model = native.model

@@ -21,7 +21,7 @@ from anyaccel.inference.checkpoints.model_path import check_model_path
 from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
 from anyaccel.inference.native.packed_cache import Entry
 from anyaccel.inference.spec.decoder import DecoderSpec
-from anyaccel.inference.spec.stored import spec_from_dict
+from anyaccel.inference.spec.stored import with_specs
 from anyaccel.outside import Values, line, text
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], object]
 
 _CACHE_FORMATS = {"fp32": "f32", "f32": "f32", "bf16": "bf16", "int8": "i8", "i8": "i8"}
-_THREADS_A_CPU = 4  # more than one is for tests
+_THREADS_A_CPU = 4  # a real run has one; tests have more
 _CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-_SHARE_OF_MEMORY = 0.75  # of what is available, that the key/value cache may grow to
+_SHARE_OF_MEMORY = 0.75  # of the available memory: the most that the key/value cache may grow to
 
 
-# Those of this process by id(), whose caches may grow yet.
+# The models of this process, by id(): their caches may grow yet.
 _models: weakref.WeakValueDictionary[int, NativeModel] = weakref.WeakValueDictionary()
 
 
@@ -128,11 +128,11 @@ def load_native(
     if use_cache and env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
         try:
             entry = Entry(path, {"precision": asdict(precision), "rank": rank, "size": size})
-        except OSError as error:  # of a file that the model may do without
+        except OSError as error:  # of a file that the model can be loaded without
             logger.warning("%s: packed weights are not kept (%s)", path, error)
     if entry is None:
         return _from_files(path, settings)[0]
-    found = _from_cache(entry, entry.load(), settings)
+    found = _from_cache(entry, with_specs(entry.load()), settings)
     if found is not None:
         return found
     with contextlib.ExitStack() as held:
@@ -141,7 +141,7 @@ def load_native(
         except OSError as error:
             logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
             return _from_files(path, settings)[0]
-        found = _from_cache(entry, entry.load(), settings)  # another process may have made it meanwhile
+        found = _from_cache(entry, with_specs(entry.load()), settings)  # another process may have made it meanwhile
         if found is None:
             found, shapes = _from_files(path, settings)
             _save(entry, found, shapes, settings)
@@ -169,14 +169,14 @@ class _Settings:
             self.progress(done, total)
 
 
-def _make(spec: dict[str, Any], shapes: Mapping[str, Any], settings: _Settings) -> _llm.Model:
+def _make(spec: DecoderSpec, shapes: Mapping[str, Any], settings: _Settings) -> _llm.Model:
     from anyaccel import _llm
 
     limit = settings.cache_limit
     if limit == 0:
         promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
         available = host_memory.available()
-        free = max(available - promised, available // 4)  # few use all that they were promised
+        free = max(available - promised, available // 4)  # most models never use all that they were promised
         limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.size)
     try:
         return _llm.Model(spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit)
@@ -216,8 +216,8 @@ def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settin
         return None
     return NativeModel(
         made,
-        spec_from_dict(saved["spec"]),
-        spec_from_dict(saved["whole_spec"]),
+        saved["spec"],
+        saved["whole_spec"],
         saved["config"],
         saved["generation_config"],
         settings.precision.dtype,
@@ -259,7 +259,7 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
             *reversed(plan.untied),
         )
     shapes = plan.shapes()
-    made = _make(asdict(plan.spec), shapes, settings)
+    made = _make(plan.spec, shapes, settings)
     plan.fill(made, settings.report)
     made.finish()
     native = NativeModel(
@@ -289,7 +289,7 @@ def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any], settings: 
     try:
         if entry.has_room(size):
             entry.save(saved, size, lambda descriptor: made.model.write(descriptor, 0, lambda _: settings.go_on()))
-    except OSError as error:  # no cache then: the model itself is there
+    except OSError as error:  # the model is loaded all the same
         logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
 
 

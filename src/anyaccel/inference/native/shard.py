@@ -7,6 +7,7 @@ by its columns (`o`, `down`) gives each rank a part of a sum: its bias belongs t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -74,9 +75,10 @@ def shard(spec: DecoderSpec, rank: int, size: int) -> DecoderSpec:
     if not 0 <= rank < size:
         raise UsageError(f"rank {rank} is not one of {size}")
     part = _vocabulary(spec, rank, size)
+    own_layer = functools.cache(lambda layer: _layer(layer, rank, size))  # most layers are alike
     return replace(
         spec,
-        layers=tuple(_layer(layer, rank, size) for layer in spec.layers),
+        layers=tuple(map(own_layer, spec.layers)),
         rank=rank,
         size=size,
         vocab_first=part.start,

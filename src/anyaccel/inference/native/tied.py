@@ -35,7 +35,7 @@ def own_head(source: TensorSource, family: Family, spec: DecoderSpec) -> tuple[s
 def _equal(source: TensorSource, embedding: str, head: str) -> bool:
     a, b = source.tensor(embedding), source.tensor(head)
     if not isinstance(a, TensorView) or not isinstance(b, TensorView):
-        return embedding == head  # one of them is quantised by itself: nobody stores that for nothing
+        return embedding == head  # not compared: nobody stores one quantised matrix under two names
     if (a.type, a.shape) != (b.type, b.shape) or len(a.shape) != 2:
         return False
     if (a.address, a.strides) == (b.address, b.strides):

@@ -12,7 +12,7 @@ _STARTING = 1.0  # seconds
 
 
 class Abandoned(BaseException):
-    """Nobody waits for the work any more. Not an Exception: no handler of the work's own may take it for a failure."""
+    """Ends work that nobody waits for any more. No Exception, so that the work's own handlers let it pass."""
 
 
 class Beside:
@@ -52,7 +52,7 @@ class Beside:
         self._thread.start()
 
     def check(self) -> None:
-        """To be called by the work, often.
+        """End the work if nobody waits for it any more; the work calls this often.
 
         Raises:
             Abandoned: nobody waits for it any more.

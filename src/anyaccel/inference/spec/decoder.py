@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decoder computes, as data: the native runtime is configured by it and families map their configs to it.
 
-Torch-free. `dataclasses.asdict(spec)` is what `_llm.Model` takes; `weights` below lists what weights it wants.
+Torch-free. `_llm.Model` takes a DecoderSpec; `weights` below lists what weights it wants.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swiglu_oai"]
 
 _EXPERT = "experts.0."  # how `_llm` names what every expert of a layer has
+_Wanted = list[tuple[str, int, int]]  # name, rows, columns
 
 
 @dataclass(frozen=True)
@@ -244,18 +245,19 @@ def each_weight(spec: DecoderSpec) -> Iterator[MatrixShape | VectorShape]:
     """
     from anyaccel import _llm
 
-    for name, rows, cols in _llm.outer_weights(asdict(replace(spec, layers=()))):
+    for name, rows, cols in _llm.outer_weights(replace(spec, layers=(), ropes=())):
         yield _shape(name, rows, cols)
-    known: dict[Layer, list[tuple[str, int, int]]] = {}  # most layers are alike
+    known: dict[int, tuple[_Wanted, _Wanted]] = {}  # by id(): layers that are alike are mostly one object
     for index, layer in enumerate(spec.layers):
-        if layer not in known:
-            known[layer] = _llm.layer_weights(asdict(layer), spec.hidden)
-        of_expert = [each for each in known[layer] if each[0].startswith(_EXPERT)]
-        for name, rows, cols in known[layer]:
-            if not name.startswith(_EXPERT):
-                yield _shape(f"layers.{index}.{name}", rows, cols)
+        if id(layer) not in known:
+            wanted = _llm.layer_weights(layer, spec.hidden)
+            of_experts = [each for each in wanted if each[0].startswith(_EXPERT)]
+            known[id(layer)] = [each for each in wanted if each not in of_experts], of_experts
+        of_layer, of_experts = known[id(layer)]
+        for name, rows, cols in of_layer:
+            yield _shape(f"layers.{index}.{name}", rows, cols)
         for expert in range(layer.mlp.experts if isinstance(layer.mlp, Moe) else 0):
-            for name, rows, cols in of_expert:
+            for name, rows, cols in of_experts:
                 yield _shape(f"layers.{index}.experts.{expert}.{name.removeprefix(_EXPERT)}", rows, cols)
 
 

@@ -82,9 +82,9 @@ class At:
         return (self.base.root + module[1:] if module.startswith("/") else self.prefix + module) + suffix
 
 
-# A module's name (all its rows), or what gives the parts when it is not as simple as that.
+# The name of a module, of which all rows are taken; or a function that gives the parts.
 Rule = str | Callable[[At], Sequence[Part]]
-# What is concatenated; a list: alternatives, of which a checkpoint has one.
+# A tuple is concatenated; a list has alternatives, of which a checkpoint has one.
 Rules = Rule | tuple[Rule, ...] | list[Rule | tuple[Rule, ...]]
 
 

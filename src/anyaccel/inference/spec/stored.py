@@ -21,6 +21,13 @@ _KINDS: dict[str, type] = {
 }
 
 
+def with_specs(saved: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What was stored of a model, with the decoder of this rank and the whole one as specs; None for None."""
+    if saved is None:
+        return None
+    return {**saved, **{name: spec_from_dict(saved[name]) for name in ("spec", "whole_spec")}}
+
+
 def spec_from_dict(value: Mapping[str, Any]) -> DecoderSpec:
     """The opposite of `dataclasses.asdict(spec)`, lists for tuples or not."""
     return DecoderSpec(**{name: _made(name, each) for name, each in value.items()})

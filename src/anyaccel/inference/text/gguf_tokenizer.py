@@ -82,9 +82,9 @@ class _Vocabulary(Values):
 
     def _id(self, key: str, usual: int | None) -> int | None:
         name = f"{key}_token_id"
-        # Numbers that no token has are written for none.
+        # Some files give a number that no token has where there is no such token.
         given = self.whole(name, -1, -1, _NO_TOKEN)
-        # What ends a text is looked at where it is used; another one would be put at the begin of every prompt.
+        # The end token is checked where it is used; a wrong begin token would be put before every prompt.
         if key == "bos" and len(self.tokens) <= given < _NO_TOKEN:
             raise ModelError(f"{self.where}{name}={given} is outside the vocabulary of {len(self.tokens)} tokens")
         return next((each for each in (given, usual) if each is not None and 0 <= each < len(self.tokens)), None)

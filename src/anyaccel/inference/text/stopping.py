@@ -23,7 +23,7 @@ class Detokenizer:
     def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._tokens = list(before)[-_CONTEXT:]
-        self._start = 0  # of what is decoded
+        self._start = 0  # index of the first token that is decoded
         self._shown = len(self._tokens)  # tokens whose text has been given
 
     def add(self, token: int) -> str:
@@ -84,7 +84,7 @@ class StopSearch:
         window = self._tail + text
         self._tail = window[-(self._longest - 1) :] if self._longest > 1 else ""
         before = len(window) - len(text)
-        # Its end must be in the new text; the tail is shorter than the longest string, not than each.
+        # A match must end in the new text: the tail may hold a shorter string whole.
         return any(window.find(string, max(0, before - len(string) + 1)) >= 0 for string in self._strings)
 
 

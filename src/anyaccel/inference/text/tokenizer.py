@@ -161,7 +161,7 @@ def _template_source(folder: Path, config: Values) -> tuple[str | None, Path]:
     if not config.has("chat_template"):
         file = folder / "chat_template.json"
         config = Values(_read_json(file), f"{file}: ")
-    if config.is_list("chat_template"):  # several by name
+    if config.is_list("chat_template"):  # several templates, each with a name
         where = f"{config.where}chat_template: "
         several = [Values(mapping(each, where[:-2]), where) for each in config.items("chat_template")]
         return next((each.text("template") for each in several if each.text("name") == "default"), None), file
@@ -269,7 +269,7 @@ def end_tokens(
             found = [values.whole("eos_token_id", minimum=-1)]
         else:
             continue
-        ends = [token for token in found if token >= 0]  # -1 is written for none
+        ends = [token for token in found if token >= 0]  # some configurations say -1 for no token
         own = Values(config, "config: ")
         rows = (own if own.has("vocab_size") else own.mapping("text_config")).whole("vocab_size", 0)
         outside = [token for token in ends if token >= rows > 0]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from anyaccel.accelerator import get_accelerator, is_current_accelerator_supported
 
 from .._cover import cover
+from .._names import ACCELERATORS
 from .real_accelerator import set_accelerator
 
 __all__ = ["get_accelerator", "is_current_accelerator_supported", "set_accelerator"]
@@ -13,9 +14,5 @@ __all__ = ["get_accelerator", "is_current_accelerator_supported", "set_accelerat
 cover(
     globals(),
     {"DeepSpeedAccelerator": ".accelerator.abstract_accelerator:DeepSpeedAccelerator"},
-    (
-        "abstract_accelerator", "cpu_accelerator", "cuda_accelerator", "hpu_accelerator", "mlu_accelerator",
-        "mps_accelerator", "npu_accelerator", "real_accelerator", "sdaa_accelerator", "supa_accelerator",
-        "xpu_accelerator",
-    ),
-)  # fmt: skip
+    ("abstract_accelerator", "real_accelerator", *(f"{name}_accelerator" for name in ACCELERATORS)),
+)

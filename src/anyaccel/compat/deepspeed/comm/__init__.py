@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from torch.distributed import ReduceOp
+
 from .._cover import cover
 from .comm import *  # noqa: F403
-from .reduce_op import ReduceOp
 
 __all__ = ["ReduceOp"]
 

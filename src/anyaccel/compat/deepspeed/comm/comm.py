@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import is_available, is_initialized
+from torch.distributed import ReduceOp, is_available, is_initialized
 from torch.distributed.device_mesh import init_device_mesh
 
 from anyaccel import comm
@@ -26,7 +26,6 @@ from anyaccel.launch.local_rank import rank_from_environment
 
 from .._cover import cover, refuse
 from ..constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from .reduce_op import ReduceOp
 
 __all__ = [
     "P2POp",

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from anyaccel.ops.adam import FusedAdam
+
 from ..._cover import cover
 from .cpu_adam import DeepSpeedCPUAdam
-from .fused_adam import FusedAdam
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 

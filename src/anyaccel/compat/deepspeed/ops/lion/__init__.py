@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from anyaccel.ops.lion import FusedLion
+
 from ..._cover import cover
 from .cpu_lion import DeepSpeedCPULion
-from .fused_lion import FusedLion
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
