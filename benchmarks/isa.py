@@ -152,7 +152,7 @@ def main() -> int:
     add("--rounds", type=int, default=2)
     add("--write", action="store_true", help="the block into docs/performance.md")
     options = parser.parse_args()
-    from anyaccel import _native
+    from anyaccel import _llm, _native
     from anyaccel.inference.checkpoints.model_path import default_model_file
 
     model = str(options.model or default_model_file())
@@ -166,7 +166,9 @@ def main() -> int:
         [
             f"### {processor()}, {Path(model).stem}",
             f"{machine()}. Prompt 64, {sizes.new} new tokens; medians of {options.repeats * options.rounds}. "
-            "In brackets: the rate of the variant that is chosen over this one.",
+            "In brackets: the rate of the variant that is chosen over this one. "
+            f"All threads read {_llm.read_bandwidth(256 << 20) / 1e9:.1f} GB/s; load average at the end "
+            f"{os.getloadavg()[0]:.1f}.",
             table(["engine", *names], rows(taking_part, middle, _native.isa())),
             *(f"{name} left out: {why}" for name, why in failures.items()),
         ]
