@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
-.PHONY: bench-peers clean test-native collected
+.PHONY: bench-isa bench-peers clean test-native collected
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -151,3 +151,7 @@ clean: ## remove what the other targets made
 	@touch $@
 
 bench-peers: .venv-bench/.stamp ## make .venv-bench: .venv plus the peers that benchmarks compare with
+
+ARGS ?=
+bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs, beside its peers, into docs/performance.md
+	$(BIN)/python benchmarks/isa.py --write $(ARGS)

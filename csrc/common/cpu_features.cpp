@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/cpu_features.h"
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <sstream>
@@ -52,19 +51,13 @@ std::map<std::string, bool> detect() {
   const bool zmm = ymm && (state & 0xe0) == 0xe0;
   const bool tiles = (state & 0x60000) == 0x60000 && bit(leaf7.d, 24) && amx_permitted();
   return {
-      {"avx2", ymm && bit(leaf7.b, 5)},
-      {"fma", ymm && bit(leaf1.c, 12)},
-      {"f16c", ymm && bit(leaf1.c, 29)},
-      {"avx512f", zmm && bit(leaf7.b, 16)},
-      {"avx512dq", zmm && bit(leaf7.b, 17)},
-      {"avx512bw", zmm && bit(leaf7.b, 30)},
-      {"avx512vl", zmm && bit(leaf7.b, 31)},
-      {"avx512_vnni", zmm && bit(leaf7.c, 11)},
-      {"avx512_bf16", zmm && bit(leaf7_1.a, 5)},
-      {"avx512_fp16", zmm && bit(leaf7.d, 23)},
-      {"amx_tile", tiles},
-      {"amx_bf16", tiles && bit(leaf7.d, 22)},
-      {"amx_int8", tiles && bit(leaf7.d, 25)},
+      {"avx2", ymm && bit(leaf7.b, 5)},         {"fma", ymm && bit(leaf1.c, 12)},
+      {"f16c", ymm && bit(leaf1.c, 29)},        {"avx_vnni", ymm && bit(leaf7_1.a, 4)},
+      {"avx512f", zmm && bit(leaf7.b, 16)},     {"avx512dq", zmm && bit(leaf7.b, 17)},
+      {"avx512bw", zmm && bit(leaf7.b, 30)},    {"avx512vl", zmm && bit(leaf7.b, 31)},
+      {"avx512_vnni", zmm && bit(leaf7.c, 11)}, {"avx512_bf16", zmm && bit(leaf7_1.a, 5)},
+      {"avx512_fp16", zmm && bit(leaf7.d, 23)}, {"amx_tile", tiles},
+      {"amx_bf16", tiles && bit(leaf7.d, 22)},  {"amx_int8", tiles && bit(leaf7.d, 25)},
   };
 }
 
@@ -74,33 +67,29 @@ std::map<std::string, bool> detect() { return {}; }
 
 #endif
 
-// Whether the processor has all of the features that a row names.
-bool usable(const IsaRow& row) {
+// Whether a processor has all of the features that a row and those that it builds on name.
+bool usable(const IsaRow& row, const std::map<std::string, bool>& features) {
   std::istringstream names(row.features);
   for (std::string name; names >> name;) {
-    const auto found = cpu_features().find(name);
-    if (found == cpu_features().end() || !found->second) return false;
+    const auto found = features.find(name);
+    if (found == features.end() || !found->second) return false;
   }
-  return exists_here(row);
-}
-
-Isa choose() {
-  Isa best = Isa::scalar;
-  for (const IsaRow& row : kIsaRows) {
-    if (!usable(row)) break;
-    best = row.isa;
-  }
-  const char* cap = std::getenv("ANYACCEL_ISA");
-  if (cap == nullptr || *cap == '\0') return best;
-  std::string names;
-  for (const IsaRow& row : kIsaRows) {
-    if (std::string(cap) == row.name) return std::min(row.isa, best);
-    names += (names.empty() ? "" : row.isa == kIsaRows[kIsaCount - 1].isa ? " or " : ", ") + std::string(row.name);
-  }
-  throw std::invalid_argument(std::string("ANYACCEL_ISA='") + cap + "' is unknown; use " + names);
+  return exists_here(row) && (row.basis == row.isa || usable(row_of(row.basis), features));
 }
 
 }  // namespace
+
+Isa choose_isa(const std::map<std::string, bool>& features, const std::string& cap) {
+  Isa best = Isa::scalar;
+  std::string names;
+  for (const IsaRow& row : kIsaRows) {
+    if (usable(row, features)) best = row.isa;
+    if (cap == row.name) return best;
+    names += (names.empty() ? "" : row.isa == kIsaRows[kIsaCount - 1].isa ? " or " : ", ") + std::string(row.name);
+  }
+  if (cap.empty()) return best;
+  throw std::invalid_argument("ANYACCEL_ISA='" + cap + "' is unknown; use " + names);
+}
 
 const std::map<std::string, bool>& cpu_features() {
   static const std::map<std::string, bool> features = detect();
@@ -108,10 +97,15 @@ const std::map<std::string, bool>& cpu_features() {
 }
 
 Isa selected_isa() {
-  static const Isa isa = choose();
+  static const Isa isa = [] {
+    const char* cap = std::getenv("ANYACCEL_ISA");
+    return choose_isa(cpu_features(), cap == nullptr ? "" : cap);
+  }();
   return isa;
 }
 
-const char* isa_name(Isa isa) { return kIsaRows[static_cast<int>(isa)].name; }
+bool can_run(Isa isa) { return isa <= selected_isa() && usable(row_of(isa), cpu_features()); }
+
+const char* isa_name(Isa isa) { return row_of(isa).name; }
 
 }  // namespace anyaccel

@@ -13,4 +13,7 @@ namespace anyaccel {
 // also needs the kernel's permission call to succeed.
 const std::map<std::string, bool>& cpu_features();
 
+// What selected_isa() is on a processor of these features with ANYACCEL_ISA=`cap`; empty: no cap.
+Isa choose_isa(const std::map<std::string, bool>& features, const std::string& cap);
+
 }  // namespace anyaccel

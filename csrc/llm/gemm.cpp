@@ -167,10 +167,10 @@ const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {
     if (const auto* tiles = find_variant<TileGemmKernels>(isa)) return *tiles;
     if (const auto* pairs = find_variant<PairGemmKernels>(isa)) return *pairs;
   }
-  // Sums of integers: int8 takes VNNI for it, and both need one scale a unit.
-  const bool integers = format == Format::i4 || (format == Format::i8 && isa >= Isa::avx512_vnni);
-  if (integers && shape.group != kUnit / 2)
-    if (const auto* kernels = find_variant<IntegerGemmKernels>(isa)) return *kernels;
+  // Sums of integers need one scale a unit.
+  if ((format == Format::i4 || format == Format::i8) && shape.group != kUnit / 2)
+    if (const auto* kernels = find_variant<IntegerGemmKernels>(isa))
+      if (format == Format::i4 || kernels->eight_bits) return *kernels;
   return pick<GemmKernels>(isa);
 }
 

@@ -53,8 +53,10 @@ struct GemmKernels {
 
 // The table as it is is that of products in float. Those of fewer instruction sets multiply something else.
 struct IntegerGemmKernels : GemmKernels {
+  bool eight_bits;  // whether they are for int8 weights too, or for those of 4 bits only
+
   static constexpr bool compiled_for(const IsaRow& row) {
-    return row.isa == Isa::avx2 || row.isa == Isa::avx512 || row.isa == Isa::avx512_vnni;
+    return row.isa == Isa::avx2 || row.isa == Isa::avx512 || row.isa == Isa::avx_vnni || row.isa == Isa::avx512_vnni;
   }
 };
 struct PairGemmKernels : GemmKernels {

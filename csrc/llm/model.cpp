@@ -89,14 +89,19 @@ void Model::set_vector(const std::string& name, int64_t first, int64_t count, co
 }
 
 uint64_t Model::write(int fd, int64_t offset, const FileProgress& progress) {
-  const auto held = lock();
-  return write_weights(fd, offset, weights_.data(), weights_.bytes(), team_.size(), progress);
+  auto held = lock();
+  int threads = team_.size();
+  if (finished_) {  // they do not change any more: steps go on meanwhile, beside one thread that writes
+    held.unlock();
+    threads = 1;
+  }
+  return write_weights(fd, offset, weights_.data(), weights_.bytes(), threads, progress);
 }
 
 uint64_t Model::read(int fd, int64_t offset, const FileProgress& progress) {
   const auto held = lock();
   if (finished_) throw UsageError("weights are read before finish()");
-  const uint64_t checksum = read_weights(fd, offset, weights_.data(), weights_.bytes(), team_.size(), progress);
+  const uint64_t checksum = map_weights(fd, offset, weights_.data(), weights_.bytes(), team_.size(), progress);
   weights_.set_all();
   return checksum;
 }

@@ -43,11 +43,12 @@ uint8_t* minimum_at(const BlockLayout& layout, uint8_t* block, int64_t group, in
   return scale_at(layout, block, group, r) + kLanes * 2;
 }
 
-// Calls fn(k0, count, panel) for the columns in steps; padding columns are zeros.
+// Calls fn(k0, count, panel) for the columns from `first` on in steps; padding columns are zeros.
 template <class Fn>
-void for_panels(const Source& source, const Lanes& lanes, int64_t cols, int64_t padded_cols, int step, const Fn& fn) {
+void for_panels(const Source& source, const Lanes& lanes, int64_t cols, int64_t padded_cols, int step, const Fn& fn,
+                int64_t first = 0) {
   alignas(64) float panel[kMostColumns * kLanes];
-  for (int64_t k0 = 0; k0 < padded_cols; k0 += step) {
+  for (int64_t k0 = first; k0 < padded_cols; k0 += step) {
     const int count = static_cast<int>(std::min<int64_t>(step, padded_cols - k0));
     const int valid = static_cast<int>(std::clamp<int64_t>(cols - k0, 0, count));
     if (valid < count || !lanes.all) std::fill(panel, panel + count * kLanes, 0.0f);
@@ -77,9 +78,46 @@ void pack_floats(const BlockLayout& layout, const Source& source, const Lanes& l
              });
 }
 
+const PackKernels& selected() {
+  static const PackKernels& kernels = pick<PackKernels>(selected_isa());
+  return kernels;
+}
+
+// Whether PackKernels read its rows.
+bool in_rows(const Source& source) {
+  const bool kind = source.type == SourceType::f32 || source.type == SourceType::f16 || source.type == SourceType::bf16;
+  return kind && source.col_stride == static_cast<int64_t>(source_row_bytes(source.type, 1));
+}
+
+// The columns that fill whole lines of 64 bytes of each row of a block, `kColumns` a line, which convert(row, from,
+// line) makes; returns how many there are. A line is 16 words, and word i of each row lies beside those of the others.
+template <int kColumns, class Convert>
+int64_t pack_lines(const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block, const Convert& convert) {
+  constexpr int kWords = 16;
+  constexpr int64_t kAhead = 512;  // bytes: sixteen rows are more streams than some prefetchers follow
+  const int64_t whole = cols / kColumns * kColumns;
+  alignas(64) uint8_t lines[kLanes][kWords * 4];
+  for (int64_t k = 0; k < whole; k += kColumns) {
+    for (int r = 0; r < kLanes; ++r) {
+      const uint8_t* from = lanes.row[r] + k * source.col_stride;
+      __builtin_prefetch(from + kAhead);
+      convert(r, from, lines[r]);
+    }
+    for (int w = 0; w < kWords; ++w, block += kLanes * 4)
+      for (int r = 0; r < kLanes; ++r) put(block + r * 4, read<uint32_t>(lines[r] + w * 4));
+  }
+  return whole;
+}
+
 void pack_bf16(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
+  int64_t done = 0;
+  if (lanes.all && in_rows(source))
+    done = pack_lines<32>(source, lanes, cols, block, [&](int, const uint8_t* from, uint8_t* line) {
+      selected().as_bf16(source.type, from, reinterpret_cast<uint16_t*>(line));
+    });
   for_panels(
-      source, lanes, cols, layout.padded_cols, kMostColumns, [&](int64_t k0, int count, int, const float* panel) {
+      source, lanes, cols, layout.padded_cols, kMostColumns,
+      [&](int64_t k0, int count, int, const float* panel) {
         if (!lanes.all)
           return for_values(lanes, count,
                             [&](int k, int r) { put(block + pair_at(k0 + k, r), to_bf16(panel[k * kLanes + r])); });
@@ -89,7 +127,8 @@ void pack_bf16(const BlockLayout& layout, const Source& source, const Lanes& lan
             const uint32_t low = to_bf16(panel[k * kLanes + r]), high = to_bf16(panel[(k + 1) * kLanes + r]);
             put(to + r * 4, low | high << 16);
           }
-      });
+      },
+      done);
 }
 
 // Largest magnitude of each row; NaN if a value is not finite.
@@ -152,16 +191,26 @@ void pack_i8_group(const BlockLayout& layout, const Lanes& lanes, int64_t k0, in
 
 void pack_i8(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
   if (layout.group == 0) {
+    const bool rows = lanes.all && in_rows(source);
     float most[kLanes] = {}, inv[kLanes];
-    for_panels(source, lanes, cols, layout.padded_cols, kMostColumns,
-               [&](int64_t, int, int valid, const float* panel) { magnitudes(panel, valid, most); });
+    if (rows)
+      for (int r = 0; r < kLanes; ++r) most[r] = selected().largest(source.type, lanes.row[r], cols);
+    else
+      for_panels(source, lanes, cols, layout.padded_cols, kMostColumns,
+                 [&](int64_t, int, int valid, const float* panel) { magnitudes(panel, valid, most); });
     for (int r = 0; r < kLanes; ++r) {
       const float scale = most[r] / 127.0f;
       inv[r] = inverse(scale);
       if (lanes.row[r] != nullptr) put(block + layout.scales_offset + static_cast<size_t>(r) * 4, scale);
     }
-    for_panels(source, lanes, cols, layout.padded_cols, kMostColumns,
-               [&](int64_t k0, int count, int, const float* panel) { put_i8(block, k0, count, panel, inv, lanes); });
+    int64_t done = 0;
+    if (rows)
+      done = pack_lines<64>(source, lanes, cols, block, [&](int r, const uint8_t* from, uint8_t* line) {
+        selected().as_i8(source.type, from, inv[r], reinterpret_cast<int8_t*>(line));
+      });
+    for_panels(
+        source, lanes, cols, layout.padded_cols, kMostColumns,
+        [&](int64_t k0, int count, int, const float* panel) { put_i8(block, k0, count, panel, inv, lanes); }, done);
     return;
   }
   for_panels(
@@ -172,24 +221,20 @@ void pack_i8(const BlockLayout& layout, const Source& source, const Lanes& lanes
 }
 
 void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
-  static const PackKernels& kernels = pick<PackKernels>(selected_isa());
+  const PackKernels& kernels = selected();
   for_panels(source, lanes, cols, layout.padded_cols, layout.group,
              [&](int64_t k0, int count, int valid, const float* panel) {
-               alignas(64) uint8_t q[kMostColumns * kLanes] = {};
+               alignas(64) uint32_t lines[kMostColumns / 8 * kLanes] = {};
                uint16_t scales[kLanes], minima[kLanes];
-               kernels.quantise4(panel, valid, q, scales, layout.minimum ? minima : nullptr);
+               kernels.quantise4(panel, valid, lines, scales, layout.minimum ? minima : nullptr);
                for (int r = 0; r < kLanes; ++r) {
                  if (lanes.row[r] == nullptr) continue;
                  put(scale_at(layout, block, k0 / layout.group, r), scales[r]);
                  if (layout.minimum) put(minimum_at(layout, block, k0 / layout.group, r), minima[r]);
-                 for (int k = 0; k < valid && !lanes.all; ++k) put_i4(block, k0 + k, r, q[k * kLanes + r]);
+                 for (int k = 0; k < valid && !lanes.all; ++k)
+                   put_i4(block, k0 + k, r, lines[k / 8 * kLanes + r] >> (k % 4 * 8 + k % 8 / 4 * 4) & 15);
                }
-               if (!lanes.all) return;
-               uint8_t* to = block + i4_at(k0, 0);  // q is zero beyond the valid columns
-               for (int k = 0; k < count; k += 8, to += kLanes * 4)
-                 for (int r = 0; r < kLanes; ++r)
-                   for (int i = 0; i < 4; ++i)
-                     to[4 * r + i] = static_cast<uint8_t>(q[(k + i) * kLanes + r] | q[(k + 4 + i) * kLanes + r] << 4);
+               if (lanes.all) std::memcpy(block + i4_at(k0, 0), lines, static_cast<size_t>(count / 8 * kLanes * 4));
              });
 }
 

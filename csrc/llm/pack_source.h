@@ -67,6 +67,23 @@ inline void read_panel(const Lanes& lanes, int64_t col_stride, int64_t k0, int c
   }
 }
 
+// Of bfloat16 in dense rows, a multiple of kPairs columns: two of them change places with the rows at a time.
+inline void read_bf16_panel(const Lanes& lanes, int64_t k0, int count, float* panel) {
+  constexpr int kWords = 16, kPairs = 2 * kWords;  // 64 bytes of each row
+  uint32_t line[kWords], words[kWords][kLanes];
+  for (int k = 0; k < count; k += kPairs, panel += kPairs * kLanes) {
+    for (int r = 0; r < kLanes; ++r) {
+      std::memcpy(line, lanes.row[r] + (k0 + k) * 2, sizeof line);
+      for (int w = 0; w < kWords; ++w) words[w][r] = line[w];
+    }
+    for (int w = 0; w < kWords; ++w) {
+      float* to = panel + 2 * w * kLanes;
+      for (int r = 0; r < kLanes; ++r) to[r] = float_of(words[w][r] << 16);
+      for (int r = 0; r < kLanes; ++r) to[kLanes + r] = float_of(words[w][r] & 0xffff0000u);
+    }
+  }
+}
+
 // ggml's blocks of 32: half scale (and half minimum), then 16 bytes of nibbles (value i and i + 16) or 32 of int8.
 struct QuantisedBlock {
   uint16_t scale = 0, minimum = 0;
@@ -121,6 +138,7 @@ inline void read_panel(SourceType type, const Lanes& lanes, int64_t col_stride, 
     case SourceType::f16:
       return read_panel<F16>(lanes, col_stride, k0, count, panel);
     case SourceType::bf16:
+      if (lanes.all && col_stride == BF16::bytes && count % 32 == 0) return read_bf16_panel(lanes, k0, count, panel);
       return read_panel<BF16>(lanes, col_stride, k0, count, panel);
     default:
       return read_quantised_panel(type, lanes, k0, count, panel);

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "llm/weight_file.h"
 
+#include <fcntl.h>
 #include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,15 +14,19 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
+#include <iterator>
 #include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "common/huge_pages.h"
+
 namespace anyaccel::llm {
 namespace {
 
-constexpr size_t kChunk = size_t{512} << 10;  // stays in a core's own cache between reading and hashing
+constexpr size_t kChunk = size_t{512} << 10;     // stays in a core's own cache between reading and hashing
+constexpr size_t kReadAhead = size_t{16} << 20;  // what the disk is asked for at a time, before it is hashed
 constexpr uint64_t kPrime = 0x9E3779B185EBCA87ULL;
 constexpr uint64_t kSecondPrime = 0xC2B2AE3D27D4EB4FULL;
 constexpr int kLanes = 8;
@@ -50,6 +58,21 @@ uint64_t chunk_checksum(const uint8_t* data, size_t bytes) {
     state = mix(state, word);
   }
   return finish(state);
+}
+
+// Whether a file's pages stay what they are while it is mapped, also when it is removed: where other hosts may remove
+// it, a page that is read again ends the process.
+bool is_local(int fd) {
+  constexpr uint32_t kLocal[] = {0xef53 /* ext4 */,
+                                 0x58465342 /* xfs */,
+                                 0x9123683e /* btrfs */,
+                                 0x01021994 /* tmpfs */,
+                                 0x794c7630 /* overlay */,
+                                 0xf2f52010 /* f2fs */,
+                                 0x2fc12fc1 /* zfs */};
+  struct statfs system;
+  if (fstatfs(fd, &system) != 0) return false;
+  return std::find(std::begin(kLocal), std::end(kLocal), static_cast<uint32_t>(system.f_type)) != std::end(kLocal);
 }
 
 int usable_cpus() {
@@ -142,6 +165,36 @@ uint64_t read_weights(int fd, int64_t offset, void* data, size_t bytes, int thre
   return in_chunks(bytes, threads, progress, [&](size_t begin, size_t length) {
     read_all(fd, offset + static_cast<int64_t>(begin), to + begin, length);
     return chunk_checksum(to + begin, length);
+  });
+}
+
+uint64_t map_weights(int fd, int64_t offset, void* data, size_t bytes, int threads, const FileProgress& progress) {
+  struct stat status;
+  if (fstat(fd, &status) != 0) throw std::system_error(errno, std::generic_category(), "fstat");
+  if (offset < 0 || status.st_size < offset || static_cast<uint64_t>(status.st_size - offset) < bytes)
+    throw std::system_error(EIO, std::generic_category(), "mmap: the file ends too early");
+  // Less than a huge page is on the heap (allocate_weights()), among other things.
+  void* pages = MAP_FAILED;
+  if (bytes >= kHugePage && is_local(fd))
+    pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, offset);
+  if (pages == MAP_FAILED) return read_weights(fd, offset, data, bytes, threads, progress);
+  // Not mapped there at once: where that fails, what was there is gone.
+  if (mremap(pages, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data) == MAP_FAILED) {
+    const int error = errno;
+    munmap(pages, bytes);
+    throw std::system_error(error, std::generic_category(), "mremap");
+  }
+  const auto* from = static_cast<const uint8_t*>(data);
+  return in_chunks(bytes, threads, progress, [&](size_t begin, size_t length) {
+#ifdef POSIX_FADV_WILLNEED
+    if (begin % kReadAhead == 0)
+      posix_fadvise(fd, offset + static_cast<int64_t>(begin), 2 * kReadAhead, POSIX_FADV_WILLNEED);
+#endif
+#ifdef MADV_POPULATE_READ
+    // All pages at once, where the system can; else each line that is hashed brings its own.
+    madvise(static_cast<uint8_t*>(data) + begin, length, MADV_POPULATE_READ);
+#endif
+    return chunk_checksum(from + begin, length);
   });
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packed weights to a file and back: in chunks, on several threads, with a checksum of what went through.
+// Packed weights to a file and back, or the file as the weights: in chunks, on several threads, with a checksum of what
+// went through.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +21,11 @@ uint64_t write_weights(int fd, int64_t offset, const void* data, size_t bytes, i
                        const FileProgress& progress = {});
 uint64_t read_weights(int fd, int64_t offset, void* data, size_t bytes, int threads = 0,
                       const FileProgress& progress = {});
+// As read_weights(), without a copy: the file's own pages become the memory, which allocate_weights() has given for as
+// many bytes and nobody has written to. The file must not be changed in place from then on; it may be removed. On a
+// network's file system, and where there is too little for whole pages, they are read.
+uint64_t map_weights(int fd, int64_t offset, void* data, size_t bytes, int threads = 0,
+                     const FileProgress& progress = {});
 // The checksum of a weight file, of bytes in memory.
 uint64_t weights_checksum(const void* data, size_t bytes);
 

@@ -330,10 +330,13 @@ void Weights::set_rows(Team& team, const std::string& name, int64_t first, int64
     try {
       for (size_t part = 0; part < slot.parts.size(); ++part) {
         const int64_t start = static_cast<int64_t>(part) * part_rows;
-        // Whole blocks for each thread: rows of one block are packed by one.
-        const Range blocks = part_of((part_rows + kBlockRows - 1) / kBlockRows, thread, team.size());
-        const int64_t begin = std::max(first, start + blocks.begin * kBlockRows);
-        const int64_t end = std::min({first + count, start + blocks.end * kBlockRows, start + part_rows});
+        const int64_t low = std::max(first, start) - start, high = std::min(first + count, start + part_rows) - start;
+        if (low >= high) continue;
+        // Whole blocks of what is given for each thread: rows of one block are packed by one.
+        const int64_t block = low / kBlockRows;
+        const Range blocks = part_of((high + kBlockRows - 1) / kBlockRows - block, thread, team.size());
+        const int64_t begin = start + std::max(low, (block + blocks.begin) * kBlockRows);
+        const int64_t end = start + std::min(high, (block + blocks.end) * kBlockRows);
         if (begin >= end) continue;
         Source from = source;
         if (order == nullptr) from.data = static_cast<const char*>(source.data) + (begin - first) * source.row_stride;

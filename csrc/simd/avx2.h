@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// 8 lanes of AVX2, FMA and F16C. simd.h says what the names mean.
+// 8 lanes of AVX2, FMA and F16C. simd.h says what the names mean; avx_vnni.h includes this for all but the products of
+// 8 and 4 bits.
 #pragma once
 
 #undef ANYACCEL_LANES
@@ -136,6 +137,15 @@ inline IVec quad_at(const void* x) {
   std::memcpy(&quad, x, sizeof quad);
   return broadcast(quad);
 }
+struct Nibbles {
+  IVec low, high;
+};
+inline Nibbles load_nibbles(const uint8_t* p) {
+  const IVec line = load_ints(p), mask = _mm256_set1_epi8(15);
+  return {_mm256_and_si256(line, mask), _mm256_and_si256(_mm256_srli_epi16(line, 4), mask)};
+}
+
+#ifndef ANYACCEL_VNNI
 // Keeps GCC from adding up in another order, for which it would keep all products in memory.
 inline IVec in_place(IVec sum) {
   __asm__("" : "+x"(sum));
@@ -155,13 +165,6 @@ inline IVec dot(IVec sum, Quads w, const int16_t* x) {
   return in_place(_mm256_add_epi32(sum, _mm256_add_epi32(even, odd)));
 }
 
-struct Nibbles {
-  IVec low, high;
-};
-inline Nibbles load_nibbles(const uint8_t* p) {
-  const IVec line = load_ints(p), mask = _mm256_set1_epi8(15);
-  return {_mm256_and_si256(line, mask), _mm256_and_si256(_mm256_srli_epi16(line, 4), mask)};
-}
 // The sum over 32 columns, of values 0..15 and activations -127..127: fits 16 bits (8 * 2 * 15 * 127 = 30480).
 struct NibbleSum {
   IVec v;
@@ -172,6 +175,7 @@ struct NibbleSum {
   }
   IVec total() const { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 };
+#endif
 template <int I>
 inline IVec column8(const uint8_t* p) {
   return _mm256_srai_epi32(_mm256_slli_epi32(load_ints(p), 24 - 8 * I), 24);

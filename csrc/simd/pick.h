@@ -29,14 +29,14 @@ constexpr bool compiled_for(const IsaRow& row) {
     return row.variants != Variants::some_kernels;
 }
 
-// The table of the highest instruction set that is not above `isa`, or null when all that there are stand above it.
+// The table of the last instruction set that `isa` includes, or null when it includes none of those that there are.
 template <class Table, int kRow = kIsaCount - 1>
 const Table* find_variant(Isa isa) {
   if constexpr (kRow < 0) {
     return nullptr;
   } else {
     if constexpr (compiled_for<Table>(kIsaRows[kRow]))
-      if (isa >= kIsaRows[kRow].isa) return &variant<Table, kIsaRows[kRow].isa>();
+      if (includes(isa, kIsaRows[kRow].isa)) return &variant<Table, kIsaRows[kRow].isa>();
     return find_variant<Table, kRow - 1>(isa);
   }
 }

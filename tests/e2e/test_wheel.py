@@ -112,7 +112,8 @@ def test_the_wheel_has_types_licence_sources_and_one_version(unpacked):
 
 # An instruction that only the variant has.
 _LLM = {
-    "avx2": r"\bvfmadd\w+\s.*%ymm", "avx512": r"\bvfmadd\w+\s.*%zmm", "avx512_vnni": r"\bvpdpbusds?\b",
+    "avx2": r"\bvfmadd\w+\s.*%ymm", "avx512": r"\bvfmadd\w+\s.*%zmm", "avx_vnni": r"\{vex\} vpdpbusd\s.*%ymm",
+    "avx512_vnni": r"\bvpdpbusds?\s.*%zmm",
     "avx512_bf16": r"\bvdpbf16ps\b", "amx": r"\btdpbf16ps\b",
 }  # fmt: skip
 _OPTIMIZER = {"avx2": r"\bvsqrtps\s.*%ymm", "avx512": r"\bvsqrtps\s.*%zmm"}

@@ -24,21 +24,20 @@ using namespace anyaccel;
 using namespace anyaccel::llm;
 using namespace anyaccel::simd;
 
-constexpr Isa kIsas[] = {Isa::scalar,      Isa::portable,    Isa::avx2, Isa::avx512,
-                         Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
+constexpr Isa kIsas[] = {Isa::scalar, Isa::portable,    Isa::avx2,        Isa::avx_vnni,
+                         Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
 
 bool runs(Isa isa) {
 #ifdef ANYACCEL_EMULATE
-  return selected_isa() >= (isa > Isa::avx512 ? Isa::avx512 : isa);
-#else
-  return isa <= selected_isa();
+  isa = highest_of_every_kernel(isa);
 #endif
+  return can_run(isa);
 }
 
 // Whether instructions of this set are plain code here, which takes ten times as long.
 bool emulated(Isa isa) {
 #ifdef ANYACCEL_EMULATE
-  return isa > Isa::avx512;
+  return row_of(isa).variants == Variants::some_kernels;
 #else
   static_cast<void>(isa);
   return false;

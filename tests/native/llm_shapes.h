@@ -22,15 +22,14 @@ using anyaccel::Isa;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
+// Whether what is compiled for it runs here; emulated, it takes no more than the instruction set that it builds on.
 inline bool supported(Isa isa) {
-  if (isa <= anyaccel::selected_isa()) return true;
 #ifdef ANYACCEL_EMULATE
-  return anyaccel::selected_isa() >= Isa::avx512;
-#else
-  return false;
+  isa = anyaccel::highest_of_every_kernel(isa);
 #endif
+  return anyaccel::can_run(isa);
 }
-constexpr Isa kIsas[] = {Isa::scalar, Isa::portable, Isa::avx2, Isa::avx512, Isa::avx512_vnni};
+constexpr Isa kIsas[] = {Isa::scalar, Isa::portable, Isa::avx2, Isa::avx_vnni, Isa::avx512, Isa::avx512_vnni};
 
 // Exactly as much memory as is used, aligned: reads beyond are seen by the sanitizer.
 struct Aligned {

@@ -2,13 +2,16 @@
 // Weights through a file: what was written comes back with the same checksum; every change and every cut is found.
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <stdexcept>
 #include <system_error>
 #include <vector>
 
+#include "llm/matrix.h"
 #include "llm/weight_file.h"
 
 namespace {
@@ -74,6 +77,37 @@ void round_trip(size_t bytes) {
   close(fd);
 }
 
+void mapped(size_t bytes) {
+  std::mt19937_64 random(bytes);
+  std::vector<uint8_t> data(bytes);
+  for (auto& byte : data) byte = static_cast<uint8_t>(random());
+  const int fd = temporary_file();
+  const uint64_t written = write_weights(fd, 0, data.data(), bytes);
+  for (int threads : {1, 3}) {
+    const auto memory = allocate_weights(bytes);
+    size_t last = 0;
+    expect(map_weights(fd, 0, memory.get(), bytes, threads, [&](size_t done) { last = done; }) == written,
+           "checksum of mapping");
+    expect(last == bytes, "progress of mapping ends at the size");
+    expect(std::memcmp(memory.get(), data.data(), bytes) == 0, "bytes of mapping");
+    static_cast<uint8_t*>(memory.get())[bytes / 2] ^= 1;  // of this process alone
+    expect(read_weights(fd, 0, data.data(), bytes) == written, "the file stays as it is");
+  }
+  const uint8_t other = data[bytes / 3] ^ 1;
+  expect(pwrite(fd, &other, 1, static_cast<off_t>(bytes / 3)) == 1, "pwrite");
+  const auto memory = allocate_weights(bytes);
+  expect(map_weights(fd, 0, memory.get(), bytes) != written, "damage of a mapped file");
+  expect(ftruncate(fd, static_cast<off_t>(bytes - 1)) == 0, "ftruncate");
+  bool thrown = false;
+  try {
+    map_weights(fd, 0, memory.get(), bytes);
+  } catch (const std::system_error& error) {
+    thrown = error.code().value() == EIO;
+  }
+  expect(thrown, "a cut file is not mapped");
+  close(fd);
+}
+
 void errors() {
   std::vector<uint8_t> data(3 << 20);
   bool thrown = false;
@@ -98,6 +132,7 @@ void errors() {
 
 int main() {
   for (size_t bytes : {0UL, 1UL, 7UL, 64UL, 65UL, 4096UL, 524288UL, 524289UL, 5000001UL}) round_trip(bytes);
+  for (size_t bytes : {1000UL, (2UL << 20) - 1, 2UL << 20, 5000001UL}) mapped(bytes);
   errors();
   std::puts("ok");
 }

@@ -30,6 +30,7 @@ import family_cases
 import native_models
 from anyaccel import vendors
 from anyaccel.accelerator import backends, select
+from anyaccel.env import ISA_NAMES
 from anyaccel.inference import families
 from anyaccel.inference.checkpoints import quantised
 from anyaccel.inference.native.checkpoint import checkpoint_of
@@ -251,7 +252,7 @@ def test_an_instruction_set(tmp_path: Path) -> None:
     isa = (simd / "isa.h").read_text()
     row = re.search(r"^  ROW\(portable, .*\\\n", isa, re.MULTILINE)
     assert row
-    isa = isa.replace(row[0], row[0] + '  ROW(mine, any, every_kernel, "") \\\n')
+    isa = isa.replace(row[0], row[0] + '  ROW(mine, any, every_kernel, portable, "") \\\n')
     (simd / "isa.h").write_text(isa)
     (tmp_path / "program.cpp").write_text(PROGRAM)
     options = ["-std=c++20", "-O0", "-Wno-psabi", "-DANYACCEL_ISA_VARIANT=mine", f"-I{tmp_path / 'csrc'}"]
@@ -300,6 +301,7 @@ def test_cmake_compiles_each_kernel_for_an_instruction_set_that_is_listed(tmp_pa
     listed = re.search(r"^  set\(every ([\w ]+)\)$", text, re.MULTILINE)
     assert listed
     assert listed[1].split() == [name for name, kernels in rows if kernels != "some_kernels"]
+    assert tuple(name for name, _ in rows) == ISA_NAMES
     for name, _ in rows:
         assert f"set({name}_flags " in text
         assert (ROOT / "csrc" / "simd" / f"{name}.h").exists()

@@ -275,6 +275,7 @@ def _native_engine(
                 cache_dtype=settings.cache_dtype,
                 cache_limit=settings.cache_bytes,
                 progress=progress,
+                beside=tp_size == 1,
                 release=True,
             ),
         )

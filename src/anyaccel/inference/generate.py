@@ -258,6 +258,8 @@ def request_steps(native: NativeModel, request: _llm.Request, result: Generation
         if not result.tokens:
             first = now
             result.prompt_seconds = now - start
+            if native.saving is not None:
+                native.saving.begin()
         result.decode_seconds = now - first
         result.tokens.append(token)
         yield token

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.native import packed_cache
+from anyaccel.inference.native import packed_cache, runtime
 from anyaccel.inference.native.runtime import NativeModel, load_native
 from anyaccel.inference.spec.mapping import Unsupported
 
@@ -226,3 +227,80 @@ def test_progress_ends_at_the_size(model: Path) -> None:
         assert native.cached == cached
         assert seen[-1] == (native.model.weight_bytes, native.model.weight_bytes)
         assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writes beside the work wait for it; so small a model is written beside it, too."""
+    monkeypatch.setattr(runtime, "_LEAST_BESIDE", 0)
+    opened = threading.Event()
+    save = packed_cache.Entry.save
+    monkeypatch.setattr(packed_cache.Entry, "save", lambda *given: opened.wait(60) and save(*given))
+    return opened
+
+
+def test_weights_are_written_beside_the_work(model: Path, gate: threading.Event) -> None:
+    first = load_native(model, beside=True)
+    assert first.saving is not None
+    first.saving.begin()
+    expected = logits(first)  # while it is written
+    assert entries(model) == []
+    gate.set()
+    first.saving.finish()
+    assert len(entries(model)) == 1
+    second = load_native(model, beside=True)
+    assert (second.cached, second.saving) == (True, None)
+    np.testing.assert_array_equal(logits(second), expected)
+
+
+def test_another_process_waits_for_what_is_written_beside_the_work(model: Path, gate: threading.Event) -> None:
+    first = load_native(model, beside=True)
+    assert first.saving is not None
+
+    def check() -> None:
+        gate.set()
+
+    assert load_native(model, check=check).cached
+    first.saving.finish()
+
+
+def test_a_write_beside_the_work_can_be_given_up(model: Path, gate: threading.Event) -> None:
+    native = load_native(model, beside=True)
+    assert native.saving is not None
+    gate.set()
+    native.saving.finish(stop=True)
+    assert entries(model) == []
+    assert not load_native(model).cached
+    assert load_native(model).cached
+
+
+def test_an_interrupted_wait_gives_the_write_up(
+    model: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = load_native(model, beside=True).saving
+    assert saving is not None
+    wait = saving._ended.wait
+
+    def interrupted() -> None:
+        monkeypatch.setattr(saving._ended, "wait", wait)
+        gate.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(saving._ended, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saving.finish()
+    assert not load_native(model).cached
+
+
+def test_few_weights_are_written_at_once(model: Path) -> None:
+    assert load_native(model, beside=True).saving is None
+    assert len(entries(model)) == 1
+
+
+def test_the_end_of_a_process_waits_for_what_is_written(model: Path) -> None:
+    script = (
+        "import sys; from anyaccel.inference.native import runtime; runtime._LEAST_BESIDE = 0;"
+        "assert runtime.load_native(sys.argv[1], beside=True).saving"
+    )
+    subprocess.run([sys.executable, "-c", script, str(model)], check=True, timeout=100)
+    assert load_native(model).cached

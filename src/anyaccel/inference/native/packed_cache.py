@@ -4,10 +4,11 @@
 `<cache folder>/packed/<model>-<key>/` has `weights` (one block, as `_llm.Model` has it in memory) and `model.json` (the
 specs, the configs, the shapes, a checksum of the weights and one of itself). The key is made of what `identity` tells
 of the source's files, the precision, the rank and the version of the layout; packed weights are the same for every
-instruction set. Entries are made beside and renamed, under a lock; the folder is the user's own (0700).
+instruction set. Entries are made beside and renamed, under a lock, by `saving` while the model is at work already; the
+folder is the user's own (0700).
 
-Each read is checked in full: the checksum is computed while the bytes are in the processor's cache, which makes reading
-about a tenth slower (270 MB: 0.14 s). Whatever does not fit is made again. What goes: entries whose source has changed
+The weights are mapped where that is safe (csrc/llm/weight_file.h), else read, and checked in full each time: the checksum
+is computed as they come. Whatever does not fit is made again. What goes: entries whose source has changed
 or is gone, then the least recently used ones above ANYACCEL_PACKED_CACHE_BYTES.
 """
 

@@ -20,6 +20,7 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.checkpoints.model_path import check_model_path
 from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
 from anyaccel.inference.native.packed_cache import Entry
+from anyaccel.inference.native.saving import Saving
 from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.inference.spec.stored import with_specs
 from anyaccel.outside import Values, line, text
@@ -35,6 +36,7 @@ Progress = Callable[[int, int], object]
 _CACHE_FORMATS = {"fp32": "f32", "f32": "f32", "bf16": "bf16", "int8": "i8", "i8": "i8"}
 _THREADS_A_CPU = 4  # a real run has one; tests have more
 _CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+_LEAST_BESIDE = 64 << 20  # bytes of packed weights; fewer are written at once
 _SHARE_OF_MEMORY = 0.75  # of the available memory: the most that the key/value cache may grow to
 
 
@@ -54,6 +56,7 @@ class NativeModel:
         dtype: that was asked for; None: the file's own.
         forms: types that matrices are stored as -> what those run as, in words.
         cached: the packed weights came from the cache.
+        saving: writes them there meanwhile; `begin` it after the first token, `finish` it at the end.
     """
 
     model: _llm.Model
@@ -66,6 +69,7 @@ class NativeModel:
     rank: int = 0
     size: int = 1
     cached: bool = False
+    saving: Saving | None = None
 
     def __post_init__(self) -> None:
         _models[id(self)] = self
@@ -85,6 +89,7 @@ def load_native(
     cache_limit: int = 0,
     progress: Progress | None = None,
     use_cache: bool = True,
+    beside: bool = False,
     release: bool = False,
     check: Callable[[], object] | None = None,
 ) -> NativeModel:
@@ -101,6 +106,7 @@ def load_native(
             to other models of this process.
         progress: called with (bytes done, bytes in all) while weights are read or packed.
         use_cache: keep the packed weights of files in the user's cache folder, and read them from there.
+        beside: write them there in a thread, after this call; see `NativeModel.saving`.
         release: give up each of the module's weights once it is packed.
         check: called between the steps of the work, in its thread; what it raises ends the work.
 
@@ -144,7 +150,10 @@ def load_native(
         found = _from_cache(entry, with_specs(entry.load()), settings)  # another process may have made it meanwhile
         if found is None:
             found, shapes = _from_files(path, settings)
-            _save(entry, found, shapes, settings)
+            if beside and found.model.weight_bytes >= _LEAST_BESIDE:
+                found.saving = Saving(_writer(entry, found, shapes), held.pop_all().close)
+            else:
+                _writer(entry, found, shapes)(settings.go_on)
         return found
 
 
@@ -276,8 +285,10 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
     return native, shapes
 
 
-def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any], settings: _Settings) -> None:
-    size = made.model.weight_bytes
+def _writer(entry: Entry, made: NativeModel, shapes: Mapping[str, Any]) -> Callable[[Callable[[], object]], None]:
+    """What makes the entry; it calls its argument again and again."""
+    model = made.model  # not the whole: it holds what is made of this
+    size = model.weight_bytes
     saved = {
         "spec": asdict(made.spec),
         "whole_spec": asdict(made.whole_spec),
@@ -286,11 +297,15 @@ def _save(entry: Entry, made: NativeModel, shapes: Mapping[str, Any], settings: 
         "generation_config": made.generation_config,
         "forms": made.forms,
     }
-    try:
-        if entry.has_room(size):
-            entry.save(saved, size, lambda descriptor: made.model.write(descriptor, 0, lambda _: settings.go_on()))
-    except OSError as error:  # the model is loaded all the same
-        logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
+
+    def write(go_on: Callable[[], object]) -> None:
+        try:
+            if entry.has_room(size):
+                entry.save(saved, size, lambda descriptor: model.write(descriptor, 0, lambda _: go_on()))
+        except OSError as error:  # the model is loaded all the same
+            logger.warning("%s: packed weights are not kept (%s)", entry.root, error)
+
+    return write
 
 
 def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: int) -> None:

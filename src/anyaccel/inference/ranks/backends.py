@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -118,6 +119,11 @@ class NativeBackend(_InThisProcess):
 
     def peak(self) -> int:
         return high_water_mark()
+
+    def close(self) -> None:
+        """What is being written to the cache is finished first, unless an error or Ctrl-C ends the command."""
+        if self.native.saving is not None:
+            self.native.saving.finish(stop=sys.exception() is not None)
 
     def peaks(self) -> list[int]:
         return [self.peak()]

@@ -125,6 +125,7 @@ def loader(
         threads=options.threads,
         cache_dtype=cache,
         progress=progress,
+        beside=size == 1,  # ranks end with the job
         check=check,
     )
 
