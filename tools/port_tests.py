@@ -32,13 +32,15 @@ from port_packages import IMPORTER
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "data" / "port_tests.json"
+# Tests whose names are drawn at random have the same ones before and after.
+SEEDED = "import random, sys, numpy, pytest; random.seed(0); numpy.random.seed(0); sys.exit(pytest.main(sys.argv[1:]))"
 GRACE = 60  # seconds from the interrupt to the end: pytest tears down and writes what it has
 
 
 def environment(folder: Path) -> dict[str, str]:
     """What the package in this folder is run with."""
     settings = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, "PYTHONPATH": str(folder), **settings}
+    return {**os.environ, "PYTHONPATH": str(folder), "PYTHONHASHSEED": "0", **settings}
 
 
 class Run(NamedTuple):
@@ -76,7 +78,7 @@ def outcomes(python: str, folder: Path, tests: list[str], limit: float) -> Run:
     """Runs the tests in this folder."""
     with tempfile.TemporaryDirectory() as place:
         report = Path(place, "report.xml")
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--junitxml={report}"]
+        command = [python, "-c", SEEDED, "-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--junitxml={report}"]
         command += ["--continue-on-collection-errors"]  # as many as can run
         told, whole = within(limit, [*command, *tests], folder)
         if not report.exists() and whole:

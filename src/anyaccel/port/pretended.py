@@ -78,14 +78,15 @@ def _is_put_on(found: usage.Role) -> bool:
 
 def _is_for_gpus(ctx: Context, test: cst.FunctionDef, text: str, candidates: Sequence[Candidate]) -> bool:
     """Whether the test, its class or its file says that it needs a GPU, or asks for something before it runs."""
-    around = [test, *(each for each in ctx.tree.parents(test) if isinstance(each, cst.ClassDef))]
+    classes = [each for each in ctx.tree.parents(test) if isinstance(each, cst.ClassDef)]
+    around: list[cst.FunctionDef | cst.ClassDef] = [test, *classes]
     texts = [ctx.tree.module.code_for_node(mark) for each in around for mark in each.decorators]
     texts += [_STRINGS.sub("", text), *(each.name.value for each in around)]
     for line in ctx.tree.module.body:
         text = ctx.tree.module.code_for_node(line) if isinstance(line, cst.SimpleStatementLine) else ""
         texts += [text] if "pytestmark" in text else []
     return any(_WANTS_A_GPU.search(text) for text in texts) or any(
-        each.guard and _runs_before(ctx, each, around[1:]) for each in candidates
+        each.guard and _runs_before(ctx, each, classes) for each in candidates
     )
 
 
