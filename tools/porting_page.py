@@ -112,6 +112,8 @@ def _tests() -> Iterator[str]:
             f"{row['before'].get(key, 0)} → {row['after'].get(key, 0)}" for key in ("passed", "failed", "skipped")
         ]
         which = ", ".join(f"`{each}`" for each in row["tests"])
+        if limit := row.get("interrupted_after"):
+            which += f" (interrupted after {limit:g} s)"
         cells = [name, which, str(row["fixed"]), *counts, str(len(row["passed_only_before"]))]
         if modules := row.get("modules"):
             cells.append(f"{modules['before']} → {modules['after']} of {modules['all']}")

@@ -83,7 +83,7 @@ DS_PIN_MEMORY_BACKEND = EnvVar(
     "DS_PIN_MEMORY_BACKEND",
     _one_of("torch", "native"),
     "torch",
-    "what the alias's utils.pin_memory pins with",
+    "native: pin_memory() of every accelerator gives memory that mlock() holds, in the place of torch's",
 )
 DS_ALLOW_DEPRECATED_FP16 = EnvVar(
     "DS_ALLOW_DEPRECATED_FP16", _is_one, False, "1 allows fp16 on GPUs of compute capability 6, where it is slow"

@@ -186,6 +186,7 @@ FOREIGN = (
     *(f"{line.split()[1]}/" for line in (ROOT / "docs/data/port_corpus.tsv").read_text().splitlines() if line),
     "path/in/the/repository.py",
     "tests/native/NAME",
+    "unit/",  # of DeepSpeed's tests
 )
 NAMED = re.compile(r"(?<![\w./<>{}$*-])((?:[\w-]+/)*[\w-]+\.(?:py|cpp|h|md))(?![\w/(])")
 EXAMPLE = re.compile(r"^ *```.*?^ *```$|<!-- file: .*? -->", re.MULTILINE | re.DOTALL)

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 
+from anyaccel import env
 from anyaccel.accelerator import inert
 from anyaccel.accelerator.spec import METHODS_OF, BackendSpec, Capability, Unavailable
 from anyaccel.errors import CapabilityError, UsageError
@@ -519,6 +520,9 @@ class Accelerator(abc.ABC):
                 int in the place of make_copy means this, as in the interface's older versions.
         """
         make_copy, _ = self._pin_arguments(make_copy, align_bytes)
+        if (locked := self._locked_memory()) is not None:
+            pinned: torch.Tensor = locked.pin(tensor, make_copy, match_shape)
+            return pinned
         if not self.has(Capability.PINNED_MEMORY):
             return tensor
         if make_copy:
@@ -531,11 +535,23 @@ class Accelerator(abc.ABC):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is in page-locked host memory."""
-        return tensor.is_pinned()
+        locked = self._locked_memory()
+        return (locked is not None and bool(locked.is_pinned(tensor))) or tensor.is_pinned()
 
-    def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Give page-locked memory back early; here it goes with the tensor, so there is nothing to do."""
-        return
+    def unpin_memory(self, tensor: torch.Tensor) -> bool | None:
+        """Give page-locked memory back early.
+
+        Returns:
+            Whether there was some, with DS_PIN_MEMORY_BACKEND=native. Else None: it goes with the tensor.
+        """
+        locked = self._locked_memory()
+        return None if locked is None else bool(locked.unpin(tensor))
+
+    def _locked_memory(self) -> Any:
+        """The op that pins in the place of torch where DS_PIN_MEMORY_BACKEND says so, on every device; else None."""
+        if env.DS_PIN_MEMORY_BACKEND.get() != "native":
+            return None
+        return self.create_op_builder("PinMemoryBuilder").load()
 
     def pin_memory_alignment(self) -> int:
         """Alignment in bytes that register_host_memory wants; 1 for none."""
@@ -561,6 +577,9 @@ class Accelerator(abc.ABC):
         return self._empty_pinned(tuple(tensor.shape), tensor.dtype if dtype is None else dtype)
 
     def _empty_pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if (locked := self._locked_memory()) is not None:
+            pinned: torch.Tensor = locked.pin_empty(shape, dtype)
+            return pinned
         return torch.empty(shape, dtype=dtype, pin_memory=self.has(Capability.PINNED_MEMORY))
 
     def _require_host(self, device: str | torch.device) -> None:

@@ -263,7 +263,7 @@ def _place(module: cst.Module, line: cst.SimpleStatementLine, index: int) -> cst
         lead = lead[moved:]
         if following is not None:
             if not _is_third_party_line(following) and not (lead and lead[0].comment is None):
-                lead = [gap, *lead]
+                lead = [gap] * (2 if isinstance(following, cst.FunctionDef | cst.ClassDef) else 1) + lead
             body[index] = following.with_changes(leading_lines=lead)
     body.insert(index, line)
     return module.with_changes(body=body)

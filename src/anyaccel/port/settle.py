@@ -11,6 +11,7 @@ from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.cuda_names import ANY_WILL_DO
 from anyaccel.port.guards import ends_with_demand, guarded, leaves_quietly, only_sets_cuda
+from anyaccel.port.pretended import leave_pretended
 from anyaccel.port.syntax import dotted, text_of
 
 _TENSOR_HAS_TWO = (
@@ -38,6 +39,7 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
     take a branch that was meant for GPUs, nothing in it changes what is computed.
     """
     _leave_halves(candidates)
+    leave_pretended(ctx, candidates)
     settled = False
     while not settled:
         settled = not (

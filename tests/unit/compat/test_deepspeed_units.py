@@ -20,31 +20,33 @@ from anyaccel.compat import ALIAS_ROOT
 
 CHECKOUT = os.environ.get("DEEPSPEED_CHECKOUT", "")
 
-# What runs, and how many of its tests pass: all that version 0.19.6 has for a CPU, but for those listed below. The rest
-# are skipped by DeepSpeed itself: float16 optimizers, devices, programs that are not installed.
+# What runs, and how many of its tests pass: all that version 0.19.6 has for a CPU, but for those listed below.
 TESTS = {
-    "unit/v1/accelerator": 11,
-    "unit/ops/adam/test_cpu_adam.py": 35,
+    "unit/v1/accelerator": 13,
+    "unit/ops/adam/test_cpu_adam.py": 41,
     "unit/ops/adagrad": 2,
-    "unit/ops/lion/test_cpu_lion.py": 10,
+    "unit/ops/lion/test_cpu_lion.py": 15,
     "unit/v1/nvme/test_aio.py": 52,
-    "unit/comm/test_dist.py": 21,
-    "unit/launcher": 24,
+    "unit/comm/test_dist.py": 26,
+    "unit/launcher": 28,
     "unit/utils/test_init_on_device.py": 2,
 }
 
 # What need not pass, and why a user would accept that.
 ALLOWED = {
-    "*test_accelerator::test_pin_memory_native_backend": "accelerators pin with torch; locked memory is had from "
-    "deepspeed.utils.pin_memory or aio_handle.new_cpu_locked_tensor()",
-    "*test_accelerator::test_pin_memory_native_raises_when_pin_memory_unavailable": "there is no PinMemoryBuilder that "
-    "could fail: locked memory needs no op",
     "*test_multinode_runner::test_pdsh_runner": "pdsh is `anyaccel run --launcher pdsh`; its command starts our agents",
     "*test_multinode_runner::test_openmpi_runner": "no interface called eth0 is taken for granted",
     "*test_multinode_runner::test_mpich_runner": "MPICH's launcher is mpiexec.hydra, whatever mpirun is on the PATH",
     "*test_multinode_runner::test_mvapich_runner": "as MPICH's",
-    "*test_dist.TestDistributedFixture::*": "its kind of fixtures needs pytest < 8.4, as DeepSpeed's requirements say",
     "*test_dist.TestDistInitWithModel*": "deepspeed.initialize(): the training engine is out of scope",
+}
+# What DeepSpeed's tests pass over themselves on a CPU, by a part of the reason that they give, and why it is not for us
+# to mend.
+PASSED_OVER = {
+    "torch.pin_memory is only supported in CUDA": "the other half of these tests has locked memory, and runs",
+    "torch.float16 not supported in current accelerator": "whether fp16 is the accelerator's says oneDNN, by the CPU",
+    "torch.optim.AdamW with half precision inf/nan output": "it is torch's optimizer that cannot be compared with",
+    "cross-process ZenFlowAdam not available": "ZenFlow is part of ZeRO's offload, which is out of scope",
 }
 # Not begun, and why; where it fails, it ends a process of a pool that DeepSpeed's harness then waits 300 s for.
 SKIPPED = {
@@ -66,13 +68,22 @@ from pathlib import Path
 def get_cpu_info():
     fields = (line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
     found = {key.strip(): value.strip() for key, value in fields}
-    return {"vendor_id_raw": found.get("vendor_id", "unknown"), "flags": found.get("flags", "").split()}
+    # Not the vendor: DeepSpeed passes over fp16 on AMD, where its kernels have none, and ours have.
+    return {"vendor_id_raw": "any", "flags": found.get("flags", "").split()}
 """,
     # Each test starts processes anew; those of a server that has imported this once are there at once.
+    # And a class of fixtures names itself by an attribute that pytest reads no more since 8.4, which DeepSpeed forbids.
     "preloaded.py": """
 import multiprocessing
 
+import pytest
+
 multiprocessing.set_forkserver_preload(["torch", "deepspeed.comm", "unit.common"])
+
+
+def pytest_pycollect_makeitem(collector, name, obj):
+    if name != "DistributedFixture" and getattr(obj, "is_dist_fixture", False):
+        pytest.register_fixture(name=name, func=obj, node=collector)
 """,
     "tests/unit/simple_model.py": """
 import torch
@@ -94,6 +105,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("conftest.py", "pytest.ini"):
         shutil.copy(source / name, folder)
     shutil.copytree(source / "unit", folder / "unit")
+    # What DeepSpeed's launcher cannot do with a CPU yet, ours can.
+    launcher = folder / "unit" / "launcher" / "test_user_args.py"
+    launcher.write_text(launcher.read_text().replace('get_accelerator().device_name() == "cpu"', "False"))
     for name, text in HELPERS.items():
         (root / name).write_text(text)
     script = root / "bin" / "deepspeed"
@@ -135,6 +149,13 @@ def test_deepspeeds_own_tests_pass(name: str, folder: Path, tmp_path: Path) -> N
     }
     wrong = {case: why for case, why in failed.items() if not any(fnmatch(case, allowed) for allowed in ALLOWED)}
     assert not wrong, "\n".join(f"{case}: {why}" for case, why in wrong.items())
-    passed = len(cases) - len(failed) - sum(1 for case in cases if case.find("skipped") is not None)
+    reasons = {
+        f"{case.get('classname')}::{case.get('name')}": outcome.get("message") or ""
+        for case in cases
+        for outcome in case.iter("skipped")
+    }
+    unknown = {case: why for case, why in reasons.items() if not any(known in why for known in PASSED_OVER)}
+    assert not unknown, "skipped for a reason that is not on the list:\n" + "\n".join(map(str, unknown.items()))
+    passed = len(cases) - len(failed) - len(reasons)
     print(f"{name}: {passed} of {len(cases)} passed, {len(failed)} on the list")
     assert passed >= TESTS[name], f"only {passed} of {len(cases)} tests passed: are they the right ones?"

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from anyaccel.accelerator.backends.cpu import CpuAccelerator
 from anyaccel.accelerator.locked_memory import LockedMemory
 from anyaccel.ops import aio
 from anyaccel.ops.aio import memory
 from anyaccel.ops.builders.aio import AsyncIOBuilder
+from anyaccel.ops.builders.pin_memory import PinMemoryBuilder
 
 BYTE = torch.empty(0, dtype=torch.uint8)
 
@@ -172,3 +175,31 @@ def test_the_xpu_backends_page_aligned_memory_comes_from_this_op(shape: tuple[in
     assert locked.pin(tensor, make_copy=False, match_shape=False).shape == (tensor.numel(),)
     locked.free(copy)
     assert copy not in locked
+
+
+def test_accelerators_pin_with_locked_memory_where_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = CpuAccelerator()
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert cpu.pin_memory(tensor) is tensor and cpu.unpin_memory(tensor) is None
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")
+    pinned = cpu.pin_memory(tensor)
+    assert torch.equal(pinned, tensor) and pinned.data_ptr() != tensor.data_ptr()
+    assert cpu.is_pinned(pinned) and cpu.is_pinned(pinned[1, 1:]) and not cpu.is_pinned(tensor)
+    assert cpu.pin_memory(tensor, make_copy=False).shape == (2, 3)
+    assert cpu.pin_memory(tensor, match_shape=False).tolist() == tensor.flatten().tolist()
+    assert cpu.is_pinned(cpu.pin_empty(5, dtype=torch.int8)) and cpu.is_pinned(cpu.pin_empty_like(tensor))
+    view = pinned.reshape(-1)
+    pinned.data = torch.zeros(2, 3)  # as code does that moves parameters to a device and back
+    assert cpu.is_pinned(view) and cpu.unpin_memory(pinned) is True and not cpu.is_pinned(view)
+    assert cpu.unpin_memory(pinned) is False and cpu.unpin_memory(tensor) is False
+    with FakeTensorMode() as fake:
+        assert not cpu.is_pinned(fake.from_tensor(tensor))
+    assert not cpu.is_pinned(torch.zeros(2, device="meta"))
+
+
+def test_the_handle_of_the_pinning_op_knows_the_memory_of_all_others(handle: aio.aio_handle) -> None:
+    op = PinMemoryBuilder().load()
+    tensor = op.pin_handle().new_cpu_locked_tensor(10, BYTE)
+    assert handle.is_pinned(tensor) and op.pin_handle().free_cpu_locked_tensor_by_ptr(tensor.data_ptr())
+    assert not handle.is_pinned(tensor) and not op.pin_handle().free_cpu_locked_tensor_by_ptr(tensor.data_ptr())
+    assert PinMemoryBuilder().jit_load() is op

@@ -353,6 +353,7 @@ HOST = {
     "CPUAdagradBuilder": ("cpu_adagrad", "DS_BUILD_CPU_ADAGRAD"),
     "CPUAdamBuilder": ("cpu_adam", "DS_BUILD_CPU_ADAM"),
     "CPULionBuilder": ("cpu_lion", "DS_BUILD_CPU_LION"),
+    "PinMemoryBuilder": ("pin_memory", "DS_BUILD_PIN_MEMORY"),
 }
 CPU = HOST | {
     "CCLCommBuilder": ("deepspeed_ccl_comm", "DS_BUILD_CCL_COMM"),

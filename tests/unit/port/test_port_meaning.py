@@ -314,3 +314,41 @@ def test_lines_that_merely_name_cuda_are_mentioned() -> None:
     assert mentions(text, told) == (2, 3, 6)
     assert mentions("def f(:\n  cuda", ()) == ()
     assert mentions("from a import cuda_b as c\nclass Cuda: pass\nx = f'{y} cuda'\n", ()) == (1, 2, 3)
+
+
+KEYS = "keys = [torch.device('cuda:13'), torch.device('cuda:0')]"
+LISTED = f"def test_sort():\n    {KEYS}\n    assert sort(keys)[0].index == 0"  # captum
+SET = "class TestWarning:\n    def test_warns(self):\n        model.device = torch.device('cuda')\n        model.warn()"
+OPTION = "def test_option():\n    config = Config(device='cuda:1')\n    assert config.device == 'cuda:1'"
+MOCKED = """def test_mocked():
+    with mock.patch('torch.cuda.is_available', return_value=True):
+        device = 'cuda'
+        assert str(move(torch.zeros(1, device=device)).device) == 'cuda'"""
+
+
+@pytest.mark.parametrize("text", [LISTED, SET, OPTION, OPTION.replace(":1", ""), MOCKED])
+def test_devices_that_a_test_only_speaks_of_stay(text: str) -> None:
+    text = f"import torch\n{text}\n"
+    assert port(text) == text
+    assert "it may pass without a GPU" in messages(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SET.replace("        model.warn()", "        model.step(x.cuda())"),  # it needs a GPU anyway
+        SET.replace("        model.warn()", "        model.step(torch.zeros(1, device=model.device))")
+        + "\n        device = 'cuda'\n        model.to(device)",
+        SET.replace(
+            "    def", "    def setup_method(self):\n        skip_unless(torch.cuda.is_available())\n\n    def"
+        ),
+        "@requires_gpu\n" + LISTED,
+        "pytestmark = pytest.mark.gpu\n\n\n" + LISTED,
+        "if not torch.cuda.is_available():\n    pytest.skip('no GPU', allow_module_level=True)\n\n\n" + LISTED,
+        LISTED.replace("test_sort", "sort_all"),  # no test: where it runs is not known
+        OPTION.replace("    config", "    if not HAS_CUDA:\n        return\n    config"),
+    ],
+)
+def test_devices_that_code_for_a_gpu_uses_are_ported(text: str) -> None:
+    assert "get_accelerator().device_name(" in port(f"import torch\n{text}\n")
+    assert "it may pass without a GPU" not in messages(f"import torch\n{text}\n")

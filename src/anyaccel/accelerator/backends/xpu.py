@@ -104,6 +104,7 @@ class XpuAccelerator(TorchDeviceAccelerator):
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor in self._page_aligned or super().is_pinned(tensor)
 
-    def unpin_memory(self, tensor: torch.Tensor) -> None:
+    def unpin_memory(self, tensor: torch.Tensor) -> bool | None:
         """Give page-aligned locked memory back now; other pinned memory goes with its tensor."""
         self._page_aligned.free(tensor)
+        return super().unpin_memory(tensor)

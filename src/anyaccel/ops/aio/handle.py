@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import torch
 
 from anyaccel.errors import AioError, UsageError
 from anyaccel.ops._dense import why_no_memory
-from anyaccel.ops.aio import memory
+from anyaccel.ops.aio.memory import LockedTensors
 from anyaccel.ops.aio.native import ATOMIC, CACHED, ENGINES, WRITE, native
 from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, changed, copy_into, replaceable
 
@@ -29,7 +28,7 @@ _VALIDATED_AT_ONCE = 8 << 20
 File: TypeAlias = PathLike | int
 
 
-class aio_handle:
+class aio_handle(LockedTensors):
     """Reads files into tensors and writes tensors to files.
 
     Args:
@@ -289,40 +288,6 @@ class aio_handle:
         after = [lambda: _validate(host, path, file_offset, reopened)] if validate else []
         flags = WRITE | (ATOMIC if write_atomic else 0)
         self._requests.begin(Request(path, descriptor, [Piece.of(host, file_offset)], flags, after))
-
-    # Memory -----------------------------------------------------------------------------------------------------
-
-    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A flat host tensor of `num_elem` elements of the dtype of `example_tensor`.
-
-        Its memory is page-aligned, in huge pages where it is large enough, and freed with the tensor. It is registered
-        with an accelerator that does that (so it is pinned), else locked; where RLIMIT_MEMLOCK forbids that, there is
-        one warning.
-
-        Raises:
-            UsageError: `num_elem` is negative.
-            AioError: there is no memory of this size.
-        """
-        count, dtype = operator.index(num_elem), example_tensor.dtype
-        if count < 0:
-            raise UsageError(f"new_cpu_locked_tensor: num_elem={num_elem} must not be negative")
-        try:
-            return memory.new_locked_tensor(count, dtype)
-        except (OSError, OverflowError):
-            why = f"there is no memory of {count * dtype.itemsize} bytes (errno {errno.ENOMEM})"
-            raise AioError(errno.ENOMEM, f"new_cpu_locked_tensor: {why}", "", 0) from None
-
-    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Unlock the memory of a tensor of new_cpu_locked_tensor(), or of a view of one, now.
-
-        Its addresses stay valid until the last tensor on them is gone, so a late access is no crash. False when the
-        tensor is none of these.
-        """
-        return memory.free_locked_tensor(tensor)
-
-    def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether `buffer` is in locked or pinned host memory."""
-        return buffer.is_cpu and (memory.is_locked(buffer) or buffer.is_pinned())
 
 
 def _check_dense(what: str, buffer: torch.Tensor) -> None:

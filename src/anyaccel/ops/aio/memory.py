@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
+import operator
 import os
 import resource
 import threading
@@ -15,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from anyaccel.accelerator import get_accelerator
-from anyaccel.errors import AnyAccelError
+from anyaccel.errors import AioError, AnyAccelError, UsageError
 
 logger = logging.getLogger("anyaccel.aio")
 
@@ -133,10 +135,13 @@ def new_locked_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
 
 def free_locked_tensor(tensor: torch.Tensor) -> bool:
     """Unlock the memory of a tensor of new_locked_tensor(), or of a view of one; False for another tensor."""
-    if not tensor.is_cpu:
-        return False
+    return tensor.is_cpu and free_locked(tensor.untyped_storage().data_ptr())
+
+
+def free_locked(address: int) -> bool:
+    """Unlock the memory of new_locked_tensor() that begins at `address`; False where there is none."""
     with _mutex:
-        there = _memories.pop(tensor.untyped_storage().data_ptr(), None)
+        there = _memories.pop(address, None)
     memory = there() if there is not None else None
     if memory is None:
         return False
@@ -148,3 +153,39 @@ def is_locked(tensor: torch.Tensor) -> bool:
     """Whether the tensor, or what it is a view of, came from new_locked_tensor() and was not freed."""
     there = _memories.get(tensor.untyped_storage().data_ptr())
     return there is not None and there() is not None
+
+
+class LockedTensors:
+    """DeepSpeed's methods for tensors in locked memory, which its handles have."""
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A flat host tensor of `num_elem` elements of the dtype of `example_tensor`.
+
+        Its memory is page-aligned, in huge pages where it is large enough, and freed with the tensor. It is registered
+        with an accelerator that does that (so it is pinned), else locked; where RLIMIT_MEMLOCK forbids that, there is
+        one warning.
+
+        Raises:
+            UsageError: `num_elem` is negative.
+            AioError: there is no memory of this size.
+        """
+        count, dtype = operator.index(num_elem), example_tensor.dtype
+        if count < 0:
+            raise UsageError(f"new_cpu_locked_tensor: num_elem={num_elem} must not be negative")
+        try:
+            return new_locked_tensor(count, dtype)
+        except (OSError, OverflowError):
+            why = f"there is no memory of {count * dtype.itemsize} bytes (errno {errno.ENOMEM})"
+            raise AioError(errno.ENOMEM, f"new_cpu_locked_tensor: {why}", "", 0) from None
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Unlock the memory of a tensor of new_cpu_locked_tensor(), or of a view of one, now.
+
+        Its addresses stay valid until the last tensor on them is gone, so a late access is no crash. False when the
+        tensor is none of these.
+        """
+        return free_locked_tensor(tensor)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether `buffer` is in locked or pinned host memory."""
+        return buffer.is_cpu and (is_locked(buffer) or buffer.is_pinned())

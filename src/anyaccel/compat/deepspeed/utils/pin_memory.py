@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""deepspeed.utils.pin_memory: locked host memory, from `anyaccel.ops.aio`."""
+"""deepspeed.utils.pin_memory: locked host memory, from the op that PinMemoryBuilder loads."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from anyaccel import env
-from anyaccel.accelerator.base import HOST
-from anyaccel.ops.aio import memory
 
 from .._cover import cover
+from ..ops import op_builder
 
 __all__ = ["NativePinnedMemory", "get_active_native_pinned_memory", "get_native_pinned_memory"]
 
@@ -20,30 +19,30 @@ __all__ = ["NativePinnedMemory", "get_active_native_pinned_memory", "get_native_
 class NativePinnedMemory:
     """Tensors in locked memory, registered with an accelerator that does that, until the last of them is gone."""
 
+    def __init__(self) -> None:
+        try:
+            builder: Any = op_builder.PinMemoryBuilder
+            self._op = builder().load()
+        except Exception as error:
+            raise RuntimeError("DS_PIN_MEMORY_BACKEND=native: the op pin_memory does not load") from error
+
     def pin(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
         """A copy of `tensor`, or unfilled memory for one; flat unless `match_shape`."""
-        shape = tensor.shape if match_shape else (tensor.numel(),)
-        locked = self.pin_empty(tensor, shape)
-        if make_copy:
-            locked.copy_(tensor.detach().reshape(shape))
+        locked: torch.Tensor = self._op.pin(tensor, make_copy, match_shape)
         return locked
 
     def pin_empty(self, example: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Memory for a tensor of this shape, of the dtype of `example`."""
-        locked = memory.new_locked_tensor(math.prod(shape), example.dtype).view(tuple(shape))
-        locked.ds_pinned = True  # type: ignore[attr-defined]
+        locked: torch.Tensor = self._op.pin_empty(shape, example.dtype)
         return locked
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor, or what it is a view of, came from here and was not unpinned."""
-        if getattr(tensor, "ds_pinned", False):
-            return True
-        return tensor.device.type == HOST.type and type(tensor).__name__ != "FakeTensor" and memory.is_locked(tensor)
+        return bool(self._op.is_pinned(tensor))
 
     def unpin(self, tensor: torch.Tensor) -> bool:
         """Unlock now; whether it was locked."""
-        tensor.ds_pinned = False  # type: ignore[attr-defined]
-        return memory.free_locked_tensor(tensor)
+        return bool(self._op.unpin(tensor))
 
 
 _shared_native_pins: NativePinnedMemory | None = None

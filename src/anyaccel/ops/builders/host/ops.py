@@ -5,5 +5,6 @@ from __future__ import annotations
 
 from anyaccel.ops.builders.aio import AsyncIOBuilder
 from anyaccel.ops.builders.optimizers import CPUAdagradBuilder, CPUAdamBuilder, CPULionBuilder
+from anyaccel.ops.builders.pin_memory import PinMemoryBuilder
 
-__all__ = ["AsyncIOBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder"]
+__all__ = ["AsyncIOBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder", "PinMemoryBuilder"]
