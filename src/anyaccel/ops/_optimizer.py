@@ -69,11 +69,14 @@ class HostOptimizer(torch.optim.Optimizer):
         self,
         params: Params,
         defaults: dict[str, Any],
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        fp32_optimizer_states: bool = True,
     ) -> None:
         """Args: as in the subclasses, which have checked `defaults`."""
-        if state_dtype not in STATE_DTYPES:
+        if state_dtype is None and fp32_optimizer_states:
+            state_dtype = torch.float32
+        if state_dtype is not None and state_dtype not in STATE_DTYPES:
             raise UsageError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}")
         self._state_dtype = state_dtype
         self._master_weights = master_weights
@@ -343,6 +346,9 @@ class HostOptimizer(torch.optim.Optimizer):
         return state
 
     def _dtype_of_moments(self, param: torch.Tensor) -> torch.dtype:
+        if self._state_dtype is None:
+            # As DeepSpeed without fp32_optimizer_states; the kernels have no moments in float16.
+            return torch.float32 if param.dtype == torch.float32 else torch.bfloat16
         return self._state_dtype
 
     def __getstate__(self) -> dict[str, Any]:

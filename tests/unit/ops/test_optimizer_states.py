@@ -253,6 +253,18 @@ def test_options_of_groups_that_are_of_the_optimizer():
             CPUAdam([{"params": parameters((4,)), option: None}])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype, moments", [(F32, F32), (BF16, BF16), (F16, BF16)])
+def test_without_fp32_optimizer_states_moments_have_the_dtype_of_their_parameter(kind, dtype, moments):
+    params = parameters((PARAM,), dtype)
+    optimizer = copy.deepcopy(kind(params, fp32_optimizer_states=False))
+    optimizer.param_groups[0]["params"][0].grad = params[0].grad
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    (state,) = optimizer.state.values()
+    assert {state[name].dtype for name in kind.MOMENTS} == {moments}
+
+
 @pytest.mark.parametrize("kind, name", [(CPUAdam, "adamw_mode"), (FusedAdam, "adam_w_mode")])
 def test_the_mode_may_differ_between_groups(kind, name):
     (param,), (twin,) = parameters((4,)), parameters((4,))
