@@ -114,8 +114,8 @@ class HostOptimizer(torch.optim.Optimizer):
         """As in torch.
 
         Raises:
-            UsageError: a parameter is not dense, in host memory and in float32, bfloat16 or float16, or an option is
-                of all groups.
+            UsageError: a parameter is not dense, in host memory and in float32, bfloat16 or float16, or is there twice,
+                or an option is of all groups.
         """
         for option in ("state_dtype", "fp32_optimizer_states", "master_weights"):
             if option in param_group:
@@ -123,7 +123,10 @@ class HostOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-            for param in self.param_groups[-1]["params"]:
+            params = self.param_groups[-1]["params"]
+            if len(set(map(id, params))) < len(params):  # the threads of a step would both write to it
+                raise UsageError(f"{type(self).__name__}: a parameter is in a group twice")
+            for param in params:
                 self._check_param(param)
         except UsageError:
             self.param_groups.pop()
