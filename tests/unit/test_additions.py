@@ -190,8 +190,9 @@ def op(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(in_tree, "root", lambda: folder)
     monkeypatch.setattr(op_builder, "_loaded", {})
     monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
-    names: dict[str, Any] = {"__name__": __name__}
+    names: dict[str, Any] = {"__name__": __name__, "__all__": []}
     exec(shown("add-an-op.md", "src/anyaccel/ops/builders/host/ops.py"), names)
+    assert names["__all__"] == ["CPUZerosBuilder"]
     return names["CPUZerosBuilder"]()
 
 

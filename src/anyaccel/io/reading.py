@@ -117,7 +117,8 @@ def _fill(
         if kind:
             raise UsageError(f"load(): the tensor to fill {entry.name!r} with is {kind}")
         host = tensor
-        if not tensor.is_cpu or not tensor.is_contiguous():
+        # The memory of a conjugate or negative view has other values than the view.
+        if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             host = torch.empty(shape, dtype=dtype)
             copies.append((tensor, host))
         else:

@@ -45,6 +45,7 @@ _CODES = {
 _dtype_of = attrgetter("dtype")
 _is_cpu = attrgetter("is_cpu")
 _is_contiguous = torch.Tensor.is_contiguous
+_is_neg = torch.Tensor.is_neg  # a view such as z.conj().imag, whose memory has the values with the other sign
 
 
 class _Tensors(ctypes.Structure):
@@ -76,7 +77,8 @@ class Batch:
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         everything = [*grads, *self._fixed]
         self._plain = True
-        if not all(map(_is_cpu, everything)) or not all(map(_is_contiguous, everything)):
+        plain = all(map(_is_cpu, everything)) and all(map(_is_contiguous, everything))
+        if not plain or any(map(_is_neg, everything)):
             self._plain = False
             for tensor in everything:
                 check_dense(tensor)
@@ -120,7 +122,9 @@ class Batch:
         # 0: a gradient without memory, or an empty one.
         if 0 in at or at[:fixed] != self._seen_at[:fixed] or _numbers(torch.Tensor.numel, grads) != self._sizes:
             return False
-        if list(map(_dtype_of, grads)) != self._grad_dtypes or not all(map(_is_contiguous, chain(grads, self._users))):
+        if list(map(_dtype_of, grads)) != self._grad_dtypes or any(map(_is_neg, grads)):
+            return False
+        if not all(map(_is_contiguous, chain(grads, self._users))):
             return False
         self._seen_at = at
         self.native.grads = at.buffer_info()[0] + 8 * fixed
@@ -251,7 +255,7 @@ def _straightened(
                 new[place].append(None)
                 continue
             view = tensor.detach().permute(order) if tensor.shape == param.shape else tensor
-            dense = view.contiguous()
+            dense = view.resolve_neg().contiguous()
             if dense is not view and dense.data_ptr() != view.data_ptr() and place != 1:
                 written.append((view, dense))
             new[place].append(dense)

@@ -69,11 +69,14 @@ class HostOptimizer(torch.optim.Optimizer):
         self,
         params: Params,
         defaults: dict[str, Any],
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        fp32_optimizer_states: bool = True,
     ) -> None:
         """Args: as in the subclasses, which have checked `defaults`."""
-        if state_dtype not in STATE_DTYPES:
+        if state_dtype is None and fp32_optimizer_states:
+            state_dtype = torch.float32
+        if state_dtype is not None and state_dtype not in STATE_DTYPES:
             raise UsageError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}")
         self._state_dtype = state_dtype
         self._master_weights = master_weights
@@ -111,8 +114,8 @@ class HostOptimizer(torch.optim.Optimizer):
         """As in torch.
 
         Raises:
-            UsageError: a parameter is not dense, in host memory and in float32, bfloat16 or float16, or an option is
-                of all groups.
+            UsageError: a parameter is not dense, in host memory and in float32, bfloat16 or float16, or is there twice,
+                or an option is of all groups.
         """
         for option in ("state_dtype", "fp32_optimizer_states", "master_weights"):
             if option in param_group:
@@ -120,7 +123,10 @@ class HostOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-            for param in self.param_groups[-1]["params"]:
+            params = self.param_groups[-1]["params"]
+            if len(set(map(id, params))) < len(params):  # the threads of a step would both write to it
+                raise UsageError(f"{type(self).__name__}: a parameter is in a group twice")
+            for param in params:
                 self._check_param(param)
         except UsageError:
             self.param_groups.pop()
@@ -343,6 +349,9 @@ class HostOptimizer(torch.optim.Optimizer):
         return state
 
     def _dtype_of_moments(self, param: torch.Tensor) -> torch.dtype:
+        if self._state_dtype is None:
+            # As DeepSpeed without fp32_optimizer_states; the kernels have no moments in float16.
+            return torch.float32 if param.dtype == torch.float32 else torch.bfloat16
         return self._state_dtype
 
     def __getstate__(self) -> dict[str, Any]:

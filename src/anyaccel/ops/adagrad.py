@@ -43,7 +43,7 @@ class CPUAdagrad(HostOptimizer):
         """Args:
             params: parameters or parameter groups; float32, bfloat16 or float16.
             amsgrad: must be False.
-            fp32_optimizer_states: False is ``state_dtype=torch.bfloat16``.
+            fp32_optimizer_states: False keeps the state of a float32 parameter in float32, that of others in bfloat16.
             lr_decay: the learning rate is divided by ``1 + (step - 1) * lr_decay``.
             initial_accumulator_value: what the sum of squares starts with.
             state_dtype: of the sum, float32 (default) or bfloat16.
@@ -63,9 +63,7 @@ class CPUAdagrad(HostOptimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "amsgrad": amsgrad,
         }
-        if state_dtype is None:
-            state_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
-        super().__init__(params, defaults, state_dtype, master_weights)
+        super().__init__(params, defaults, state_dtype, master_weights, fp32_optimizer_states)
 
     def _load(self) -> NativeStep:
         step: NativeStep = CPUAdagradBuilder().load().native_step

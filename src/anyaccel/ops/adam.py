@@ -44,7 +44,7 @@ class CPUAdam(HostOptimizer):
             params: parameters or parameter groups; float32, bfloat16 or float16.
             amsgrad: must be False.
             adamw_mode: decay weights apart from the gradient; else add the decay to the gradient.
-            fp32_optimizer_states: False is ``state_dtype=torch.bfloat16``.
+            fp32_optimizer_states: False keeps the state of a float32 parameter in float32, that of others in bfloat16.
             state_dtype: of both moments, float32 (default) or bfloat16, which takes half the memory.
             master_weights: keep a float32 copy of each parameter in bf16 or fp16, update that, and round it to the
                 parameter in the same pass.
@@ -63,9 +63,7 @@ class CPUAdam(HostOptimizer):
             "amsgrad": amsgrad,
             "decoupled_weight_decay": adamw_mode,
         }
-        if state_dtype is None:
-            state_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
-        super().__init__(params, defaults, state_dtype, master_weights)
+        super().__init__(params, defaults, state_dtype, master_weights, fp32_optimizer_states)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; ``adamw_mode`` (or FusedAdam's ``adam_w_mode``) may differ between groups.

@@ -34,7 +34,7 @@ class CPULion(HostOptimizer):
         """Args:
             params: parameters or parameter groups; float32, bfloat16 or float16.
             betas: the paper uses (0.9, 0.99); the default is DeepSpeed's.
-            fp32_optimizer_states: False is ``state_dtype=torch.bfloat16``.
+            fp32_optimizer_states: False keeps the state of a float32 parameter in float32, that of others in bfloat16.
             state_dtype: of the momentum, float32 (default) or bfloat16.
             master_weights: as in CPUAdam.
 
@@ -44,9 +44,7 @@ class CPULion(HostOptimizer):
         check_range(type(self).__name__, lr=lr, weight_decay=weight_decay)
         betas_of(type(self).__name__, betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        if state_dtype is None:
-            state_dtype = torch.float32 if fp32_optimizer_states else torch.bfloat16
-        super().__init__(params, defaults, state_dtype, master_weights)
+        super().__init__(params, defaults, state_dtype, master_weights, fp32_optimizer_states)
 
     def _load(self) -> NativeStep:
         step: NativeStep = CPULionBuilder().load().native_step

@@ -220,6 +220,16 @@ def test_a_loaded_tensor_outlives_file_and_others(folder: Path) -> None:
     assert torch.equal(odd, MODEL["odd"])
 
 
+def test_views_whose_memory_has_other_values_than_they_are_filled_and_saved_by_value(folder: Path) -> None:
+    path = folder / "views.safetensors"
+    z = torch.randn(4, dtype=torch.complex64)
+    save({"z": z, "x": torch._neg_view(z.real.clone())}, path)
+    found = {"z": torch.zeros_like(z).conj(), "x": torch._neg_view(torch.zeros(4))}
+    load(path, tensors=found)
+    assert torch.equal(found["z"], z)
+    assert torch.equal(found["x"], -z.real)
+
+
 def test_strided_and_shared_tensors(folder: Path) -> None:
     base = torch.randn(20, 30)
     save({"t": base.t(), "c": torch.randn(5, dtype=torch.complex64).conj()}, folder / "m")

@@ -253,6 +253,46 @@ def test_options_of_groups_that_are_of_the_optimizer():
             CPUAdam([{"params": parameters((4,)), option: None}])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype, moments", [(F32, F32), (BF16, BF16), (F16, BF16)])
+def test_without_fp32_optimizer_states_moments_have_the_dtype_of_their_parameter(kind, dtype, moments):
+    params = parameters((PARAM,), dtype)
+    optimizer = copy.deepcopy(kind(params, fp32_optimizer_states=False))
+    optimizer.param_groups[0]["params"][0].grad = params[0].grad
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    (state,) = optimizer.state.values()
+    assert {state[name].dtype for name in kind.MOMENTS} == {moments}
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parameter_that_is_in_a_group_twice_is_refused(kind):
+    (param,) = parameters((PARAM,))
+    with pytest.raises(UsageError, match="in a group twice"):
+        kind([param, param])
+
+
+@pytest.mark.parametrize("size", [1, PARAM])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_whose_memory_has_the_other_sign(kind, size):
+    """Views such as z.conj().imag; of one element they are contiguous."""
+    params, twins = parameters((size,)), parameters((size,))
+    ours, other = kind(params), kind(twins)
+    z = torch.randn(size, dtype=torch.complex64)
+    for grad in (z.imag, z.conj().imag, torch._neg_view(z.real.clone()), z.imag):
+        params[0].grad, twins[0].grad = grad, grad.clone().resolve_neg()
+        ours.step()
+        other.step()
+        assert torch.equal(params[0], twins[0])
+    (param,), (twin,) = parameters((size,)), parameters((size,))
+    param.data = torch._neg_view(-param.data)
+    assert torch.equal(param, twin)
+    kind([param]).step()
+    kind([twin]).step()
+    assert torch.equal(param, twin)
+
+
 @pytest.mark.parametrize("kind, name", [(CPUAdam, "adamw_mode"), (FusedAdam, "adam_w_mode")])
 def test_the_mode_may_differ_between_groups(kind, name):
     (param,), (twin,) = parameters((4,)), parameters((4,))
