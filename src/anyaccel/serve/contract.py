@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What HTTP asks of the engine, in token ids: the one page that both sides are written to. Torch-free, HTTP-free.
 
-The front (`http`, `protocol`) turns text into tokens and back, finds stop strings and writes JSON; the engine schedules,
-computes and samples. Neither imports the other.
+The front (`http`, `protocol`) turns text into tokens and back, finds stop strings and writes JSON; the engine
+schedules, computes and samples. Neither imports the other.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ class Engine(Protocol):
     facts: ModelFacts
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """The answer as it comes. Closing the iterator (aclose(), or a cancelled task) ends the request at the next step.
+        """The answer as it comes. Closing the iterator (aclose(), or a cancelled task) ends the request at the next
+        step.
 
         Raises:
             UsageError: a value is out of range; it names the field as this page does.
