@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 _WEIGHT = 0.2  # of the newest step
-_LEAST = 16  # tokens of a prompt in a step: what costs little more than one does
+_FEW = 16  # tokens of a prompt in a step: what costs little more than one does
+# Of fewer tokens the rate is far lower, as all weights are read for them: the least, where they take no longer than so
+# many seconds.
+_ENOUGH, _ENOUGH_S = 64, 0.5
 _START = 200.0  # prompt tokens a second, before any were measured
 
 
@@ -34,7 +37,8 @@ class Rates:
         if answers == 0 or not self._decode:
             return 0.0
         nearest = min(self._decode, key=lambda known: (abs(known - answers), known))
-        return self._decode[nearest]
+        # Of more answers than were ever measured: what they take at most.
+        return self._decode[nearest] * max(1.0, answers / nearest)
 
     def add(self, prompt_tokens: int, answers: int, seconds: float) -> None:
         """A step was made."""
@@ -45,7 +49,7 @@ class Rates:
             self._decode[answers] = before + _WEIGHT * (seconds - before)
             return
         left = seconds - self.decode_seconds(answers)
-        if left <= seconds / 10 or prompt_tokens < _LEAST:  # says nothing about prompts
+        if left <= seconds / 10 or prompt_tokens < self._least:  # says nothing about prompts
             return
         rate = prompt_tokens / left
         self._prompt_rate += (rate - self._prompt_rate) * (_WEIGHT if self._measured else 1.0)
@@ -57,5 +61,9 @@ class Rates:
             return self._most
         decode = self.decode_seconds(answers)
         longest = self._longest or max(0.1, 4 * decode)
-        wanted = int((longest - decode) * self._prompt_rate) // _LEAST * _LEAST
-        return max(_LEAST, min(wanted, self._most))
+        wanted = int((longest - decode) * self._prompt_rate) // _FEW * _FEW
+        return max(self._least, min(wanted, self._most))
+
+    @property
+    def _least(self) -> int:
+        return _ENOUGH if self._prompt_rate * _ENOUGH_S >= _ENOUGH else _FEW

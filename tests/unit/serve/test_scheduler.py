@@ -345,4 +345,11 @@ def test_rates_follow_what_was_measured() -> None:
     assert rates.prompt_rate == pytest.approx(400, rel=0.01)
     # Four times the step without prompts: 0.15 s beside the answers' own 0.05.
     assert rates.prompt_tokens(4) == pytest.approx(400 * 0.15, abs=16)
-    assert Rates(longest_step_s=1e-9).prompt_tokens(3) == 16
+    # Never so few tokens that reading the weights for them is most of the work, where the machine is fast enough.
+    assert Rates(longest_step_s=1e-9).prompt_tokens(3) == 64
+    slow = Rates(longest_step_s=1e-9)
+    slow.add(64, 0, 1.0)
+    assert slow.prompt_tokens(3) == 16
+    # More answers than ever before: what they take is not taken for the prompts' time.
+    rates.add(64, 8, 0.1 + 64 / 400)
+    assert rates.prompt_rate == pytest.approx(400, rel=0.02)
