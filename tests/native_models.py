@@ -27,7 +27,12 @@ def whole(name: str, positions: int = 0) -> tuple[Any, DecoderSpec, dict[str, to
 
 
 def empty(
-    spec: DecoderSpec, threads: int = 2, cache_limit: int = 1 << 26, weight: str = "f32", cache: str = "f32"
+    spec: DecoderSpec,
+    threads: int = 2,
+    cache_limit: int = 1 << 26,
+    weight: str = "f32",
+    cache: str = "f32",
+    group: int = 0,
 ) -> Any:
     """A native model without weights."""
     from anyaccel import _llm
@@ -35,7 +40,7 @@ def empty(
     matrices, vectors = weights(spec)
     return _llm.Model(
         spec,
-        [(each.name, each.rows, each.cols, weight, 0, False) for each in matrices],
+        [(each.name, each.rows, each.cols, weight, group, False) for each in matrices],
         [(each.name, each.count) for each in vectors],
         threads,
         cache,

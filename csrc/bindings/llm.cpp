@@ -10,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <map>
 #include <optional>
 
@@ -119,6 +120,15 @@ std::map<std::string, std::pair<double, int64_t>> profile(Model& model, bool ena
   return result;
 }
 
+using ScoreTuple = std::tuple<int64_t, float, std::vector<std::pair<int64_t, float>>>;
+
+std::vector<ScoreTuple> scores(const std::vector<TokenScore>& found) {
+  std::vector<ScoreTuple> result;
+  result.reserve(found.size());
+  for (const TokenScore& one : found) result.emplace_back(one.token, one.logprob, one.top);
+  return result;
+}
+
 void bind_model(nb::module_& m) {
   const auto no_gil = nb::call_guard<nb::gil_scoped_release>();
   nb::class_<Model>(m, "Model")
@@ -178,7 +188,8 @@ void bind_model(nb::module_& m) {
       .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), nb::arg("anonymous") = false, no_gil)
       .def("connect", &Model::connect, nb::arg("names"), nb::arg("pids"), no_gil)
       .def("unlink", &Model::unlink, no_gil)
-      .def("step", &Model::step, nb::arg("requests"), no_gil)
+      .def("step", &Model::step, nb::arg("requests"), nb::arg("limits") = std::vector<int64_t>(),
+           nb::arg("exact") = false, no_gil)
       .def("create", &Model::create, no_gil)
       .def("fork", &Model::fork, nb::arg("sequence"), nb::arg("tokens"), no_gil)
       .def("truncate", &Model::truncate, nb::arg("sequence"), nb::arg("tokens"), no_gil)
@@ -216,6 +227,21 @@ void bind_request(nb::module_& m) {
           "finished", [](const Request& self) { return finish_name(self.finished()); }, no_gil)
       .def("finish", &Request::finish, no_gil)
       .def("extend", &Request::extend, nb::arg("tokens"), nb::arg("max_new_tokens") = 0, no_gil)
+      .def("share", &Request::share, nb::arg("other"), nb::arg("tokens"), no_gil)
+      .def("shrink", &Request::shrink, nb::arg("tokens"), no_gil)
+      .def_prop_ro("cached", &Request::cached, no_gil)
+      .def(
+          "set_mask",
+          [](Request& self, const nb::bytes& mask) {
+            std::vector<uint32_t> words(mask.size() / sizeof(uint32_t));
+            std::memcpy(words.data(), mask.c_str(), words.size() * sizeof(uint32_t));
+            const nb::gil_scoped_release release;
+            self.set_mask(std::move(words));
+          },
+          nb::arg("mask"))
+      .def("take_scores", [](Request& self) { return scores(self.take_scores()); })
+      .def("prompt_scores", [](const Request& self) { return scores(self.prompt_scores()); })
+      .def("embedding", &Request::embedding, no_gil)
       .def(
           "copy_logits", [](const Request& self, uintptr_t address) { self.copy_logits(pointer<float>(address)); },
           nb::arg("address"), no_gil);

@@ -245,8 +245,21 @@ llm::RequestOptions read_options(const nb::dict& from) {
         is("frequency_penalty", sampling.frequency_penalty) || is("no_repeat_ngram", sampling.no_repeat_ngram) ||
         is("seed", options.seed) || is("max_new_tokens", options.max_new_tokens) ||
         is("min_new_tokens", options.min_new_tokens) || is("end_tokens", options.end_tokens) ||
-        is("ignore_end", options.ignore_end))
+        is("ignore_end", options.ignore_end) || is("logprobs", options.logprobs) ||
+        is("prompt_logprobs", options.prompt_logprobs))
       continue;
+    if (field == "goal") {
+      using Goal = llm::RequestOptions::Goal;
+      options.goal = one_of<Goal>(
+          cast<std::string>(value, "goal"), "goal",
+          {{"answer", Goal::answer}, {"scores", Goal::scores}, {"mean", Goal::mean}, {"last", Goal::last}});
+      continue;
+    }
+    if (field == "bias") {
+      for (const auto& [token, bias] : cast<nb::dict>(value, "bias"))
+        sampling.bias.emplace_back(cast<int64_t>(token, "bias"), static_cast<float>(cast<double>(bias, "bias")));
+      continue;
+    }
     throw UsageError("there is no option '" + field + "' of a request");
   }
   return options;

@@ -51,7 +51,7 @@ Division divide(const Query& query, const AttentionShape& shape, const Attention
   d.blocks = divide_up(d.rows, kPrefillRows);
   d.begin_page = first_seen(options, query.position) / kPageTokens;
   d.end_page = divide_up(query.position + query.tokens, kPageTokens);
-  d.parts = query.tokens <= kSplitTokens ? divide_up(d.end_page - d.begin_page, kPartPages) : 1;
+  d.parts = query.tokens <= kSplitTokens && !query.whole ? divide_up(d.end_page - d.begin_page, kPartPages) : 1;
   return d;
 }
 

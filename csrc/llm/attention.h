@@ -84,7 +84,8 @@ struct Query {
   int sequence;
   int64_t position;  // of the first one: the sequence's length before extend()
   int tokens;
-  int row;  // of the first one among the step's tokens
+  int row;             // of the first one among the step's tokens
+  bool whole = false;  // however few they are, the context is not divided: as a part of a long prompt
 };
 
 // One layer's part of a step, shared by the threads of a team. Vectors are sized before the threads start.

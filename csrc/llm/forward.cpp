@@ -85,7 +85,8 @@ size_t Forward::slot_floats() const {
 void Forward::run(const StepTokens& step) {
   profile_.start();
   const auto tokens = static_cast<int64_t>(step.tokens.size());
-  const int64_t room = tokens <= kGemvTokens ? tokens : std::min((tokens + 127) / 128 * 128, most_tokens_);
+  const int64_t room =
+      tokens <= kGemvTokens && !step.prompt ? tokens : std::min((tokens + 127) / 128 * 128, most_tokens_);
   workspace_.reserve(widths_, spec_, shapes_, room, team_.size());
   positions_.resize(static_cast<size_t>(tokens));
   for (RopeTable& rope : ropes_) rope.reset();
@@ -127,7 +128,7 @@ Worker::Worker(Forward& forward, const StepTokens& step, int thread)
       thread_(thread),
       threads_(forward.team_.size()),
       tokens_(static_cast<int64_t>(step.tokens.size())),
-      small_(tokens_ <= kGemvTokens),
+      small_(tokens_ <= kGemvTokens && !step.prompt),
       mine_(small_ ? Range{0, tokens_} : part_of(tokens_, thread, threads_)),
       hidden_stride_(padded_stride(spec_.hidden)),
       features_stride_(padded_stride(forward.widths_.features)),
@@ -139,7 +140,7 @@ Worker::Worker(Forward& forward, const StepTokens& step, int thread)
 void Worker::run() noexcept {
   embed();
   for (size_t i = 0; i < spec_.layers.size(); ++i) layer(i);
-  if (!step_.wanted.empty()) head();
+  if (!step_.wanted.empty() || !step_.hidden_wanted.empty()) head();
 }
 
 void Worker::embed() noexcept {
@@ -294,8 +295,8 @@ void Worker::advance(const Norm& norm_, bool residual_from_norm) noexcept {
   mark(Work::norm);
 }
 
-const Input& Worker::input(const Shape& shape, const float* x, int64_t stride, int64_t tokens,
-                           const int32_t* rows) noexcept {
+const Input& Worker::input(const Shape& shape, const float* x, int64_t stride, int64_t tokens, const int32_t* rows,
+                           bool of_head) noexcept {
   Inputs& inputs = small_ ? own_.inputs : shared_.inputs;
   const size_t index = inputs.index(shape);
   Input& input = inputs.at(index);
@@ -307,7 +308,7 @@ const Input& Worker::input(const Shape& shape, const float* x, int64_t stride, i
     return input;
   }
   barrier(Work::norm);  // x is there, and nobody reads the last input any more
-  input.prepare(shape, x, stride, rows, static_cast<int>(tokens), thread_, threads_);
+  input.prepare(shape, x, stride, rows, static_cast<int>(tokens), thread_, threads_, step_.prompt && !of_head);
   barrier(Work::norm);
   return input;
 }
@@ -325,6 +326,11 @@ Range Worker::rows_of(const Shape& shape) const noexcept {
 
 void Worker::head() noexcept {
   const auto count = static_cast<int64_t>(step_.wanted.size());
+  for (size_t i = 0; i < step_.hidden_wanted.size(); ++i) {
+    const int64_t t = step_.hidden_wanted[i];
+    if (t < mine_.begin || t >= mine_.end || (small_ && thread_ > 0)) continue;  // small: each thread has all tokens
+    advance(t, weights_.final_norm, step_.hidden + static_cast<int64_t>(i) * spec_.hidden);
+  }
   // Row i of x is the i-th wanted token; those before it are not needed any more, since i <= wanted[i].
   for (int64_t i = 0; i < count; ++i) {
     const int64_t t = step_.wanted[static_cast<size_t>(i)];
@@ -334,15 +340,14 @@ void Worker::head() noexcept {
   fresh();
   mark(Work::norm);
   const Matrix& w = weights_.head.w;
-  if (forward_.ranks_ == nullptr) {
-    logits_of(w, x_, 0, count);
-    return;
+  int64_t at_once = step_.exact ? kGemvTokens : std::max<int64_t>(count, 1);
+  if (forward_.ranks_ != nullptr) {
+    ParallelRanks& ranks = *forward_.ranks_;
+    int64_t widest = 1;
+    for (int rank = 0; rank < ranks.size(); ++rank) widest = std::max(widest, ranks.header(rank).vocab_count);
+    const int64_t room = static_cast<int64_t>(ranks.slot_floats()) - kSignatureFloats;
+    at_once = std::min(at_once, std::max<int64_t>(room / widest, 1));
   }
-  ParallelRanks& ranks = *forward_.ranks_;
-  int64_t widest = 1;
-  for (int rank = 0; rank < ranks.size(); ++rank) widest = std::max(widest, ranks.header(rank).vocab_count);
-  const int64_t room = static_cast<int64_t>(ranks.slot_floats()) - kSignatureFloats;
-  const int64_t at_once = std::max<int64_t>(room / widest, 1);
   for (int64_t first = 0; first < count; first += at_once) logits_of(w, x_, first, std::min(at_once, count - first));
 }
 
@@ -358,7 +363,7 @@ void Worker::logits_of(const Matrix& w, const float* x, int64_t first, int64_t c
   const int64_t stride = divided ? rows : step_.logits_stride;
   float* out = divided ? forward_.ranks_->slot(spec_.rank, turn_) : step_.logits + first * stride;
   if (first > 0) fresh();
-  const Input& in = input(w.shape(), x + first * hidden_stride_, hidden_stride_, count);
+  const Input& in = input(w.shape(), x + first * hidden_stride_, hidden_stride_, count, nullptr, true);
   multiply(w, in, Output{out, stride, weights_.head.bias, false, spec_.logits_scale}, thread_, threads_);
   if (small_) {
     const Range own = rows_of(w.shape());

@@ -23,15 +23,21 @@ struct StepTokens {
   std::vector<int64_t>
       contexts;  // of each query's sequence, at the end of the whole call: rotary positions may depend on it
   std::vector<int32_t> tokens;
-  std::vector<int32_t> wanted;  // rows of tokens whose logits are wanted, ascending
-  float* logits = nullptr;      // [wanted, vocab]
+  std::vector<int32_t> wanted;         // rows of tokens whose logits are wanted, ascending
+  std::vector<int32_t> hidden_wanted;  // rows of other tokens whose hidden states after the last norm are
+  float* logits = nullptr;             // [wanted, vocab]
   int64_t logits_stride = 0;
+  float* hidden = nullptr;  // [hidden_wanted, hidden]
+  // Whose bits do not depend on what else passes: tokens of prompts as if they were many (`prompt`), others as if they
+  // were few, which the caller sees to, and the logits of both as those of few.
+  bool exact = false, prompt = false;
 
   void clear() {
     queries.clear();
     contexts.clear();
     tokens.clear();
     wanted.clear();
+    hidden_wanted.clear();
   }
 };
 

@@ -115,7 +115,7 @@ void multiply_panel(const uint8_t* x, int64_t steps, const uint8_t* weights, int
   }
 }
 
-// More tokens than one panel's are divided into panels of at least half the size.
+// More tokens than one panel's are divided into panels of at least half the size; a prompt of few has a smaller one.
 template <class Math, int kTokens = Math::kTokens>
 void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_t units, const uint8_t* weights,
               int64_t weight_stride, int64_t blocks, const GemmTile& to) {
@@ -124,7 +124,7 @@ void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_
     const int64_t offset = unit * kUnitSteps * kTokens * 4;
     multiply_panel<Math, kTokens>(static_cast<const uint8_t*>(panel) + offset, units * kUnitSteps, weights,
                                   weight_stride, blocks, to.next_panel + offset, to);
-  } else if constexpr (kTokens > (Math::kTokens + 1) / 2)
+  } else if constexpr (kTokens > 1)
     multiply<Math, kTokens - 1>(panel, tokens, total, unit, units, weights, weight_stride, blocks, to);
 }
 

@@ -134,10 +134,14 @@ void Input::reserve(const Shape& shape, int64_t tokens) {
 }
 
 void Input::prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, int part,
-                    int parts) noexcept {
+                    int parts, bool always_gemm) noexcept {
+  const bool gemm = always_gemm || tokens > kGemvTokens;
   // One writer: the others see it after the barrier.
-  if (part == 0) tokens_ = tokens;
-  if (tokens > kGemvTokens) {
+  if (part == 0) {
+    tokens_ = tokens;
+    gemm_ = gemm;
+  }
+  if (gemm) {
     gemm_prepare(shape, x, stride, rows, tokens, data(), part, parts);
     return;
   }
@@ -155,7 +159,7 @@ Blocks blocks_of(const Shape& shape, int part, int parts) {
 }
 
 void multiply(const Matrix& w, const Input& x, const Output& out, int part, int parts) noexcept {
-  if (x.tokens() > kGemvTokens) {
+  if (x.gemm()) {
     gemm_multiply(w, x.data(), x.tokens(), out, part, parts);
     return;
   }

@@ -109,11 +109,12 @@ class Input {
   // std::bad_alloc.
   void reserve(const Shape& shape, int64_t tokens);
 
-  // Which form is made depends on `tokens` (gemv or gemm) and on the instruction set. Row i is row rows[i] of x, or
-  // row i when `rows` is null. With parts > 1 the caller's threads share the work, and all must have returned (a
-  // barrier) before the result is used. Never allocates.
-  void prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, int part,
-               int parts) noexcept;
+  // Which form is made depends on `tokens` (gemv or gemm; always gemm where the caller says so) and on the instruction
+  // set. Row i is row rows[i] of x, or row i when `rows` is null. With parts > 1 the caller's threads share the work,
+  // and all must have returned (a barrier) before the result is used. Never allocates.
+  void prepare(const Shape& shape, const float* x, int64_t stride, const int32_t* rows, int tokens, int part, int parts,
+               bool always_gemm = false) noexcept;
+  bool gemm() const { return gemm_; }
   int tokens() const { return tokens_; }
 
   // For the kernels: see gemv.h and gemm.h.
@@ -125,6 +126,7 @@ class Input {
   std::shared_ptr<void> memory_;
   size_t bytes_ = 0;
   int tokens_ = 0;
+  bool gemm_ = false;
 };
 
 struct Output {

@@ -58,9 +58,14 @@ class Model {
   void unlink();
 
   // --- generation
-  // One step of each request: what is not in the cache yet is processed, then a token is chosen. Returns it, or -1 for
-  // a request that had finished. Throws UsageError, ModelError (logits that are not numbers), OutOfCache.
-  std::vector<int64_t> step(const std::vector<Request*>& requests);
+  // One step of each request: what is not in the cache yet is processed, at most limits[i] tokens of request i (all of
+  // them where that is 0, or no limits are given), then a token is chosen. Returns it; -1 for a request that had
+  // finished; -2 for one whose prompt goes on in the next step, or has no answer. Throws UsageError, ModelError (logits
+  // that are not numbers), OutOfCache.
+  // `exact`: a request's logits have the same bits whatever else is in the step and wherever its prompt is divided;
+  // tokens of prompts and of answers pass apart then.
+  std::vector<int64_t> step(const std::vector<Request*>& requests, const std::vector<int64_t>& limits = {},
+                            bool exact = false);
 
   // --- sequences, for callers with a loop of their own
   int create();
@@ -81,17 +86,21 @@ class Model {
  private:
   friend class Request;
   struct Work;  // of one sequence in a call
+  struct Pass;
+  struct Wanted;
 
   std::unique_lock<std::mutex> lock();  // also frees what requests have left
   void check_ready() const;
   void check_tokens(const int64_t* tokens, int64_t count) const;
   void check_sequence(int sequence) const;
   void check_room(const std::vector<Work>& work) const;
-  // Runs all tokens. wanted(i): whether the logits of token i among all are; done: where they go, what becomes of them.
-  template <class Wanted, class Done>
-  void process(std::vector<Work>& work, Wanted wanted, Done done);
-  void step_some(const std::vector<Request*>& requests, StepResult& result);
-  void choose(const std::vector<Request*>& requests, size_t first, size_t count, StepResult& result);
+  // Runs all tokens. kind(i): what is wanted of token i among all; done: where it goes, what becomes of it.
+  template <class Kind, class Done>
+  void process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done);
+  void step_some(const std::vector<Request*>& requests, bool exact, StepResult& result);
+  std::vector<Work> work_of(const std::vector<Request*>& requests);
+  void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
+  void choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result);
   // By a request that ends, on any thread: freed by the next call, since a step may be running.
   void leave(int sequence) noexcept;
 
@@ -110,7 +119,7 @@ class Model {
   std::vector<int> left_;  // sequences of requests that have ended
 
   StepTokens tokens_;
-  std::vector<float> logits_;
+  std::vector<float> logits_, hidden_;
   std::vector<SamplingScratch> scratch_;  // of each thread
 };
 

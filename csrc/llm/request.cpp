@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "llm/errors.h"
 #include "llm/model.h"
@@ -29,13 +30,15 @@ void check_options(const RequestOptions& options) {
   if (!std::isfinite(s.frequency_penalty))
     wrong("frequency_penalty", static_cast<double>(s.frequency_penalty), "a number");
   if (s.no_repeat_ngram < 0) wrong("no_repeat_ngram", s.no_repeat_ngram, "0 (off) or more");
+  for (const auto& [token, bias] : s.bias)
+    if (!std::isfinite(bias)) wrong("bias", static_cast<double>(bias), "a number");
   if (options.max_new_tokens < 0)
     wrong("max_new_tokens", static_cast<double>(options.max_new_tokens), "0 (as many as the context takes) or more");
   if (options.min_new_tokens < 0) wrong("min_new_tokens", static_cast<double>(options.min_new_tokens), "0 or more");
 }
 
-void check_room(const DecoderSpec& spec, int64_t tokens) {
-  if (spec.max_tokens > 0 && tokens >= spec.max_tokens)
+void check_room(const DecoderSpec& spec, int64_t tokens, bool answer) {
+  if (spec.max_tokens > 0 && tokens + (answer ? 1 : 0) > spec.max_tokens)
     throw UsageError("a prompt of " + std::to_string(tokens) +
                      " tokens leaves no room for an answer: the model's "
                      "context has " +
@@ -58,7 +61,8 @@ Request::Request(std::shared_ptr<Model> model, std::vector<int64_t> prompt, Requ
   const auto held = model_->lock();
   if (tokens_.empty()) throw UsageError("the prompt is empty: it needs one token at least");
   model_->check_tokens(tokens_.data(), prompt_);
-  check_room(model_->spec(), prompt_);
+  check_room(model_->spec(), prompt_, answering());
+  if (options_.prompt_logprobs >= 0) prompt_scores_.resize(static_cast<size_t>(prompt_ - 1));
   sequence_ = model_->cache_.create();
 }
 
@@ -95,7 +99,8 @@ void Request::extend(const std::vector<int64_t>& tokens, int64_t max_new_tokens)
   const auto held = model_->lock();
   if (sequence_ < 0) throw UsageError("the request was finished with finish(): make a new one");
   model_->check_tokens(tokens.data(), static_cast<int64_t>(tokens.size()));
-  check_room(model_->spec(), static_cast<int64_t>(tokens_.size() + tokens.size()));
+  check_room(model_->spec(), static_cast<int64_t>(tokens_.size() + tokens.size()), true);
+  if (!answering() || options_.prompt_logprobs >= 0) throw UsageError("extend: the request is of a prompt only");
   if (tokens_.size() == static_cast<size_t>(cached_) && tokens.empty())
     throw UsageError("extend: no tokens to go on with");
   tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
@@ -129,6 +134,75 @@ void Request::share_prefix() {
   model_->cache_.destroy(sequence_);
   sequence_ = shared;
   cached_ = common;
+  context_ = prefix->context_;
+}
+
+void Request::share(const Request& other, int64_t tokens) {
+  if (other.model_ != model_) throw UsageError("share: the other request is of another model");
+  const auto held = model_->lock();
+  if (sequence_ < 0 || other.sequence_ < 0) throw UsageError("share: a request was finished with finish()");
+  if (cached_ > 0 || tokens < 1 || tokens > other.cached_ || tokens >= static_cast<int64_t>(tokens_.size()) ||
+      !std::equal(tokens_.begin(), tokens_.begin() + tokens, other.tokens_.begin()))
+    throw UsageError("share: the first " + std::to_string(tokens) + " tokens are not those of the other request");
+  const int shared = model_->cache_.fork(other.sequence_, tokens);
+  model_->cache_.destroy(sequence_);
+  sequence_ = shared;
+  cached_ = tokens;
+  context_ = other.context_;
+}
+
+void Request::shrink(int64_t tokens) {
+  const auto held = model_->lock();
+  if (sequence_ < 0) throw UsageError("shrink: the request was finished with finish()");
+  if (tokens < 0 || tokens > cached_) throw UsageError("shrink: " + std::to_string(cached_) + " tokens are there");
+  model_->cache_.truncate(sequence_, tokens);
+  cached_ = tokens;
+}
+
+int64_t Request::cached() const {
+  const auto held = model_->lock();
+  return cached_;
+}
+
+void Request::set_mask(std::vector<uint32_t> mask) {
+  const auto words = static_cast<size_t>((model_->spec().vocab + 31) / 32);
+  if (mask.size() != words)
+    throw UsageError("set_mask: " + std::to_string(mask.size()) + " words, and the vocabulary has " +
+                     std::to_string(words));
+  const auto held = model_->lock();
+  mask_ = std::move(mask);
+}
+
+std::vector<TokenScore> Request::take_scores() {
+  const auto held = model_->lock();
+  return std::exchange(scores_, {});
+}
+
+std::vector<TokenScore> Request::prompt_scores() const {
+  const auto held = model_->lock();
+  return prompt_scores_;
+}
+
+void Request::pool(const float* hidden, int64_t width, int64_t position, int64_t count) {
+  pooled_.resize(static_cast<size_t>(width));
+  const int64_t passed = std::clamp<int64_t>(pooled_tokens_ - position, 0, count);
+  for (int64_t t = passed; t < count; ++t)
+    for (int64_t i = 0; i < width; ++i) pooled_[static_cast<size_t>(i)] += static_cast<double>(hidden[t * width + i]);
+  pooled_tokens_ += count - passed;
+}
+
+std::vector<float> Request::embedding() const {
+  const auto held = model_->lock();
+  if (pooled_.empty() || finished_ == Finish::no) throw UsageError("embedding: no hidden states have been pooled");
+  double squares = 0;
+  for (const double value : pooled_) squares += value * value;
+  const double norm = std::sqrt(squares);
+  if (!std::isfinite(norm))
+    throw ModelError("the model's hidden states are NaN or infinite: try another dtype, such as fp32");
+  std::vector<float> result;
+  result.reserve(pooled_.size());
+  for (const double value : pooled_) result.push_back(static_cast<float>(norm > 0 ? value / norm : value));
+  return result;
 }
 
 }  // namespace anyaccel::llm

@@ -40,7 +40,10 @@ void forbid_repeated_ngrams(float* logits, int64_t vocabulary, int size, const i
 }
 
 void process(float* logits, int64_t vocabulary, const SamplingOptions& options, const int64_t* history, int64_t length,
-             int64_t prompt, const int64_t* suppressed, int64_t suppressed_count, SamplingScratch& scratch) {
+             int64_t prompt, const int64_t* suppressed, int64_t suppressed_count, SamplingScratch& scratch,
+             const uint32_t* mask) {
+  for (const auto& [token, bias] : options.bias)
+    if (token >= 0 && token < vocabulary) logits[token] += bias;
   if (options.repetition_penalty != 1.0f) {
     const float penalty = options.repetition_penalty;
     change_once(logits, history, length, vocabulary, scratch.values,
@@ -57,6 +60,13 @@ void process(float* logits, int64_t vocabulary, const SamplingOptions& options, 
   if (options.no_repeat_ngram > 0 && length + 1 >= options.no_repeat_ngram)
     forbid_repeated_ngrams(logits, vocabulary, options.no_repeat_ngram, history, length);
   each_token(suppressed, suppressed_count, vocabulary, [&](int64_t token) { logits[token] = -kInfinity; });
+  if (mask == nullptr) return;
+  for (int64_t first = 0; first < vocabulary; first += 32) {
+    const uint32_t word = mask[first / 32];
+    if (word == ~uint32_t{0}) continue;
+    for (int64_t token = first; token < std::min(first + 32, vocabulary); ++token)
+      if ((word >> (token - first) & 1) == 0) logits[token] = -kInfinity;
+  }
 }
 
 // Indices of the `count` largest of n values, and of all that equal the smallest of them. One pass finds the maxima of
@@ -161,8 +171,8 @@ double Random::uniform() {
 
 int64_t sample(float* logits, int64_t vocabulary, const SamplingOptions& options, const int64_t* history,
                int64_t history_length, int64_t prompt, const int64_t* suppressed, int64_t suppressed_count,
-               Random& random, SamplingScratch& scratch) {
-  process(logits, vocabulary, options, history, history_length, prompt, suppressed, suppressed_count, scratch);
+               Random& random, SamplingScratch& scratch, const uint32_t* mask) {
+  process(logits, vocabulary, options, history, history_length, prompt, suppressed, suppressed_count, scratch, mask);
   const int64_t top = argmax(logits, vocabulary);
   if (!options.do_sample || top < 0) return top;
 
@@ -226,6 +236,30 @@ int64_t sample(float* logits, int64_t vocabulary, const SamplingOptions& options
   weights.resize(kept);
   if (options.typical_p < 1.0f) keep_typical(options.typical_p, indices, weights);
   return indices[draw(weights, weights.size(), random)];
+}
+
+bool score(const float* logits, int64_t vocabulary, int64_t token, int top, SamplingScratch& scratch, TokenScore& out) {
+  const int64_t likeliest = argmax(logits, vocabulary);
+  if (likeliest < 0) return false;
+  std::vector<float>& p = scratch.values;
+  p.assign(logits, logits + vocabulary);
+  softmax(p.data(), vocabulary);
+  // The likeliest token's probability is 1 / sum of exp(logit - highest).
+  const double normaliser =
+      static_cast<double>(logits[likeliest]) - std::log(static_cast<double>(p[static_cast<size_t>(likeliest)]));
+  const auto logprob = [&](int64_t i) { return static_cast<float>(static_cast<double>(logits[i]) - normaliser); };
+  out.token = token;
+  out.logprob = logprob(token);
+  out.top.clear();
+  const int64_t count = std::min<int64_t>(top, vocabulary);
+  if (count <= 0) return true;
+  std::vector<int32_t>& indices = scratch.indices;
+  largest(logits, vocabulary, count, indices, scratch.values);
+  std::sort(indices.begin(), indices.end(),
+            [=](int32_t a, int32_t b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; });
+  indices.resize(std::min(indices.size(), static_cast<size_t>(count)));
+  for (const int32_t index : indices) out.top.emplace_back(index, logprob(index));
+  return true;
 }
 
 }  // namespace anyaccel::llm

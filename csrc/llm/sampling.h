@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace anyaccel::llm {
@@ -17,6 +18,7 @@ struct SamplingOptions {
   float repetition_penalty = 1.0f;                          // of tokens in `history`
   float presence_penalty = 0.0f, frequency_penalty = 0.0f;  // OpenAI's, over generated tokens only
   int no_repeat_ngram = 0;
+  std::vector<std::pair<int64_t, float>> bias;  // token, what is added to its logit before anything else
 };
 
 // xoshiro256** (Blackman and Vigna, 2018), seeded by splitmix64: the same seed gives the same tokens everywhere.
@@ -33,14 +35,24 @@ struct SamplingScratch {
   std::vector<float> values;
   std::vector<int32_t> indices;
   std::vector<double> weights;
+  std::vector<float> kept;  // logits before sampling changed them
 };
 
 // The next token. `logits` are changed. `history`: prompt and generated tokens of this sequence, `prompt` of which are
 // the prompt's. `suppressed`: tokens that must not come (end tokens before min_new_tokens). Tokens outside the
-// vocabulary are passed over.
+// vocabulary are passed over. `mask`: bit t % 32 of word t / 32 says whether token t may come; null: all may.
 // Returns -1 when the logits hold a NaN or nothing finite.
 int64_t sample(float* logits, int64_t vocabulary, const SamplingOptions& options, const int64_t* history,
                int64_t history_length, int64_t prompt, const int64_t* suppressed, int64_t suppressed_count,
-               Random& random, SamplingScratch& scratch);
+               Random& random, SamplingScratch& scratch, const uint32_t* mask = nullptr);
+
+// The log-probability of a token, and of the likeliest ones, best first.
+struct TokenScore {
+  int64_t token = -1;
+  float logprob = 0;
+  std::vector<std::pair<int64_t, float>> top;
+};
+// Of the distribution that the logits say, as they are. Returns false when they hold a NaN or nothing finite.
+bool score(const float* logits, int64_t vocabulary, int64_t token, int top, SamplingScratch& scratch, TokenScore& out);
 
 }  // namespace anyaccel::llm

@@ -15,8 +15,31 @@ struct Model::Work {
   int sequence;
   const int64_t* tokens;
   int64_t count;
-  int64_t start;  // the sequence's length before
+  int64_t context = 0;  // the sequence's length that rotary positions are of; 0: that after the call
+  int64_t start = 0;    // the sequence's length before
 };
+
+// In which runs tokens pass, see StepTokens.
+struct Model::Pass {
+  int64_t most;  // tokens of a run
+  bool exact = false, prompt = false;
+};
+
+// A token of a step's request that something is wanted of.
+struct Model::Wanted {
+  int64_t index;  // among all tokens of the pass
+  Request* request;
+  int64_t position;  // in its sequence
+};
+
+namespace {
+
+enum class Row : uint8_t { none, logits, hidden };
+
+// Rows of logits that are there at once, where all of a prompt's are wanted.
+constexpr size_t kMostRows = 128;
+
+}  // namespace
 
 // What a step will have done, when all of it went well.
 struct StepResult {
@@ -24,6 +47,7 @@ struct StepResult {
     Request* request;
     int64_t token;
     Random random;
+    TokenScore score;
   };
   const std::vector<Request*>& asked;  // all of the step
   std::vector<One> ones;
@@ -37,8 +61,8 @@ void Model::check_room(const std::vector<Work>& work) const {
 }
 
 // In runs of about equal size.
-template <class Wanted, class Done>
-void Model::process(std::vector<Work>& work, Wanted wanted, Done done) {
+template <class Kind, class Done>
+void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done) {
   check_room(work);
   int64_t total = 0;
   for (Work& one : work) {
@@ -46,9 +70,8 @@ void Model::process(std::vector<Work>& work, Wanted wanted, Done done) {
     total += one.count;
   }
   if (total == 0) return;
-  const int64_t most = forward_.most_tokens();
-  const int64_t runs = (total + most - 1) / most;
-  const int64_t size = runs == 1 ? total : std::min(most, ((total + runs - 1) / runs + 15) / 16 * 16);
+  const int64_t runs = (total + pass.most - 1) / pass.most;
+  const int64_t size = runs == 1 ? total : std::min(pass.most, ((total + runs - 1) / runs + 15) / 16 * 16);
   try {
     size_t at = 0;      // in work
     int64_t taken = 0;  // of work[at]
@@ -57,17 +80,21 @@ void Model::process(std::vector<Work>& work, Wanted wanted, Done done) {
       if (index > 0 && interrupt_check_) interrupt_check_();
       tokens_.clear();
       const int64_t first = index;
-      while (at < work.size() && index - first < size) {
+      while (at < work.size() && index - first < size && tokens_.wanted.size() < done.most_rows()) {
         const Work& one = work[at];
-        const int64_t count = std::min(one.count - taken, size - (index - first));
+        const int64_t most = std::min(one.count - taken, size - (index - first));
+        const auto row = static_cast<int>(tokens_.tokens.size());
+        int64_t count = 0;
+        for (; count < most && tokens_.wanted.size() < done.most_rows(); ++count) {
+          const Row wanted = kind(index + count);
+          const auto next = static_cast<int32_t>(tokens_.tokens.size());
+          if (wanted == Row::logits) tokens_.wanted.push_back(next);
+          if (wanted == Row::hidden) tokens_.hidden_wanted.push_back(next);
+          tokens_.tokens.push_back(static_cast<int32_t>(one.tokens[taken + count]));
+        }
         if (count > 0) {
-          tokens_.queries.push_back(
-              {one.sequence, one.start + taken, static_cast<int>(count), static_cast<int>(tokens_.tokens.size())});
-          tokens_.contexts.push_back(one.start + one.count);
-          for (int64_t i = 0; i < count; ++i) {
-            if (wanted(index + i)) tokens_.wanted.push_back(static_cast<int32_t>(tokens_.tokens.size()));
-            tokens_.tokens.push_back(static_cast<int32_t>(one.tokens[taken + i]));
-          }
+          tokens_.queries.push_back({one.sequence, one.start + taken, static_cast<int>(count), row, pass.prompt});
+          tokens_.contexts.push_back(one.context > 0 ? one.context : one.start + one.count);
           cache_.extend(one.sequence, count);
           index += count;
           taken += count;
@@ -79,8 +106,11 @@ void Model::process(std::vector<Work>& work, Wanted wanted, Done done) {
       }
       tokens_.logits_stride = spec_.vocab;
       tokens_.logits = done.logits(tokens_.wanted.size());
+      tokens_.hidden = done.hidden(tokens_.hidden_wanted.size());
+      tokens_.exact = pass.exact;
+      tokens_.prompt = pass.prompt;
       forward_.run(tokens_);
-      done.take(tokens_.wanted.size());
+      done.take(tokens_.wanted.size(), tokens_.hidden_wanted.size());
     }
   } catch (...) {
     for (const Work& one : work)
@@ -107,7 +137,7 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
     if (spec_.max_tokens > 0 && length > spec_.max_tokens)
       throw UsageError("sequence " + std::to_string(sequences[i]) + " would have " + std::to_string(length) +
                        " tokens: the model's context has " + std::to_string(spec_.max_tokens));
-    work.push_back({sequences[i], tokens + total, counts[i], 0});
+    work.push_back({sequences[i], tokens + total, counts[i]});
     total += counts[i];
   }
   check_tokens(tokens, total);
@@ -119,22 +149,28 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
     float* next;
     int64_t vocab;
     float* logits(size_t) { return next; }
-    void take(size_t count) { next += static_cast<int64_t>(count) * vocab; }
+    float* hidden(size_t) { return nullptr; }
+    void take(size_t count, size_t) { next += static_cast<int64_t>(count) * vocab; }
+    size_t most_rows() const { return SIZE_MAX; }
   };
   auto row = rows.begin();
   process(
-      work,
+      work, Pass{forward_.most_tokens()},
       [&](int64_t index) {
-        if (row == rows.end() || *row != index) return false;
+        if (row == rows.end() || *row != index) return Row::none;
         ++row;
-        return true;
+        return Row::logits;
       },
       Done{logits, spec_.vocab});
 }
 
-std::vector<int64_t> Model::step(const std::vector<Request*>& requests) {
+std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const std::vector<int64_t>& limits,
+                                 bool exact) {
   const auto held = lock();
   check_ready();
+  if (!limits.empty() && limits.size() != requests.size())
+    throw UsageError("step: " + std::to_string(limits.size()) + " limits for " + std::to_string(requests.size()) +
+                     " requests");
   std::unordered_set<const Request*> seen;
   std::vector<Request*> first, second;  // the second ones wait for the prefix that they share
   for (size_t i = 0; i < requests.size(); ++i) {
@@ -144,6 +180,7 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests) {
     if (!seen.insert(request).second) throw UsageError("request " + std::to_string(i) + " is in the step twice");
     if (request->finished_ == Request::Finish::stopped || request->sequence_ < 0)
       throw UsageError("request " + std::to_string(i) + " of the step was finished with finish()");
+    request->passing_ = limits.empty() || limits[i] <= 0 ? INT64_MAX : limits[i];
   }
   for (Request* request : requests) {
     if (request->finished_ != Request::Finish::no) continue;
@@ -155,26 +192,34 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests) {
   StepResult result{requests, {}};
   result.ones.reserve(requests.size());
   try {
-    step_some(first, result);
+    step_some(first, exact, result);
     // The second wave can share what the first one has put into the cache.
-    for (Request* request : first) request->cached_ = static_cast<int64_t>(request->tokens_.size());
-    step_some(second, result);
+    for (Request* request : first) request->cached_ += request->passing_;
+    step_some(second, exact, result);
   } catch (...) {
-    // A wave that failed has taken back its own; the first one's last tokens are computed again in the next step.
-    for (Request* request : first) {
-      if (request->pending() > 0) continue;
-      --request->cached_;
-      cache_.truncate(request->sequence_, request->cached_);
-    }
+    // The first wave's last tokens are computed again in the next step, as is all of a wave that failed.
+    for (Request* request : first)
+      if (request->pending() == 0) --request->cached_;
+    for (const std::vector<Request*>* wave : {&first, &second})
+      for (Request* request : *wave)
+        if (cache_.length(request->sequence_) > request->cached_) cache_.truncate(request->sequence_, request->cached_);
     throw;
   }
-  for (Request* request : second) request->cached_ = static_cast<int64_t>(request->tokens_.size());
+  for (Request* request : second) request->cached_ += request->passing_;
 
   std::vector<int64_t> tokens(requests.size(), -1);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    Request& request = *requests[i];
+    if (request.finished_ != Request::Finish::no) continue;
+    tokens[i] = -2;
+    if (!request.answering() && request.pending() == 0) request.finished_ = Request::Finish::length;
+  }
   for (StepResult::One& one : result.ones) {
     Request& request = *one.request;
     request.random_ = one.random;
     request.tokens_.push_back(one.token);
+    request.mask_.clear();
+    if (request.options_.logprobs >= 0) request.scores_.push_back(std::move(one.score));
     const auto& ends = request.options_.end_tokens;
     const auto count = static_cast<int64_t>(request.tokens_.size());
     const int64_t most = request.options_.max_new_tokens;
@@ -188,69 +233,141 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests) {
   return tokens;
 }
 
-void Model::step_some(const std::vector<Request*>& requests, StepResult& result) {
-  std::vector<Work> work;
+void Model::step_some(const std::vector<Request*>& requests, bool exact, StepResult& result) {
   for (Request* request : requests) {
     request->share_prefix();
     // As transformers does with longrope: the cache is made anew when the context grows beyond the short factors.
     const auto length = static_cast<int64_t>(request->tokens_.size());
     for (const RopeSpec& rope : spec_.ropes) {
       if (rope.long_inv_freq.empty() || request->cached_ == 0) continue;
-      if (!RopeTable(rope).changes_between(request->cached_, length)) continue;
+      if (!RopeTable(rope).changes_between(request->context_, length)) continue;
       cache_.truncate(request->sequence_, 0);
       request->cached_ = 0;
     }
-    work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->pending(), 0});
+    request->context_ = length;
+    request->passing_ = std::min(request->passing_, request->pending());
   }
-  std::vector<int64_t> last;  // index of each request's last token among all
-  int64_t total = 0;
-  for (const Work& one : work) last.push_back((total += one.count) - 1);
+  if (!exact) return pass(requests, {forward_.most_tokens()}, result);
+  std::vector<Request*> few, prompts;
+  for (Request* request : requests)
+    (request->cached_ >= request->prompt_ && request->pending() == 1 ? few : prompts).push_back(request);
+  check_room(work_of(requests));
+  pass(few, {kGemvTokens, true, false}, result);
+  pass(prompts, {forward_.most_tokens(), true, true}, result);
+}
+
+std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests) {
+  std::vector<Work> work;
+  for (const Request* request : requests)
+    work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->passing_,
+                    static_cast<int64_t>(request->tokens_.size())});
+  return work;
+}
+
+void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result) {
+  std::vector<Work> work = work_of(requests);
+  std::vector<Wanted> logits, hidden;
+  int64_t first = 0;
+  for (Request* request : requests) {
+    const RequestOptions& options = request->options_;
+    const auto length = static_cast<int64_t>(request->tokens_.size());
+    const int64_t begin = request->cached_, end = begin + request->passing_;
+    if (options.prompt_logprobs >= 0)
+      for (int64_t position = begin; position < std::min(end, request->prompt_ - 1); ++position)
+        logits.push_back({first + position - begin, request, position});
+    if (options.goal == RequestOptions::Goal::mean)
+      for (int64_t position = begin; position < end; ++position)
+        hidden.push_back({first + position - begin, request, position});
+    if (end == length && request->answering()) logits.push_back({first + end - 1 - begin, request, end - 1});
+    if (end == length && options.goal == RequestOptions::Goal::last)
+      hidden.push_back({first + end - 1 - begin, request, 0});
+    first += request->passing_;
+  }
 
   struct Done {
     Model& model;
-    const std::vector<Request*>& requests;
+    const std::vector<Wanted>&all_logits, &all_hidden;
     StepResult& result;
-    size_t next = 0;  // of requests
-    float* logits(size_t count) {
-      const size_t floats = count * static_cast<size_t>(model.spec_.vocab);
-      if (model.logits_.size() < floats) model.logits_.resize(floats);
-      return model.logits_.data();
+    size_t next_logits = 0, next_hidden = 0;
+    static float* room(std::vector<float>& floats, size_t count, int64_t width) {
+      const size_t wanted = count * static_cast<size_t>(width);
+      if (floats.size() < wanted) floats.resize(wanted);
+      return floats.data();
     }
-    void take(size_t count) {
-      model.choose(requests, next, count, result);
-      next += count;
+    float* logits(size_t count) { return room(model.logits_, count, model.spec_.vocab); }
+    float* hidden(size_t count) { return room(model.hidden_, count, model.spec_.hidden); }
+    void take(size_t logits_count, size_t hidden_count) {
+      model.choose(all_logits, next_logits, logits_count, result);
+      next_logits += logits_count;
+      for (size_t i = 0; i < hidden_count; ++i) {
+        const Wanted& one = all_hidden[next_hidden++];
+        one.request->pool(model.hidden_.data() + i * static_cast<size_t>(model.spec_.hidden), model.spec_.hidden,
+                          one.position, 1);
+      }
     }
+    size_t most_rows() const { return std::max(kMostRows, all_logits.empty() ? 0 : result.asked.size()); }
   };
-  auto row = last.begin();
+  auto row = logits.begin();
+  auto state = hidden.begin();
   process(
-      work,
+      work, how,
       [&](int64_t index) {
-        if (row == last.end() || *row != index) return false;
-        ++row;
-        return true;
+        if (row != logits.end() && row->index == index) {
+          ++row;
+          return Row::logits;
+        }
+        if (state != hidden.end() && state->index == index) {
+          ++state;
+          return Row::hidden;
+        }
+        return Row::none;
       },
-      Done{*this, requests, result});
+      Done{*this, logits, hidden, result});
 }
 
-// Tokens for requests first, first + 1, ..., whose logits are there.
-void Model::choose(const std::vector<Request*>& requests, size_t first, size_t count, StepResult& result) {
+// What is wanted of the rows first, first + 1, ..., whose logits are there: the next token of a request, or the score
+// of a prompt's next one.
+void Model::choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result) {
   const size_t begin = result.ones.size();
-  for (size_t i = 0; i < count; ++i) result.ones.push_back({requests[first + i], -1, requests[first + i]->random_});
+  std::vector<size_t> places(count, SIZE_MAX);  // in result.ones
+  for (size_t i = 0; i < count; ++i) {
+    Request* request = rows[first + i].request;
+    if (rows[first + i].position + 1 < static_cast<int64_t>(request->tokens_.size())) continue;
+    places[i] = result.ones.size();
+    result.ones.push_back({request, -1, request->random_, {}});
+  }
   std::exception_ptr failure;
   std::mutex failed;
+  const Request* wrong = nullptr;
+  const auto one_row = [&](size_t i, SamplingScratch& scratch) {
+    const Wanted& row = rows[first + i];
+    Request& request = *row.request;
+    const RequestOptions& options = request.options_;
+    float* logits = logits_.data() + i * static_cast<size_t>(spec_.vocab);
+    if (places[i] == SIZE_MAX) {
+      TokenScore& told = request.prompt_scores_[static_cast<size_t>(row.position)];
+      return score(logits, spec_.vocab, request.tokens_[static_cast<size_t>(row.position + 1)], options.prompt_logprobs,
+                   scratch, told);
+    }
+    StepResult::One& one = result.ones[places[i]];
+    if (request.keep_logits_) request.logits_.assign(logits, logits + spec_.vocab);
+    if (options.logprobs >= 0) scratch.kept.assign(logits, logits + spec_.vocab);
+    const auto length = static_cast<int64_t>(request.tokens_.size());
+    const auto& ends = options.end_tokens;
+    const bool goes_on = length - request.prompt_ < options.min_new_tokens;
+    one.token = sample(logits, spec_.vocab, options.sampling, request.tokens_.data(), length, request.prompt_,
+                       ends.data(), goes_on ? static_cast<int64_t>(ends.size()) : 0, one.random, scratch,
+                       request.mask_.empty() ? nullptr : request.mask_.data());
+    if (one.token < 0) return false;
+    return options.logprobs < 0 ||
+           score(scratch.kept.data(), spec_.vocab, one.token, options.logprobs, scratch, one.score);
+  };
   const auto choose_part = [&](int thread, int threads) {
     try {
       for (auto i = static_cast<size_t>(thread); i < count; i += static_cast<size_t>(threads)) {
-        StepResult::One& one = result.ones[begin + i];
-        Request& request = *one.request;
-        float* logits = logits_.data() + i * static_cast<size_t>(spec_.vocab);
-        if (request.keep_logits_) request.logits_.assign(logits, logits + spec_.vocab);
-        const auto length = static_cast<int64_t>(request.tokens_.size());
-        const auto& ends = request.options_.end_tokens;
-        const bool goes_on = length - request.prompt_ < request.options_.min_new_tokens;
-        one.token = sample(logits, spec_.vocab, request.options_.sampling, request.tokens_.data(), length,
-                           request.prompt_, ends.data(), goes_on ? static_cast<int64_t>(ends.size()) : 0, one.random,
-                           scratch_[static_cast<size_t>(thread)]);
+        if (one_row(i, scratch_[static_cast<size_t>(thread)])) continue;
+        const std::lock_guard<std::mutex> lock(failed);
+        wrong = rows[first + i].request;
       }
     } catch (...) {
       const std::lock_guard<std::mutex> lock(failed);
@@ -260,17 +377,20 @@ void Model::choose(const std::vector<Request*>& requests, size_t first, size_t c
   profile_.start();
   if (count > 1)
     team_.run([&](int thread) { choose_part(thread, team_.size()); });
-  else
+  else if (count == 1)
     choose_part(0, 1);
   profile_.mark(anyaccel::llm::Work::sample);
   if (failure) std::rethrow_exception(failure);
-  for (size_t i = begin; i < result.ones.size(); ++i) {
-    if (result.ones[i].token >= 0) continue;
-    const auto index = std::find(result.asked.begin(), result.asked.end(), result.ones[i].request);
-    throw ModelError("the model's logits are NaN or infinite, for request " +
-                     std::to_string(index - result.asked.begin()) +
-                     " of the step: its weights may be damaged; or try another dtype, such as fp32");
-  }
+  if (wrong == nullptr) return;
+  for (size_t i = begin; i < result.ones.size(); ++i)  // the first one
+    if (result.ones[i].token < 0) {
+      wrong = result.ones[i].request;
+      break;
+    }
+  const auto index = std::find(result.asked.begin(), result.asked.end(), wrong);
+  throw ModelError("the model's logits are NaN or infinite, for request " +
+                   std::to_string(index - result.asked.begin()) +
+                   " of the step: its weights may be damaged; or try another dtype, such as fp32");
 }
 
 }  // namespace anyaccel::llm

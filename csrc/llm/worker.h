@@ -71,8 +71,8 @@ class Worker {
   // The source of inputs has changed: what was prepared is not of it.
   void fresh() noexcept { ++stamp_; }
   // `x` prepared for matrices like `shape`.
-  const Input& input(const Shape& shape, const float* x, int64_t stride, int64_t tokens,
-                     const int32_t* rows = nullptr) noexcept;
+  const Input& input(const Shape& shape, const float* x, int64_t stride, int64_t tokens, const int32_t* rows = nullptr,
+                     bool of_head = false) noexcept;
   void multiply_into(const LinearWeights& linear, const Input& input, float* out, int64_t stride) noexcept;
   Range rows_of(const Shape& shape) const noexcept;
   float* delta(int which) noexcept;

@@ -26,6 +26,7 @@ struct Case {
   Tokens history;
   int64_t prompt = 0;
   Tokens suppressed;
+  std::vector<uint32_t> mask;  // empty: none
 };
 
 std::vector<double> softmax_of(const std::vector<double>& scores) {
@@ -48,6 +49,7 @@ std::vector<size_t> order_of(const std::vector<double>& keys) {  // ascending, s
 std::vector<double> oracle(const std::vector<float>& logits, const Case& c) {
   std::vector<double> s(logits.begin(), logits.end());
   const SamplingOptions& o = c.options;
+  for (const auto& [token, bias] : o.bias) s[static_cast<size_t>(token)] += static_cast<double>(bias);
   for (const int64_t token : std::set<int64_t>(c.history.begin(), c.history.end())) {
     double& score = s[static_cast<size_t>(token)];
     score = score < 0 ? score * o.repetition_penalty : score / o.repetition_penalty;
@@ -63,6 +65,8 @@ std::vector<double> oracle(const std::vector<float>& logits, const Case& c) {
                      c.history.begin() + static_cast<int64_t>(i)))
         s[static_cast<size_t>(c.history[i + n - 1])] = -kInfinity;
   for (const int64_t token : c.suppressed) s[static_cast<size_t>(token)] = -kInfinity;
+  for (size_t i = 0; i < s.size() && !c.mask.empty(); ++i)
+    if ((c.mask[i / 32] >> (i % 32) & 1) == 0) s[i] = -kInfinity;
   if (!o.do_sample) return s;
   for (double& score : s) score /= o.temperature;
   if (o.top_k > 0) {
@@ -106,7 +110,7 @@ std::vector<double> oracle(const std::vector<float>& logits, const Case& c) {
 int64_t draw(std::vector<float> logits, const Case& c, Random& random, SamplingScratch& scratch) {
   return sample(logits.data(), static_cast<int64_t>(logits.size()), c.options, c.history.data(),
                 static_cast<int64_t>(c.history.size()), c.prompt, c.suppressed.data(),
-                static_cast<int64_t>(c.suppressed.size()), random, scratch);
+                static_cast<int64_t>(c.suppressed.size()), random, scratch, c.mask.empty() ? nullptr : c.mask.data());
 }
 
 std::vector<float> random_logits(int64_t n, float scale, unsigned seed) {
@@ -138,7 +142,7 @@ void check_distribution(const std::vector<float>& logits, const Case& c, int dra
 std::vector<Case> cases() {
   const auto sampled = [](SamplingOptions options) {
     options.do_sample = true;
-    return Case{options, {}, 0, {}};
+    return Case{options, {}, 0, {}, {}};
   };
   std::vector<Case> result = {
       sampled({}),
@@ -209,6 +213,8 @@ void test_greedy() {
     for (unsigned i = 0; i < seed % 60; ++i) c.history.push_back(static_cast<int64_t>(generator() % 12));
     c.prompt = static_cast<int64_t>(c.history.size() / 2);
     if (seed % 7 == 0) c.suppressed = {1, 5};
+    if (seed % 11 == 0) c.mask = {static_cast<uint32_t>(generator() | 1u << 3)};
+    if (seed % 13 == 0) c.options.bias = {{2, 3.0f}, {7, -1.5f}};
     const auto logits = random_logits(20, 1, seed + 1000);
     const auto s = oracle(logits, c);
     CHECK(draw(logits, c, random, scratch) == std::max_element(s.begin(), s.end()) - s.begin());
@@ -220,6 +226,33 @@ void test_greedy() {
   c.options.repetition_penalty = 2;
   c.options.no_repeat_ngram = 1;
   CHECK(draw({1, 3, 3, 2}, c, random, scratch) == 2);
+}
+
+// Log-probabilities of a distribution, and its likeliest tokens in order.
+void test_scores() {
+  SamplingScratch scratch;
+  TokenScore found;
+  for (const int64_t n : {int64_t{1}, int64_t{7}, int64_t{3000}}) {
+    const auto logits = random_logits(n, 4, static_cast<unsigned>(n));
+    const auto p = softmax_of({logits.begin(), logits.end()});
+    for (const int top : {0, 1, 5, 20}) {
+      CHECK(score(logits.data(), n, n / 2, top, scratch, found));
+      CHECK(found.token == n / 2 &&
+            std::abs(static_cast<double>(found.logprob) - std::log(p[static_cast<size_t>(n / 2)])) < 1e-4);
+      CHECK(static_cast<int64_t>(found.top.size()) == std::min<int64_t>(top, n));
+      std::vector<double> minus;
+      for (const double value : p) minus.push_back(-value);
+      const auto order = order_of(minus);
+      for (size_t i = 0; i < found.top.size(); ++i) {
+        CHECK(found.top[i].first == static_cast<int64_t>(order[i]));
+        CHECK(std::abs(static_cast<double>(found.top[i].second) - std::log(p[order[i]])) < 1e-4);
+      }
+    }
+  }
+  const std::vector<float> equal(40, 1.0f);
+  CHECK(score(equal.data(), 40, 39, 3, scratch, found) && found.top.size() == 3 && found.top[2].first == 2);
+  const std::vector<float> bad{1, std::nanf(""), 2};
+  CHECK(!score(bad.data(), 3, 0, 1, scratch, found));
 }
 
 void test_bad_logits() {
@@ -265,6 +298,7 @@ void test_random() {
 int main() {
   test_random();
   test_greedy();
+  test_scores();
   test_bad_logits();
   test_distributions();
   test_large();

@@ -144,7 +144,8 @@ def model_path(given: str | None) -> Path:
 
 def model_of(options: argparse.Namespace) -> ModelOptions:
     """Which model the options want."""
-    return ModelOptions(**{each.name: getattr(options, each.name) for each in fields(ModelOptions)})
+    named = [each.name for each in fields(ModelOptions) if hasattr(options, each.name)]  # not every command has all
+    return ModelOptions(**{name: getattr(options, name) for name in named})
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:

@@ -12,19 +12,17 @@ more with each token that comes, and whoever ends an answer tells all ranks the 
 
 from __future__ import annotations
 
-import select
 import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from anyaccel import env
-from anyaccel.errors import AnyAccelError, CommTimeoutError, UsageError
+from anyaccel.errors import AnyAccelError
 from anyaccel.host_memory import high_water_mark
+from anyaccel.inference.ranks.gathered import FAREWELL, RankError, Ranks, plan_ranks
 from anyaccel.inference.ranks.processes import RankProcesses
 
 if TYPE_CHECKING:
@@ -33,22 +31,6 @@ if TYPE_CHECKING:
     from anyaccel.inference.ranks.options import ModelOptions
 
 _AHEAD = 2  # steps that the ranks are allowed beyond what has come: they go on while the command shows a token
-# Seconds: of ranks for saying what is wrong, or ending by themselves; of the launcher for noticing a rank's end.
-_FAREWELL = 0.5
-_NOTICE = 5.0
-_LOADING = 1800.0  # of a rank that converts or packs a large model, and says nothing meanwhile
-
-
-class RankError(AnyAccelError):
-    """What went wrong on a rank; the ranks are of no use then.
-
-    Args:
-        exit_code: of the command.
-    """
-
-    def __init__(self, text: str, exit_code: int = 1) -> None:
-        super().__init__(text)
-        self.exit_code = exit_code
 
 
 def start(options: ModelOptions, screen: Watcher, *, lasting: bool = True) -> RanksBackend:
@@ -61,27 +43,10 @@ def start(options: ModelOptions, screen: Watcher, *, lasting: bool = True) -> Ra
         UsageError: there are not so many CPUs.
         AnyAccelError: the model cannot be read, or a rank failed.
     """
-    from anyaccel import launch
-    from anyaccel.topology import read_machine
-
-    machine = read_machine()
-    if options.tp > len(machine.allowed_cpus):
-        raise UsageError(
-            f"--tp {options.tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and each rank needs one; "
-            f"--tp {len(machine.allowed_cpus)} is the most here"
-        )
-    wanted = launch.LaunchOptions(
-        script="anyaccel",
-        module=True,
-        num_accelerators=options.tp,
-        # Two hardware threads of one core cannot be two ranks' own cores; they share it unbound.
-        bind_cores=options.tp <= len(machine.cores()),
-        local_rank_argument=False,
-    )
-    plan = launch.make_plan(wanted, machine)
+    plan, summary = plan_ranks(options.tp)
     backend = RanksBackend(RankProcesses(plan), lasting)
     try:
-        backend.load(options, f"topology: {machine.summary()}\n{plan.render()}", screen)
+        backend.load(options, summary, screen)
     except BaseException:
         backend.close()
         raise
@@ -96,9 +61,7 @@ class RanksBackend:
     def __init__(self, processes: RankProcesses, lasting: bool) -> None:
         self._lasting = lasting
         self._closed = False
-        self._processes = processes
-        self._channels = processes.channels
-        self._patience = env.ANYACCEL_COMM_TIMEOUT.get()
+        self._ranks = Ranks(processes, self._whole)
         self._held = 0
         self._interrupted = False
         self._handlers: dict[int, Any] = {}
@@ -144,89 +107,16 @@ class RanksBackend:
         """
 
         def look(_number: int, _frame: Any) -> None:
-            if self._processes.code() is not None:
-                raise self._lost()
+            if self._ranks.processes.code() is not None:
+                raise self._ranks.lost()
 
         before = signal.signal(signal.SIGCHLD, look)
         try:
-            if self._processes.code() is not None:
-                raise self._lost()
+            if self._ranks.processes.code() is not None:
+                raise self._ranks.lost()
             yield
         finally:
             signal.signal(signal.SIGCHLD, before)
-
-    # --- talking to the ranks
-
-    def _send(self, kind: str, **message: Any) -> None:
-        try:
-            for channel in self._channels:
-                channel.send(kind=kind, **message)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._lost() from None
-
-    def _next(self, patience: float | None = None) -> tuple[int, dict[str, Any]]:
-        """A message of any rank, and its rank.
-
-        Raises:
-            RankError: a rank failed or died.
-            CommTimeoutError: none said anything for so many seconds; None: the ranks have deadlines among themselves.
-        """
-        while True:
-            for rank, channel in enumerate(self._channels):
-                message = channel.next()
-                if message is not None:
-                    if message["kind"] == "error":
-                        self._fail(rank, message)
-                    return rank, message
-            self._wait(patience)
-
-    def _wait(self, patience: float | None) -> None:
-        poller = select.poll()
-        for channel in self._channels:
-            poller.register(channel.descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poller.poll(None if patience is None else patience * 1000)}
-        if not ready:
-            raise CommTimeoutError(f"no rank has said anything for {patience:g} s (ANYACCEL_COMM_TIMEOUT)")
-        try:
-            with self._whole():
-                for channel in self._channels:
-                    if channel.descriptor in ready:
-                        channel.pump()
-        except EOFError:
-            # What the others said before may tell why.
-            self._fail(-1, {})
-
-    def _lost(self) -> RankError:
-        code = self._processes.wait(_NOTICE)  # the launcher says which rank, and how
-        how = "" if code is None else f" with code {code}"
-        return RankError(f"the ranks have ended{how}; what is said above tells why", code or 1)
-
-    def _fail(self, rank: int, message: dict[str, Any]) -> NoReturn:
-        """Raise what went wrong: of all that the ranks say, what is their own, and not that another one is gone."""
-        said = {rank: message} if message else {}
-        deadline = time.monotonic() + _FAREWELL
-        channels = dict(enumerate(self._channels))
-        while len(said) < len(self._channels) and time.monotonic() < deadline and channels:
-            for other, channel in list(channels.items()):
-                try:
-                    channel.pump()
-                except EOFError:
-                    del channels[other]
-                while told := channel.next():
-                    if told["kind"] == "error":
-                        said.setdefault(other, told)
-            time.sleep(0.005)
-        own = {rank: told for rank, told in said.items() if told["own"] and not told["lost"]}
-        if not own and self._processes.wait(_NOTICE) is not None:
-            raise self._lost()
-        if not said:
-            raise RankError("a rank does not answer any more; run the command again")
-        chosen = own or said
-        first = min(chosen)
-        text = chosen[first]["text"]
-        everybodys = len(chosen) == len(self._channels) and len({told["text"] for told in chosen.values()}) == 1
-        where = "" if everybodys or not chosen[first]["own"] else f"rank {first}: "
-        raise RankError(where + text, chosen[first]["exit_code"])
 
     # --- what a Backend does
 
@@ -244,36 +134,15 @@ class RanksBackend:
 
         path = Path(options.model)
         check_model_path(path)
-        self._send("options", options=asdict(options), summary=summary)
+        self._ranks.load(options, summary)
         problem: AnyAccelError | None = None
         try:
             self.tokenizer: Any = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:
             problem = error  # that of the weights is the more telling one
-        said: dict[int, Any] = {}
-        ready: dict[int, dict[str, Any]] = {}
-        done: dict[int, tuple[int, int]] = {}
-        while len(ready) < len(self._channels):
-            rank, message = self._next(max(self._patience, _LOADING))
-            what = message["kind"]
-            if what == "line":
-                screen.line(message["text"])
-            elif what == "progress":
-                before = done.get(rank)
-                done[rank] = message["done"], message["total"]
-                if len(done) == len(self._channels) and done[rank] != before:
-                    screen.progress(*(sum(numbers) for numbers in zip(*done.values(), strict=True)))
-            elif what == "say":
-                said[rank] = message["value"]
-                if len(said) == len(self._channels):
-                    everybodys = [said[each] for each in sorted(said)]
-                    said.clear()
-                    self._send("all", all=everybodys)
-            elif what == "ready":
-                ready[rank] = message
+        first = self._ranks.loaded(screen)[0]
         if problem is not None:
             raise problem
-        first = ready[0]
         self.runtime, self.accelerator = first["runtime"], first["accelerator"]
         self.context, self.vocabulary = first["context"], first["vocabulary"]
         self.ends = sorted({*first["ends"], *self.tokenizer.end_tokens}) if path.is_file() else first["ends"]
@@ -295,11 +164,11 @@ class RanksBackend:
             with self._whole():
                 under_way = True
                 how = vars(sampling)
-                self._send(
+                self._ranks.send(
                     "generate", ids=ids, max_new_tokens=max_new_tokens, sampling=how, ends=self.ends, limit=limit
                 )
             while True:
-                message = self._next()[1]
+                message = self._ranks.next()[1]
                 if message["kind"] == "done":
                     under_way = False
                     return
@@ -312,7 +181,7 @@ class RanksBackend:
                 if limit < max_new_tokens:  # with no more to come the ranks end by themselves
                     limit += 1
                     with self._whole():
-                        self._send("limit", limit=limit)
+                        self._ranks.send("limit", limit=limit)
                 yield result.tokens[-1]
         except (RankError, SystemExit):  # the ranks are gone, or are ended
             under_way = False
@@ -323,19 +192,19 @@ class RanksBackend:
         finally:
             if under_way and not self._closed:
                 with self._whole():
-                    self._send("stop", limit=limit)
-                    while self._next()[1]["kind"] != "stopped":
+                    self._ranks.send("stop", limit=limit)
+                    while self._ranks.next()[1]["kind"] != "stopped":
                         pass  # tokens that nobody sees
 
     def forget(self) -> None:
         with self._whole():
-            self._send("forget")
+            self._ranks.send("forget")
 
     def peaks(self) -> list[int]:
         """Peak memory of each rank in bytes."""
         with self._whole():
-            self._send("peak")
-            peaks = dict(self._next(self._patience) for _ in self._channels)
+            self._ranks.send("peak")
+            peaks = dict(self._ranks.next(self._ranks.patience) for _ in self._ranks.channels)
         return [peaks[rank]["bytes"] for rank in sorted(peaks)]
 
     def beside(self) -> int:
@@ -346,7 +215,7 @@ class RanksBackend:
         self._closed = True
         self._held += 1  # once is enough: the clean-up goes on
         try:
-            self._processes.end(_FAREWELL)
+            self._ranks.processes.end(FAREWELL)
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)

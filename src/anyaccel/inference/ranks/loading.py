@@ -124,6 +124,7 @@ def loader(
         size=size,
         threads=options.threads,
         cache_dtype=cache,
+        cache_limit=options.cache_bytes // size,
         progress=progress,
         beside=size == 1,  # ranks end with the job
         check=check,

@@ -16,6 +16,7 @@ class ModelOptions:
         kv_cache: precision of the key/value cache; "auto" goes by `dtype`.
         threads: of the native runtime; 0: all CPUs that it may use.
         tp: ranks that share the model.
+        cache_bytes: most bytes of keys and values, on all ranks together; 0: what memory has room for.
     """
 
     model: str
@@ -24,3 +25,4 @@ class ModelOptions:
     kv_cache: str = "auto"
     threads: int = 0
     tp: int = 1
+    cache_bytes: int = 0

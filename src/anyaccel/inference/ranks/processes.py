@@ -23,9 +23,13 @@ _END = 30.0
 
 
 class RankProcesses:
-    """The launcher below this process, and the sockets of its ranks."""
+    """The launcher below this process, and the sockets of its ranks.
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    Args:
+        module: what a rank runs; see `rank.main`.
+    """
+
+    def __init__(self, plan: LaunchPlan, module: str = "anyaccel.inference.ranks.rank") -> None:
         patience = env.ANYACCEL_COMM_TIMEOUT.get()
         pairs = [socket.socketpair() for _ in plan.ranks]
         near, far = ([end.detach() for end in ends] for ends in zip(*pairs, strict=True))
@@ -36,7 +40,7 @@ class RankProcesses:
         own = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _be_launcher(plan, own, near, far)
+            _be_launcher(plan, module, own, near, far)
         for descriptor in far:
             os.close(descriptor)
         self.channels = [Channel(descriptor, patience) for descriptor in near]
@@ -71,7 +75,7 @@ class RankProcesses:
                 self.wait(_END)
 
 
-def _be_launcher(plan: LaunchPlan, command: int, near: list[int], far: list[int]) -> NoReturn:
+def _be_launcher(plan: LaunchPlan, module: str, command: int, near: list[int], far: list[int]) -> NoReturn:
     """In the forked process: start the ranks and wait for their end."""
     code = 70  # EX_SOFTWARE, with a traceback
     try:
@@ -89,7 +93,7 @@ def _be_launcher(plan: LaunchPlan, command: int, near: list[int], far: list[int]
         from anyaccel.launch.output import OutputOptions
 
         def argv(binding: Any) -> list[str]:
-            return [sys.executable, "-m", "anyaccel.inference.ranks.rank", *map(str, (far[binding.rank], *far))]
+            return [sys.executable, "-m", module, *map(str, (far[binding.rank], *far))]
 
         code = launch.launch_local(plan, argv, grace_period=_GRACE, output=OutputOptions(log_level="error"))
     except AnyAccelError as error:

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 _PROGRESS_SECONDS = 0.05
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], serve: Callable[[Channel, int, Model], object] | None = None) -> int:
     """Serve until the command is gone.
 
     Args:
         argv: the descriptor of this rank's socket, and those of all.
+        serve: what the rank does with its model; None: answers of `generate` and `chat`, one at a time.
     """
     own, *everybodys = (int(text) for text in argv)
     for descriptor in everybodys:
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
         try:
             # What the command does before is to start all ranks.
             told = channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())
-            _serve(channel, rank, _open(channel, rank, ModelOptions(**told["options"]), told["summary"]))
+            (serve or _serve)(channel, rank, _open(channel, rank, ModelOptions(**told["options"]), told["summary"]))
         except (AnyAccelError, OSError, MemoryError) as error:
             _send_error(channel, error)
             while channel.receive():  # until the command ends all ranks

@@ -250,6 +250,20 @@ def _of_folder(folder: Path, made_from: Path | None = None) -> TextTokenizer | T
     return TransformersTokenizer(load_tokenizer(folder))
 
 
+def tokenizer_json(tokenizer: TextTokenizer | TransformersTokenizer) -> str:
+    """What a tokenizer.json of it would hold.
+
+    Raises:
+        ModelError: it is not one of the library tokenizers.
+    """
+    inner = tokenizer._tokenizer
+    inner = getattr(inner, "backend_tokenizer", inner)
+    if not hasattr(inner, "to_str"):
+        raise ModelError("the model's tokenizer is not one of the library tokenizers: it cannot be written as JSON")
+    text: str = inner.to_str()
+    return text
+
+
 def end_tokens(
     generation_config: dict[str, Any], config: dict[str, Any], path: Path | None = None, note: bool = True
 ) -> list[int]:

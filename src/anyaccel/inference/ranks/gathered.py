@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process says to the ranks that it has started, and hears from them: loading, messages, and how they fail."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from anyaccel import env
+from anyaccel.errors import AnyAccelError, CommTimeoutError, UsageError
+from anyaccel.inference.ranks.processes import RankProcesses
+
+if TYPE_CHECKING:
+    from anyaccel.inference.ranks.loading import Watcher
+    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.launch import LaunchPlan
+
+# Seconds: of ranks for saying what is wrong, or ending by themselves; of the launcher for noticing a rank's end.
+FAREWELL = 0.5
+_NOTICE = 5.0
+_LOADING = 1800.0  # of a rank that converts or packs a large model, and says nothing meanwhile
+
+
+class RankError(AnyAccelError):
+    """What went wrong on a rank; the ranks are of no use then.
+
+    Args:
+        exit_code: of the command.
+    """
+
+    def __init__(self, text: str, exit_code: int = 1) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def plan_ranks(tp: int) -> tuple[LaunchPlan, str]:
+    """The plan for so many ranks on this machine, and machine and plan in words.
+
+    Raises:
+        UsageError: there are not so many CPUs.
+    """
+    from anyaccel import launch
+    from anyaccel.topology import read_machine
+
+    machine = read_machine()
+    if tp > len(machine.allowed_cpus):
+        raise UsageError(
+            f"--tp {tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and each rank needs one; "
+            f"--tp {len(machine.allowed_cpus)} is the most here"
+        )
+    wanted = launch.LaunchOptions(
+        script="anyaccel",
+        module=True,
+        num_accelerators=tp,
+        # Two hardware threads of one core cannot be two ranks' own cores; they share it unbound.
+        bind_cores=tp <= len(machine.cores()),
+        local_rank_argument=False,
+    )
+    plan = launch.make_plan(wanted, machine)
+    return plan, f"topology: {machine.summary()}\n{plan.render()}"
+
+
+class Ranks:
+    """The ranks, from the side of the process that started them.
+
+    Args:
+        whole: around what must not be interrupted.
+    """
+
+    def __init__(
+        self, processes: RankProcesses, whole: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        self.processes = processes
+        self.channels = processes.channels
+        self.patience = env.ANYACCEL_COMM_TIMEOUT.get()
+        self._whole = whole
+
+    def send(self, kind: str, **message: Any) -> None:
+        try:
+            for channel in self.channels:
+                channel.send(kind=kind, **message)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self.lost() from None
+
+    def next(self, patience: float | None = None) -> tuple[int, dict[str, Any]]:
+        """A message of any rank, and its rank.
+
+        Raises:
+            RankError: a rank failed or died.
+            CommTimeoutError: none said anything for so many seconds; None: the ranks have deadlines among themselves.
+        """
+        while True:
+            for rank, channel in enumerate(self.channels):
+                message = channel.next()
+                if message is not None:
+                    if message["kind"] == "error":
+                        self._fail(rank, message)
+                    return rank, message
+            self._wait(patience)
+
+    def _wait(self, patience: float | None) -> None:
+        poller = select.poll()
+        for channel in self.channels:
+            poller.register(channel.descriptor, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poller.poll(None if patience is None else patience * 1000)}
+        if not ready:
+            raise CommTimeoutError(f"no rank has said anything for {patience:g} s (ANYACCEL_COMM_TIMEOUT)")
+        try:
+            with self._whole():
+                for channel in self.channels:
+                    if channel.descriptor in ready:
+                        channel.pump()
+        except EOFError:
+            # What the others said before may tell why.
+            self._fail(-1, {})
+
+    def lost(self) -> RankError:
+        code = self.processes.wait(_NOTICE)  # the launcher says which rank, and how
+        how = "" if code is None else f" with code {code}"
+        return RankError(f"the ranks have ended{how}; what is said above tells why", code or 1)
+
+    def _fail(self, rank: int, message: dict[str, Any]) -> NoReturn:
+        """Raise what went wrong: of all that the ranks say, what is their own, and not that another one is gone."""
+        said = {rank: message} if message else {}
+        deadline = time.monotonic() + FAREWELL
+        channels = dict(enumerate(self.channels))
+        while len(said) < len(self.channels) and time.monotonic() < deadline and channels:
+            for other, channel in list(channels.items()):
+                try:
+                    channel.pump()
+                except EOFError:
+                    del channels[other]
+                while told := channel.next():
+                    if told["kind"] == "error":
+                        said.setdefault(other, told)
+            time.sleep(0.005)
+        own = {rank: told for rank, told in said.items() if told["own"] and not told["lost"]}
+        if not own and self.processes.wait(_NOTICE) is not None:
+            raise self.lost()
+        if not said:
+            raise RankError("a rank does not answer any more; run the command again")
+        chosen = own or said
+        first = min(chosen)
+        text = chosen[first]["text"]
+        everybodys = len(chosen) == len(self.channels) and len({told["text"] for told in chosen.values()}) == 1
+        where = "" if everybodys or not chosen[first]["own"] else f"rank {first}: "
+        raise RankError(where + text, chosen[first]["exit_code"])
+
+    def load(self, options: ModelOptions, summary: str) -> None:
+        """Have the ranks begin to load.
+
+        Args:
+            summary: of machine and plan, for the screen.
+        """
+        self.send("options", options=asdict(options), summary=summary)
+
+    def loaded(self, screen: Watcher) -> list[dict[str, Any]]:
+        """Show how far the ranks are, let them meet, and return what each says when it is ready.
+
+        Raises:
+            AnyAccelError: one of them cannot.
+        """
+        said: dict[int, Any] = {}
+        ready: dict[int, dict[str, Any]] = {}
+        done: dict[int, tuple[int, int]] = {}
+        while len(ready) < len(self.channels):
+            rank, message = self.next(max(self.patience, _LOADING))
+            what = message["kind"]
+            if what == "line":
+                screen.line(message["text"])
+            elif what == "progress":
+                before = done.get(rank)
+                done[rank] = message["done"], message["total"]
+                if len(done) == len(self.channels) and done[rank] != before:
+                    screen.progress(*(sum(numbers) for numbers in zip(*done.values(), strict=True)))
+            elif what == "say":
+                said[rank] = message["value"]
+                if len(said) == len(self.channels):
+                    everybodys = [said[each] for each in sorted(said)]
+                    said.clear()
+                    self.send("all", all=everybodys)
+            elif what == "ready":
+                ready[rank] = message
+        return [ready[rank] for rank in sorted(ready)]

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder that the engine drives: in this process, or on ranks (`ranks.py`). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel import host_memory
+from anyaccel.errors import UsageError
+from anyaccel.serve.contract import ModelFacts
+from anyaccel.serve.facts import ONLY_NATIVE, Decoder, context_of, limited, plan_line, shares_of, with_own_ends
+from anyaccel.serve.pages import PAGE
+from anyaccel.serve.slots import Outcome, Slots, Work
+
+if TYPE_CHECKING:
+    from anyaccel.inference.native.runtime import NativeModel
+    from anyaccel.inference.ranks.loading import Watcher
+    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.serve.settings import EngineSettings
+
+
+class LocalDecoder:
+    """A model in the native runtime of this process."""
+
+    def __init__(self, native: NativeModel, facts: ModelFacts) -> None:
+        self._slots: Slots | None = Slots(native.model)
+        self.page_bytes = native.model.cache_bytes_per_token() * PAGE
+        self.cache_pages = native.model.cache_limit_bytes // self.page_bytes
+        self.shares = shares_of(native)
+        self.facts = limited(facts, self.cache_pages)
+
+    def apply(self, work: Work) -> Outcome:
+        assert self._slots is not None
+        return self._slots.apply(work)
+
+    def close(self) -> None:
+        if self._slots is not None:
+            self._slots.clear()
+        self._slots = None  # with the weights: another decoder may be loaded before this one goes
+
+
+def open_decoder(
+    options: ModelOptions,
+    screen: Watcher,
+    settings: EngineSettings,
+    tokenizer: Any = None,
+    check: Callable[[], object] | None = None,
+) -> Decoder:
+    """Load the model that the options name.
+
+    Args:
+        tokenizer: of the model, where the caller has it already.
+        check: called now and then while the model loads; what it raises ends that.
+
+    Raises:
+        UsageError: it is not one of the native runtime, or does not fit the settings.
+        AnyAccelError: it cannot be read.
+    """
+    from anyaccel.inference.ranks.loading import describe_weights, host_accelerator, loader
+    from anyaccel.inference.spec.mapping import Unsupported
+    from anyaccel.inference.text.tokenizer import end_tokens
+    from anyaccel.topology import read_machine
+
+    machine = read_machine()
+    host = host_accelerator(machine)
+    if host is None:
+        raise UsageError(f"{ONLY_NATIVE}, on the host's own processor: set DS_ACCELERATOR=cpu to use it")
+    options = replace(options, cache_bytes=settings.cache_bytes or host_memory.available() // 4)
+    if options.tp > 1:
+        from anyaccel.serve.ranks import RanksDecoder
+
+        return RanksDecoder(options, screen, settings, tokenizer)
+    screen.line(f"accelerator: {host[1]}")
+    screen.line(f"topology: {machine.summary()}")
+    try:
+        native = loader(options, screen.progress, check=check)()
+    except Unsupported as lack:
+        raise UsageError(f"{ONLY_NATIVE}, and that has no {lack.feature}") from None
+    describe_weights(native, screen)
+    path, spec = Path(options.model), native.whole_spec
+    ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
+    context = context_of(native.spec.max_tokens, settings)
+    decoder = LocalDecoder(native, ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype))
+    plan = plan_line(decoder, f"one process of {native.model.threads} threads", options, settings)
+    decoder.facts = replace(decoder.facts, plan=plan)
+    return decoder

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an answer must look like, by llguidance: which tokens may come next. Imported and built when first asked for.
+
+Grammars are compiled in a thread of their own, beside the loop and the steps; the masks of all constrained requests of
+a step are computed by a few threads together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from anyaccel.errors import AnyAccelError, ModelError, UsageError
+from anyaccel.serve.contract import Grammar
+
+_MOST_BYTES = 1 << 18  # of a grammar
+
+
+class Constraint:
+    """A grammar, and how far an answer has come in it."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self.problem = ""
+
+    def take(self, token: int) -> bool:
+        """A token has come; whether nothing may follow it.
+
+        Raises:
+            ModelError: the token may not come here.
+        """
+        if self.problem or not self.matcher.consume_token(token):
+            problem = self.problem or self.matcher.get_error() or f"token {token} may not come here"
+            raise ModelError(f"the grammar: {_short(problem)}")
+        return bool(self.matcher.is_stopped())
+
+
+class Grammars:
+    """Makes constraints for one model.
+
+    Args:
+        path: of the model.
+        tokenizer: `load_text_tokenizer` of it, where it is there already.
+    """
+
+    def __init__(self, path: str, tokenizer: Any = None) -> None:
+        self.vocabulary = 0
+        self.ends: frozenset[int] = frozenset()
+        self._path = path
+        self._text_tokenizer = tokenizer
+        self._tokenizer: Any = None
+        self._executor: Any = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    async def constraint(self, grammar: Grammar) -> Constraint:
+        """A fresh constraint.
+
+        Raises:
+            UsageError: the grammar is wrong, or too large.
+            AnyAccelError: llguidance is not installed, or does not know the tokenizer.
+        """
+        if len(grammar.text.encode()) > _MOST_BYTES:
+            raise UsageError(f"grammar: {len(grammar.text.encode())} bytes are more than {_MOST_BYTES}")
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "anyaccel-grammar")
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._compile, grammar)
+
+    def masks(self, constraints: Mapping[int, Constraint]) -> dict[int, bytes]:
+        """Of each request, which tokens may come; none of one whose grammar has come to its limits: it ends by that."""
+        try:
+            return self._masks(constraints)
+        except Exception as error:  # noqa: BLE001  the library's own are of no common kind
+            if len(constraints) == 1:
+                next(iter(constraints.values())).problem = str(error) or type(error).__name__
+                return {}
+        found: dict[int, bytes] = {}
+        for number, constraint in constraints.items():
+            found |= self.masks({number: constraint})
+        return found
+
+    def _masks(self, constraints: Mapping[int, Constraint]) -> dict[int, bytes]:
+        size = (self.vocabulary + 31) // 32 * 4
+        buffer = ctypes.create_string_buffer(size * len(constraints))
+        matchers = [(each.matcher, place) for place, each in enumerate(constraints.values())]
+        self._executor.unsafe_compute_mask_ptr(matchers, ctypes.addressof(buffer), size, len(matchers))
+        whole = buffer.raw
+        return {number: whole[place * size :][:size] for place, number in enumerate(constraints)}
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _compile(self, grammar: Grammar) -> Constraint:
+        if self._tokenizer is None:
+            self._build()
+        from llguidance import LLMatcher
+
+        try:
+            if grammar.kind == "json_object":
+                text = LLMatcher.grammar_from_json_schema({"type": "object"})
+            elif grammar.kind == "json_schema":
+                schema = json.loads(grammar.text)
+                if not isinstance(schema, dict | bool):
+                    raise UsageError("grammar: the schema must be an object")
+                text = LLMatcher.grammar_from_json_schema(grammar.text)
+            elif grammar.kind == "regex":
+                text = LLMatcher.grammar_from_regex(grammar.text)
+            else:
+                text = LLMatcher.grammar_from_lark(grammar.text)
+        except UsageError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"grammar: {error}") from None
+        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise UsageError(f"grammar: {_short(matcher.get_error())}")
+        return Constraint(matcher)
+
+    def _build(self) -> None:
+        try:
+            from llguidance import LLExecutor, LLTokenizer
+        except ImportError as error:
+            raise AnyAccelError(f"a grammar needs more packages: pip install 'anyaccel[serve]' ({error})") from None
+        from anyaccel.inference.text.tokenizer import load_text_tokenizer, tokenizer_json
+
+        text = self._text_tokenizer or load_text_tokenizer(Path(self._path))
+        ends = sorted(self.ends) or text.end_tokens
+        try:
+            self._tokenizer = LLTokenizer(tokenizer_json(text), n_vocab=self.vocabulary, eos_token=ends or None)
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"llguidance does not take this model's tokenizer ({error})") from error
+        self._executor = LLExecutor(num_threads=min(4, len(os.sched_getaffinity(0))))
+
+
+def _short(problem: str) -> str:
+    """What llguidance says, without the state of its parser, in one line."""
+    return " ".join(problem.partition("<state>")[0].split())[:500]

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A decoder on several ranks, each a process on cores of its own; see `inference/ranks`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.inference.ranks.gathered import FAREWELL, Ranks, plan_ranks
+from anyaccel.inference.ranks.processes import RankProcesses
+from anyaccel.serve.contract import ModelFacts
+from anyaccel.serve.facts import context_of, limited, plan_line, with_own_ends
+from anyaccel.serve.slots import Outcome, Work
+
+if TYPE_CHECKING:
+    from anyaccel.inference.ranks.loading import Watcher
+    from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.serve.settings import EngineSettings
+
+
+class RanksDecoder:
+    """See `decoders.Decoder`. It belongs to the thread that made it: the ranks end with that thread."""
+
+    def __init__(self, options: ModelOptions, screen: Watcher, settings: EngineSettings, tokenizer: Any = None) -> None:
+        plan, summary = plan_ranks(options.tp)
+        self._ranks = Ranks(RankProcesses(plan, "anyaccel.serve.rank"))
+        try:
+            self._ranks.load(options, summary)
+            said = self._ranks.loaded(screen)
+        except BaseException:
+            self.close()
+            raise
+        first = said[0]
+        self.page_bytes = sum(each["page_bytes"] for each in said)
+        self.cache_pages = min(each["cache_pages"] for each in said)
+        self.shares = first["shares"]
+        ends = with_own_ends(first["ends"], Path(options.model), tokenizer)
+        facts = ModelFacts(
+            context_of(first["context"], settings),
+            first["vocabulary"],
+            frozenset(ends),
+            first["hidden"],
+            options.dtype,
+            plan_line(self, f"{options.tp} ranks of {first['threads']} threads", options, settings),
+        )
+        self.facts = limited(facts, self.cache_pages)
+
+    def apply(self, work: Work) -> Outcome:
+        self._ranks.send("step", work=asdict(work))
+        if not work.run and not work.changes:
+            return Outcome()
+        while (message := self._ranks.next()[1])["kind"] != "outcome":
+            pass
+        return Outcome(**message["outcome"])
+
+    def close(self) -> None:
+        self._ranks.processes.end(FAREWELL)

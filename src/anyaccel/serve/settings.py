@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What whoever starts a server may say about its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from anyaccel.errors import UsageError
+from anyaccel.numerals import whole_number
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """See the attributes.
+
+    Attributes:
+        max_batch: requests that run at once.
+        max_context: tokens of a prompt and its answer; 0: what the model takes.
+        cache_bytes: of keys and values; 0: a quarter of the memory that is available.
+        max_waiting: requests that may wait; one more is told to come again later.
+        step_s: what a running answer should wait for its next token at most, when prompts come beside it; 0: chosen
+            from measured rates.
+        timeout_s: of a request that does not say its own.
+        prefix_cache: whether requests that begin alike share what is computed.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    max_batch: int = 32
+    max_context: int = 0
+    cache_bytes: int = 0
+    max_waiting: int = 256
+    step_s: float = 0.0
+    timeout_s: float = 600.0
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in {"max_batch": 1, "max_context": 0, "cache_bytes": 0, "max_waiting": 1}.items():
+            if whole_number(name, getattr(self, name)) < least:
+                raise UsageError(f"{name}={getattr(self, name)}: must be at least {least}")
+        if not 0 <= self.step_s < float("inf"):
+            raise UsageError(f"step_s={self.step_s}: must be 0 (chosen from measured rates) or above")
+        if not self.timeout_s > 0:
+            raise UsageError(f"timeout_s={self.timeout_s}: must be above 0")

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the engine's thread to those who wait in an asyncio loop, once a step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from anyaccel.serve.contract import Chunk, Finish, TokenLogprob
+
+
+@dataclass
+class Piece:
+    """What a step brought for one request; `error` ends it."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    cached_tokens: int = 0
+    embedding: list[float] | None = None
+    finish: Finish | None = None
+    error: Exception | None = None
+
+
+class Stream:
+    """What has come for one request, and who waits for it. Everything is called in the loop but `loop`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._pieces: deque[Piece] = deque()
+        self._come = asyncio.Event()
+
+    def put(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._come.set()
+
+    async def next(self) -> Piece:
+        """All that has come, as one.
+
+        Raises:
+            AnyAccelError: the request ended by it; what came before was given out.
+        """
+        await self._come.wait()
+        whole = self._pieces.popleft()
+        while self._pieces and whole.error is None and self._pieces[0].error is None:
+            more = self._pieces.popleft()
+            whole = Piece(
+                whole.tokens + more.tokens,
+                whole.logprobs + more.logprobs,
+                whole.prompt_logprobs if more.prompt_logprobs is None else more.prompt_logprobs,
+                more.cached_tokens,
+                more.embedding,
+                more.finish,
+            )
+        if not self._pieces:
+            self._come.clear()
+        if whole.error is not None:
+            raise whole.error
+        return whole
+
+
+class Outbox:
+    """Pieces of a step, sent to each loop at once."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Piece]]] = {}
+
+    def add(self, stream: Stream, piece: Piece) -> None:
+        self._pieces.setdefault(stream.loop, []).append((stream, piece))
+
+    def send(self) -> None:
+        """Wake the loops; one that is closed has nobody who waits."""
+        pieces, self._pieces = self._pieces, {}
+        for loop, those in pieces.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, those)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+
+
+def _deliver(pieces: list[tuple[Stream, Piece]]) -> None:
+    for stream, piece in pieces:
+        stream.put(piece)
+
+
+def chunk_of(piece: Piece) -> Chunk:
+    """What the front gets of it."""
+    return Chunk(piece.tokens, piece.logprobs, piece.prompt_logprobs, piece.cached_tokens, piece.finish)

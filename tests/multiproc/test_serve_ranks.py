@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of `anyaccel serve --tp 2`: the same answers as of one process, and a rank that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import family_cases
+import serving
+from anyaccel.errors import UsageError
+from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.serve.contract import EngineStoppedError, GenerationRequest, Sampling
+from anyaccel.serve.engine import open_engine
+from anyaccel.serve.settings import EngineSettings
+from rank_processes import ranks_below
+
+pytest.importorskip("transformers")
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "llama"
+    family_cases.build("llama", positions=1024).save_pretrained(path)
+    return path
+
+
+async def _ask(made: Any, prompts: list[list[int]]) -> list[serving.Answer]:
+    asked = [serving.answer(made, prompt, 20, ignore_end=True) for prompt in prompts]
+    scored = Sampling(temperature=0.0, logprobs=1, logit_bias={9: 1.5})
+    return await asyncio.gather(*asked, serving.answer(made, prompts[0], 8, scored, prompt_logprobs=0))
+
+
+def _open(folder: Path, tp: int) -> Any:
+    options = ModelOptions(str(folder), dtype="fp32", tp=tp, threads=1)
+    return open_engine(options, Screen(), EngineSettings(cache_bytes=1 << 26))
+
+
+def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path) -> None:
+    generator = random.Random(9)
+    system = serving.prompt_of(generator, 150)
+    prompts = [system + serving.prompt_of(generator, 10 * number) for number in range(1, 7)]
+
+    async def main() -> None:
+        one = _open(folder, 1)
+        try:
+            expected = await _ask(one, prompts)
+            vector = (await one.embed([prompts[0]], "mean"))[0]
+        finally:
+            await one.close()
+        two = _open(folder, 2)
+        try:
+            assert two.facts.vocabulary == serving.VOCAB and two.facts.context == one.facts.context
+            assert "2 ranks" in two.facts.plan[0]
+            for _ in range(2):  # the second time with all prompts in the cache
+                found = await _ask(two, prompts)
+                assert [each.tokens for each in found] == [each.tokens for each in expected]
+                assert [each.logprob for each in found[-1].logprobs] == pytest.approx(
+                    [each.logprob for each in expected[-1].logprobs], abs=1e-4
+                )
+                assert len(found[-1].prompt_logprobs or ()) == len(prompts[0]) - 1
+            assert (await two.embed([prompts[0]], "mean"))[0] == pytest.approx(vector, abs=1e-5)
+            asked = two.generate(GenerationRequest(prompts[0], 800, serving.GREEDY, ignore_end=True))
+            await anext(asked)
+            victims = ranks_below(os.getpid(), "anyaccel.serve.rank")
+            assert len(victims) == 2
+            os.kill(victims[1], signal.SIGKILL)
+            with pytest.raises(EngineStoppedError, match="started again"):
+                async for _ in asked:
+                    pass
+            while not two.ready():
+                await asyncio.sleep(0.05)
+            found = await _ask(two, prompts[:1])
+            assert found[0].tokens == expected[0].tokens
+        finally:
+            await two.close()
+        assert not ranks_below(os.getpid(), "anyaccel.serve.rank")
+
+    asyncio.run(main())
+
+
+def test_what_is_not_native_is_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UsageError, match="max_context=5000: the model's context has 1024 tokens"):
+        open_engine(ModelOptions(str(folder), dtype="fp32", threads=1), Screen(), EngineSettings(max_context=5000))
+    family_cases.build("diffllama").save_pretrained(tmp_path / "other")
+    with pytest.raises(UsageError, match="models of the native runtime only in this version, and that has no"):
+        open_engine(ModelOptions(str(tmp_path / "other"), dtype="fp32", threads=1), Screen())

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers that must look like something, whatever a random model would rather say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import pytest
+
+from anyaccel.errors import UsageError
+from anyaccel.serve.contract import Grammar, Sampling
+from serving import VOCAB, answer, engine, native, run
+
+pytest.importorskip("transformers")
+pytest.importorskip("llguidance")
+
+_END = 2
+
+
+class Text:
+    """A tokenizer of printable ASCII, a character a token."""
+
+    end_tokens = (_END,)
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        characters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
+        vocabulary = {name: number for number, name in enumerate(["<a>", "<b>", "<end>", *characters])}
+        self._tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = decoders.ByteLevel()
+        self._tokenizer.add_special_tokens(["<a>", "<b>", "<end>"])
+
+    def text(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens)
+        return text
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return native()
+
+
+_SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer", "maximum": 9}, "kind": {"enum": ["a", "b"]}},
+    "required": ["size", "kind"],
+    "additionalProperties": False,
+}
+
+
+def test_constrained_answers_beside_free_ones(llama: Any) -> None:
+    tokenizer = Text()
+    asked = [
+        Grammar("regex", "(yes|no){2}[0-9]{3}"),
+        Grammar("json_schema", json.dumps(_SCHEMA)),
+        Grammar("lark", 'start: "ab" | "ac"'),
+        None,
+        Grammar("regex", "x{5}"),
+    ]
+
+    async def main() -> list[Any]:
+        async with engine(llama, tokenizer) as made:
+            return await asyncio.gather(
+                *(
+                    answer(made, [40, 41, 42], 200, Sampling(seed=seed), grammar=grammar, ends=frozenset({_END}))
+                    for seed in range(3)
+                    for grammar in asked
+                )
+            )
+
+    for number, found in enumerate(run(main())):
+        kind = number % 5
+        if kind == 3:
+            continue
+        assert found.finish == "stop"
+        text = tokenizer.text([token for token in found.tokens if token != _END])
+        if kind == 1:
+            value = json.loads(text)
+            assert value.keys() == {"size", "kind"} and value["size"] <= 9 and value["kind"] in "ab"
+        else:
+            assert re.fullmatch(["(yes|no){2}[0-9]{3}", "", "ab|ac", "", "x{5}"][kind], text)
+
+
+def test_an_object_of_any_kind(llama: Any) -> None:
+    tokenizer = Text()
+
+    async def main() -> Any:
+        async with engine(llama, tokenizer) as made:
+            # Short: a random model would go on for ever.
+            closing = {96: 20.0, 4: 8.0}
+            sampling = Sampling(temperature=0.0, logit_bias=closing)
+            return await answer(
+                made, [40], 60, sampling, grammar=Grammar("json_object"), ends=frozenset({_END}), ignore_end=False
+            )
+
+    found = run(main())
+    assert tokenizer.text(found.tokens[:1]) == "{"
+    assert max(found.tokens) < VOCAB
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (Grammar("regex", "(unclosed"), "grammar: "),
+        (Grammar("json_schema", "{"), "grammar: "),
+        (Grammar("json_schema", "3"), "grammar: the schema must be an object"),
+        (Grammar("json_schema", '{"type": "nothing"}'), "grammar: "),
+        (Grammar("lark", "nonsense"), "grammar: "),
+        (Grammar("regex", "x" * (1 << 19)), "grammar: 524288 bytes are more than"),
+    ],
+)
+def test_a_wrong_grammar_is_refused(llama: Any, grammar: Grammar, words: str) -> None:
+    async def main() -> None:
+        async with engine(llama, Text()) as made:
+            with pytest.raises(UsageError, match=words):
+                await answer(made, [40], 5, grammar=grammar)
+
+    run(main())
