@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a request and sending its answer within bounds of time and size, and noticing that the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from anyaccel.errors import AnyAccelError
+from anyaccel.serve.api_errors import ApiError, api_error, invalid
+from anyaccel.serve.json_text import DONE, event, from_json, to_json
+from anyaccel.serve.limits import Limits
+
+T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
+logger = logging.getLogger("anyaccel.serve")
+
+_FIRST_SIGN = 1.0  # seconds that an answer may stay without a head: a full queue is to be a status, not an event
+_SIGN = b": the answer has not begun\n\n"
+
+
+class ClientGoneError(Exception):
+    """Nobody is left to answer."""
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer of JSON."""
+    return Response(to_json(value), status, headers, "application/json")
+
+
+def error_answer(error: BaseException) -> Response:
+    """The answer to a request that failed; what nobody expected goes to the log."""
+    said = api_error(error)
+    if said.status >= 500 and not isinstance(error, AnyAccelError | ApiError):
+        logger.error("a request has failed", exc_info=error)
+    headers = said.headers()
+    if said.status in (408, 413):
+        headers["connection"] = "close"  # the rest of the body is not waited for
+    return json_answer(said.body(), said.status, headers)
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too large, comes too slowly, or is not said to be JSON.
+        ClientGoneError: it ends in the middle.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page of another site can send other kinds from a user's browser without being asked.
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
+    too_large = ApiError(413, f"the body is larger than {limits.body} bytes")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:20]) > limits.body:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limits.body:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {limits.body_seconds:g} s") from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return b"".join(parts)
+
+
+async def read(request: Request, shape: type[B], limits: Limits) -> B:
+    """The body of a request as what it has to be.
+
+    Raises:
+        ApiError: it is something else; the error names the field.
+    """
+    given = from_json(await read_body(request, limits))
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    try:
+        return shape.model_validate(given)
+    except ValidationError as error:
+        raise invalid(error, given) from None
+    except RecursionError:
+        raise ApiError(400, "the body is JSON that is nested too deep") from None
+
+
+async def gone(receive: Receive) -> None:
+    """Wait until the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` makes; it is cancelled when the client goes.
+
+    Raises:
+        ClientGoneError: it has.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(gone(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        await _end(task, watch)
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Events:
+    """An answer as a stream of events.
+
+    Its head is sent with the first event, so that an error before it has a status of its own; when the first one does
+    not come soon, then without it, and comments keep those between us and the client from closing the connection.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], limits: Limits, done: bytes = DONE) -> None:
+        self._events = events
+        self._limits = limits
+        self._done = done
+        self._begun = False
+        self._sent_at = 0.0
+        self._writing = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        pump = asyncio.create_task(self._pump())
+        watch = asyncio.create_task(gone(receive))
+        alive = asyncio.create_task(self._alive())
+        try:
+            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
+            await _end(alive, watch)
+            if not pump.done():
+                return  # the client has gone; what follows ends its answer
+            if (error := pump.exception()) is None:
+                await self._write(b"", last=True)
+            elif not self._begun:
+                await error_answer(error)(scope, receive, send)
+            elif isinstance(error, OSError):
+                raise error  # it takes nothing from us any more: the server closes the connection
+            else:
+                if not isinstance(error, AnyAccelError | ApiError):
+                    logger.error("an answer has failed", exc_info=error)
+                await self._write(event(api_error(error).body()) + self._done, last=True)
+        finally:
+            await _end(pump, watch, alive)
+            with suppress(Exception):
+                await self._events.aclose()
+
+    async def _pump(self) -> None:
+        async for data in self._events:
+            await self._write(data)
+
+    async def _alive(self) -> None:
+        await asyncio.sleep(_FIRST_SIGN)
+        while True:
+            idle = time.monotonic() - self._sent_at
+            if idle >= self._limits.alive_seconds or not self._begun:
+                await self._write(_SIGN)
+                idle = 0.0
+            await asyncio.sleep(self._limits.alive_seconds - idle)
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        """Send a piece; TimeoutError when the client does not take it in time."""
+        async with self._writing, asyncio.timeout(self._limits.send_seconds):
+            if not self._begun:
+                self._begun = True
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),  # nginx would collect events
+                ]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self._sent_at = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
