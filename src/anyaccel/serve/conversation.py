@@ -132,6 +132,11 @@ def _told(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
+def described_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """Functions as chat templates take them."""
+    return [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in tools or ()]
+
+
 async def prompt_of(
     front: Front,
     messages: Sequence[Message],
@@ -151,7 +156,7 @@ async def prompt_of(
     Raises:
         ApiError: the conversation, the tools or the choice cannot be used.
     """
-    described = [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in tools or ()]
+    described = described_tools(tools)
     for place, each in enumerate(described):
         schema_grammar(each["function"].get("parameters", {}), f"tools[{place}].function.parameters")
     calls = "text" if described and choice != "none" else ""

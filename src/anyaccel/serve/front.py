@@ -212,7 +212,7 @@ class Front:
         prompts = []
         for place, each in enumerate(inputs):
             param = "input" if len(inputs) == 1 else f"input[{place}]"
-            ids = await self.texts.encode(each) if isinstance(each, str) else self.check_tokens(each, param)  # type: ignore[arg-type]
+            ids = await self.texts.encode(each) if isinstance(each, str) else self.check_tokens(each, param)
             context = self.engine.facts.context
             if not ids or (context and len(ids) > context):
                 code = "context_length_exceeded" if ids else None

@@ -23,7 +23,7 @@ from anyaccel._version import __version__
 from anyaccel.serve.api_errors import ApiError, wrong
 from anyaccel.serve.chat import chat
 from anyaccel.serve.completions import completions
-from anyaccel.serve.conversation import rendered
+from anyaccel.serve.conversation import described_tools, rendered
 from anyaccel.serve.front import Front
 from anyaccel.serve.metrics import MEDIA_TYPE
 from anyaccel.serve.openapi import document
@@ -142,10 +142,7 @@ class Api:
         if (asked.prompt is None) == (asked.messages is None):
             raise wrong("prompt", "either prompt or messages is required, and not both")
         if asked.messages is not None:
-            tools = [
-                {"type": "function", "function": each.function.model_dump(exclude_none=True)}
-                for each in asked.tools or ()
-            ]
+            tools = described_tools(asked.tools)
             go_on = asked.add_generation_prompt is False
             text = rendered(front, asked.messages, tools, asked.chat_template_kwargs, go_on)
         else:

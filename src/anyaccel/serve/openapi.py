@@ -82,7 +82,7 @@ def _of(shape: Shape) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4)
 def document(root: str = "") -> dict[str, Any]:
     """The document, for a server below the path `root`."""
-    shapes: dict[Shape, Any] = {}
+    shapes: list[Shape] = [protocol.Models, protocol.Model, protocol.ErrorAnswer]
     paths: dict[str, Any] = {}
     for path, (summary, schema) in _GETS.items():
         failures = {"/ready": ("503",), "/v1/models": ("401", "403")}.get(path, ())
@@ -95,7 +95,7 @@ def document(root: str = "") -> dict[str, Any]:
         }
     }
     for path, (summary, takes, answers, events) in _POSTS.items():
-        shapes |= dict.fromkeys((takes, answers, events) if events else (takes, answers))
+        shapes += [each for each in (takes, answers, events) if each is not None and each not in shapes]
         answer = _got(_of(answers))
         if events is not None:
             answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
@@ -115,8 +115,7 @@ def document(root: str = "") -> dict[str, Any]:
             },
         }
     }
-    more = (protocol.Models, protocol.Model, protocol.ErrorAnswer)
-    _, made = models_json_schema([(shape, "validation") for shape in (*shapes, *more)], ref_template=_REFERENCE)
+    _, made = models_json_schema([(shape, "validation") for shape in shapes], ref_template=_REFERENCE)
     keys = {"type": "http", "scheme": "bearer", "description": "Only where the server was started with keys."}
     return {
         "openapi": "3.1.0",

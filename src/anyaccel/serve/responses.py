@@ -146,7 +146,7 @@ class Responses:
         else:
             part = item["content"][0]
             kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
-            more = {} if kind == "reasoning_text" else {"logprobs": []}
+            more: dict[str, Any] = {} if kind == "reasoning_text" else {"logprobs": []}
             events = [
                 self._of_part(f"response.{kind}.done", text=part["text"], **more),
                 self._of_part("response.content_part.done", part=dict(part)),
