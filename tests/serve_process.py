@@ -89,8 +89,11 @@ def _answer(request: object) -> str:
     prompt: tuple[int, ...] = request.prompt  # type: ignore[attr-defined]
     text = bytes(token for token in prompt if token < 256).decode()
     asked = text.rpartition("<user>")[2].partition("\n<assistant>")[0]
-    file = Path(os.environ.get("ANSWERS", "/nonexistent")) / f"{asked.split()[0].lower() if asked.split() else ''}.md"
-    return file.read_text() if file.is_file() else f"You said: {asked}"
+    if asked == "markdown":
+        return (_ROOT / "tests" / "data" / "answers" / "markdown.md").read_text()
+    if asked == "weather":
+        return '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+    return text if asked == "prompt" else f"You said: {asked}"
 
 
 class Server:

@@ -2,7 +2,7 @@
 // The chat page: conversations at the left, messages, and what writes them.
 
 import { Refused, chat, models } from "./api.js";
-import { element, markdown } from "./markdown.js";
+import { copyButton, element, markdown } from "./markdown.js";
 import * as store from "./store.js";
 
 const at = (id) => document.getElementById(id);
@@ -156,10 +156,10 @@ function messageNode(message, place) {
   const node = element("article", { class: `message ${message.role}`, "aria-label": message.role }, body, under);
   if (message.role === "user") {
     body.textContent = message.content;
-    under.append(button("Edit", () => edit(node, place)), button("Copy", () => copy(message)));
+    under.append(button("Edit", () => edit(node, place)), copyButton(() => message.content));
   } else {
     fill(body, message);
-    under.append(button("Copy", () => copy(message)));
+    under.append(copyButton(() => message.content));
     if (place === current.messages.length - 1) under.append(button("Regenerate", () => again(place)));
     under.append(element("span", { class: "speed" }, speed(message)));
   }
@@ -179,10 +179,6 @@ function fill(body, message, waiting = false) {
   if (message.wrong) nodes.push(element("div", { class: "wrong", role: "alert" }, message.wrong));
   if (waiting && !message.content) nodes.push(element("span", { class: "waiting", "aria-label": "The answer comes" }));
   body.replaceChildren(...nodes);
-}
-
-async function copy(message) {
-  await navigator.clipboard.writeText(message.content);
 }
 
 function again(place) {

@@ -86,14 +86,27 @@ function paragraph(lines) {
   return [...joined, ...inline(text)];
 }
 
-function codeBlock(language, text) {
-  const copy = element("button", { type: "button", class: "quiet" }, "Copy");
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text);
-    copy.textContent = "Copied";
-    setTimeout(() => (copy.textContent = "Copy"), 1500);
+/** A button that copies a text, also where the page has come without HTTPS and browsers give it no clipboard. */
+export function copyButton(text) {
+  const made = element("button", { type: "button", class: "quiet" }, "Copy");
+  made.addEventListener("click", async () => {
+    if (navigator.clipboard) await navigator.clipboard.writeText(text());
+    else {
+      const field = element("textarea", { class: "unseen" });
+      field.value = text();
+      document.body.append(field);
+      field.select();
+      document.execCommand("copy");
+      field.remove();
+    }
+    made.textContent = "Copied";
+    setTimeout(() => (made.textContent = "Copy"), 1500);
   });
-  const head = element("div", {}, element("span", {}, language || "text"), copy);
+  return made;
+}
+
+function codeBlock(language, text) {
+  const head = element("div", {}, element("span", {}, language || "text"), copyButton(() => text));
   return element("div", { class: "code" }, head, element("pre", {}, element("code", {}, text)));
 }
 
