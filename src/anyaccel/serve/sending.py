@@ -143,44 +143,65 @@ class Events:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
         pump = asyncio.create_task(self._pump())
-        watch = asyncio.create_task(gone(receive))
-        alive = asyncio.create_task(self._alive())
+        left = asyncio.create_task(gone(receive))
+        watch = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
-            await _end(alive, watch)
-            if not pump.done():
-                return  # the client has gone; what follows ends its answer
-            if (error := pump.exception()) is None:
-                await self._write(b"", last=True)
-            elif not self._begun:
-                await error_answer(error)(scope, receive, send)
-            elif isinstance(error, OSError):
-                raise error  # it takes nothing from us any more: the server closes the connection
-            else:
-                if not isinstance(error, AnyAccelError | ApiError):
-                    logger.error("an answer has failed", exc_info=error)
-                await self._write(event(api_error(error).body()) + self._done, last=True)
+            await asyncio.wait((pump, left, watch), return_when=asyncio.FIRST_COMPLETED)
+            if left.done():
+                return  # what follows ends the answer
+            if watch.done():
+                await _end(pump)
+                logger.info("a client took nothing of its answer for %g s", self._limits.send_seconds)
+                scope.get("anyaccel.abort", lambda: left.cancel())()
+                await asyncio.wait((left,))
+                return
+            await _end(watch)
+            await self._finish(pump, scope, receive)
         finally:
-            await _end(pump, watch, alive)
+            await _end(pump, left, watch)
             with suppress(Exception):
                 await self._events.aclose()
+
+    async def _finish(self, pump: asyncio.Task[None], scope: Scope, receive: Receive) -> None:
+        """Send what comes after the last event."""
+        error = pump.exception()
+        if error is None:
+            await self._write(b"", last=True)
+        elif not self._begun:
+            await error_answer(error)(scope, receive, self._send)
+        else:
+            if not isinstance(error, AnyAccelError | ApiError):
+                logger.error("an answer has failed", exc_info=error)
+            await self._write(event(api_error(error).body()) + self._done, last=True)
 
     async def _pump(self) -> None:
         async for data in self._events:
             await self._write(data)
 
-    async def _alive(self) -> None:
-        await asyncio.sleep(_FIRST_SIGN)
+    async def _watch(self) -> None:
+        """Give signs of life while no event comes; end when the client takes nothing any more."""
+        limits = self._limits
+        wait = min(_FIRST_SIGN, limits.send_seconds)
         while True:
+            await asyncio.sleep(wait)
             idle = time.monotonic() - self._sent_at
-            if idle >= self._limits.alive_seconds or not self._begun:
-                await self._write(_SIGN)
-                idle = 0.0
-            await asyncio.sleep(self._limits.alive_seconds - idle)
+            if self._writing.locked():
+                if idle >= limits.send_seconds:
+                    return
+                wait = limits.send_seconds - idle
+                continue
+            if idle >= limits.alive_seconds or not self._begun:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limits.send_seconds):
+                        await self._write(_SIGN)
+                    idle = 0.0
+                if idle:
+                    return
+            wait = min(limits.alive_seconds - idle, limits.send_seconds)
 
     async def _write(self, data: bytes, last: bool = False) -> None:
-        """Send a piece; TimeoutError when the client does not take it in time."""
-        async with self._writing, asyncio.timeout(self._limits.send_seconds):
+        async with self._writing:
+            self._sent_at = time.monotonic()
             if not self._begun:
                 self._begun = True
                 headers = [
@@ -189,5 +210,4 @@ class Events:
                     (b"x-accel-buffering", b"no"),  # nginx would collect events
                 ]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            self._sent_at = time.monotonic()
             await self._send({"type": "http.response.body", "body": data, "more_body": not last})

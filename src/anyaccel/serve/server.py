@@ -204,6 +204,7 @@ def _protocol(limits: Limits) -> type[asyncio.Protocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
+            self.scope["anyaccel.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
             self._wait()
 
         def on_headers_complete(self) -> None:

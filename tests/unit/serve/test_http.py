@@ -207,24 +207,35 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     assert (answer.status, answer.headers["connection"]) == (408, "close")
 
 
-def test_a_reader_that_takes_nothing_ends_its_stream() -> None:
-    async def ask() -> FakeEngine:
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_reader_that_takes_nothing_ends_its_stream(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never took anything, and one that took the head of the answer, and then no sign of life."""
+    monkeypatch.setattr(sending, "_FIRST_SIGN", 0.0)
+
+    async def ask() -> tuple[FakeEngine, list[str]]:
         engine = FakeEngine("a long answer")
-        events = Client(engine, limits=Limits(send_seconds=0.01))
-        never = asyncio.Event()
+        engine.gate = asyncio.Semaphore(0 if begun else 99)
+        left = asyncio.Event()
+        sent: list[str] = []
 
         async def receive() -> Any:
-            await never.wait()
+            await left.wait()
+            return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            await never.wait()
+            sent.append(message["type"])
+            if not begun or len(sent) > 1:
+                await asyncio.Event().wait()
 
-        stream = sending.Events(_stream_of(events), Limits(send_seconds=0.01))
-        with pytest.raises(TimeoutError):
-            await stream({}, receive, send)
-        return engine
+        limits = Limits(send_seconds=0.01)
+        stream = sending.Events(_stream_of(Client(engine)), limits)
+        await stream({"anyaccel.abort": left.set}, receive, send)
+        assert left.is_set()
+        return engine, sent
 
-    assert asyncio.run(ask()).ended == ["closed"]
+    engine, sent = asyncio.run(ask())
+    assert engine.ended == ["closed"]
+    assert sent == ["http.response.start", "http.response.body"][: 1 + begun]
 
 
 async def _stream_of(client: Client) -> Any:
