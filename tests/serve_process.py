@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     """Serve until a signal comes."""
-    from anyaccel.serve import server
+    from anyaccel.serve import listening, server
     from anyaccel.serve.contract import Chunk, GenerationRequest
     from anyaccel.serve.front import Front
     from anyaccel.serve.limits import Limits
@@ -65,7 +65,7 @@ def main() -> None:
             if self.draining is not None:
                 self.draining.set()
 
-    settings = server.Settings(
+    settings = listening.Settings(
         port=options.port,
         keys=tuple(options.key),
         drain_seconds=options.drain_seconds,
@@ -74,14 +74,14 @@ def main() -> None:
         root_path=options.root_path,
         json_logs=True,
     )
-    server.check(settings)
+    listening.check(settings)
     engine = Slow()
     tokenizer = ByteTokenizer(TEMPLATE + "{# <think> #}")
     limits = Limits(header_seconds=options.header_seconds)
     front = Front(engine, Texts(tokenizer), ("fake",), limits=limits)
-    with server.bind(settings.host, settings.port) as taken:
+    with listening.bind(settings.host, settings.port) as taken:
         port = taken.getsockname()[1]
-        server.run(engine, front, settings, taken, lambda: print(server.address(settings, port), flush=True))
+        server.run(engine, front, settings, taken, lambda: print(listening.address(settings, port), flush=True))
     print("closed" if not engine.live else "left open", flush=True)
 
 

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
 import sys
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._model_options import add_model_options, add_tp_option, model_of, model_path
 from anyaccel.cli._parser import Parser
@@ -14,12 +17,14 @@ from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.ranks.beside import Beside
+from anyaccel.inference.text.tokenizer import load_text_tokenizer
+from anyaccel.serve import listening
+from anyaccel.serve.listening import Settings
 
 if TYPE_CHECKING:
     from anyaccel.serve.contract import Engine
     from anyaccel.serve.front import Front
-    from anyaccel.serve.server import Settings
-    from anyaccel.serve.texts import Texts
 
 _EXAMPLES = """\
   anyaccel serve
@@ -30,6 +35,7 @@ _EXAMPLES = """\
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _FORMATS = ("auto", "hermes", "llama3", "mistral")
 _LONGEST = 1e6  # seconds
+_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "pydantic")
 
 
 def build_parser() -> Parser:
@@ -85,40 +91,40 @@ def main(argv: list[str]) -> int:
     """Run the command; returns its exit code."""
     options = build_parser().parse_args(argv)
     _check(options)
-    try:
-        import uvloop  # noqa: F401
-
-        from anyaccel.serve import server
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] == "anyaccel":
-            raise
-        raise AnyAccelError(f"serving needs more packages: pip install 'anyaccel[serve]' ({error})") from None
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise AnyAccelError(f"serving needs more packages: pip install 'anyaccel[serve]' (no {', '.join(missing)})")
     settings = _settings(options)
-    server.check(settings)
+    listening.check(settings)
     options.model = str(model_path(options.model if options.given is None else options.given))
+    check_model_path(Path(options.model))
     screen = Screen(shown=not options.quiet)
-    for warning in server.warnings_of(settings):
+    for warning in listening.warnings_of(settings):
         print(f"anyaccel: {warning}", file=sys.stderr, flush=True)
-    with server.bind(settings.host, settings.port) as taken:
-        port = taken.getsockname()[1]
-        engine, texts = _loaded(options, screen)
+    with listening.bind(settings.host, settings.port) as taken, Beside() as importing:
+        importing.start(lambda: importlib.import_module("anyaccel.serve.server"))  # while the model is read
+        tokenizer = load_text_tokenizer(Path(options.model), screen.line)
+        engine = _engine(options, screen, tokenizer)
+        try:
+            server = importing.result()
+            front = _front(options, engine, tokenizer)
+        except BaseException:
+            asyncio.run(engine.close())
+            raise
         # The engine is the server's from here on: it ends with it.
-        server.run(
-            engine, _front(options, engine, texts), settings, taken, lambda: _announce(settings, screen, texts, port)
-        )
+        port = taken.getsockname()[1]
+        server.run(engine, front, settings, taken, lambda: _announce(settings, screen, tokenizer, port))
     return 0
 
 
-def _loaded(options: argparse.Namespace, screen: Screen) -> tuple[Engine, Texts]:
-    """The model, ready to be asked, and its tokenizer.
+def _engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engine:
+    """The model, ready to be asked.
 
     Raises:
         AnyAccelError: it cannot be loaded.
     """
-    from anyaccel.inference.text.tokenizer import load_text_tokenizer
     from anyaccel.serve.engine import open_engine
     from anyaccel.serve.settings import EngineSettings
-    from anyaccel.serve.texts import Texts
 
     chosen = EngineSettings(
         max_batch=options.max_batch,
@@ -127,19 +133,17 @@ def _loaded(options: argparse.Namespace, screen: Screen) -> tuple[Engine, Texts]
         max_waiting=options.max_waiting,
         timeout_s=options.request_timeout,
     )
-    path = Path(options.model)
-    check_model_path(path)
-    tokenizer = load_text_tokenizer(path, screen.line)
-    return open_engine(model_of(options), screen, chosen, tokenizer), Texts(tokenizer)
+    return open_engine(model_of(options), screen, chosen, tokenizer)
 
 
-def _front(options: argparse.Namespace, engine: Engine, texts: Texts) -> Front:
+def _front(options: argparse.Namespace, engine: Engine, tokenizer: Any) -> Front:
     from anyaccel.serve.front import Front
+    from anyaccel.serve.texts import Texts
     from anyaccel.serve.tools import FORMATS
 
     return Front(
         engine,
-        texts,
+        Texts(tokenizer),
         names_of(options),
         root=Path(options.model).name,
         pooling=options.pooling,
@@ -147,13 +151,10 @@ def _front(options: argparse.Namespace, engine: Engine, texts: Texts) -> Front:
     )
 
 
-def _announce(settings: Settings, screen: Screen, texts: Texts, port: int) -> None:
-    from anyaccel.serve import server
-
-    where = server.address(settings, port)
-    page = "" if not settings.page else ", with a page to chat" if texts.has_chat_template else ", with a page"
-    screen.line(f"serving: {where}/v1{page} at {where}/" if page else f"serving: {where}/v1")
-    screen.line(f"try: {server.curl(settings, port, texts.has_chat_template)}")
+def _announce(settings: Settings, screen: Screen, tokenizer: Any, port: int) -> None:
+    where = listening.address(settings, port)
+    screen.line(f"serving: {where}/v1" + (f", with a page to chat at {where}/" if settings.page else ""))
+    screen.line(f"try: {listening.curl(settings, port, tokenizer.has_chat_template)}")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -178,8 +179,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _settings(options: argparse.Namespace) -> Settings:
-    from anyaccel.serve.server import Settings
-
     given = ANYACCEL_API_KEY.get()
     return Settings(
         host=options.host,
