@@ -105,6 +105,8 @@ def main(argv: list[str]) -> int:
         importing.start(lambda: importlib.import_module("anyaccel.serve.server"))  # while the model is read
         tokenizer = load_text_tokenizer(Path(options.model), screen.line)
         engine = _engine(options, screen, tokenizer)
+        for line in engine.facts.plan:
+            screen.line(line)
         try:
             server = importing.result()
             front = _front(options, engine, tokenizer)

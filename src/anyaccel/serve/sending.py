@@ -43,7 +43,7 @@ def error_answer(error: BaseException) -> Response:
     if said.status >= 500 and not isinstance(error, AnyAccelError | ApiError):
         logger.error("a request has failed", exc_info=error)
     headers = said.headers()
-    if said.status in (408, 413):
+    if said.status in (401, 403, 408, 413, 415):
         headers["connection"] = "close"  # the rest of the body is not waited for
     return json_answer(said.body(), said.status, headers)
 
