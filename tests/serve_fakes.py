@@ -38,6 +38,7 @@ class ByteTokenizer:
     """Each byte is a token."""
 
     has_chat_template = True
+    special = {"eos_token": SPECIAL[END]}  # noqa: RUF012
     end_tokens = (END,)
 
     def __init__(self, template: str = TEMPLATE) -> None:

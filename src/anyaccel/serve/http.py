@@ -81,6 +81,7 @@ class Api:
             "/v1/embeddings": ("POST", self.embeddings),
             "/tokenize": ("POST", self.tokenize),
             "/detokenize": ("POST", self.detokenize),
+            "/tokenizer_info": ("GET", self.tokenizer_info),
             "/health": ("GET", self.health),
             "/ready": ("GET", self.ready),
             "/metrics": ("GET", self.metrics),
@@ -157,6 +158,9 @@ class Api:
     async def detokenize(self, request: Request) -> Response:
         asked = await read(request, DetokenizeRequest, self._front.limits)
         return json_answer({"prompt": await self._front.detokenize(asked)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return json_answer(self._front.texts.info())
 
     # The server --------------------------------------------------------------------------------------------
 

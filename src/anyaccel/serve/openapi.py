@@ -44,6 +44,7 @@ _POSTS: dict[str, tuple[str, Shape, Shape, Shape | None]] = {
 _STATUS = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
 _GETS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/models": ("The models that are served", {"$ref": _REFERENCE.format(model="Models")}),
+    "/tokenizer_info": ("Special tokens and the chat template", {"type": "object"}),
     "/health": ("Whether the server lives", _STATUS),
     "/ready": ("Whether a request would be computed now", _STATUS),
     "/version": (
@@ -85,7 +86,7 @@ def document(root: str = "") -> dict[str, Any]:
     shapes: list[Shape] = [protocol.Models, protocol.Model, protocol.ErrorAnswer]
     paths: dict[str, Any] = {}
     for path, (summary, schema) in _GETS.items():
-        failures = {"/ready": ("503",), "/v1/models": ("401", "403")}.get(path, ())
+        failures = {"/ready": ("503",), "/v1/models": ("401", "403"), "/tokenizer_info": ("401", "403")}.get(path, ())
         paths[path] = {"get": {"summary": summary, "responses": {"200": _got(schema), **_failures(failures)}}}
     paths["/v1/models/{model}"] = {
         "get": {

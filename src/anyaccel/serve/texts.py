@@ -37,6 +37,12 @@ class Texts:
         self.has_chat_template: bool = tokenizer.has_chat_template
         self.template: str = tokenizer.template
 
+    def info(self) -> dict[str, Any]:
+        """What a client's own tokenizer would have to know."""
+        special: Mapping[str, str] = getattr(self._tokenizer, "special", {})
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {**{name: special.get(name) for name in names}, "chat_template": self.template or None}
+
     def with_special(self, tokens: list[int]) -> str:
         """The text of tokens, special ones too."""
         text: str = self._tokenizer.decode(tokens, True)

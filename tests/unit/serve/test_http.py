@@ -370,6 +370,8 @@ def test_texts_to_tokens_and_back() -> None:
     assert asked(engine, "/tokenize", {}).status == asked(engine, "/tokenize", {**HI, "prompt": "x"}).status == 400
     assert asked(engine, "/detokenize", {"tokens": [0xC3, 0xA9, 256]}).json == {"prompt": "é<|end|>"}
     assert asked(engine, "/detokenize", {"tokens": [1000]}).status == 400
+    told = got("/tokenizer_info").json
+    assert told["eos_token"] == "<|end|>" and "messages" in told["chat_template"]
 
 
 def test_metrics_are_prometheus_text_with_vllms_names() -> None:

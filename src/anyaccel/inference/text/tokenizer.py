@@ -198,6 +198,7 @@ class TransformersTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.special: dict[str, str] = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
 
     @property
     def has_chat_template(self) -> bool:
