@@ -186,7 +186,7 @@ async def completions(front: Front, request: CompletionRequest, key: str) -> Com
         raise wrong("max_tokens", "0 needs echo: true")
     given = request.prompt
     several = isinstance(given, list) and not isinstance(given[0], int)
-    inputs: Sequence[Any] = given if several else [given]  # type: ignore[assignment]
+    inputs: Sequence[Any] = given if several else [given]
     if len(inputs) * (request.n or 1) > MOST_ANSWERS:
         raise wrong("n", f"prompts times n are {len(inputs) * (request.n or 1)}, and may be {MOST_ANSWERS}")
     wanted = _DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens

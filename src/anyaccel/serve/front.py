@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from anyaccel.serve.api_errors import ApiError, wrong
 from anyaccel.serve.contract import Engine, GenerationRequest, Grammar, Sampling
@@ -207,8 +207,8 @@ class Front:
         if request.dimensions not in (None, hidden):
             raise wrong("dimensions", f"this model's embeddings have {hidden} values; they cannot be cut")
         given = request.input
-        inputs: Sequence[str | int | list[int]]
-        inputs = [given] if isinstance(given, str) or isinstance(given[0], int) else given  # type: ignore[list-item]
+        single = isinstance(given, str) or isinstance(given[0], int)
+        inputs: Sequence[Any] = [given] if single else given
         prompts = []
         for place, each in enumerate(inputs):
             param = "input" if len(inputs) == 1 else f"input[{place}]"
