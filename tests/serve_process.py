@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
@@ -48,7 +48,7 @@ def main() -> None:
 
         async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
             self.draining = self.draining or asyncio.Event()
-            said = bytes(token for token in request.prompt if token < 256).decode()
+            said = _asked(request.prompt)
             print("begin", flush=True)
             try:
                 async for chunk in super().generate(request):
@@ -85,10 +85,18 @@ def main() -> None:
     print("closed" if not engine.live else "left open", flush=True)
 
 
+def _text(prompt: Sequence[int]) -> str:
+    return bytes(token for token in prompt if token < 256).decode()
+
+
+def _asked(prompt: Sequence[int]) -> str:
+    """The last message."""
+    return _text(prompt).rpartition("<user>")[2].partition("\n<assistant>")[0]
+
+
 def _answer(request: object) -> str:
     prompt: tuple[int, ...] = request.prompt  # type: ignore[attr-defined]
-    text = bytes(token for token in prompt if token < 256).decode()
-    asked = text.rpartition("<user>")[2].partition("\n<assistant>")[0]
+    text, asked = _text(prompt), _asked(prompt)
     if asked == "markdown":
         return (_ROOT / "tests" / "data" / "answers" / "markdown.md").read_text()
     if asked == "weather":

@@ -42,7 +42,7 @@ def tools(client: openai.OpenAI) -> None:
 
 
 def completions(client: openai.OpenAI) -> None:
-    made = client.completions.create(model="fake", prompt=["a", [98]], max_tokens=3, logprobs=1, echo=True)
+    made = client.completions.create(model="fake", prompt=["a", "b"], max_tokens=3, logprobs=1, echo=True)
     assert [choice.text for choice in made.choices] == ["aYou", "bYou"]
     assert made.choices[0].logprobs.token_logprobs[0] is None
     parts = list(client.completions.create(model="fake", prompt="a", max_tokens=3, stream=True))

@@ -83,8 +83,10 @@ def settings(page: Page) -> None:
 
 def markdown(page: Page) -> None:
     """Answers are shown with their marks, and never run."""
+    expect(page.locator("#model")).to_have_value("fake")
+    before = page.locator("article").count()
     say(page, "markdown")
-    body = answered(page, page.locator("article").count() + 2)
+    body = answered(page, before + 2)
     for shown in ("h2", "strong", "em", "del", "ol ul", "blockquote", "table", ".code pre", "details.thoughts", "a"):
         expect(body.locator(shown).first).to_be_attached()
     assert body.locator("script, img").count() == 0
