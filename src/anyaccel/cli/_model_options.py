@@ -143,8 +143,9 @@ def model_path(given: str | None) -> Path:
 
 
 def model_of(options: argparse.Namespace) -> ModelOptions:
-    """Which model the options want."""
-    return ModelOptions(**{each.name: getattr(options, each.name) for each in fields(ModelOptions)})
+    """Which model the options want; what a command has no option for is as it is without one."""
+    given = vars(options)
+    return ModelOptions(**{each.name: given[each.name] for each in fields(ModelOptions) if each.name in given})
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
