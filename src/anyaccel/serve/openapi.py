@@ -42,6 +42,11 @@ _POSTS: dict[str, tuple[str, Shape, Shape, Shape | None]] = {
     "/detokenize": ("The text of tokens", protocol.DetokenizeRequest, protocol.Detokenized, None),
 }
 _STATUS = {"type": "object", "properties": {"status": {"type": "string"}}, "required": ["status"]}
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
 _GETS: dict[str, tuple[str, dict[str, Any]]] = {
     "/v1/models": ("The models that are served", {"$ref": _REFERENCE.format(model="Models")}),
     "/tokenizer_info": ("Special tokens and the chat template", {"type": "object"}),
@@ -99,7 +104,7 @@ def document(root: str = "") -> dict[str, Any]:
         shapes += [each for each in (takes, answers, events) if each is not None and each not in shapes]
         answer = _got(_of(answers))
         if events is not None:
-            answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+            answer["content"]["text/event-stream"] = {"schema": _EVENT}
             answer["description"] = f"Complete, or with stream: true as events, each of whose data is {events.__name__}"
         paths[path] = {
             "post": {
