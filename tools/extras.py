@@ -7,4 +7,5 @@ from pathlib import Path
 
 project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 extras = project["optional-dependencies"]
-print(*(requirement.replace(" ", "") for name in sys.argv[1:] for requirement in extras[name]))
+wanted = [requirement.replace(" ", "") for name in sys.argv[1:] for requirement in extras[name]]
+print(*(requirement for requirement in wanted if not requirement.startswith(f"{project['name']}[")))

@@ -127,6 +127,7 @@ ANYACCEL_PACKED_CACHE_BYTES = EnvVar(
     64 << 30,
     "bytes of packed models that are kept in the cache folder; the least recently used ones go first; 0 keeps none",
 )
+ANYACCEL_API_KEY = EnvVar("ANYACCEL_API_KEY", str, "", "key that opens what `anyaccel serve` serves; unset: it is open")
 ANYACCEL_BUILD_TIMEOUT = EnvVar(
     "ANYACCEL_BUILD_TIMEOUT", _positive_float, 600.0, "seconds that one build of an op may take, or wait for another's"
 )
@@ -148,6 +149,7 @@ ALL: tuple[EnvVar[object], ...] = (
     ANYACCEL_COMMS_LOG,
     ANYACCEL_SHM_BYTES,
     ANYACCEL_PACKED_CACHE_BYTES,
+    ANYACCEL_API_KEY,
     ANYACCEL_BUILD_TIMEOUT,
     CXX,
     CCL_ROOT,

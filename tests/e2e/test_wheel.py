@@ -79,6 +79,7 @@ def test_the_sdist_has_what_builds_tests_and_explains(sdist):
     with tarfile.open(sdist) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
     wanted = ["README.md", "LICENSE", "CHANGELOG.md", "CMakeLists.txt", "pyproject.toml", "docs/map.md", "Makefile"]
+    wanted += ["src/anyaccel/serve/page/index.html", "src/anyaccel/serve/page/app.js"]
     wanted += ["csrc/llm/forward.cpp", "src/anyaccel/py.typed", "tests/conftest.py", "examples/train_gpt.py"]
     assert not set(wanted) - names
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
@@ -88,12 +89,14 @@ def test_the_sdist_has_what_builds_tests_and_explains(sdist):
         ".git",
         ".venv",
         ".venv-bench",
+        ".venv-clients",
         "benchmarks",
         "build",
     }
 
 
 def test_the_wheel_has_types_licence_sources_and_one_version(unpacked):
+    assert (unpacked / "anyaccel" / "serve" / "page" / "index.html").is_file()
     info = unpacked / f"anyaccel-{anyaccel.__version__}.dist-info"
     metadata = email.message_from_string((info / "METADATA").read_text())
     assert metadata["Version"] == anyaccel.__version__

@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "compat": set(),
     "serve": {"inference", "launch", "topology", "env", "host_memory"},
     "cli": {
-        "bench", "launch", "accelerator", "ops", "topology", "inference", "comm", "port", "report", "env", "compat"
+        "bench", "launch", "accelerator", "ops", "topology", "inference", "serve", "comm", "port", "report", "env",
+        "compat",
     },
     # The alias stands for everything, the command included.
     "compat.deepspeed": {"accelerator", "cli", "comm", "compat", "env", "inference", "launch", "ops", "topology"},
@@ -141,6 +142,19 @@ def test_these_imports_bring_neither_torch_nor_a_vendor_package(code: str) -> No
     assert "anyaccel" in brought
     heavy = {"torch", "numpy", "transformers", "intel_extension_for_pytorch", "torch_npu", "deepspeed"}
     assert not brought & heavy
+
+
+def test_only_a_server_imports_what_speaks_http() -> None:
+    web = {"starlette", "uvicorn", "uvloop", "pydantic", "llguidance"}
+    assert not modules_after("import anyaccel.cli.serve, anyaccel.cli.generate, anyaccel.serve.contract") & web
+    assert "torch" not in modules_after("import anyaccel.serve.http, anyaccel.serve.server")
+
+
+def test_the_front_and_the_engine_of_a_server_know_only_their_contract() -> None:
+    mine = {name: found for name, found in IMPORTED.items() if name.startswith("anyaccel.serve.")}
+    front = {name for name, found in mine.items() if found & {"anyaccel.serve.front", "anyaccel.serve.protocol"}}
+    assert "anyaccel.serve.http" in front
+    assert "anyaccel.serve.engine" not in front | set().union(*(mine[name] for name in front))
 
 
 SOURCES = [

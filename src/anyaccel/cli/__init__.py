@@ -19,6 +19,7 @@ COMMANDS = {
     "bind": "bind this process to its part of the machine, below torchrun, mpirun or srun, and run a command",
     "topo": "draw packages, NUMA nodes, cores and caches, and which rank would get which of them",
     "generate": "generate text with a local Hugging Face or GGUF model, on one or several workers",
+    "serve": "serve a local model with OpenAI's API and a page to chat with it, many requests at once",
     "chat": "talk with a local Hugging Face or GGUF model",
     "bench": "measure text generation, beside other engines when asked to",
     "quantize": "write a copy of a model with int4 or int8 weights",

@@ -143,9 +143,9 @@ def model_path(given: str | None) -> Path:
 
 
 def model_of(options: argparse.Namespace) -> ModelOptions:
-    """Which model the options want."""
-    named = [each.name for each in fields(ModelOptions) if hasattr(options, each.name)]  # not every command has all
-    return ModelOptions(**{name: getattr(options, name) for name in named})
+    """Which model the options want; what a command has no option for is as it is without one."""
+    given = vars(options)
+    return ModelOptions(**{each.name: given[each.name] for each in fields(ModelOptions) if each.name in given})
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:

@@ -59,6 +59,19 @@ def test_rendering_is_that_of_transformers(source: str, messages: list[dict[str,
     assert ChatTemplate(source, SPECIAL).render(messages) == rendered[0][0]
 
 
+def test_tools_and_other_variables_are_those_of_transformers() -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    source = RICH + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    function = {"name": "clock", "description": "Tells the time <now>.", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    rendered: Any = render_jinja_template(
+        [TALK], tools=tools, chat_template=source, add_generation_prompt=True, enable_thinking=False, **SPECIAL
+    )
+    given = {"enable_thinking": False, "messages": [], "bos_token": "other"}
+    assert ChatTemplate(source, SPECIAL).render(TALK, tools=tools, more=given) == rendered[0][0]
+
+
 def test_a_template_that_fails_is_named() -> None:
     with pytest.raises(ModelError, match="chat template does not take this conversation: Range too big"):
         ChatTemplate("{% for i in range(1000000000) %}x{% endfor %}", {}).render(TALK[1:2])

@@ -23,6 +23,15 @@ def test_bytes_become_the_text_and_no_half_character_is_shown(text: str) -> None
     assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
 
 
+@given(st.text(max_size=60), st.data())
+def test_tokens_that_come_together_become_the_same_text(text: str, data: st.DataObject) -> None:
+    tokens = list(text.encode())
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(tokens)))))
+    detokenizer = Detokenizer(of_bytes)
+    pieces = [detokenizer.extend(tokens[a:b]) for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
+    assert "".join(pieces) + detokenizer.finish() == text
+
+
 def test_broken_character_appears_at_the_end() -> None:
     detokenizer = Detokenizer(of_bytes)
     assert detokenizer.add(0xE2) == ""
@@ -78,3 +87,8 @@ def _ended_sooner(text: str, strings: list[str], shown: str) -> bool:
 def test_empty_strings_are_refused(strings: list[str]) -> None:
     with pytest.raises(UsageError, match="stop_strings"):
         StopStrings(strings, of_bytes)
+
+
+def test_filter_tells_which_string_it_was() -> None:
+    reader = StopFilter(["never", "b", "bc"])
+    assert (reader.add("ab"), reader.stopped, reader.found) == ("a", True, "b")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.outside import told
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]  # role, content, and what a server adds: tool_calls, tool_call_id, reasoning_content
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -79,19 +79,32 @@ class ChatTemplate:
         except Exception as error:  # jinja2 makes a program of it, which can be none in any way
             raise ModelError(f"{where}: its chat template cannot be read: {told(error)}") from error
 
-    def render(self, messages: Sequence[Message], continue_answer: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        continue_answer: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
         """The conversation as the model has learned to read it, up to where its answer begins.
+
+        Args:
+            tools: functions that the model may call, as OpenAI describes them.
+            more: other variables of the template, `enable_thinking` for example; they take no name of ours away.
 
         Raises:
             ModelError: the template refuses the conversation (a role that it does not know, a wrong order).
         """
         try:
             return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=not continue_answer,
-                tools=None,
-                documents=None,
-                **self._special,
+                {
+                    **(more or {}),
+                    **self._special,
+                    "messages": [dict(message) for message in messages],
+                    "add_generation_prompt": not continue_answer,
+                    "tools": None if tools is None else [dict(tool) for tool in tools],
+                    "documents": None,
+                }
             )
         except Exception as error:  # a template is a program: it can fail in any way
             raise ModelError(

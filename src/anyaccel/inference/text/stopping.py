@@ -31,6 +31,11 @@ class Detokenizer:
         self._tokens.append(token)
         return self._new_text(final=False)
 
+    def extend(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens complete, for the price of one."""
+        self._tokens.extend(tokens)
+        return self._new_text(final=False)
+
     def finish(self) -> str:
         """What was held back, complete or not."""
         return self._new_text(final=True)
@@ -95,6 +100,7 @@ class StopFilter:
         self._strings = tuple(strings)
         self._held = ""
         self.stopped = False
+        self.found = ""  # the string that stopped it
 
     def add(self, text: str) -> str:
         """What can be shown now; `stopped` is set when a string is complete."""
@@ -102,8 +108,10 @@ class StopFilter:
         ends = [place for string in self._strings if (place := text.find(string)) >= 0]
         if ends:
             self.stopped, self._held = True, ""
-            return text[: min(ends)]
-        keep = max((_overlap(text, string) for string in self._strings), default=0)
+            first = min(ends)
+            self.found = next(string for string in self._strings if text.startswith(string, first))
+            return text[:first]
+        keep = max((overlap(text, string) for string in self._strings), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -113,6 +121,6 @@ class StopFilter:
         return text
 
 
-def _overlap(text: str, string: str) -> int:
+def overlap(text: str, string: str) -> int:
     """Length of the longest end of `text` that `string` begins with."""
     return next((n for n in range(min(len(text), len(string) - 1), 0, -1) if text.endswith(string[:n])), 0)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +101,16 @@ class TextTokenizer:
         token = self._tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
         return [] if token is None else [token]
 
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text, with those that the model expects around it.
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Tokens of a text, with those that the model expects around it unless it says them itself (`special` False).
 
         Raises:
             UsageError: the text has bytes that are not UTF-8.
         """
         _check_text(text)
-        ids = self._ids(text, special=True)
+        ids = self._ids(text, special)
+        if not special:
+            return ids
         bos, wanted = self._add.get("bos", (None, None))
         if bos is not None and wanted is True and ids[:1] != [bos]:
             ids.insert(0, bos)
@@ -130,12 +132,25 @@ class TextTokenizer:
         """
         for message in messages:
             _check_text(message["content"])
+        return self._ids(self.render(messages), special=False)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
+        continue_answer: bool = False,
+    ) -> str:
+        """A conversation as text; see `ChatTemplate.render`. `encode` it without `special`.
+
+        Raises:
+            ModelError: the model has no chat template, or its template refuses the conversation.
+        """
         if self._template is None:
             if self._template_source is None:
                 raise ModelError("the model has no chat template")
             self._template = ChatTemplate(self._template_source, self.special, self._template_where)
-        text = self._template.render(messages)
-        return self._ids(text, special=False)
+        return self._template.render(messages, continue_answer, tools, more)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:
@@ -146,10 +161,20 @@ class TextTokenizer:
             raise ModelError(f"the model's tokenizer does not take this text ({told(error)})") from error
         return ids
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of tokens, without special ones."""
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        """The text of tokens, without special ones unless they are asked for."""
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special)
         return text
+
+    def piece(self, token: int) -> str | None:
+        """A token as the vocabulary writes it; None where it has none of this number."""
+        text: str | None = self._tokenizer.id_to_token(token)
+        return text
+
+    @property
+    def template(self) -> str:
+        """The source of the chat template, "" without one."""
+        return self._template_source or ""
 
 
 def _template_source(folder: Path, config: Values) -> tuple[str | None, Path]:
@@ -173,6 +198,7 @@ class TransformersTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.special: dict[str, str] = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
 
     @property
     def has_chat_template(self) -> bool:
@@ -183,9 +209,9 @@ class TransformersTokenizer:
         token = self._tokenizer.eos_token_id
         return [] if token is None else [int(token)]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         _check_text(text)
-        return list(self._tokenizer(text)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         for message in messages:
@@ -198,9 +224,36 @@ class TransformersTokenizer:
             raise ModelError(f"the model's chat template does not take this conversation: {told(error)}") from error
         return list(encoded["input_ids"])
 
-    def decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        more: Mapping[str, Any] | None = None,
+        continue_answer: bool = False,
+    ) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                add_generation_prompt=not continue_answer,
+                tokenize=False,
+                **(more or {}),
+            )
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise ModelError(f"the model's chat template does not take this conversation: {told(error)}") from error
         return text
+
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special)
+        return text
+
+    def piece(self, token: int) -> str | None:
+        text: str | None = self._tokenizer.convert_ids_to_tokens(token)
+        return text
+
+    @property
+    def template(self) -> str:
+        return str(self._tokenizer.chat_template or "")
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel serve`: a local model behind OpenAI's API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.cli._model_options import add_model_options, add_tp_option, model_of, model_path
+from anyaccel.cli._parser import Parser
+from anyaccel.cli._screen import Screen
+from anyaccel.env import ANYACCEL_API_KEY
+from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.ranks.beside import Beside
+from anyaccel.inference.text.tokenizer import load_text_tokenizer
+from anyaccel.serve import listening
+from anyaccel.serve.listening import Settings
+
+if TYPE_CHECKING:
+    from anyaccel.serve.contract import Engine
+    from anyaccel.serve.front import Front
+
+_EXAMPLES = """\
+  anyaccel serve
+  anyaccel serve ~/models/Qwen3-0.6B --dtype int8 --port 9000
+  anyaccel serve model.gguf --dtype auto --tp 2 --served-model-name qwen
+  ANYACCEL_API_KEY=... anyaccel serve --host 0.0.0.0 --ssl-keyfile key.pem --ssl-certfile cert.pem
+  curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'"""
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_FORMATS = ("auto", "hermes", "llama3", "mistral")
+_LONGEST = 1e6  # seconds
+_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "pydantic")
+
+
+def build_parser() -> Parser:
+    """The options of the command."""
+    parser = Parser(
+        "serve",
+        "Serve a model with OpenAI's HTTP API, and a page to chat with it. Many requests are answered at once. "
+        "SIGTERM and Ctrl-C let open requests end first.",
+        _EXAMPLES,
+    )
+    parser.add_argument("given", metavar="MODEL", nargs="?", help="the same as --model")
+    add_model_options(parser)
+    add_tp_option(parser)
+    add = parser.group("engine")
+    add("--max-batch", type=int, default=32, metavar="N", help="requests computed at once (default: 32)")
+    add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait; more get 429 (default: 256)")
+    add("--max-context", type=int, default=0, metavar="N", help="tokens of prompt and answer (default: the model's)")
+    add("--cache-bytes", type=int, default=0, metavar="N", help="of keys and values (default: a quarter of the memory)")
+    add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds for an answer (default: 600)")
+    add = parser.group("API")
+    add(
+        "--served-model-name",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="in requests; may be given several times",
+    )
+    add("--tool-format", choices=_FORMATS, default="auto", help="how the model writes calls (default: by its template)")
+    add("--pooling", choices=("mean", "last"), default="mean", help="of embeddings (default: mean)")
+    add("--no-page", action="store_true", help="no chat page at /")
+    add = parser.group("server")
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine alone)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key that opens the server; may be given several times; ANYACCEL_API_KEY is not shown by ps",
+    )
+    add("--allowed-origins", action="append", default=[], metavar="URL", help="a site whose pages may ask; * is all")
+    add("--root-path", default="", metavar="PATH", help="where a proxy has put the server, as in /llm")
+    add("--ssl-keyfile", metavar="FILE", help="key for HTTPS")
+    add("--ssl-certfile", metavar="FILE", help="certificate for HTTPS")
+    add("--drain-seconds", type=float, default=30.0, metavar="S", help="for open requests at the end (default: 30)")
+    add("--log-level", choices=_LEVELS, default="info", help="info has a line a request (default: info)")
+    add("--json-logs", action="store_true", help="one JSON object a line")
+    add("-q", "--quiet", action="store_true", help="print no topology, plan, address and hints")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = build_parser().parse_args(argv)
+    _check(options)
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise AnyAccelError(f"serving needs more packages: pip install 'anyaccel[serve]' (no {', '.join(missing)})")
+    settings = _settings(options)
+    listening.check(settings)
+    options.model = str(model_path(options.model if options.given is None else options.given))
+    check_model_path(Path(options.model))
+    screen = Screen(shown=not options.quiet)
+    for warning in listening.warnings_of(settings):
+        print(f"anyaccel: {warning}", file=sys.stderr, flush=True)
+    with listening.bind(settings.host, settings.port) as taken, Beside() as importing:
+        importing.start(lambda: importlib.import_module("anyaccel.serve.server"))  # while the model is read
+        tokenizer = load_text_tokenizer(Path(options.model), screen.line)
+        engine = _engine(options, screen, tokenizer)
+        for line in engine.facts.plan:
+            screen.line(line)
+        try:
+            server = importing.result()
+            front = _front(options, engine, tokenizer)
+        except BaseException:
+            asyncio.run(engine.close())
+            raise
+        # The engine is the server's from here on: it ends with it.
+        port = taken.getsockname()[1]
+        server.run(engine, front, settings, taken, lambda: _announce(settings, screen, tokenizer, port))
+    return 0
+
+
+def _engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engine:
+    """The model, ready to be asked.
+
+    Raises:
+        AnyAccelError: it cannot be loaded.
+    """
+    from anyaccel.serve.engine import open_engine
+    from anyaccel.serve.settings import EngineSettings
+
+    chosen = EngineSettings(
+        max_batch=options.max_batch,
+        max_context=options.max_context,
+        cache_bytes=options.cache_bytes,
+        max_waiting=options.max_waiting,
+        timeout_s=options.request_timeout,
+    )
+    return open_engine(model_of(options), screen, chosen, tokenizer)
+
+
+def _front(options: argparse.Namespace, engine: Engine, tokenizer: Any) -> Front:
+    from anyaccel.serve.front import Front
+    from anyaccel.serve.texts import Texts
+    from anyaccel.serve.tools import FORMATS
+
+    return Front(
+        engine,
+        Texts(tokenizer),
+        names_of(options),
+        root=Path(options.model).name,
+        pooling=options.pooling,
+        tools=FORMATS.get(options.tool_format),
+    )
+
+
+def _announce(settings: Settings, screen: Screen, tokenizer: Any, port: int) -> None:
+    where = listening.address(settings, port)
+    screen.line(f"serving: {where}/v1" + (f", with a page to chat at {where}/" if settings.page else ""))
+    screen.line(f"try: {listening.curl(settings, port, tokenizer.has_chat_template)}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What is wrong whatever the model is, before anything is imported or loaded."""
+    if options.given is not None and options.model is not None:
+        raise UsageError(f"MODEL {options.given} and --model {options.model}: one of them is enough")
+    least = {"tp": 1, "threads": 0, "max_batch": 1, "max_waiting": 1, "max_context": 0, "cache_bytes": 0}
+    for name, value in least.items():
+        if getattr(options, name) < value:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be {value} or above")
+    if not 0 <= options.drain_seconds <= _LONGEST:
+        raise UsageError(f"--drain-seconds {options.drain_seconds:g}: must be 0 to {_LONGEST:g}")
+    if not 0 < options.request_timeout <= _LONGEST:
+        raise UsageError(f"--request-timeout {options.request_timeout:g}: must be above 0, and at most {_LONGEST:g}")
+    if not 0 <= options.port < 1 << 16:
+        raise UsageError(f"--port {options.port}: must be 0 to 65535")
+    if not all(options.api_key) or not all(options.served_model_name):
+        raise UsageError("--api-key and --served-model-name: must not be empty")
+    for origin in options.allowed_origins:
+        if origin != "*" and ("://" not in origin or origin.endswith("/")):
+            raise UsageError(f"--allowed-origins {origin}: must be as in https://chat.example.com, without a path")
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    given = ANYACCEL_API_KEY.get()
+    return Settings(
+        host=options.host,
+        port=options.port,
+        keys=(*options.api_key, *([given] if given else [])),
+        origins=tuple(options.allowed_origins),
+        root_path=options.root_path,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_certfile=options.ssl_certfile,
+        page=not options.no_page,
+        drain_seconds=options.drain_seconds,
+        log_level=options.log_level,
+        json_logs=options.json_logs,
+    )
+
+
+def names_of(options: argparse.Namespace) -> list[str]:
+    """What requests may call the model: what the user says, else its file's or folder's name, or where it is."""
+    path = Path(options.model)
+    own = path.name.removesuffix(".gguf") if path.is_file() else path.name
+    return options.served_model_name or list(dict.fromkeys([own, *filter(None, [options.given]), options.model]))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What went wrong, in OpenAI's shape: {"error": {"message", "type", "param", "code"}} and a status of HTTP."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.outside import line, shown
+from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, TooLongError
+
+_FIELD = re.compile(r"(?:\w+\.)*(\w+)\s*[=:]")
+# pydantic's words where they say less than ours, or say what only Python calls so.
+_WORDS = {"missing": "is required", "none_required": "must be null"}
+
+
+class ApiError(Exception):
+    """A request that is answered by an error.
+
+    Attributes:
+        status: of HTTP.
+        param: the field that is wrong.
+        retry_after_s: when to come again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return headers
+
+
+def wrong(param: str, message: str, code: str | None = None) -> ApiError:
+    """A field that cannot be what it is."""
+    return ApiError(400, f"{param}: {message}", param, code)
+
+
+def invalid(error: ValidationError, given: Any) -> ApiError:
+    """pydantic's first complaint, in the words of the one who sent the body."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of a field with several forms, each form complains: the complaint that got furthest is of the form that was meant.
+    paths = [_path(each["loc"], given, each["type"] == "missing") for each in found]
+    first = paths[0][:1]
+    place, chosen = max(
+        ((path, each) for path, each in zip(paths, found, strict=True) if path[:1] == first),
+        key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")),
+    )
+    param = _written(place)
+    text = _WORDS.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:])
+    value = "" if chosen["type"] == "missing" else f", not {shown(_at(given, place))}"
+    return ApiError(400, line(f"{param or 'the body'}: {text}{value}"), param or None)
+
+
+def _path(loc: Sequence[int | str], given: Any, missing: bool) -> tuple[int | str, ...]:
+    """The part of a place that is in the body: pydantic's places also have the names of forms."""
+    path: list[int | str] = []
+    for part in loc:
+        named = isinstance(given, Mapping) and isinstance(part, str) and part in given
+        counted = isinstance(given, list) and isinstance(part, int) and part < len(given)
+        if named or counted:
+            given = given[part]
+            path.append(part)
+    if missing and isinstance(loc[-1], str):
+        path.append(loc[-1])
+    return tuple(path)
+
+
+def _at(given: Any, path: Sequence[int | str]) -> Any:
+    for part in path:
+        given = given[part]
+    return given
+
+
+def _written(path: Sequence[int | str]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return line(text.removeprefix("."))
+
+
+def api_error(error: BaseException) -> ApiError:
+    """The answer to any error of ours; one that nobody expected says nothing of what is inside."""
+    text = str(error)
+    match error:
+        case ApiError():
+            return error
+        case EngineFullError():
+            return ApiError(
+                429, text, None, "rate_limit_exceeded", "rate_limit_error", retry_after_s=error.retry_after_s
+            )
+        case EngineStoppedError():
+            return ApiError(503, text, None, "engine_stopped", "server_error", retry_after_s=2)
+        case DeadlineError():
+            return ApiError(504, text, None, "timeout", "server_error")
+        case TooLongError():
+            return ApiError(400, text, None, "context_length_exceeded")
+        case UsageError():
+            named = _FIELD.match(text)
+            return ApiError(400, text, named[1] if named else None)
+        case AnyAccelError():
+            return ApiError(500, text, None, None, "server_error")
+        case _:
+            return ApiError(500, "the server has failed; its log says more", None, None, "server_error")

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From messages to a prompt, and from an answer's text to thoughts, content and calls: chat and responses share it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyaccel.serve import limits
+from anyaccel.serve.answers import AnswerText, Piece, merged, pieces
+from anyaccel.serve.api_errors import ApiError, wrong
+from anyaccel.serve.contract import Grammar
+from anyaccel.serve.front import Front, new_id
+from anyaccel.serve.protocol import GenerationFields
+from anyaccel.serve.protocol_chat import Message, NamedTool, Tool
+from anyaccel.serve.reasoning import BEGIN, Thoughts
+from anyaccel.serve.structured import depth_of, schema_grammar
+from anyaccel.serve.tools import CallsInArray, CallsInText, array_schema, instructions
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as tokens, and how its answer is to be read.
+
+    Attributes:
+        thoughts: None: the model writes none; else whether the prompt has begun them.
+        calls: "": there are none; "text": in the model's format; "array": a grammar makes the answer a list of them;
+            else the name of the one function whose arguments the answer is.
+        grammar: what makes it so.
+    """
+
+    tokens: list[int]
+    thoughts: bool | None
+    calls: str = ""
+    grammar: Grammar | None = None
+
+
+def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: content as one text, arguments of calls as objects.
+
+    Raises:
+        ApiError: a part is no text.
+    """
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _message(message: Message, where: str) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        texts = []
+        for place, part in enumerate(content):
+            text = part.text if part.type in ("text", "input_text", "output_text") else part.refusal
+            if text is None:
+                raise wrong(
+                    f"{where}.content[{place}]",
+                    f"a part of type {part.type[:40]!r} is not supported: the model reads text, and nothing is fetched",
+                )
+            texts.append(text)
+        content = "\n".join(texts)
+    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+    made: dict[str, Any] = {"role": role, "content": content or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            made[name] = value
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {
+                "id": call.id or new_id("call_"),
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return made
+
+
+def _arguments(text: str) -> Any:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def check_values(values: Mapping[str, Any] | None) -> None:
+    """Refuse variables of a template that are large or deep.
+
+    Raises:
+        ApiError: they are.
+    """
+    if values and (depth_of(values) > limits.MOST_DEPTH or len(json.dumps(values)) > limits.MOST_VALUES):
+        raise wrong("chat_template_kwargs", f"more than {limits.MOST_VALUES} characters, or too deep")
+
+
+def rendered(
+    front: Front,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    more: Mapping[str, Any] | None,
+    continue_answer: bool = False,
+) -> str:
+    """A conversation as the model reads it.
+
+    Raises:
+        ApiError: the model's chat template does not take it.
+    """
+    check_values(more)
+    made = for_template(messages)
+    if tools and "tools" not in front.texts.template:
+        if made[0]["role"] != "system":
+            made.insert(0, {"role": "system", "content": ""})
+        made[0]["content"] = "\n\n".join(filter(None, (made[0]["content"], instructions(tools))))
+        return front.texts.conversation(_told(made), None, more, continue_answer)
+    return front.texts.conversation(made, tools or None, more, continue_answer)
+
+
+def _told(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls and their results as plain text, for a template that knows neither."""
+    made = []
+    for message in messages:
+        role, content = message["role"], message["content"]
+        for call in message.get("tool_calls", ()):
+            content = (
+                f"{content}\n<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>".strip()
+            )
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        made.append({"role": role, "content": content})
+    return made
+
+
+def described_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """Functions as chat templates take them."""
+    return [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in tools or ()]
+
+
+async def prompt_of(
+    front: Front,
+    messages: Sequence[Message],
+    tools: Sequence[Tool] | None,
+    choice: str | NamedTool | None,
+    several: bool,
+    grammar: Grammar | None,
+    more: Mapping[str, Any] | None,
+    continue_answer: bool = False,
+) -> Prompt:
+    """The prompt of a conversation.
+
+    Args:
+        several: an answer may have more than one call.
+        grammar: what the request wants of the answer, beside calls.
+
+    Raises:
+        ApiError: the conversation, the tools or the choice cannot be used.
+    """
+    described = described_tools(tools)
+    for place, each in enumerate(described):
+        schema_grammar(each["function"].get("parameters", {}), f"tools[{place}].function.parameters")
+    calls = "text" if described and choice != "none" else ""
+    if isinstance(choice, NamedTool):
+        named = next((each for each in described if each["function"]["name"] == choice.function.name), None)
+        if named is None:
+            raise wrong("tool_choice", f"no function {choice.function.name[:64]!r} in tools")
+        calls = choice.function.name
+        wanted = schema_grammar(named["function"].get("parameters") or {"type": "object"}, "tools")
+    elif choice == "required":
+        if not described:
+            raise wrong("tool_choice", '"required" needs tools')
+        calls = "array"
+        wanted = schema_grammar(array_schema(described, None if several else 1), "tools")
+    else:
+        wanted = None
+    if wanted is not None and grammar is not None:
+        raise wrong("tool_choice", "a call that is required leaves nothing to response_format")
+    text = rendered(front, messages, described if choice != "none" else [], more, continue_answer)
+    inside = text.rstrip().endswith(BEGIN)
+    # What a grammar holds to is the answer from its first token on: no thoughts come before it.
+    thoughts = inside if front.thinking and wanted is None and grammar is None else None
+    return Prompt(await front.texts.encode(text, False), thoughts, calls, wanted or grammar)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a piece of text turned out to be.
+
+    Attributes:
+        calls: parts of calls, as a stream tells them.
+        last: the piece that it was made of, with its log-probabilities and counts.
+    """
+
+    piece: Piece
+    content: str = ""
+    thoughts: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    finish: str | None = None
+
+
+class Reading:
+    """One answer, divided while it comes."""
+
+    def __init__(self, prompt: Prompt, front: Front, several: bool = True) -> None:
+        self._thoughts = None if prompt.thoughts is None else Thoughts(prompt.thoughts)
+        self._calls: CallsInText | CallsInArray | None = None
+        self._named = ""
+        if prompt.calls == "text":
+            self._calls = CallsInText(front.format)
+        elif prompt.calls == "array":
+            self._calls = CallsInArray()
+        else:
+            self._named = prompt.calls
+        self._most = None if several else 1
+        self._short = front.format.name == "mistral"  # its templates take identifiers of nine characters only
+        self._count = 0
+
+    def add(self, piece: Piece) -> Delta:
+        """What this piece is."""
+        last = piece.finish is not None
+        delta = Delta(piece, finish=piece.finish)
+        text = piece.text
+        if self._thoughts is not None:
+            delta.thoughts, text = self._thoughts.add(text, last)
+        if self._named:
+            if not self._count:
+                delta.calls.append(self._begin(self._named, text))
+            elif text:
+                delta.calls.append({"index": 0, "function": {"arguments": text}})
+        elif self._calls is not None:
+            delta.content, found = self._calls.add(text, last)
+            for call in found:
+                if self._most is None or self._count < self._most:
+                    delta.calls.append(self._begin(call.name, call.arguments))
+        else:
+            delta.content = text
+        if self._count and delta.finish == "stop":
+            delta.finish = "tool_calls"
+        return delta
+
+    def _begin(self, name: str, arguments: str) -> dict[str, Any]:
+        index, self._count = self._count, self._count + 1
+        identity = new_id("")[:9] if self._short else new_id("call_")
+        return {"index": index, "id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+async def deltas(
+    front: Front,
+    request: GenerationFields,
+    prompt: Prompt,
+    *,
+    max_tokens: int,
+    answers: int = 1,
+    stops: Sequence[str] = (),
+    logprobs: int | None = None,
+    several: bool = True,
+    key: str = "",
+) -> AsyncGenerator[Delta, None]:
+    """The answers to a conversation as they come.
+
+    Raises:
+        AnyAccelError, ApiError: see `Engine.generate`.
+    """
+    special = request.skip_special_tokens is False or (prompt.calls == "text" and front.format.special)
+    decode = front.texts.with_special if special else front.texts.decode
+    keep = bool(request.include_stop_str_in_output)
+    streams = []
+    for index in range(answers):
+        asked = front.generation(
+            request, prompt.tokens, max_tokens, index=index, key=key, logprobs=logprobs, grammar=prompt.grammar
+        )
+        text = AnswerText(decode, asked.ends, stops, keep, quiet=asked.min_tokens)
+        streams.append(pieces(front.engine, asked, text, index, front.metrics))
+    readings = [Reading(prompt, front, several) for _ in streams]
+    async with aclosing(merged(streams)) as found:
+        async for piece in found:
+            yield readings[piece.index].add(piece)
+
+
+def answer_room(front: Front, prompt: Sequence[int], wanted: int | None, param: str, prompt_param: str) -> int:
+    """Tokens that an answer may have: what is wanted, else what the context leaves.
+
+    Raises:
+        ApiError: there is no room for them.
+    """
+    if wanted is not None:
+        return front.check_room(prompt, wanted, param, prompt_param)
+    room = front.room(prompt, prompt_param)
+    if room is None:
+        raise ApiError(400, f"{param}: is required, as this model has no longest text", param)
+    return room

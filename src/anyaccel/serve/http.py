@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The application: which address does what. Starlette finds the way; pydantic says what is wrong with a request."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from anyaccel._version import __version__
+from anyaccel.serve.api_errors import ApiError, wrong
+from anyaccel.serve.chat import chat
+from anyaccel.serve.completions import completions
+from anyaccel.serve.conversation import described_tools, rendered
+from anyaccel.serve.front import Front
+from anyaccel.serve.metrics import MEDIA_TYPE
+from anyaccel.serve.openapi import document
+from anyaccel.serve.protocol import DetokenizeRequest, EmbeddingRequest
+from anyaccel.serve.protocol_chat import ChatRequest, TokenizeRequest
+from anyaccel.serve.protocol_completions import CompletionRequest
+from anyaccel.serve.protocol_responses import ResponsesRequest
+from anyaccel.serve.responses import responses
+from anyaccel.serve.security import OPEN, Guard, Keys
+from anyaccel.serve.sending import ClientGoneError, Events, error_answer, json_answer, read, unless_gone
+
+PAGE = Path(__file__).parent / "page"
+B = TypeVar("B", bound=BaseModel)
+
+
+class Generated(Protocol):
+    """A request that generates, ready to be answered in either way."""
+
+    async def whole(self) -> dict[str, Any]: ...
+    def stream(self) -> Any: ...
+
+
+Endpoint = Callable[[Request], Awaitable[Any]]
+
+
+def _answered(work: Endpoint) -> Endpoint:
+    """An address whose errors are answered in OpenAI's shape."""
+
+    @functools.wraps(work)
+    async def answer(request: Request) -> Any:
+        try:
+            return await work(request)
+        except ClientGoneError:
+            return Response(status_code=499)  # nobody reads it; nginx's number for this
+        except Exception as error:  # noqa: BLE001  whatever it is, it is this request's alone
+            return error_answer(error)
+
+    return answer
+
+
+class Api:
+    """The addresses of one server."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def routes(self) -> dict[str, tuple[str, Endpoint]]:
+        """Address -> method and what it does."""
+        return {
+            "/v1/models": ("GET", self.models),
+            "/v1/models/{model:path}": ("GET", self.model),
+            "/v1/chat/completions": ("POST", self._generating(ChatRequest, chat)),
+            "/v1/completions": ("POST", self._generating(CompletionRequest, completions)),
+            "/v1/responses": ("POST", self._generating(ResponsesRequest, responses, b"")),
+            "/v1/embeddings": ("POST", self.embeddings),
+            "/tokenize": ("POST", self.tokenize),
+            "/detokenize": ("POST", self.detokenize),
+            "/tokenizer_info": ("GET", self.tokenizer_info),
+            "/health": ("GET", self.health),
+            "/ready": ("GET", self.ready),
+            "/metrics": ("GET", self.metrics),
+            "/version": ("GET", self.version),
+            "/openapi.json": ("GET", self.openapi),
+        }
+
+    def _generating(
+        self, shape: type[B], prepare: Callable[[Front, B, str], Awaitable[Generated]], done: bytes | None = None
+    ) -> Endpoint:
+        async def generate(request: Request) -> Any:
+            front = self._front
+            asked = await read(request, shape, front.limits)
+            work = await prepare(front, asked, request.scope["anyaccel.key"])
+            if getattr(asked, "stream", None):
+                events = work.stream()
+                return Events(events, front.limits) if done is None else Events(events, front.limits, done)
+            return json_answer(await unless_gone(request.receive, work.whole()))
+
+        return generate
+
+    # The model ---------------------------------------------------------------------------------------------
+
+    def _told(self, name: str) -> dict[str, Any]:
+        front = self._front
+        return {
+            "id": name,
+            "object": "model",
+            "created": front.created,
+            "owned_by": "anyaccel",
+            "root": front.root or name,
+            "max_model_len": front.engine.facts.context or None,
+        }
+
+    async def models(self, request: Request) -> Response:
+        return json_answer({"object": "list", "data": [self._told(name) for name in self._front.names]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        self._front.check_model(name)
+        return json_answer(self._told(name))
+
+    async def embeddings(self, request: Request) -> Response:
+        front = self._front
+        asked = await read(request, EmbeddingRequest, front.limits)
+        vectors, count = await unless_gone(request.receive, front.embed(asked, request.scope["anyaccel.key"]))
+        packed = asked.encoding_format == "base64"
+        data = [
+            {"object": "embedding", "index": index, "embedding": _packed(vector) if packed else vector}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return json_answer({"object": "list", "model": asked.model or front.model, "data": data, "usage": usage})
+
+    async def tokenize(self, request: Request) -> Response:
+        front = self._front
+        asked = await read(request, TokenizeRequest, front.limits)
+        front.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise wrong("prompt", "either prompt or messages is required, and not both")
+        if asked.messages is not None:
+            tools = described_tools(asked.tools)
+            go_on = asked.add_generation_prompt is False
+            text = rendered(front, asked.messages, tools, asked.chat_template_kwargs, go_on)
+        else:
+            text = asked.prompt or ""
+        special = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens
+        tokens = await front.texts.encode(text, special)
+        told: dict[str, Any] = {"tokens": tokens, "count": len(tokens), "max_model_len": front.engine.facts.context}
+        if asked.return_token_strs:
+            told["token_strs"] = [front.texts.token(token)[0] for token in tokens]
+        return json_answer(told)
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await read(request, DetokenizeRequest, self._front.limits)
+        return json_answer({"prompt": await self._front.detokenize(asked)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return json_answer(self._front.texts.info())
+
+    # The server --------------------------------------------------------------------------------------------
+
+    async def health(self, request: Request) -> Response:
+        return json_answer({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        if self._front.engine.ready():
+            return json_answer({"status": "ready"})
+        raise ApiError(503, "the engine is not ready", None, "not_ready", "server_error", retry_after_s=2)
+
+    async def metrics(self, request: Request) -> Response:
+        text = self._front.metrics.text(self._front.model, self._front.engine.stats())
+        return Response(text, media_type=MEDIA_TYPE)
+
+    async def version(self, request: Request) -> Response:
+        return json_answer({"version": __version__})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_answer(document(request.scope.get("root_path", "")))
+
+
+def _packed(vector: Sequence[float]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
+
+
+def _file(name: str) -> Endpoint:
+    async def send(request: Request) -> Response:
+        return FileResponse(PAGE / name, headers={"cache-control": "no-cache"})
+
+    return send
+
+
+def _unknown(request: Request, error: Exception) -> Response:
+    """What Starlette itself refuses: an address or a method that is not there."""
+    status = getattr(error, "status_code", 500)
+    said = {404: f"no address {request.url.path[:200]!r}", 405: f"{request.method} is not for this address"}
+    answer = error_answer(ApiError(status, said.get(status, "the request cannot be answered"), None, None))
+    for name, value in (getattr(error, "headers", None) or {}).items():
+        answer.headers[name] = value
+    return answer
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return error_answer(error)
+
+
+def application(front: Front, *, keys: Sequence[str] = (), origins: Sequence[str] = (), page: bool = True) -> Starlette:
+    """The server as an ASGI application.
+
+    Args:
+        keys: one of which a request needs; none: it needs none.
+        origins: sites whose pages may ask; "*": all.
+        page: whether there is the chat page at /.
+    """
+    from starlette.exceptions import HTTPException
+
+    api = Api(front)
+    routes: list[BaseRoute] = [
+        Route(path, _answered(work), methods=[method]) for path, (method, work) in api.routes().items()
+    ]
+    routes.append(Route("/docs", _file("docs.html")))
+    if page:
+        routes.append(Route("/", _file("index.html")))
+    routes.append(Mount("/page", StaticFiles(directory=PAGE)))
+    guard = Middleware(Guard, Keys(keys), origins, front.metrics, {*OPEN, *api.routes()} - {"/v1/models/{model:path}"})
+    middleware = [guard]
+    if origins:
+        middleware.insert(
+            0,
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(origins),
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type", "x-api-key"],
+            ),
+        )
+    return Starlette(
+        routes=routes, middleware=middleware, exception_handlers={HTTPException: _unknown, Exception: _failed}
+    )

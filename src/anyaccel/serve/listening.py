@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a server listens, and what its user is told of that, before anything that speaks HTTP is imported."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import shlex
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anyaccel.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve; see `anyaccel serve --help`."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    page: bool = True
+    drain_seconds: float = 30.0
+    log_level: str = "info"
+    json_logs: bool = False
+
+
+def check(settings: Settings) -> None:
+    """What is wrong with settings, before a model is loaded.
+
+    Raises:
+        UsageError: something is.
+    """
+    if (settings.ssl_keyfile is None) != (settings.ssl_certfile is None):
+        raise UsageError("--ssl-keyfile and --ssl-certfile: both are needed, or none")
+    for name, file in (("--ssl-keyfile", settings.ssl_keyfile), ("--ssl-certfile", settings.ssl_certfile)):
+        if file is not None and not Path(file).is_file():
+            raise UsageError(f"{name} {file}: no such file")
+    if settings.ssl_certfile is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        except (ssl.SSLError, OSError) as error:
+            raise UsageError(
+                f"--ssl-certfile {settings.ssl_certfile}: not a certificate with this key ({error})"
+            ) from None
+    if settings.root_path and (not settings.root_path.startswith("/") or settings.root_path.endswith("/")):
+        raise UsageError(f"--root-path {settings.root_path}: must begin with / and not end with it")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address, before the model is loaded: that it is in use is said at once. Nobody is let in yet.
+
+    Raises:
+        UsageError: it cannot be had.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        taken = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"--host {host}: {error.strerror or error}") from None
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+        taken.bind(address)
+    except OSError as error:
+        taken.close()
+        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another --port") from None
+    return taken
+
+
+def is_reachable(host: str) -> bool:
+    """Whether others than this machine can come to an address."""
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def address(settings: Settings, port: int) -> str:
+    """Where a user of this machine finds the server."""
+    host = settings.host
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1"
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{settings.root_path}"
+
+
+def curl(settings: Settings, port: int, chats: bool) -> str:
+    """A line that asks the server something, to be copied."""
+    words = ["curl", f"{address(settings, port)}/v1/{'chat/' if chats else ''}completions"]
+    if settings.ssl_certfile:
+        words += ["--cacert", settings.ssl_certfile]
+    words += ["-H", "Content-Type: application/json"]
+    asked: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+        if chats
+        else {"prompt": "The sky is blue, as"}
+    )
+    line = shlex.join([*words, "-d", json.dumps({**asked, "max_tokens": 64})])
+    # The shell puts the key in, so that it is in no history.
+    return f'{line} -H "Authorization: Bearer $ANYACCEL_API_KEY"' if settings.keys else line
+
+
+def warnings_of(settings: Settings) -> Sequence[str]:
+    """What a user should know of how the server is open."""
+    if not is_reachable(settings.host) or settings.keys:
+        return []
+    where = settings.host or "0.0.0.0"
+    return [
+        f"warning: {where} can be reached from other machines, and no key is needed to use the model; "
+        "set ANYACCEL_API_KEY, or leave out --host"
+    ]

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the page asks of its server, at addresses relative to its own, so that it works below a proxy's path.
+
+import { getKey } from "./store.js";
+
+function headers(more = {}) {
+  const key = getKey();
+  return key ? { ...more, Authorization: `Bearer ${key}` } : more;
+}
+
+/** An error that the server has told. */
+export class Refused extends Error {
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function refused(answer) {
+  let message = `The server answered with ${answer.status}.`;
+  try {
+    message = (await answer.json()).error.message;
+  } catch {
+    // no error of the API: of a proxy, for example
+  }
+  return new Refused(message, answer.status);
+}
+
+export async function models() {
+  const answer = await fetch("v1/models", { headers: headers() });
+  if (!answer.ok) throw await refused(answer);
+  return (await answer.json()).data;
+}
+
+/** The data of a stream's events, as they come. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  try {
+    while (true) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      text += value;
+      let end;
+      while ((end = text.indexOf("\n\n")) >= 0) {
+        const lines = text.slice(0, end).split("\n");
+        text = text.slice(end + 2);
+        const data = lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart());
+        if (data.length) yield data.join("\n");
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/** The parts of an answer as they come: {content, thoughts, finish, usage}. */
+export async function* chat(body, signal) {
+  const answer = await fetch("v1/chat/completions", {
+    method: "POST",
+    headers: headers({ "Content-Type": "application/json" }),
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  if (!answer.ok) throw await refused(answer);
+  for await (const data of events(answer.body)) {
+    if (data === "[DONE]") return;
+    const said = JSON.parse(data);
+    if (said.error) throw new Refused(said.error.message, 200);
+    const choice = said.choices[0];
+    yield {
+      content: choice?.delta.content ?? "",
+      thoughts: choice?.delta.reasoning_content ?? "",
+      finish: choice?.finish_reason ?? null,
+      usage: said.usage ?? null,
+    };
+  }
+}

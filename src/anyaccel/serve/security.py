@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may ask: keys compared in constant time, pages of other sites, and headers that a browser goes by."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Collection, Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from anyaccel.serve.api_errors import ApiError
+from anyaccel.serve.metrics import Metrics
+from anyaccel.serve.sending import error_answer
+
+# What anyone may see: that the server lives, what it is, and the page, which has no data of its own.
+OPEN = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
+_OPEN_BELOW = "/page/"
+
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "content-security-policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+}
+
+
+class Keys:
+    """The keys that open the server; none: it is open."""
+
+    def __init__(self, keys: Collection[str]) -> None:
+        self._digests = [self._digest(key) for key in keys]
+
+    @staticmethod
+    def _digest(key: str) -> bytes:
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def holder(self, given: str) -> str | None:
+        """A name for who has this key, which does not tell it; None where it is none of the keys.
+
+        All keys are compared, and of each all bytes, so that the time tells nothing of them.
+        """
+        mine = self._digest(given)
+        known = sum([hmac.compare_digest(mine, each) for each in self._digests])
+        return mine.hex()[:16] if known else None
+
+
+class Guard:
+    """Stands before the application: lets through who may ask, and counts what was answered.
+
+    Args:
+        origins: sites whose pages may ask, "*": all.
+        paths: that are told apart in the metrics; others are one.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Keys, origins: Sequence[str], metrics: Metrics, paths: Collection[str]
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._origins = frozenset(origins)
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = _path(scope)
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                told = path if path in self._paths else "other"
+                method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+                self._metrics.answered(method, told, message["status"])
+            await send(message)
+
+        try:
+            scope["anyaccel.key"] = self._asker(scope, path)
+        except ApiError as error:
+            await error_answer(error)(scope, receive, sent)
+            return
+        await self._app(scope, receive, sent)
+
+    def _asker(self, scope: Scope, path: str) -> str:
+        """A name for who asks, for fair shares.
+
+        Raises:
+            ApiError: there is no key, or a wrong one, or the page of another site asks.
+        """
+        headers = Headers(scope=scope)
+        client = scope.get("client")
+        address = client[0] if client else ""
+        if path in OPEN or path.startswith(_OPEN_BELOW) or scope["method"] == "OPTIONS":
+            return address
+        if self._keys:
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            given = given.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+            if not given:
+                raise ApiError(401, "an API key is required: Authorization: Bearer KEY", None, "invalid_api_key")
+            if (holder := self._keys.holder(given)) is None:
+                raise ApiError(401, "the API key is not known here", None, "invalid_api_key")
+            return holder
+        self._check_origin(headers.get("origin", ""), headers.get("host", ""))
+        return address
+
+    def _check_origin(self, origin: str, host: str) -> None:
+        """Refuse pages of other sites where no key does it.
+
+        A page whose name an attacker has let lead to this machine is of the same site to a browser: so a name that is
+        not this machine's own has to be allowed, and addresses are what they are.
+        """
+        if not origin or origin in self._origins or "*" in self._origins:
+            return
+        there = urlsplit(origin)
+        if there.netloc != host or not _is_address(there.hostname or ""):
+            raise ApiError(
+                403,
+                f"pages of {origin[:200]} may not ask this server; start it with --allowed-origins, or with a key",
+                None,
+                "origin_not_allowed",
+            )
+
+
+def _is_address(name: str) -> bool:
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _path(scope: Scope) -> str:
+    """The path below --root-path."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] or "/" if root and path.startswith(root + "/") else path

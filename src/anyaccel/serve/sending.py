@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a request and sending its answer within bounds of time and size, and noticing that the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from anyaccel.errors import AnyAccelError
+from anyaccel.serve.api_errors import ApiError, api_error, invalid
+from anyaccel.serve.json_text import DONE, event, from_json, to_json
+from anyaccel.serve.limits import Limits
+
+T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
+logger = logging.getLogger("anyaccel.serve")
+
+_FIRST_SIGN = 1.0  # seconds that an answer may stay without a head: a full queue is to be a status, not an event
+_SIGN = b": the answer has not begun\n\n"
+
+
+class ClientGoneError(Exception):
+    """Nobody is left to answer."""
+
+
+def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer of JSON."""
+    return Response(to_json(value), status, headers, "application/json")
+
+
+def error_answer(error: BaseException) -> Response:
+    """The answer to a request that failed; what nobody expected goes to the log."""
+    said = api_error(error)
+    if said.status >= 500 and not isinstance(error, AnyAccelError | ApiError):
+        logger.error("a request has failed", exc_info=error)
+    headers = said.headers()
+    if said.status in (401, 403, 408, 413, 415):
+        headers["connection"] = "close"  # the rest of the body is not waited for
+    return json_answer(said.body(), said.status, headers)
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: it is too large, comes too slowly, or is not said to be JSON.
+        ClientGoneError: it ends in the middle.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A page of another site can send other kinds from a user's browser without being asked.
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
+    too_large = ApiError(413, f"the body is larger than {limits.body} bytes")
+    length = request.headers.get("content-length", "")
+    if length.isascii() and length.isdigit() and int(length[:20]) > limits.body:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > limits.body:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {limits.body_seconds:g} s") from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return b"".join(parts)
+
+
+async def read(request: Request, shape: type[B], limits: Limits) -> B:
+    """The body of a request as what it has to be.
+
+    Raises:
+        ApiError: it is something else; the error names the field.
+    """
+    given = from_json(await read_body(request, limits))
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    try:
+        return shape.model_validate(given)
+    except ValidationError as error:
+        raise invalid(error, given) from None
+    except RecursionError:
+        raise ApiError(400, "the body is JSON that is nested too deep") from None
+
+
+async def gone(receive: Receive) -> None:
+    """Wait until the client has closed its connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` makes; it is cancelled when the client goes.
+
+    Raises:
+        ClientGoneError: it has.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(gone(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        await _end(task, watch)
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Events:
+    """An answer as a stream of events.
+
+    Its head is sent with the first event, so that an error before it has a status of its own; when the first one does
+    not come soon, then without it, and comments keep those between us and the client from closing the connection.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], limits: Limits, done: bytes = DONE) -> None:
+        self._events = events
+        self._limits = limits
+        self._done = done
+        self._begun = False
+        self._sent_at = 0.0
+        self._writing = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._send = send
+        pump = asyncio.create_task(self._pump())
+        left = asyncio.create_task(gone(receive))
+        watch = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((pump, left, watch), return_when=asyncio.FIRST_COMPLETED)
+            if left.done():
+                return  # what follows ends the answer
+            if watch.done():
+                await _end(pump)
+                logger.info("a client took nothing of its answer for %g s", self._limits.send_seconds)
+                scope.get("anyaccel.abort", lambda: left.cancel())()
+                await asyncio.wait((left,))
+                return
+            await _end(watch)
+            await self._finish(pump, scope, receive)
+        finally:
+            await _end(pump, left, watch)
+            with suppress(Exception):
+                await self._events.aclose()
+
+    async def _finish(self, pump: asyncio.Task[None], scope: Scope, receive: Receive) -> None:
+        """Send what comes after the last event."""
+        error = pump.exception()
+        if error is None:
+            await self._write(b"", last=True)
+        elif not self._begun:
+            await error_answer(error)(scope, receive, self._send)
+        else:
+            if not isinstance(error, AnyAccelError | ApiError):
+                logger.error("an answer has failed", exc_info=error)
+            await self._write(event(api_error(error).body()) + self._done, last=True)
+
+    async def _pump(self) -> None:
+        async for data in self._events:
+            await self._write(data)
+
+    async def _watch(self) -> None:
+        """Give signs of life while no event comes; end when the client takes nothing any more."""
+        limits = self._limits
+        wait = min(_FIRST_SIGN, limits.send_seconds)
+        while True:
+            await asyncio.sleep(wait)
+            idle = time.monotonic() - self._sent_at
+            if self._writing.locked():
+                if idle >= limits.send_seconds:
+                    return
+                wait = limits.send_seconds - idle
+                continue
+            if idle >= limits.alive_seconds or not self._begun:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(limits.send_seconds):
+                        await self._write(_SIGN)
+                    idle = 0.0
+                if idle:
+                    return
+            wait = min(limits.alive_seconds - idle, limits.send_seconds)
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        async with self._writing:
+            self._sent_at = time.monotonic()
+            if not self._begun:
+                self._begun = True
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-cache"),
+                    (b"x-accel-buffering", b"no"),  # nginx would collect events
+                ]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that serves: logs, signals, its end; uvicorn is what speaks HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from anyaccel.serve.contract import Engine
+from anyaccel.serve.front import Front
+from anyaccel.serve.http import application
+from anyaccel.serve.limits import Limits
+from anyaccel.serve.listening import Settings
+
+_CONNECTIONS = 1000  # at once; more get 503. A process may have 1,024 descriptors unless it is told otherwise.
+_AFTER_DRAIN = 5.0  # seconds for the last words of answers that draining has ended
+
+logger = logging.getLogger("anyaccel.serve")
+
+
+class _Json(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        said: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said, ensure_ascii=False)
+
+
+@contextlib.contextmanager
+def logs(settings: Settings) -> Iterator[None]:
+    """Write what uvicorn and we have to say to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if settings.json_logs else logging.Formatter("%(levelname)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("uvicorn", "anyaccel.serve")]
+    before = [(each, each.level, each.propagate, list(each.handlers)) for each in loggers]
+    for each in loggers:
+        each.setLevel(settings.log_level.upper())
+        each.handlers[:] = [handler]
+        each.propagate = False
+    # What uvicorn says of its start we say ourselves.
+    own = logging.getLogger("uvicorn.error")
+    own_level = own.level
+    own.setLevel(max(logging.WARNING, logging.getLevelName(settings.log_level.upper())))
+    try:
+        yield
+    finally:
+        own.setLevel(own_level)
+        for each, level, propagate, handlers in before:
+            each.setLevel(level)
+            each.propagate = propagate
+            each.handlers[:] = handlers
+
+
+def _protocol(limits: Limits) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP/1.1 with bounds of the head of a request, where uvicorn itself takes all, and waits for ever."""
+
+    class Bounded(HttpToolsProtocol):
+        _timer: asyncio.TimerHandle | None = None  # while a head is waited for
+        _head = 0
+
+        def _wait(self) -> None:
+            self._has_come()
+            self._head = 0
+            self._timer = self.loop.call_later(limits.header_seconds, self._give_up)
+
+        def _has_come(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _give_up(self) -> None:
+            if not self.transport.is_closing():
+                self.transport.abort()
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._head += len(data)
+            if self._timer is not None and self._head > limits.head:
+                self._give_up()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.scope["anyaccel.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
+            self._wait()
+
+        def on_headers_complete(self) -> None:
+            self._has_come()
+            super().on_headers_complete()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._has_come()
+            super().connection_lost(exc)
+
+    return Bounded
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its handlers of signals, which would end this process by them once more at the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]) -> None:
+    app = application(front, keys=settings.keys, origins=settings.origins, page=settings.page)
+    config = uvicorn.Config(
+        app,
+        http=_protocol(front.limits),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=settings.log_level in ("debug", "info"),
+        server_header=False,
+        root_path=settings.root_path,
+        limit_concurrency=_CONNECTIONS,
+        timeout_keep_alive=int(front.limits.idle_seconds),
+        timeout_graceful_shutdown=int(settings.drain_seconds + _AFTER_DRAIN),
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        if server.should_exit:
+            server.force_exit = True
+            return
+        server.should_exit = True
+        announced.cancel()
+        logger.info("stopping: open requests have %g s to end; a second signal ends them now", settings.drain_seconds)
+        draining.append(loop.create_task(front.engine.drain(settings.drain_seconds)))
+
+    async def say() -> None:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        announce()
+
+    announced = loop.create_task(say())
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await server.serve(sockets=[taken])
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        announced.cancel()
+        if server.force_exit:
+            for task in draining:
+                task.cancel()
+        await asyncio.gather(announced, *draining, return_exceptions=True)
+
+
+async def _until_the_end(
+    engine: Engine, front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]
+) -> None:
+    try:
+        await _serve(front, settings, taken, announce)
+    finally:
+        await engine.close()
+
+
+def run(engine: Engine, front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]) -> None:
+    """Serve until SIGTERM or Ctrl-C, and close the engine.
+
+    Args:
+        announce: called once the server answers.
+    """
+    with logs(settings), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_until_the_end(engine, front, settings, taken, announce))

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of functions in an answer's text, in the formats that models write: Hermes and Qwen, Llama 3, Mistral.
+
+A format is what its chat template teaches the model; `format_of` tells it from the template. What is no complete call
+after all stays text. A call is given when it is complete: clients take its arguments as one piece.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from anyaccel.inference.text.stopping import overlap
+
+_decoder = json.JSONDecoder()
+_NAME = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+def call_of(value: Any) -> Call | None:
+    """The call that a JSON value stands for; None where it is none."""
+    if not isinstance(value, Mapping):
+        return None
+    if isinstance(value.get("function"), Mapping):
+        value = value["function"]
+    name = value.get("name")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        return None
+    if isinstance(arguments, str):
+        return Call(name, arguments)
+    if arguments is not None and not isinstance(arguments, Mapping):
+        return None
+    return Call(name, json.dumps(arguments or {}, ensure_ascii=False))
+
+
+def _value_at(text: str, place: int) -> tuple[Any, int] | None:
+    """The JSON value that begins at `place`, after spaces, and where it ends; None where none is complete."""
+    while place < len(text) and text[place].isspace():
+        place += 1
+    try:
+        return _decoder.raw_decode(text, place)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _hermes(text: str) -> tuple[list[Call], int]:
+    """Calls between <tool_call> and </tool_call>, and how much of the text is them."""
+    calls: list[Call] = []
+    done = 0
+    while text.startswith("<tool_call>", done):
+        end = text.find("</tool_call>", done)
+        inside = text[done + len("<tool_call>") : end if end >= 0 else None]
+        found = _value_at(inside, 0)
+        call = None if found is None else call_of(found[0])
+        if call is None or found is None or inside[found[1] :].strip():
+            break
+        calls.append(call)
+        done = len(text) if end < 0 else end + len("</tool_call>")
+        done += len(text[done:]) - len(text[done:].lstrip())
+    return calls, done
+
+
+def _objects(text: str, done: int) -> tuple[list[Call], int]:
+    """Calls as JSON objects with ; or a line break between them, or as a list."""
+    calls: list[Call] = []
+    while (found := _value_at(text, done)) is not None:
+        value, end = found
+        several = [call_of(each) for each in (value if isinstance(value, list) else [value])]
+        if not several or None in several:
+            break
+        calls += [call for call in several if call is not None]
+        done = end + len(text[end:]) - len(text[end:].lstrip(" \t\r\n;"))
+    return calls, done
+
+
+def _llama3(text: str) -> tuple[list[Call], int]:
+    calls, done = _objects(text, len("<|python_tag|>") if text.startswith("<|python_tag|>") else 0)
+    return calls, done if calls else 0
+
+
+def _mistral(text: str) -> tuple[list[Call], int]:
+    calls: list[Call] = []
+    done = 0
+    while text.startswith("[TOOL_CALLS]", done):
+        start = done + len("[TOOL_CALLS]")
+        if (named := _NAME.match(text, start)) is not None:  # since Mistral Small 3.2
+            found = _value_at(text, named.end())
+            if found is None or not isinstance(found[0], Mapping):
+                break
+            calls.append(Call(named[1], json.dumps(found[0], ensure_ascii=False)))
+            end = found[1]
+        else:
+            several, end = _objects(text, start)
+            if not several:
+                break
+            calls += several
+        done = end + len(text[end:]) - len(text[end:].lstrip())
+    return calls, done
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a model writes calls.
+
+    Attributes:
+        marks: texts that begin one.
+        parse: calls at the beginning of a text, and how many of its characters they are.
+        special: the marks are special tokens, which decoding leaves out otherwise.
+        alone: a text that begins with this is a call too, without a mark.
+        end: what ends a call, so that it is given while the answer goes on.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    parse: Callable[[str], tuple[list[Call], int]]
+    special: bool = False
+    alone: str = ""
+    end: str = ""
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("hermes", ("<tool_call>",), _hermes, end="</tool_call>"),
+        Format("llama3", ("<|python_tag|>",), _llama3, special=True, alone="{"),
+        Format("mistral", ("[TOOL_CALLS]",), _mistral, special=True),
+    )
+}
+
+
+def format_of(template: str) -> Format:
+    """The format that a chat template teaches; Hermes', which we teach ourselves, where it has no tools."""
+    for name, mark in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>")):
+        if mark in template:
+            return FORMATS[name]
+    return FORMATS["llama3"] if "<|start_header_id|>" in template and "tools" in template else FORMATS["hermes"]
+
+
+class CallsInText:
+    """Divides an answer while it comes into text and calls."""
+
+    def __init__(self, form: Format) -> None:
+        self._form = form
+        self._text = ""
+        self._inside = False  # `_text` begins with a mark
+        self._after = False  # a call was the last that there was
+        self._begun = False
+
+    def add(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
+        """Text and calls that became known; `last`: nothing more comes."""
+        self._text += text
+        form = self._form
+        if not self._begun:
+            start = self._text.lstrip()
+            if not start and not last:
+                return "", []
+            self._begun = True
+            self._inside = bool(form.alone) and start.startswith(form.alone)
+        shown = ""
+        calls: list[Call] = []
+        while True:
+            if self._after:
+                self._text = self._text.lstrip()
+                self._after = not self._text
+            if not self._inside:
+                places = [place for mark in form.marks if (place := self._text.find(mark)) >= 0]
+                if not places:
+                    cut = len(self._text)
+                    if not last:  # what may become a mark, and the line breaks before it, which are the call's
+                        cut -= max(overlap(self._text, mark) for mark in form.marks)
+                        cut = len(self._text[:cut].rstrip("\n"))
+                    shown, self._text = shown + self._text[:cut], self._text[cut:]
+                    return shown, calls
+                before, self._text = self._text[: min(places)], self._text[min(places) :]
+                shown += before.rstrip("\n")
+                self._inside = True
+            # What a call may be: up to the last mark that ends one, or all of it when nothing more comes.
+            size = len(self._text)
+            if not last:
+                size = self._text.rfind(form.end) + len(form.end) if form.end in self._text and form.end else 0
+                if not size:
+                    return shown, calls
+            found, done = form.parse(self._text[:size])
+            if found:
+                calls += found
+                self._after = True
+            else:  # no call after all
+                done = size
+                shown += self._text[:size]
+            self._text = self._text[done:]
+            self._inside = False
+            if not self._text:
+                return shown, calls
+
+
+class CallsInArray:
+    """The same for an answer that a grammar has made a list of calls: each is given when it is complete."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._done = 0
+
+    def add(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
+        self._text += text
+        calls: list[Call] = []
+        while True:
+            while self._done < len(self._text) and (self._text[self._done].isspace() or self._text[self._done] in "[,"):
+                self._done += 1
+            found = _value_at(self._text, self._done)
+            call = None if found is None else call_of(found[0])
+            if found is None or call is None:
+                break
+            self._done = found[1]
+            calls.append(call)
+        rest = self._text[self._done :].strip().removeprefix("]")
+        # A list that max_tokens has cut leaves a piece that is no call: the client sees why by finish_reason.
+        return ("", calls) if not last or calls or self._done else (rest, calls)
+
+
+def array_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
+    """The schema of a list of calls of these functions, at least one."""
+    each = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "enum": [tool["function"]["name"]]},
+                "parameters": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+    ]
+    items = each[0] if len(each) == 1 else {"anyOf": each}
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
+    # What the parameters point to, as #/$defs/name, is to be found from the new root.
+    if definitions := {
+        name: value
+        for tool in tools
+        for name, value in ((tool["function"].get("parameters") or {}).get("$defs") or {}).items()
+    }:
+        schema["$defs"] = definitions
+    return schema if most is None else {**schema, "maxItems": most}
+
+
+def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
+    """What a model whose chat template has no tools is told instead, in the system message."""
+    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return (
+        "You may call these functions, each described by a line of JSON:\n"
+        f"{described}\n"
+        "To call one, answer with\n"
+        '<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call>\n'
+        "and nothing else; its result comes with the next message."
+    )

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Uses the chat page in a real Chromium: `python page.py URL URL_WITH_KEY [FOLDER]`; the folder gets screenshots.
+
+Needs playwright; run by tests/e2e/test_serve_clients.py with the Python of .venv-clients.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, expect, sync_playwright
+
+SIZES = {"desktop": (1280, 860), "phone": (390, 844)}
+
+
+def say(page: Page, text: str) -> None:
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+
+
+def answered(page: Page, count: int) -> Any:
+    """The last answer, once it is complete and the page shows so many messages."""
+    expect(page.locator("article")).to_have_count(count)
+    last = page.locator("article").last
+    expect(last.locator(".speed")).to_contain_text("first after")
+    expect(page.locator("#stop")).to_be_hidden()
+    return last.locator(".body")
+
+
+def converse(page: Page, url: str) -> None:
+    page.goto(url)
+    expect(page.locator("#model")).to_have_value("fake")
+    say(page, "hello")
+    expect(answered(page, 2)).to_have_text("You said: hello")
+    expect(page.locator(".speed")).to_contain_text("tokens/s")
+
+    page.click("text=Regenerate")
+    expect(answered(page, 2)).to_have_text("You said: hello")
+
+    page.locator("article.user >> text=Edit").click()
+    page.fill("article.edit textarea", "edited")
+    page.locator("article.edit >> text=Send").click()
+    expect(answered(page, 2)).to_have_text("You said: edited")
+    expect(page.locator("article.user .body")).to_have_text("edited")
+
+    say(page, "forever")  # it would not end by itself
+    expect(page.locator("#stop")).to_be_visible()
+    expect(page.locator("article")).to_have_count(4)
+    page.locator("article").last.locator("text=Y").wait_for()
+    page.click("#stop")
+    expect(page.locator("article").last.locator(".speed")).to_contain_text("stopped")
+    say(page, "again")
+    expect(answered(page, 6)).to_have_text("You said: again")
+
+    page.reload()
+    expect(page.locator("article")).to_have_count(6)  # kept by the browser
+    expect(page.locator("#list .entry")).to_have_count(1)
+
+
+def settings(page: Page) -> None:
+    page.click("#new")
+    page.click("#open-settings")
+    page.fill("#system", "Answer in French.")
+    page.fill("#max_tokens", "9")
+    page.press("#max_tokens", "Tab")
+    say(page, "prompt")
+    expect(answered(page, 2)).to_have_text("<system>A")
+    page.fill("#max_tokens", "")
+    page.press("#max_tokens", "Tab")
+    page.click("#open-settings")
+    page.click("#theme")
+    expect(page.locator("html")).to_have_attribute("data-theme", "light")
+    page.click("#theme")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    page.click("#theme")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator(".entry.current .delete").click()
+    expect(page.locator("#list .entry")).to_have_count(1)
+
+
+def markdown(page: Page) -> None:
+    """Answers are shown with their marks, and never run."""
+    expect(page.locator("#model")).to_have_value("fake")
+    before = page.locator("article").count()
+    say(page, "markdown")
+    body = answered(page, before + 2)
+    for shown in ("h2", "strong", "em", "del", "ol ul", "blockquote", "table", ".code pre", "details.thoughts", "a"):
+        expect(body.locator(shown).first).to_be_attached()
+    assert body.locator("script, img").count() == 0
+    assert body.locator("a[href^='javascript']").count() == 0
+    expect(body).to_contain_text('<script>alert("no")</script>')
+    wide = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert wide <= 0, f"the page is {wide} pixels wider than the window"
+
+
+def key(page: Page, url: str) -> None:
+    page.goto(url)
+    expect(page.locator("#settings")).to_be_visible()
+    page.fill("#key", "sesame")
+    page.press("#key", "Tab")
+    expect(page.locator("#model")).to_have_value("fake")
+    say(page, "opened")
+    expect(answered(page, 2)).to_have_text("You said: opened")
+    assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
+
+
+def main() -> None:
+    """All of it, at two widths, light and dark."""
+    url, locked = sys.argv[1:3]
+    folder = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+    expect.set_options(timeout=60_000)
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=options)
+        for device, (width, height) in SIZES.items():
+            for scheme in ("light", "dark"):
+                context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+                context.set_default_timeout(60_000)
+                page = context.new_page()
+                problems: list[str] = []
+                page.on("pageerror", lambda error, problems=problems: problems.append(str(error)))
+                page.on("request", lambda request, problems=problems: _note(request.url, problems, url, locked))
+                if scheme == "light" and device == "desktop":
+                    converse(page, url)
+                    settings(page)
+                    key(page, locked)
+                page.goto(url)
+                markdown(page)
+                if folder is not None:
+                    page.screenshot(path=folder / f"{device}-{scheme}.png")
+                if device == "phone":
+                    page.click("#open-side")
+                    expect(page.locator("#side")).to_be_in_viewport()
+                    page.keyboard.press("Escape")
+                assert not problems, problems
+                context.close()
+        browser.close()
+
+
+def _note(asked: str, problems: list[str], *ours: str) -> None:
+    if not asked.startswith((*ours, "data:")):
+        problems.append(f"the page asks for {asked}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel serve` with the demo's model: what it prints, and that its answers are those of `anyaccel generate`."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import math
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUESTION = "Why is the sky blue?"
+
+
+class Serving:
+    """The command, once it says that it serves.
+
+    Attributes:
+        said: its lines up to there.
+        url: where it is.
+    """
+
+    def __init__(self, *options: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "anyaccel", "serve", "--port", "0", "--log-level", "warning", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stderr is not None
+        self.said: list[str] = []
+        for line in self.process.stderr:
+            self.said.append(line.rstrip("\n"))
+            if line.startswith("try: "):
+                break
+        else:
+            raise AssertionError("\n".join(self.said))
+        self.url = next(line for line in self.said if line.startswith("serving: ")).split()[1].partition("/v1")[0]
+
+    def post(self, path: str, value: dict[str, Any]) -> Any:
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(value).encode(), headers)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.loads(answer.read())
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def end(self) -> str:
+        """Stop it as a supervisor does; what it said at its end."""
+        self.process.send_signal(signal.SIGTERM)
+        _, rest = self.process.communicate(timeout=120)
+        return rest
+
+
+@pytest.fixture(scope="module")
+def server(smollm2: Path) -> Iterator[Serving]:
+    serving = Serving("--model", str(smollm2), "--threads", "1", "--max-batch", "8")
+    yield serving
+    rest = serving.end()
+    assert (serving.process.returncode, rest) == (0, "")
+
+
+def chat(server: Serving, **more: Any) -> Any:
+    value = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 12, **more}
+    return server.post("/v1/chat/completions", value)
+
+
+def test_it_says_what_it_runs_on_and_answers(server: Serving) -> None:
+    said = "\n".join(server.said)
+    assert "topology: " in said and "plan: " in said
+    (choice,) = chat(server, max_tokens=4)["choices"]
+    assert choice["message"]["content"] and choice["finish_reason"] == "length"
+    assert json.loads(server.get("/ready")) == {"status": "ready"}
+    assert "<title>anyaccel</title>" in server.get("/")
+
+
+@pytest.mark.slow
+def test_its_line_to_try_works(server: Serving) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed: apt-get install curl")
+    line = server.said[-1].removeprefix("try: ")
+    done = subprocess.run([*shlex.split(line), "-s"], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout)["choices"][0]["message"]["content"]
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_generate_alone_and_in_company(server: Serving, smollm2: Path) -> None:
+    command = ["generate", QUESTION, "--model", str(smollm2), "--threads", "1", "--max-new-tokens", "12", "-q"]
+    done = subprocess.run(
+        [sys.executable, "-m", "anyaccel", *command], capture_output=True, text=True, timeout=120, check=True
+    )
+    wanted = done.stdout.removesuffix("\n")
+    assert chat(server)["choices"][0]["message"]["content"] == wanted
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(chat, server, temperature=1, seed=seed, max_tokens=20) for seed in range(4)]
+        same = [pool.submit(chat, server) for _ in range(4)]
+        assert [each.result()["choices"][0]["message"]["content"] for each in same] == [wanted] * 4
+        assert len({each.result()["choices"][0]["message"]["content"] for each in others}) > 1
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_an_answer_are_those_of_its_echo(server: Serving) -> None:
+    prompt = server.post("/tokenize", {"prompt": "The capital of France is"})["tokens"]
+    value = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "logprobs": 1}
+    answer = server.post("/v1/completions", value)["choices"][0]["logprobs"]
+    chats = chat(server, logprobs=True, top_logprobs=1)["choices"][0]["logprobs"]["content"]
+    assert all(each["logprob"] == each["top_logprobs"][0]["logprob"] for each in chats)
+    tokens = server.post("/tokenize", {"prompt": "".join(answer["tokens"])})["tokens"]
+    value = {"prompt": [*prompt, *tokens], "max_tokens": 1, "logprobs": 1, "echo": True}
+    echo = server.post("/v1/completions", value)["choices"][0]["logprobs"]
+    known = echo["token_logprobs"][len(prompt) : -1]
+    assert len(known) == len(tokens) == len(answer["token_logprobs"])
+    assert known == pytest.approx(answer["token_logprobs"], abs=0.05)  # bf16, and other kernels
+    assert echo["token_logprobs"][0] is None and all(each <= 0 for each in echo["token_logprobs"][1:])
+
+
+@pytest.mark.slow
+def test_an_answer_keeps_to_a_schema_and_a_function_to_its_parameters(server: Serving) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "why": {"type": "string", "maxLength": 20}},
+        "required": ["colour", "why"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    told = json.loads(chat(server, response_format=form, max_tokens=80)["choices"][0]["message"]["content"])
+    assert told["colour"] in ("red", "blue") and set(told) == {"colour", "why"}
+    tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
+    (choice,) = chat(server, tools=[tool], tool_choice="required", max_tokens=120)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "paint" and "colour" in json.loads(call["function"]["arguments"])
+
+
+@pytest.mark.slow
+def test_embeddings_have_length_one_and_metrics_count(server: Serving) -> None:
+    texts = ["a cat sleeps", "a kitten naps", "the stock market fell"]
+    found = [each["embedding"] for each in server.post("/v1/embeddings", {"input": texts})["data"]]
+    assert all(math.isclose(math.fsum(x * x for x in each), 1, abs_tol=1e-3) for each in found)
+    cat, kitten, market = found
+    near, far = (math.fsum(a * b for a, b in zip(cat, other, strict=True)) for other in (kitten, market))
+    assert near > far
+    chat(server)
+    lines = server.get("/metrics").splitlines()
+    values = {line.partition("{")[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+    assert values["anyaccel:generation_tokens_total"] > 0 and values["anyaccel:prefix_cache_queries_total"] > 0
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_refused(server: Serving) -> None:
+    for value, param in (
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"guided_regex": "("}, None),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            chat(server, **value)
+        with refused.value as answer:
+            assert answer.code == 400
+            told = json.loads(answer.read())["error"]
+        assert param is None or told["param"] == param

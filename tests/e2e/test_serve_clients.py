@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What other programs ask a server with: OpenAI's client, LangChain, schemathesis, and a browser for the page.
+
+They are in an environment of their own, which `make serve-clients` makes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from serve_process import serving
+
+ROOT = Path(__file__).parents[2]
+BIN = ROOT / ".venv-clients" / "bin"
+CLIENTS = ROOT / "tests" / "clients"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not (BIN / "python").exists(), reason="no .venv-clients: make serve-clients"),
+]
+
+
+def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
+    variables = {**os.environ, **environment}
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=500, cwd=cwd, env=variables)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_openais_client_and_langchain() -> None:
+    with serving("--key", "sesame") as server:
+        run(BIN / "python", CLIENTS / "openai_client.py", server.url, "langchain")
+
+
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no chromium: apt-get install chromium")
+    with serving("--pause", "0.002") as server, serving("--key", "sesame") as locked:
+        run(BIN / "python", CLIENTS / "page.py", server.url, locked.url, tmp_path, CHROMIUM=chromium)
+    assert len(list(tmp_path.glob("*.png"))) == 4
+
+
+def test_schemathesis_finds_no_failure_of_the_server(tmp_path: Path) -> None:
+    checks = "not_a_server_error,content_type_conformance,response_schema_conformance"
+    with serving() as server:
+        run(
+            BIN / "schemathesis", "run", f"{server.url}/openapi.json", "--checks", checks,
+            "--phases", "examples,fuzzing", "--max-examples", "20", "--seed", "7",
+            "--generation-deterministic", cwd=tmp_path,
+        )  # fmt: skip

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server as a process, over real sockets: streams, clients that go or dawdle, signals, TLS, a proxy's path."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from serve_process import Server, serving
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+def body(text: str, **more: Any) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": text}], **more})
+
+
+@contextlib.contextmanager
+def connection(server: Server, context: ssl.SSLContext | None = None) -> Iterator[http.client.HTTPConnection]:
+    found = urlsplit(server.url)
+    assert found.hostname and found.port
+    made = (
+        http.client.HTTPConnection(found.hostname, found.port, timeout=60)
+        if context is None
+        else http.client.HTTPSConnection(found.hostname, found.port, timeout=60, context=context)
+    )
+    with contextlib.closing(made):
+        yield made
+
+
+@contextlib.contextmanager
+def asked(server: Server, text: str, **more: Any) -> Iterator[http.client.HTTPResponse]:
+    with connection(server) as made:
+        made.request("POST", CHAT, body(text, **more), {"content-type": "application/json"})
+        with made.getresponse() as answer:
+            yield answer
+
+
+def raw(server: Server) -> socket.socket:
+    found = urlsplit(server.url)
+    assert found.hostname and found.port
+    return socket.create_connection((found.hostname, found.port), timeout=60)
+
+
+def test_answers_come_over_a_connection_that_stays_open(shared: Server) -> None:
+    with connection(shared) as made:
+        for text in ("one", "two"):
+            made.request("POST", CHAT, body(text), {"content-type": "application/json"})
+            answer = made.getresponse()
+            assert answer.status == 200 and answer.getheader("server") is None
+            assert json.loads(answer.read())["choices"][0]["message"]["content"] == f"You said: {text}"
+            assert [shared.line(), shared.line()] == ["begin", "end"]
+
+
+def test_a_client_that_goes_ends_its_request(shared: Server) -> None:
+    with asked(shared, "forever", stream=True) as answer:
+        assert answer.status == 200 and b"assistant" in answer.readline()
+        assert shared.line() == "begin"
+    assert shared.line() == "end"  # it would not come by itself
+    with raw(shared) as client:  # the same before anything was answered
+        text = body("forever").encode()
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n"
+        )
+        client.sendall(head.encode() + text)
+        assert shared.line() == "begin"
+    assert shared.line() == "end"
+
+
+def test_a_client_that_dawdles_or_has_too_much_to_say_is_sent_away() -> None:
+    with serving("--header-seconds", "0.1") as server:
+        for part in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
+            with raw(server) as client:
+                client.sendall(part)
+                assert client.recv(100) == b""
+        with raw(server) as client, pytest.raises(OSError):
+            client.sendall(b"GET /health HTTP/1.1\r\nX: ")
+            while True:
+                client.sendall(b"x" * 100_000)
+
+
+def test_a_signal_lets_open_requests_end_and_logs_have_no_key() -> None:
+    """Below a proxy, which takes the path away that it adds."""
+    headers = {"authorization": "Bearer sesame", "content-type": "application/json"}
+    with serving("--key", "sesame", "--root-path", "/llm") as server, connection(server) as made:
+        assert server.url.endswith("/llm")
+        for path in ("/v1/models", "/", "/page/app.js", "/openapi.json"):
+            made.request("GET", path, headers=headers)
+            answer = made.getresponse()
+            assert answer.status == 200, path
+            told = answer.read()
+        assert json.loads(told)["servers"] == [{"url": "/llm"}]
+        made.request("POST", CHAT, body("wait", stream=True), headers)
+        with made.getresponse() as answer:
+            assert answer.readline() and server.line() == "begin"
+            server.process.send_signal(signal.SIGTERM)
+            rest = answer.read().decode()
+        text = "".join(
+            choice["delta"].get("content", "")
+            for line in rest.splitlines()
+            if line.startswith("data: {")
+            for choice in json.loads(line[6:])["choices"]
+        )
+        assert text == "You said: wait" and rest.endswith("data: [DONE]\n\n")
+        assert [server.line(), server.line()] == ["end", "closed"]
+        said = server.end()
+    assert server.process.returncode == 0, said
+    lines = [json.loads(line)["message"] for line in said.splitlines()]
+    assert any("/v1/models" in line for line in lines) and any("stopping" in line for line in lines)
+    assert "sesame" not in said
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    with serving() as server, asked(server, "forever", stream=True) as answer:
+        assert answer.readline() and server.line() == "begin"
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.stderr is not None
+        while "stopping" not in server.process.stderr.readline():
+            pass
+        server.process.send_signal(signal.SIGINT)
+        said = server.end()
+    assert server.process.returncode == 0, said
+
+
+def test_https(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    subprocess.run(
+        [
+            *made,
+            "-subj",
+            "/CN=127.0.0.1",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+        ],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    with serving("--ssl", key, certificate) as server:
+        assert server.url.startswith("https://")
+        with connection(server, ssl.create_default_context(cafile=certificate)) as client:
+            client.request("GET", "/health")
+            assert client.getresponse().status == 200

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel serve` before it serves: options, addresses, names, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from anyaccel.cli import main
+from anyaccel.cli.serve import build_parser, names_of
+from anyaccel.errors import UsageError
+from anyaccel.serve import listening
+from anyaccel.serve.listening import Settings
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a", "--model", "b"], "one of them is enough"),
+        (["--port", "65536"], "--port 65536"),
+        (["--max-batch", "0"], "--max-batch 0: must be 1 or above"),
+        (["--tp", "0"], "--tp 0"),
+        (["--drain-seconds", "-1"], "--drain-seconds -1"),
+        (["--request-timeout", "0"], "--request-timeout 0"),
+        (["--api-key", ""], "must not be empty"),
+        (["--allowed-origins", "example.com"], "--allowed-origins example.com"),
+        (["--ssl-keyfile", "x"], "both are needed"),
+        (["--ssl-keyfile", "/nonexistent", "--ssl-certfile", "/nonexistent"], "no such file"),
+        (["--ssl-keyfile", __file__, "--ssl-certfile", __file__], "not a certificate"),
+        (["--root-path", "llm"], "--root-path llm"),
+        (["/nonexistent/model"], "no such folder or file"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_an_address_that_is_taken_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", __file__, "--port", str(port)]) == 2
+    assert f"--port {port}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_host_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(UsageError, match="--host nowhere: Name or service not known"):
+        listening.bind("nowhere", 0)
+
+
+def test_a_missing_package_is_one_line_that_says_which_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("anyaccel.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
+    assert main(["serve"]) == 1
+    told = capsys.readouterr().err
+    assert "pip install 'anyaccel[serve]'" in told and told.count("\n") == 1
+
+
+def test_who_can_come_is_known_and_said() -> None:
+    for host, reachable in (
+        ("127.0.0.1", False), ("127.1.2.3", False), ("::1", False), ("localhost", False),
+        ("0.0.0.0", True), ("::", True), ("192.168.0.7", True), ("", True), ("example.com", True),
+    ):  # fmt: skip
+        assert listening.is_reachable(host) == reachable, host
+        assert bool(listening.warnings_of(Settings(host=host))) == reachable
+        assert not listening.warnings_of(Settings(host=host, keys=("k",)))
+
+
+def test_the_line_to_try_can_be_pasted() -> None:
+    words = shlex.split(listening.curl(Settings(host="0.0.0.0", root_path="/llm"), 81, chats=True))
+    assert words[:2] == ["curl", "http://127.0.0.1:81/llm/v1/chat/completions"]
+    assert json.loads(words[words.index("-d") + 1])["messages"][0]["role"] == "user"
+    line = listening.curl(Settings(host="::1", keys=("sesame",), ssl_certfile="c.pem"), 81, chats=False)
+    assert "https://[::1]:81/v1/completions" in line and "--cacert c.pem" in line
+    assert "sesame" not in line and '"Authorization: Bearer $ANYACCEL_API_KEY"' in line
+
+
+def test_a_model_has_its_files_name_unless_it_is_given_one(tmp_path: Path) -> None:
+    file = tmp_path / "small.Q4_0.gguf"
+    file.touch()
+
+    def names(*arguments: str, model: Path) -> list[str]:
+        options: argparse.Namespace = build_parser().parse_args(list(arguments))
+        options.model = str(model)
+        return names_of(options)
+
+    assert names(model=file) == ["small.Q4_0", str(file)]
+    assert names("~/x", model=tmp_path) == [tmp_path.name, "~/x", str(tmp_path)]
+    assert names("--served-model-name", "a", "--served-model-name", "b", model=file) == ["a", "b"]
+
+
+def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyaccel.cli.serve import _settings
+
+    monkeypatch.setenv("ANYACCEL_API_KEY", "sesame")
+    assert _settings(build_parser().parse_args(["--api-key", "other"])).keys == ("other", "sesame")

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is the same for all addresses: errors and their status, limits, keys, pages of other sites, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import struct
+from typing import Any
+
+import pytest
+
+from anyaccel.errors import ModelError, UsageError
+from anyaccel.serve import sending
+from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, TooLongError
+from anyaccel.serve.limits import Limits
+from anyaccel.serve.openapi import document
+from anyaccel.serve.protocol import Embeddings, ErrorAnswer, Model, Models
+from serve_fakes import Answer, ByteTokenizer, Client, FakeEngine, asked, chat, until
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def got(path: str, engine: FakeEngine | None = None, method: str = "GET", headers: Any = None, **more: Any) -> Answer:
+    return asyncio.run(Client(engine or FakeEngine(), **more).send(method, path, headers=headers))
+
+
+def test_what_a_server_says_of_itself() -> None:
+    told = got("/v1/models").json
+    Models.model_validate(told)
+    assert [model["id"] for model in told["data"]] == ["fake", "other"]
+    Model.model_validate(got("/v1/models/other").json)
+    assert got("/v1/models/a/b").status == 404
+    assert got("/health").status == got("/ready").status == 200
+    assert "version" in got("/version").json
+    engine = FakeEngine()
+    engine.live = False
+    answer = got("/ready", engine)
+    assert (answer.status, answer.headers["retry-after"]) == (503, "2")
+    assert got("/health", engine).status == 200
+
+
+def test_unknown_addresses_methods_and_models_have_openais_shape() -> None:
+    for answer, status in (
+        (got("/v1/nothing"), 404),
+        (got(CHAT), 405),
+        (chat(FakeEngine(), {"model": "gpt-4"}), 404),
+    ):
+        assert answer.status == status
+        ErrorAnswer.model_validate(answer.json)
+    assert answer.json["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "header"),
+    [
+        (EngineFullError("full", 2.2), 429, "rate_limit_exceeded", "3"),
+        (EngineStoppedError("dead"), 503, "engine_stopped", "2"),
+        (DeadlineError("late"), 504, "timeout", None),
+        (TooLongError("long"), 400, "context_length_exceeded", None),
+        (UsageError("max_tokens=3: odd"), 400, None, None),
+        (ModelError("the logits are NaN"), 500, None, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_of_the_engine_have_a_status(
+    error: Exception, status: int, code: str | None, header: str | None, stream: bool
+) -> None:
+    engine = FakeEngine()
+    engine.error = (0, error)
+    answer = chat(engine, {"stream": stream})
+    assert (answer.status, answer.headers.get("retry-after")) == (status, header)
+    ErrorAnswer.model_validate(answer.json)
+    assert answer.json["error"]["code"] == code and answer.json["error"]["message"] == str(error)
+    if isinstance(error, UsageError):
+        assert answer.json["error"]["param"] == "max_tokens"
+
+
+def test_an_error_in_a_stream_is_its_last_event() -> None:
+    engine = FakeEngine()
+    engine.error = (2, EngineStoppedError("dead"))
+    answer = chat(engine, {"stream": True})
+    assert answer.status == 200 and answer.events[-1]["error"]["code"] == "engine_stopped"
+
+
+def test_what_nobody_expected_tells_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+    engine.error = (0, ZeroDivisionError("secret"))
+    with caplog.at_level(logging.ERROR):
+        answer = chat(engine)
+    assert answer.status == 500 and b"secret" not in answer.body
+    assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 2.5}, "temperature"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": "x" * 1001}, "stop"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"guided_regex": "a" * 5000}, "guided_regex"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": {"$ref": "http://127.0.0.1/x"}}, "guided_json"),
+        ({"guided_json": {"const": "x" * 70_000}}, "guided_json"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template_kwargs": {"a": "x" * 20_000}}, "chat_template_kwargs"),
+        ({"tools": [{"type": "code_interpreter"}]}, "tools[0].type"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+def test_what_is_wrong_is_named(value: dict[str, Any], param: str) -> None:
+    answer = chat(FakeEngine(), value)
+    assert answer.status == 400, answer.body
+    assert answer.json["error"]["param"] == param, answer.body
+    assert answer.json["error"]["message"].startswith(param)
+
+
+def test_nothing_is_fetched_for_a_request() -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
+    answer = chat(FakeEngine(), {"messages": [{"role": "user", "content": parts}]})
+    assert (answer.status, answer.json["error"]["param"]) == (400, "messages[0].content[0]")
+    assert "image_url" in answer.json["error"]["message"]
+
+
+NESTED = b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", {}, 400),
+        (b"[]", {}, 400),
+        (b"\xff\xfe", {}, 400),
+        (b'{"messages": NaN}', {}, 400),
+        (b'{"seed": 1' + b"0" * 5000 + b"}", {}, 400),
+        (NESTED, {}, 400),
+        (b'{"a": ' + NESTED, {}, 400),
+        (b"x" * 2000, {"content-length": "2000"}, 413),
+        ([b"x" * 600, b"x" * 600], {}, 413),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (b"{}", {"content-type": ""}, 415),
+        (json.dumps({**HI, "stop": "\ud800"}).encode(), {}, 400),
+        (json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode(), {}, 400),
+        (json.dumps({**HI, "model": "\ud800"}).encode(), {}, 404),
+    ],
+)
+def test_bodies_that_are_not_what_they_should_be(body: Any, headers: dict[str, str], status: int) -> None:
+    limit = 1000 if status == 413 else 1_000_000
+
+    class Strict(ByteTokenizer):
+        def encode(self, text: str, special: bool = True) -> list[int]:
+            from anyaccel.inference.text.tokenizer import _check_text
+
+            _check_text(text)
+            return super().encode(text, special)
+
+    async def ask() -> Answer:
+        client = Client(FakeEngine(), Strict(), limits=Limits(body=limit))
+        return await client.send("POST", CHAT, body=body, headers=headers)
+
+    answer = asyncio.run(ask())
+    assert answer.status == status, answer.body
+    assert answer.json
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def ask() -> Answer:
+        client = Client(FakeEngine(), limits=Limits(body_seconds=0.01))
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        answer = Answer()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                answer.status = message["status"]
+                answer.headers = {name.decode(): text.decode() for name, text in message["headers"]}
+
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"5")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": CHAT,
+            "headers": headers,
+            "query_string": b"",
+            "root_path": "",
+        }
+        await client.app({**scope, "client": None, "server": None, "scheme": "http"}, receive, send)
+        return answer
+
+    answer = asyncio.run(ask())
+    assert (answer.status, answer.headers["connection"]) == (408, "close")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_reader_that_takes_nothing_ends_its_stream(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that never took anything, and one that took the head of the answer, and then no sign of life."""
+    monkeypatch.setattr(sending, "_FIRST_SIGN", 0.0)
+
+    async def ask() -> tuple[FakeEngine, list[str]]:
+        engine = FakeEngine("a long answer")
+        engine.gate = asyncio.Semaphore(0 if begun else 99)
+        left = asyncio.Event()
+        sent: list[str] = []
+
+        async def receive() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            sent.append(message["type"])
+            if not begun or len(sent) > 1:
+                await asyncio.Event().wait()
+
+        limits = Limits(send_seconds=0.01)
+        stream = sending.Events(_stream_of(Client(engine)), limits)
+        await stream({"anyaccel.abort": left.set}, receive, send)
+        assert left.is_set()
+        return engine, sent
+
+    engine, sent = asyncio.run(ask())
+    assert engine.ended == ["closed"]
+    assert sent == ["http.response.start", "http.response.body"][: 1 + begun]
+
+
+async def _stream_of(client: Client) -> Any:
+    from anyaccel.serve.chat import chat as prepare
+    from anyaccel.serve.protocol_chat import ChatRequest
+
+    work = await prepare(client.front, ChatRequest.model_validate(HI), "")
+    async for event in work.stream():
+        yield event
+
+
+def test_a_stream_shows_signs_of_life_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "_FIRST_SIGN", 0.0)
+
+    async def ask() -> Answer:
+        engine = FakeEngine("a")
+        engine.gate = asyncio.Semaphore(0)
+        client, answer = Client(engine), Answer()
+        asking = asyncio.create_task(client.post(CHAT, {**HI, "stream": True}, answer=answer))
+        for _ in range(100):  # a sleep of 0 s of the loop's clock
+            if answer.parts:
+                break
+            await asyncio.sleep(0.001)
+        for _ in range(9):
+            engine.gate.release()
+        await asking
+        return answer
+
+    answer = asyncio.run(ask())
+    assert answer.parts[0].startswith(b":") and answer.complete
+    assert answer.events[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+# Who may ask ------------------------------------------------------------------------------------------------
+
+
+def keyed(headers: dict[str, str] | None = None, path: str = "/v1/models") -> Answer:
+    return got(path, headers=headers, options={"keys": ["one", "zwö"]})
+
+
+def test_keys_open_what_computes() -> None:
+    assert keyed().status == 401 and keyed().headers["www-authenticate"] == "Bearer"
+    assert keyed({"authorization": "Bearer three"}).json["error"]["code"] == "invalid_api_key"
+    assert keyed({"authorization": "Basic one"}).status == 401
+    for headers in ({"authorization": "Bearer one"}, {"authorization": "bearer  one"}, {"x-api-key": "one"}):
+        assert keyed(headers).status == 200
+    for path in ("/health", "/ready", "/metrics", "/version", "/", "/openapi.json", "/docs"):
+        assert keyed(path=path).status == 200
+    for path in ("/tokenize", "/detokenize", CHAT, "/v1/embeddings", "/v1/responses", "/v1/completions"):
+        assert got(path, method="POST", options={"keys": ["one"]}).status == 401
+
+
+def test_a_key_is_neither_logged_nor_handed_on(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine()
+
+    async def ask() -> Answer:
+        client = Client(engine, options={"keys": ["sesame"]})
+        return await client.post(CHAT, HI, headers={"authorization": "Bearer sesame"})
+
+    with caplog.at_level(logging.DEBUG):
+        assert asyncio.run(ask()).status == 200
+    assert "sesame" not in caplog.text and engine.requests[0].key not in ("", "sesame")
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "allowed"),
+    [
+        (None, "127.0.0.1:8000", True),
+        ("http://127.0.0.1:8000", "127.0.0.1:8000", True),
+        ("http://localhost:8000", "localhost:8000", True),
+        ("http://[::1]:8000", "[::1]:8000", True),
+        ("https://evil.example", "127.0.0.1:8000", False),
+        ("http://evil.example:8000", "evil.example:8000", False),  # whose name leads here
+        ("null", "127.0.0.1:8000", False),
+        ("https://chat.example", "127.0.0.1:8000", True),  # allowed
+    ],
+)
+def test_pages_of_other_sites_may_not_ask(origin: str | None, host: str, allowed: bool) -> None:
+    headers = {"host": host, **({"origin": origin} if origin else {})}
+    answer = got("/v1/models", headers=headers, options={"origins": ["https://chat.example"]})
+    assert answer.status == (200 if allowed else 403)
+
+
+def test_cors_is_off_unless_asked_for() -> None:
+    ask = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in got(CHAT, method="OPTIONS", headers=ask).headers
+    answer = got(CHAT, method="OPTIONS", headers=ask, options={"origins": ["https://chat.example"]})
+    assert answer.headers["access-control-allow-origin"] == "https://chat.example"
+
+
+def test_answers_tell_browsers_to_be_careful() -> None:
+    headers = got("/").headers
+    assert headers["x-content-type-options"] == "nosniff" and "default-src 'self'" in headers["content-security-policy"]
+
+
+def test_the_page_can_be_left_out() -> None:
+    assert got("/").headers["content-type"].startswith("text/html")
+    assert got("/", options={"page": False}).status == 404
+    assert got("/page/../../http.py").status == 404
+
+
+# Small requests ---------------------------------------------------------------------------------------------
+
+
+def test_embeddings_as_lists_and_as_bytes() -> None:
+    engine = FakeEngine()
+    told = asked(engine, "/v1/embeddings", {"input": ["ab", "abc"], "model": "fake"}).json
+    Embeddings.model_validate(told)
+    assert [each["embedding"][3] for each in told["data"]] == [2.0, 3.0] and told["usage"]["prompt_tokens"] == 5
+    told = asked(engine, "/v1/embeddings", {"input": [97, 98], "encoding_format": "base64", "pooling": "last"}).json
+    values = struct.unpack("<4f", base64.b64decode(told["data"][0]["embedding"]))
+    assert values == (0.5, -0.5, 0.5, 2.0)
+    assert [pooling for _, pooling in engine.embedded] == ["mean", "last"]
+    for value, param in (
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [300]}, "input"),
+        ({"input": ["a", "a" * 3000]}, "input[1]"),
+        ({"input": "a", "dimensions": 3}, "dimensions"),
+    ):
+        answer = asked(engine, "/v1/embeddings", value)
+        assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body
+
+
+def test_texts_to_tokens_and_back() -> None:
+    engine = FakeEngine()
+    told = asked(engine, "/tokenize", {"prompt": "é!", "return_token_strs": True}).json
+    assert told["tokens"] == [0xC3, 0xA9, 0x21] and told["count"] == 3 and told["max_model_len"] == 2048
+    assert told["token_strs"][2] == "!"
+    told = asked(engine, "/tokenize", HI).json
+    assert bytes(told["tokens"]) == b"<user>Hi\n<assistant>"
+    assert asked(engine, "/tokenize", {}).status == asked(engine, "/tokenize", {**HI, "prompt": "x"}).status == 400
+    assert asked(engine, "/detokenize", {"tokens": [0xC3, 0xA9, 256]}).json == {"prompt": "é<|end|>"}
+    assert asked(engine, "/detokenize", {"tokens": [1000]}).status == 400
+    told = got("/tokenizer_info").json
+    assert told["eos_token"] == "<|end|>" and "messages" in told["chat_template"]
+
+
+def test_metrics_are_prometheus_text_with_vllms_names() -> None:
+    async def ask() -> str:
+        client = Client(FakeEngine("abc"))
+        await client.post(CHAT, HI)
+        await client.post(CHAT, {"messages": 1})
+        await client.get("/no/such/path")
+        return (await client.get("/metrics")).body.decode()
+
+    lines = asyncio.run(ask()).splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    label = '{model_name="fake"}'
+    assert values[f"anyaccel:num_requests_running{label}"] == "2"
+    assert values[f"anyaccel:kv_cache_usage_perc{label}"] == "0.25"
+    assert values[f"anyaccel:generation_tokens_total{label}"] == "7"
+    assert values[f"anyaccel:time_to_first_token_seconds_count{label}"] == "1"
+    assert values[f"anyaccel:inter_token_latency_seconds_count{label}"] == "3"
+    assert values['anyaccel:request_generation_tokens_bucket{model_name="fake",le="+Inf"}'] == "1"
+    assert values['anyaccel:request_success_total{model_name="fake",finished_reason="stop"}'] == "1"
+    assert values[f'anyaccel:http_requests_total{{method="POST",path="{CHAT}",status="400"}}'] == "1"
+    assert values['anyaccel:http_requests_total{method="GET",path="other",status="404"}'] == "1"
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+
+
+def test_the_openapi_document_is_complete() -> None:
+    told = got("/openapi.json").json
+    assert told == document()
+    text = json.dumps(told)
+    for reference in {part.split('"')[0] for part in text.split('"$ref": "#/')[1:]}:
+        value: Any = told
+        for name in reference.split("/"):
+            value = value[name]
+    assert told["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
+
+
+def test_a_request_ends_by_its_deadline_or_the_servers() -> None:
+    engine = FakeEngine()
+    chat(engine, timeout_s=5.0)
+    chat(engine, {"timeout_s": 2}, timeout_s=5.0)
+    assert [request.timeout_s for request in engine.requests] == [5.0, 2.0]
+
+
+def test_requests_wait_for_nobody_else() -> None:
+    async def go() -> None:
+        engine = FakeEngine("ab")
+        engine.gate = asyncio.Semaphore(0)
+        client, first = Client(engine), Answer()
+        asking = asyncio.create_task(client.post(CHAT, {**HI, "stream": True}, answer=first))
+        await until(lambda: engine.requests)
+        assert (await client.get("/health")).status == 200 and not first.complete
+        for _ in range(9):
+            engine.gate.release()
+        await asking
+        assert first.complete
+
+    asyncio.run(go())

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of functions: each format of text, wherever an answer is cut into pieces; choices that a grammar forces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anyaccel.serve.protocol_chat import ChatChunk, ChatCompletion
+from anyaccel.serve.reasoning import Thoughts
+from anyaccel.serve.tools import FORMATS, Call, CallsInArray, CallsInText, format_of
+from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, chat
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Tells it.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/C"}},
+            "$defs": {"C": {"type": "string"}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+PARIS = Call("weather", '{"city": "Paris"}')
+NOON = Call("clock", "{}")
+
+CASES = [
+    ("hermes", '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [PARIS]),
+    (
+        "hermes",
+        'Let me see.\n<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>\n'
+        '<tool_call>{"name": "clock", "arguments": {}}</tool_call>',
+        "Let me see.",
+        [PARIS, NOON],
+    ),
+    ("hermes", '<tool_call>{"name": "clock"}', "", [NOON]),
+    ("hermes", "<tool_call>{broken</tool_call> and more", "<tool_call>{broken</tool_call> and more", []),
+    ("hermes", "a <tool> b <tool_cal", "a <tool> b <tool_cal", []),
+    ("hermes", "{}", "{}", []),
+    ("llama3", '{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
+    ("llama3", '<|python_tag|>{"name": "clock", "parameters": {}}; {"name": "clock"}', "", [NOON, NOON]),
+    ("llama3", '{"answer": 42}', '{"answer": 42}', []),
+    ("llama3", "plain", "plain", []),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]', "", [PARIS]),
+    ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock{}', "", [PARIS, NOON]),
+    ("mistral", 'Well.[TOOL_CALLS]clock[CALL_ID]a1b2c3d4e[ARGS]{}', "Well.", [NOON]),
+]  # fmt: skip
+
+
+def read(reader: Any, text: str, cuts: list[int]) -> tuple[str, list[Call]]:
+    content, calls = "", []
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        more, found = reader.add(text[start:end], end == len(text) and start != end)
+        content, calls = content + more, calls + found
+    return content, calls
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
+def test_formats(form: str, text: str, content: str, calls: list[Call]) -> None:
+    assert read(CallsInText(FORMATS[form]), text, []) == (content, calls)
+    assert read(CallsInText(FORMATS[form]), text, list(range(1, len(text)))) == (content, calls)
+
+
+@given(st.data())
+def test_cuts_change_nothing(data: st.DataObject) -> None:
+    form, text, content, calls = data.draw(st.sampled_from(CASES))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
+    assert read(CallsInText(FORMATS[form]), text, cuts) == (content, calls)
+
+
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "\n", "a", "<", "</th", " ink>"]), min_size=1, max_size=12),
+    st.data(),
+)
+def test_thoughts_are_the_same_however_they_come(parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    inside = data.draw(st.booleans())
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1)))) if len(text) > 1 else []
+    pieces, whole = Thoughts(inside), Thoughts(inside)
+    found = ["", ""]
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        for place, more in enumerate(pieces.add(text[start:end], end == len(text))):
+            found[place] += more
+    assert tuple(found) == whole.add(text, True)
+
+
+@given(st.data())
+def test_a_list_of_calls_however_it_comes(data: st.DataObject) -> None:
+    text = '[{"name": "weather", "parameters": {"city": "Paris"}},\n {"name": "clock", "parameters": {}} ]'
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
+    assert read(CallsInArray(), text, cuts) == ("", [PARIS, NOON])
+
+
+def test_a_format_is_told_by_its_template() -> None:
+    for template, name in (
+        ("x <tool_call> y", "hermes"),
+        ("x [TOOL_CALLS] y", "mistral"),
+        ("<|python_tag|>", "llama3"),
+        ("<|start_header_id|> {{ tools }}", "llama3"),
+        ("nothing", "hermes"),
+    ):
+        assert format_of(template).name == name
+
+
+def test_a_model_calls_if_it_wants_to() -> None:
+    engine = FakeEngine(CASES[1][1])
+    told = chat(engine, {"tools": [WEATHER, CLOCK]}).json
+    ChatCompletion.model_validate(told)
+    (choice,) = told["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Let me see."
+    assert [call["function"] for call in choice["message"]["tool_calls"]] == [vars(PARIS), vars(NOON)]
+    assert len({call["id"] for call in choice["message"]["tool_calls"]}) == 2
+    # Its template has no tools: they are told in the system message.
+    prompt = bytes(engine.requests[0].prompt).decode()
+    assert prompt.startswith("<system>You may call") and '"name": "weather"' in prompt
+    told = chat(engine, {"tools": [WEATHER], "parallel_tool_calls": False}).json
+    assert len(told["choices"][0]["message"]["tool_calls"]) == 1
+    told = chat(engine, {"tools": [WEATHER], "tool_choice": "none"}).json
+    assert "tool_calls" not in told["choices"][0]["message"]
+    assert b"weather" not in bytes(engine.requests[-1].prompt)
+
+
+def test_a_stream_tells_calls_when_they_are_complete() -> None:
+    events = chat(FakeEngine(CASES[1][1]), {"tools": [WEATHER, CLOCK], "stream": True}).events
+    for event in events:
+        ChatChunk.model_validate(event)
+    parts = [part for event in events for choice in event["choices"] for part in choice["delta"].get("tool_calls", ())]
+    assert [(part["index"], part["function"]["name"]) for part in parts] == [(0, "weather"), (1, "clock")]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_marks_that_are_special_tokens_are_seen() -> None:
+    tokenizer = ByteTokenizer(TEMPLATE + "{# [TOOL_CALLS] #}{{ tools and '' }}")
+    told = chat(FakeEngine('[TOOL_CALLS][{"name": "clock", "arguments": {}}]'), {"tools": [CLOCK]}, tokenizer=tokenizer)
+    (call,) = told.json["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == vars(NOON) and len(call["id"]) == 9
+
+
+def test_a_function_by_name_leaves_its_arguments_to_a_grammar() -> None:
+    engine = FakeEngine('{"city": "Oslo"}')
+    value = {"tools": [WEATHER, CLOCK], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    (choice,) = chat(engine, value).json["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    assert choice["message"]["content"] is None
+    grammar = engine.requests[0].grammar
+    assert grammar is not None and json.loads(grammar.text) == WEATHER["function"]["parameters"]
+    events = chat(engine, {**value, "stream": True}).events
+    parts = [part for event in events for choice in event["choices"] for part in choice["delta"].get("tool_calls", ())]
+    assert parts[0]["function"]["name"] == "weather" and "id" in parts[0]
+    assert "".join(part["function"]["arguments"] for part in parts) == '{"city": "Oslo"}'
+
+
+def test_a_call_that_is_required_is_a_list_by_a_grammar() -> None:
+    engine = FakeEngine('[{"name": "clock", "parameters": {}}]')
+    told = chat(engine, {"tools": [WEATHER, CLOCK], "tool_choice": "required", "parallel_tool_calls": False}).json
+    assert told["choices"][0]["message"]["tool_calls"][0]["function"] == vars(NOON)
+    assert engine.requests[0].grammar is not None
+    schema = json.loads(engine.requests[0].grammar.text)
+    assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
+    assert schema["$defs"] == {"C": {"type": "string"}}  # where #/$defs/C is looked for
+
+
+def test_calls_and_results_go_back_to_the_model() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": 1}'}}
+    messages = [
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    engine = FakeEngine()
+    assert chat(engine, {"messages": messages, "tools": [CLOCK]}).status == 200
+    prompt = bytes(engine.requests[0].prompt).decode()
+    assert '{"name": "clock", "arguments": {"zone": 1}}' in prompt and "<tool_response>\nnoon" in prompt
+    tokenizer = ByteTokenizer(TEMPLATE + "{{ tools and '' }}")
+    assert chat(engine, {"messages": messages, "tools": [CLOCK]}, tokenizer=tokenizer).status == 200
+    assert '"arguments": {"zone": 1}' in bytes(engine.requests[1].prompt).decode()  # an object, not its text
+
+
+@pytest.mark.parametrize(
+    ("value", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [CLOCK]}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [CLOCK], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"$ref": "file:///etc/passwd"}}}]},
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(value: dict[str, Any], param: str) -> None:
+    answer = chat(FakeEngine(), value)
+    assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body
