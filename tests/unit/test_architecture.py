@@ -151,7 +151,7 @@ def test_only_a_server_imports_what_speaks_http() -> None:
 
 
 def test_the_front_and_the_engine_of_a_server_know_only_their_contract() -> None:
-    mine = {name: found for name, found in IMPORTED.items() if name.startswith("anyaccel.serve.")}
+    mine = {name: found for name, found in imports().items() if name.startswith("anyaccel.serve.")}
     front = {name for name, found in mine.items() if found & {"anyaccel.serve.front", "anyaccel.serve.protocol"}}
     assert "anyaccel.serve.http" in front
     assert "anyaccel.serve.engine" not in front | set().union(*(mine[name] for name in front))
