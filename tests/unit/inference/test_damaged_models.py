@@ -188,7 +188,7 @@ def test_templates_are_checked(content: bytes, tmp_path: Path) -> None:
         ("architectures", 1e308, "architectures=1e+308 is not a list"),
         ("architectures", [5], "architectures=5 is not a text"),
         ("num_hidden_layers", "2", "num_hidden_layers='2' is not a whole number"),
-        ("num_hidden_layers", 480, "no tensor 'model.layers.2."),
+        ("num_hidden_layers", 240, "no tensor 'model.layers.2."),
         ("hidden_size", 10**400, "hidden_size=100000"),
         ("tie_word_embeddings", "false", "tie_word_embeddings='false' is neither true nor false"),
         ("text_config", [1], "text_config=[1] is not an object"),
