@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.outside import line, shown
-from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, TooLongError
+from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, GrammarError, TooLongError
 
 _FIELD = re.compile(r"(?:\w+\.)*(\w+)\s*[=:]")
 # pydantic's words where they say less than ours, or say what only Python calls so.
@@ -119,6 +119,8 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(504, text, None, "timeout", "server_error")
         case TooLongError():
             return ApiError(400, text, None, "context_length_exceeded")
+        case GrammarError():
+            return ApiError(400, text, error.param)
         case UsageError():
             named = _FIELD.match(text)
             return ApiError(400, text, named[1] if named else None)
