@@ -50,8 +50,15 @@ def converse(page: Page, url: str) -> None:
     expect(page.locator("#stop")).to_be_visible()
     expect(page.locator("article")).to_have_count(4)
     page.locator("article").last.locator("text=Y").wait_for()
+    page.locator("article.user").last.locator("text=Edit").click()
+    page.keyboard.press("Escape")
+    page.locator("article.user").first.locator("text=Edit").click()
+    page.fill("article.edit textarea", "half a thought")
     page.click("#stop")
     expect(page.locator("article").last.locator(".speed")).to_contain_text("stopped")
+    expect(page.locator("article.edit textarea")).to_have_value("half a thought")  # the end of an answer leaves it
+    page.locator("article.edit >> text=Cancel").click()
+    expect(page.locator("article.user .body").first).to_have_text("edited")
     say(page, "again")
     expect(answered(page, 6)).to_have_text("You said: again")
 
