@@ -117,7 +117,7 @@ class Grammars:
             self._build()
         from llguidance import LLMatcher
 
-        defaults = {"whitespace_pattern": _BLANKS}
+        defaults: Any = {"whitespace_pattern": _BLANKS}
         try:
             if grammar.kind == "json_object":
                 text = LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=defaults)
