@@ -42,6 +42,8 @@ def converse(page: Page, url: str) -> None:
 
     page.locator("article.user >> text=Edit").click()
     page.fill("article.edit textarea", "edited")
+    color = "e => getComputedStyle(e).color"
+    assert page.locator("article.edit .primary").evaluate(color) == page.locator("#send").evaluate(color)
     page.locator("article.edit >> text=Send").click()
     expect(answered(page, 2)).to_have_text("You said: edited")
     expect(page.locator("article.user .body")).to_have_text("edited")
@@ -50,8 +52,15 @@ def converse(page: Page, url: str) -> None:
     expect(page.locator("#stop")).to_be_visible()
     expect(page.locator("article")).to_have_count(4)
     page.locator("article").last.locator("text=Y").wait_for()
+    page.locator("article.user").last.get_by_role("button", name="Edit").click()
+    page.keyboard.press("Escape")
+    page.locator("article.user").first.get_by_role("button", name="Edit").click()
+    page.fill("article.edit textarea", "half a thought")
     page.click("#stop")
     expect(page.locator("article").last.locator(".speed")).to_contain_text("stopped")
+    expect(page.locator("article.edit textarea")).to_have_value("half a thought")  # the end of an answer leaves it
+    page.locator("article.edit >> text=Cancel").click()
+    expect(page.locator("article.user .body").first).to_have_text("edited")
     say(page, "again")
     expect(answered(page, 6)).to_have_text("You said: again")
 
@@ -79,6 +88,18 @@ def settings(page: Page) -> None:
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator(".entry.current .delete").click()
     expect(page.locator("#list .entry")).to_have_count(1)
+
+
+def headings(page: Page) -> None:
+    """Marks that close a heading are none of it; and a line of blanks does not take seconds."""
+    found = page.evaluate(
+        """async () => {
+          const { markdown } = await import("./page/markdown.js");
+          const slow = "# a" + " ".repeat(200000) + "x";
+          return ["# C#", "## Two ##", "#", "# #", slow].map((each) => markdown(each)[0].textContent.slice(0, 5));
+        }"""
+    )
+    assert found == ["C#", "Two", "#", "", "a    "], found
 
 
 def markdown(page: Page) -> None:
@@ -126,6 +147,7 @@ def main() -> None:
                 if scheme == "light" and device == "desktop":
                     converse(page, url)
                     settings(page)
+                    headings(page)
                     key(page, locked)
                 page.goto(url)
                 markdown(page)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.outside import line, shown
-from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, TooLongError
+from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, GrammarError, TooLongError
 
 _FIELD = re.compile(r"(?:\w+\.)*(\w+)\s*[=:]")
 # pydantic's words where they say less than ours, or say what only Python calls so.
@@ -65,12 +65,13 @@ def wrong(param: str, message: str, code: str | None = None) -> ApiError:
 def invalid(error: ValidationError, given: Any) -> ApiError:
     """pydantic's first complaint, in the words of the one who sent the body."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    # Of a field with several forms, each form complains: the complaint that got furthest is of the form that was meant.
+    # Of a field with several forms, each form complains: the complaint that got furthest is of the form that was meant,
+    # but a length is only looked at where the form is right.
     paths = [_path(each["loc"], given, each["type"] == "missing") for each in found]
     first = paths[0][:1]
     place, chosen = max(
         ((path, each) for path, each in zip(paths, found, strict=True) if path[:1] == first),
-        key=lambda pair: (len(pair[0]), not pair[1]["type"].endswith("_type")),
+        key=lambda pair: (pair[1]["type"] == "too_long", len(pair[0]), not pair[1]["type"].endswith("_type")),
     )
     param = _written(place)
     text = _WORDS.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:])
@@ -119,6 +120,8 @@ def api_error(error: BaseException) -> ApiError:
             return ApiError(504, text, None, "timeout", "server_error")
         case TooLongError():
             return ApiError(400, text, None, "context_length_exceeded")
+        case GrammarError():
+            return ApiError(400, text, error.param)
         case UsageError():
             named = _FIELD.match(text)
             return ApiError(400, text, named[1] if named else None)

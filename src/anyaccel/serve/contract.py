@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from anyaccel.errors import AnyAccelError
+from anyaccel.errors import AnyAccelError, UsageError
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -48,10 +48,20 @@ class Grammar:
         kind: "json_object" (any JSON object, `text` is unused), "json_schema", "regex", or "lark" (llguidance's
             grammar format).
         text: the schema as JSON, the regular expression, the grammar.
+        param: the field of the request that it is from, for errors.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "lark"]
     text: str = ""
+    param: str = field(default="grammar", compare=False)
+
+
+class GrammarError(UsageError):
+    """No answer can look so; `param` is the field that wants it."""
+
+    def __init__(self, param: str, problem: str) -> None:
+        super().__init__(f"{param}: {problem}")
+        self.param = param
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ class Prompt:
         calls: "": there are none; "text": in the model's format; "array": a grammar makes the answer a list of them;
             else the name of the one function whose arguments the answer is.
         grammar: what makes it so.
+        names: of the functions that may be called.
     """
 
     tokens: list[int]
     thoughts: bool | None
     calls: str = ""
     grammar: Grammar | None = None
+    names: frozenset[str] = frozenset()
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -109,11 +111,13 @@ def rendered(
     """
     check_values(more)
     made = for_template(messages)
-    if tools and "tools" not in front.texts.template:
-        if made[0]["role"] != "system":
-            made.insert(0, {"role": "system", "content": ""})
-        made[0]["content"] = "\n\n".join(filter(None, (made[0]["content"], instructions(tools))))
-        return front.texts.conversation(_told(made), None, more, continue_answer)
+    if "tools" not in front.texts.template:
+        if tools:
+            if made[0]["role"] != "system":
+                made.insert(0, {"role": "system", "content": ""})
+            made[0]["content"] = "\n\n".join(filter(None, (made[0]["content"], instructions(tools))))
+        if tools or any("tool_calls" in message or message["role"] == "tool" for message in made):
+            made, tools = _told(made), ()
     return front.texts.conversation(made, tools or None, more, continue_answer)
 
 
@@ -179,7 +183,8 @@ async def prompt_of(
     inside = text.rstrip().endswith(BEGIN)
     # What a grammar holds to is the answer from its first token on: no thoughts come before it.
     thoughts = inside if front.thinking and wanted is None and grammar is None else None
-    return Prompt(await front.texts.encode(text, False), thoughts, calls, wanted or grammar)
+    names = frozenset(each["function"]["name"] for each in described)
+    return Prompt(await front.texts.encode(text, False), thoughts, calls, wanted or grammar, names)
 
 
 @dataclass(slots=True)
@@ -206,7 +211,7 @@ class Reading:
         self._calls: CallsInText | CallsInArray | None = None
         self._named = ""
         if prompt.calls == "text":
-            self._calls = CallsInText(front.format)
+            self._calls = CallsInText(front.format, prompt.names)
         elif prompt.calls == "array":
             self._calls = CallsInArray()
         else:

@@ -278,13 +278,15 @@ class ServingEngine:
             self._close(number, why, ModelError(outcome.errors[name]))
             return
         tokens = (token,) if token >= 0 and opened.entry.max_tokens > 0 else ()
-        if tokens and opened.constraint is not None and why is None:
+        constraint = opened.constraint
+        if tokens and constraint is not None and (why is None or constraint.problem):
             try:
-                if opened.constraint.take(token):
+                if constraint.take(token):
                     why = "stop"
                     self._scheduler.finish(number, why)
             except AnyAccelError as error:
-                self._scheduler.finish(number, "error")
+                if why is None:
+                    self._scheduler.finish(number, "error")
                 self._close(number, "error", error)
                 return
         told = outcome.prompt_scores.get(name)

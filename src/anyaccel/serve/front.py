@@ -176,13 +176,20 @@ class Front:
         grammar: Grammar | None = None,
         prompt_logprobs: int | None = None,
     ) -> GenerationRequest:
-        """The engine's request for one answer."""
+        """The engine's request for one answer.
+
+        Raises:
+            ApiError: a token of logit_bias is not in the vocabulary, or min_tokens is more than there may be.
+        """
+        least = request.min_tokens or 0
+        if least > max_tokens:
+            raise wrong("min_tokens", f"{least} is more than the {max_tokens} tokens that the answer may have")
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
             sampling=self.sampling(request, index, logprobs),
             ends=self.ends(request),
-            min_tokens=min(request.min_tokens or 0, max_tokens),
+            min_tokens=least,
             grammar=grammar,
             prompt_logprobs=prompt_logprobs,
             key=key,

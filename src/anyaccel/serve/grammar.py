@@ -16,27 +16,33 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from anyaccel.errors import AnyAccelError, ModelError, UsageError
-from anyaccel.serve.contract import Grammar
+from anyaccel.errors import AnyAccelError, ModelError
+from anyaccel.serve.contract import Grammar, GrammarError
 
 _MOST_BYTES = 1 << 18  # of a grammar
+# Between the parts of JSON. Without a bound a small model's likeliest answer is blanks until its end.
+_BLANKS = r"[ \t]{0,8}(\r?\n[ \t]{0,64})?"
 
 
 class Constraint:
     """A grammar, and how far an answer has come in it."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, param: str = "grammar") -> None:
         self.matcher = matcher
+        self.param = param
         self.problem = ""
 
     def take(self, token: int) -> bool:
         """A token has come; whether nothing may follow it.
 
         Raises:
+            GrammarError: the grammar has led to where nothing fits, or to its limits.
             ModelError: the token may not come here.
         """
-        if self.problem or not self.matcher.consume_token(token):
-            problem = self.problem or self.matcher.get_error() or f"token {token} may not come here"
+        if self.problem:
+            raise GrammarError(self.param, _short(self.problem))
+        if not self.matcher.consume_token(token):
+            problem = self.matcher.get_error() or f"token {token} may not come here"
             raise ModelError(f"the grammar: {_short(problem)}")
         return bool(self.matcher.is_stopped())
 
@@ -62,11 +68,15 @@ class Grammars:
         """A fresh constraint.
 
         Raises:
-            UsageError: the grammar is wrong, or too large.
+            GrammarError: the grammar is wrong or too large, or nothing fits it.
             AnyAccelError: llguidance is not installed, or does not know the tokenizer.
         """
-        if len(grammar.text.encode()) > _MOST_BYTES:
-            raise UsageError(f"grammar: {len(grammar.text.encode())} bytes are more than {_MOST_BYTES}")
+        try:
+            size = len(grammar.text.encode())
+        except UnicodeEncodeError:  # an escape in JSON can write it
+            raise GrammarError(grammar.param, "it has half a character, which no answer can have") from None
+        if size > _MOST_BYTES:
+            raise GrammarError(grammar.param, f"{size} bytes are more than {_MOST_BYTES}")
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "anyaccel-grammar")
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._compile, grammar)
@@ -90,7 +100,13 @@ class Grammars:
         matchers = [(each.matcher, place) for place, each in enumerate(constraints.values())]
         self._executor.unsafe_compute_mask_ptr(matchers, ctypes.addressof(buffer), size, len(matchers))
         whole = buffer.raw
-        return {number: whole[place * size :][:size] for place, number in enumerate(constraints)}
+        found = {}
+        for place, (number, constraint) in enumerate(constraints.items()):
+            if constraint.matcher.is_error():  # what is left of the mask then is the end of the text
+                constraint.problem = constraint.matcher.get_error()
+            else:
+                found[number] = whole[place * size :][:size]
+        return found
 
     def close(self) -> None:
         if self._pool is not None:
@@ -101,26 +117,29 @@ class Grammars:
             self._build()
         from llguidance import LLMatcher
 
+        defaults: Any = {"whitespace_pattern": _BLANKS}
         try:
             if grammar.kind == "json_object":
-                text = LLMatcher.grammar_from_json_schema({"type": "object"})
+                text = LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=defaults)
             elif grammar.kind == "json_schema":
                 schema = json.loads(grammar.text)
                 if not isinstance(schema, dict | bool):
-                    raise UsageError("grammar: the schema must be an object")
-                text = LLMatcher.grammar_from_json_schema(grammar.text)
+                    raise GrammarError(grammar.param, "the schema must be an object")
+                text = LLMatcher.grammar_from_json_schema(grammar.text, defaults=defaults)
             elif grammar.kind == "regex":
                 text = LLMatcher.grammar_from_regex(grammar.text)
             else:
                 text = LLMatcher.grammar_from_lark(grammar.text)
-        except UsageError:
+        except GrammarError:
             raise
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"grammar: {error}") from None
+            raise GrammarError(grammar.param, str(error)) from None
         matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds out whether an answer can begin
         if matcher.is_error():
-            raise UsageError(f"grammar: {_short(matcher.get_error())}")
-        return Constraint(matcher)
+            raise GrammarError(grammar.param, _short(matcher.get_error()))
+        return Constraint(matcher, grammar.param)
 
     def _build(self) -> None:
         try:
@@ -140,4 +159,6 @@ class Grammars:
 
 def _short(problem: str) -> str:
     """What llguidance says, without the state of its parser, in one line."""
+    if problem.startswith("NoExtensionBias"):
+        return "nothing fits it after what the answer has"
     return " ".join(problem.partition("<state>")[0].split())[:500]

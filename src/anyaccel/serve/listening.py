@@ -51,6 +51,11 @@ def check(settings: Settings) -> None:
             raise UsageError(
                 f"--ssl-certfile {settings.ssl_certfile}: not a certificate with this key ({error})"
             ) from None
+    if not all(key.isascii() and key.isprintable() and key == key.strip() for key in settings.keys):
+        raise UsageError(
+            "--api-key and ANYACCEL_API_KEY: a key has to be printable ASCII, without blanks at its ends, "
+            "or no header can bring it"
+        )
     if settings.root_path and (not settings.root_path.startswith("/") or settings.root_path.endswith("/")):
         raise UsageError(f"--root-path {settings.root_path}: must begin with / and not end with it")
 
@@ -72,10 +77,17 @@ def bind(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
         taken.bind(address)
+        # Another server that loads its model at this moment would get the address too, and fail when it listens.
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         taken.close()
         raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another --port") from None
     return taken
+
+
+def before_listening(taken: socket.socket) -> None:
+    """Let the next server have the address at once: connections that have ended hold it else for a minute."""
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def is_reachable(host: str) -> bool:

@@ -107,7 +107,9 @@ class Responses:
             "store": False,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "text": {"format": {"type": request.text.format.type if request.text and request.text.format else "text"}},
-            "tool_choice": "auto" if not isinstance(request.tool_choice, str) else request.tool_choice,
+            "tool_choice": request.tool_choice.model_dump()
+            if isinstance(request.tool_choice, NamedFunction)
+            else request.tool_choice or "auto",
             "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "truncation": "disabled",

@@ -122,8 +122,12 @@ class Guard:
         """
         if not origin or origin in self._origins or "*" in self._origins:
             return
-        there = urlsplit(origin)
-        if there.netloc != host or not _is_address(there.hostname or ""):
+        try:
+            there = urlsplit(origin)
+            own = there.netloc == host and _is_address(there.hostname or "")
+        except ValueError:  # no address at all, which no browser sends
+            own = False
+        if not own:
             raise ApiError(
                 403,
                 f"pages of {origin[:200]} may not ask this server; start it with --allowed-origins, or with a key",

@@ -22,7 +22,7 @@ from anyaccel.serve.contract import Engine
 from anyaccel.serve.front import Front
 from anyaccel.serve.http import application
 from anyaccel.serve.limits import Limits
-from anyaccel.serve.listening import Settings
+from anyaccel.serve.listening import Settings, before_listening
 
 _CONNECTIONS = 1000  # at once; more get 503. A process may have 1,024 descriptors unless it is told otherwise.
 _AFTER_DRAIN = 5.0  # seconds for the last words of answers that draining has ended
@@ -163,6 +163,7 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
     announced = loop.create_task(say())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
+    before_listening(taken)
     try:
         await server.serve(sockets=[taken])
     finally:

@@ -12,8 +12,6 @@ from anyaccel.serve.api_errors import wrong
 from anyaccel.serve.contract import Grammar
 from anyaccel.serve.protocol import ResponseFormat, SamplingFields, StructuredOutputs
 
-_ANY = Grammar("json_object")
-
 
 def schema_grammar(schema: Any, param: str) -> Grammar:
     """A grammar of a JSON schema that a request brings.
@@ -39,7 +37,7 @@ def schema_grammar(schema: Any, param: str) -> Grammar:
     text = json.dumps(schema, ensure_ascii=False)
     if len(text) > limits.MOST_SCHEMA:
         raise wrong(param, f"the schema has more than {limits.MOST_SCHEMA} characters")
-    return Grammar("json_schema", text)
+    return Grammar("json_schema", text, param)
 
 
 def _walk(value: Any) -> Iterator[tuple[int, str | None, Any]]:
@@ -59,9 +57,10 @@ def depth_of(value: Any) -> int:
     return max(depth for depth, _, _ in _walk(value))
 
 
-def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """One of these texts, and nothing else. A text in JSON is one in Lark."""
-    return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+def choice_grammar(choices: Sequence[str], param: str) -> Grammar:
+    """One of these texts, and nothing else. A text in JSON is one in Lark, which takes no bare DEL."""
+    texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
+    return Grammar("lark", "start: " + " | ".join(texts), param)
 
 
 def response_grammar(wanted: ResponseFormat | None, param: str = "response_format") -> Grammar | None:
@@ -73,7 +72,7 @@ def response_grammar(wanted: ResponseFormat | None, param: str = "response_forma
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return _ANY
+        return Grammar("json_object", param=param)
     if wanted.json_schema is None or wanted.json_schema.json_schema is None:
         raise wrong(f"{param}.json_schema", "is required, with the schema in its field schema")
     return schema_grammar(wanted.json_schema.json_schema, f"{param}.json_schema.schema")
@@ -85,13 +84,13 @@ def _outputs_grammar(wanted: StructuredOutputs | None) -> Iterator[Grammar]:
     if wanted.json_value is not None:
         yield schema_grammar(wanted.json_value, "structured_outputs.json")
     if wanted.json_object:
-        yield _ANY
+        yield Grammar("json_object", param="structured_outputs.json_object")
     if wanted.regex is not None:
-        yield Grammar("regex", wanted.regex)
+        yield Grammar("regex", wanted.regex, "structured_outputs.regex")
     if wanted.choice is not None:
-        yield choice_grammar(wanted.choice)
+        yield choice_grammar(wanted.choice, "structured_outputs.choice")
     if wanted.grammar is not None:
-        yield Grammar("lark", wanted.grammar)
+        yield Grammar("lark", wanted.grammar, "structured_outputs.grammar")
 
 
 def grammar_of(request: SamplingFields) -> Grammar | None:
@@ -106,11 +105,11 @@ def grammar_of(request: SamplingFields) -> Grammar | None:
     if request.guided_json is not None:
         found.append(schema_grammar(request.guided_json, "guided_json"))
     if request.guided_regex is not None:
-        found.append(Grammar("regex", request.guided_regex))
+        found.append(Grammar("regex", request.guided_regex, "guided_regex"))
     if request.guided_choice is not None:
-        found.append(choice_grammar(request.guided_choice))
+        found.append(choice_grammar(request.guided_choice, "guided_choice"))
     if request.guided_grammar is not None:
-        found.append(Grammar("lark", request.guided_grammar))
+        found.append(Grammar("lark", request.guided_grammar, "guided_grammar"))
     if len(found) > 1:
         raise wrong(
             "structured_outputs" if of_format is None else "response_format",

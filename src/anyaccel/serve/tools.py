@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,10 +148,16 @@ def format_of(template: str) -> Format:
 
 
 class CallsInText:
-    """Divides an answer while it comes into text and calls."""
+    """Divides an answer while it comes into text and calls.
 
-    def __init__(self, form: Format) -> None:
+    Args:
+        names: of the functions there are; JSON without a mark that names none of them is an answer, not a call.
+    """
+
+    def __init__(self, form: Format, names: Collection[str]) -> None:
         self._form = form
+        self._names = names
+        self._unmarked = False
         self._text = ""
         self._inside = False  # `_text` begins with a mark
         self._after = False  # a call was the last that there was
@@ -166,7 +172,7 @@ class CallsInText:
             if not start and not last:
                 return "", []
             self._begun = True
-            self._inside = bool(form.alone) and start.startswith(form.alone)
+            self._inside = self._unmarked = bool(form.alone) and start.startswith(form.alone)
         shown = ""
         calls: list[Call] = []
         while True:
@@ -192,6 +198,9 @@ class CallsInText:
                 if not size:
                     return shown, calls
             found, done = form.parse(self._text[:size])
+            if self._unmarked and not all(call.name in self._names for call in found):
+                found = []
+            self._unmarked = False
             if found:
                 calls += found
                 self._after = True
@@ -230,28 +239,37 @@ class CallsInArray:
 
 def array_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
     """The schema of a list of calls of these functions, at least one."""
+    where = "#/items" if len(tools) == 1 else "#/items/anyOf/{}"
     each = [
         {
             "type": "object",
             "properties": {
                 "name": {"type": "string", "enum": [tool["function"]["name"]]},
-                "parameters": tool["function"].get("parameters") or {"type": "object"},
+                "parameters": _moved(
+                    tool["function"].get("parameters") or {"type": "object"},
+                    f"{where.format(place)}/properties/parameters",
+                ),
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for tool in tools
+        for place, tool in enumerate(tools)
     ]
     items = each[0] if len(each) == 1 else {"anyOf": each}
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
-    # What the parameters point to, as #/$defs/name, is to be found from the new root.
-    if definitions := {
-        name: value
-        for tool in tools
-        for name, value in ((tool["function"].get("parameters") or {}).get("$defs") or {}).items()
-    }:
-        schema["$defs"] = definitions
     return schema if most is None else {**schema, "maxItems": most}
+
+
+def _moved(schema: Any, where: str) -> Any:
+    """A schema as a part of another one: what it points to in itself, as #/$defs/name, is to be found there too."""
+    if isinstance(schema, Mapping):
+        return {
+            name: where + value[1:]
+            if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+            else _moved(value, where)
+            for name, value in schema.items()
+        }
+    return [_moved(value, where) for value in schema] if isinstance(schema, list) else schema
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -28,6 +28,8 @@ from anyaccel.serve.listening import Settings
         (["--drain-seconds", "-1"], "--drain-seconds -1"),
         (["--request-timeout", "0"], "--request-timeout 0"),
         (["--api-key", ""], "must not be empty"),
+        (["--api-key", "schlüssel"], "printable ASCII"),
+        (["--api-key", "from-a-file\n"], "printable ASCII"),
         (["--allowed-origins", "example.com"], "--allowed-origins example.com"),
         (["--ssl-keyfile", "x"], "both are needed"),
         (["--ssl-keyfile", "/nonexistent", "--ssl-certfile", "/nonexistent"], "no such file"),
@@ -47,6 +49,20 @@ def test_an_address_that_is_taken_is_said_before_a_model_is_loaded(capsys: pytes
         port = taken.getsockname()[1]
         assert main(["serve", __file__, "--port", str(port)]) == 2
     assert f"--port {port}: Address already in use" in capsys.readouterr().err
+
+
+def test_two_servers_that_load_at_once_do_not_get_one_address() -> None:
+    with listening.bind("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match="Address already in use"):
+            listening.bind("127.0.0.1", port)
+        listening.before_listening(taken)
+        taken.listen()
+        client = socket.create_connection(("127.0.0.1", port))
+        served, _ = taken.accept()
+        served.close()  # the server closes first: its end of the connection stays for a minute
+        client.close()
+    listening.bind("127.0.0.1", port).close()
 
 
 def test_a_host_that_is_none_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.serve.contract import Grammar, Sampling
+from anyaccel.serve.contract import Grammar, GrammarError, Sampling
+from anyaccel.serve.grammar import Grammars
+from anyaccel.serve.structured import choice_grammar
 from serving import VOCAB, answer, engine, native, run
 
 pytest.importorskip("transformers")
-pytest.importorskip("llguidance")
+llguidance = pytest.importorskip("llguidance")
 
 _END = 2
 
@@ -112,6 +114,10 @@ def test_an_object_of_any_kind(llama: Any) -> None:
         (Grammar("json_schema", '{"type": "nothing"}'), "grammar: "),
         (Grammar("lark", "nonsense"), "grammar: "),
         (Grammar("regex", "x" * (1 << 19)), "grammar: 524288 bytes are more than"),
+        (Grammar("json_schema", '{"const": "\ud800"}', "guided_json"), "guided_json: it has half a character"),
+        # What nothing fits: the likeliest token would have been the end of the text, and the answer "".
+        (Grammar("json_schema", '{"$ref": "#"}', "guided_json"), "guided_json: nothing fits it"),
+        (Grammar("lark", "start: T\nT: /a+/ & /b+/"), "grammar: nothing fits it"),
     ],
 )
 def test_a_wrong_grammar_is_refused(llama: Any, grammar: Grammar, words: str) -> None:
@@ -121,3 +127,44 @@ def test_a_wrong_grammar_is_refused(llama: Any, grammar: Grammar, words: str) ->
                 await answer(made, [40], 5, grammar=grammar)
 
     run(main())
+
+
+@pytest.mark.parametrize("most", [2, 20])
+def test_an_answer_whose_grammar_leads_nowhere_is_an_error(llama: Any, most: int) -> None:
+    async def main() -> None:
+        async with engine(llama, Text()) as made:
+            grammar = Grammar("lark", 'start: "q" T\nT: /a+/ & /b+/', "guided_grammar")
+            with pytest.raises(GrammarError, match="guided_grammar: nothing fits it after what the answer has"):
+                await answer(made, [40], most, grammar=grammar, ends=frozenset({_END}))
+
+    run(main())
+
+
+def test_blanks_in_json_have_an_end() -> None:
+    async def main() -> list[bool]:
+        grammars = Grammars("", Text())
+        grammars.vocabulary, grammars.ends = VOCAB, frozenset({_END})
+        try:
+            matcher = (await grammars.constraint(Grammar("json_object"))).matcher
+            brace, space, line = 3 + ord("{") - 33, 97, 98
+            takes = [matcher.try_consume_tokens([brace, line, *[space] * 40]) == 42]
+            return [*takes, matcher.try_consume_tokens([line]) == 1]
+        finally:
+            grammars.close()
+
+    assert run(main()) == [True, False]
+
+
+def test_every_choice_can_be_written() -> None:
+    choices = [chr(code) for code in (*range(32), *range(0x7F, 0xA1), 0x2028, 0xFEFF, 0x1F600)] + [
+        '"',
+        "\\",
+        "%",
+        "/a/",
+    ]
+    assert (
+        llguidance.LLMatcher.validate_grammar(
+            llguidance.LLMatcher.grammar_from_lark(choice_grammar(choices, "guided_choice").text)
+        )
+        == ""
+    )

@@ -109,6 +109,8 @@ def test_what_nobody_expected_tells_nothing_of_the_inside(caplog: pytest.LogCapt
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"stop": ["a", 1]}, "stop[1]"),
         ({"stop": "x" * 1001}, "stop"),
+        ({"guided_choice": ["x"] * 513}, "guided_choice"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
@@ -310,6 +312,7 @@ def test_a_key_is_neither_logged_nor_handed_on(caplog: pytest.LogCaptureFixture)
         ("https://evil.example", "127.0.0.1:8000", False),
         ("http://evil.example:8000", "evil.example:8000", False),  # whose name leads here
         ("null", "127.0.0.1:8000", False),
+        ("http://[", "127.0.0.1:8000", False),
         ("https://chat.example", "127.0.0.1:8000", True),  # allowed
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anyaccel.serve.protocol_chat import ChatChunk, ChatCompletion
 from anyaccel.serve.reasoning import Thoughts
-from anyaccel.serve.tools import FORMATS, Call, CallsInArray, CallsInText, format_of
+from anyaccel.serve.tools import FORMATS, Call, CallsInArray, CallsInText, array_schema, format_of
 from serve_fakes import TEMPLATE, ByteTokenizer, FakeEngine, chat
 
 WEATHER = {
@@ -64,15 +64,15 @@ def read(reader: Any, text: str, cuts: list[int]) -> tuple[str, list[Call]]:
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), CASES)
 def test_formats(form: str, text: str, content: str, calls: list[Call]) -> None:
-    assert read(CallsInText(FORMATS[form]), text, []) == (content, calls)
-    assert read(CallsInText(FORMATS[form]), text, list(range(1, len(text)))) == (content, calls)
+    assert read(CallsInText(FORMATS[form], ("weather", "clock")), text, []) == (content, calls)
+    assert read(CallsInText(FORMATS[form], ("weather", "clock")), text, list(range(1, len(text)))) == (content, calls)
 
 
 @given(st.data())
 def test_cuts_change_nothing(data: st.DataObject) -> None:
     form, text, content, calls = data.draw(st.sampled_from(CASES))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1))))
-    assert read(CallsInText(FORMATS[form]), text, cuts) == (content, calls)
+    assert read(CallsInText(FORMATS[form], ("weather", "clock")), text, cuts) == (content, calls)
 
 
 @given(
@@ -164,7 +164,42 @@ def test_a_call_that_is_required_is_a_list_by_a_grammar() -> None:
     assert engine.requests[0].grammar is not None
     schema = json.loads(engine.requests[0].grammar.text)
     assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, 1)
-    assert schema["$defs"] == {"C": {"type": "string"}}  # where #/$defs/C is looked for
+    parameters = schema["items"]["anyOf"][0]["properties"]["parameters"]
+    assert parameters["properties"]["city"]["$ref"] == "#/items/anyOf/0/properties/parameters/$defs/C"
+
+
+def test_parameters_point_to_their_own_definitions() -> None:
+    llguidance = pytest.importorskip("llguidance")
+    bytes_alone = llguidance.LLTokenizer("byte")
+
+    def tool(name: str, side: str) -> dict[str, Any]:
+        node = {"type": "object", "properties": {"next": {"$ref": "#"}, "side": {"$ref": "#/$defs/Side"}}}
+        parameters = {**node, "$defs": {"Side": {"enum": [side]}}, "additionalProperties": False}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    def call(name: str, side: str) -> dict[str, Any]:
+        return {"name": name, "parameters": {"next": {"side": side}}}
+
+    def fits(schema: dict[str, Any], value: Any) -> bool:
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        matcher = llguidance.LLMatcher(bytes_alone, grammar, log_level=0)
+        tokens = bytes_alone.tokenize_str(json.dumps(value))
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    both = array_schema([tool("a", "left"), tool("b", "right")], None)
+    one = array_schema([tool("a", "left")], 1)
+    assert fits(both, [call("a", "left"), call("b", "right")]) and fits(one, [call("a", "left")])
+    for name, side in (("a", "right"), ("b", "left")):
+        assert not fits(both, [call(name, side)]) and not fits(one, [call(name, side)])
+
+
+def test_json_that_names_no_function_is_an_answer() -> None:
+    tokenizer = ByteTokenizer(TEMPLATE + "{# <|start_header_id|> #}{{ tools and '' }}")
+    text = '{"name": "Ada", "age": 36}'
+    (choice,) = chat(FakeEngine(text), {"tools": [CLOCK]}, tokenizer=tokenizer).json["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+    (choice,) = chat(FakeEngine('{"name": "clock"}'), {"tools": [CLOCK]}, tokenizer=tokenizer).json["choices"]
+    assert choice["message"]["tool_calls"][0]["function"] == vars(NOON)
 
 
 def test_calls_and_results_go_back_to_the_model() -> None:
@@ -177,6 +212,9 @@ def test_calls_and_results_go_back_to_the_model() -> None:
     engine = FakeEngine()
     assert chat(engine, {"messages": messages, "tools": [CLOCK]}).status == 200
     prompt = bytes(engine.requests[0].prompt).decode()
+    assert '{"name": "clock", "arguments": {"zone": 1}}' in prompt and "<tool_response>\nnoon" in prompt
+    assert chat(engine, {"messages": messages}).status == 200  # the last question of an agent has no tools any more
+    prompt = bytes(engine.requests.pop().prompt).decode()
     assert '{"name": "clock", "arguments": {"zone": 1}}' in prompt and "<tool_response>\nnoon" in prompt
     tokenizer = ByteTokenizer(TEMPLATE + "{{ tools and '' }}")
     assert chat(engine, {"messages": messages, "tools": [CLOCK]}, tokenizer=tokenizer).status == 200

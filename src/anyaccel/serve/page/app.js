@@ -197,12 +197,14 @@ function edit(node, place) {
     current.messages.length = place;
     say(text.value);
   };
-  const buttons = element("div", { class: "under" }, button("Cancel", showMessages));
+  // This message alone: an answer that comes is drawn into its own node meanwhile.
+  const cancel = () => node.replaceWith(messageNode(current.messages[place], place));
+  const buttons = element("div", { class: "under" }, button("Cancel", cancel));
   buttons.append(element("button", { type: "button", class: "primary", onclick: done }, "Send"));
   node.classList.add("edit");
   node.replaceChildren(text, buttons);
   text.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") showMessages();
+    if (event.key === "Escape") cancel();
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) done(event);
   });
   text.focus();
@@ -299,9 +301,10 @@ async function generate() {
     showRunning(false);
     if (conversation === current) {
       const follows = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
-      const top = scroll.scrollTop;
-      show();
-      if (!follows) scroll.scrollTop = top;
+      // The rest stays as it is: another message, or a setting, may be edited at this moment.
+      node.replaceWith(messageNode(message, conversation.messages.indexOf(message)));
+      showList();
+      if (follows) scroll.scrollTop = scroll.scrollHeight;
     }
   }
 }

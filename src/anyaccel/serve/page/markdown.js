@@ -111,7 +111,8 @@ function codeBlock(language, text) {
 }
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
+const CLOSING = /(?:^|[ \t])#{1,64}$/; // of a heading; the mark of C# is none
 const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}> ?/;
@@ -142,7 +143,8 @@ export function markdown(text, depth = 0) {
       place += 1;
       nodes.push(codeBlock(language, inside.join("\n")));
     } else if ((found = HEADING.exec(line))) {
-      nodes.push(element(`h${found[1].length}`, {}, ...inline(found[2])));
+      const title = found[2].trimEnd().replace(CLOSING, "").trimEnd();
+      nodes.push(element(`h${found[1].length}`, {}, ...inline(title)));
       place += 1;
     } else if (RULE.test(line)) {
       nodes.push(element("hr"));
