@@ -352,3 +352,27 @@ def test_devices_that_a_test_only_speaks_of_stay(text: str) -> None:
 def test_devices_that_code_for_a_gpu_uses_are_ported(text: str) -> None:
     assert "get_accelerator().device_name(" in port(f"import torch\n{text}\n")
     assert "it may pass without a GPU" not in messages(f"import torch\n{text}\n")
+
+
+AVAILABLE = "torch.cuda.is_available()"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (f'f"{{1 if {AVAILABLE} else 2}}"', "f\"{1 if get_accelerator().device_name() != 'cpu' else 2}\""),
+        (f"f'{{1 if {AVAILABLE} else 2}}'", f"f'{{1 if {THERE} else 2}}'"),
+        (f'f"{{1:{{3 if {AVAILABLE} else 2}}}}"', "f\"{1:{3 if get_accelerator().device_name() != 'cpu' else 2}}\""),
+        (f'f"""{{d["k"] if {AVAILABLE} else 2}}"""', f'f"""{{d["k"] if {THERE} else 2}}"""'),
+        (f"f\"{{d['k'] if {AVAILABLE} else 2}}\"", "f\"{d['k'] if get_accelerator().device_name() != 'cpu' else 2}\""),
+    ],
+)
+def test_a_fix_in_an_f_string_has_other_quotes(before: str, after: str) -> None:
+    assert port(f"import torch\n{before}\n").splitlines()[-1] == after
+
+
+def test_only_the_place_without_free_quotes_is_left() -> None:
+    place = f"print(f\"{{f'{{1 if {AVAILABLE} else 2}}'}}\")"
+    assert port(f"import torch\n{place}\nx.cuda()\n").splitlines()[-2:] == [place, f"x.to({NAME})"]
+    assert "leave no quotes" in messages(f"import torch\n{place}\n")
+    assert 'f"{x.cuda()=}"' in port('import torch\nf"{x.cuda()=}"\n')  # its text has the code
