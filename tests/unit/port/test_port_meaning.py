@@ -313,6 +313,9 @@ def test_lines_that_merely_name_cuda_are_mentioned() -> None:
     assert told == {4}
     assert mentions(text, told) == (2, 3, 6)
     assert mentions("def f(:\n  cuda", ()) == ()
+    assert mentions("def f(x):\n    # type: (Tensor) -> torch.cuda.FloatTensor\n    '# type: a'\n    # a cuda", ()) == (
+        2,
+    )
     assert mentions("from a import cuda_b as c\nclass Cuda: pass\nx = f'{y} cuda'\n", ()) == (1, 2, 3)
 
 
