@@ -140,7 +140,8 @@ def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     left = False
     if regions:
         for candidate in candidates:
-            if candidate.fix is not None and any(each in regions for each in ctx.tree.parents(candidate.node)):
+            around = (candidate.replaced, *ctx.tree.parents(candidate.node))
+            if candidate.fix is not None and any(each in regions for each in around):
                 candidate.unfixed("the condition around it asks for CUDA itself, and stays")
                 left = True
     return left

@@ -105,6 +105,12 @@ def messages(text: str) -> str:
             f"s = torch.amp.GradScaler({NAME}) if {THERE} else None",
         ),
         ("with torch.autocast('cuda', **options):\n    pass", None),
+        (
+            "on = fast or torch.cuda.is_available()\nwith torch.autocast('cuda', enabled=on):\n    pass",
+            f"on = fast or {THERE}\nwith torch.autocast({NAME}, enabled=on and {THERE}):\n    pass",
+        ),
+        # The value of a choice that stays is a part of it.
+        ("y = torch.zeros(2, device='cuda' if torch.cuda.is_available() else None)", None),
         # What is left by an early return that stays.
         (
             "def f(x):\n    if not torch.cuda.is_available() or not y:\n        return x\n"
