@@ -30,7 +30,7 @@ _FIGURES = re.compile(r"(?:max_)?memory_(?:allocated|reserved|cached|stats)")
 _SUPPRESSES = {"suppress"}
 _EXPECTS = {"raises", "assertRaises", "assertRaisesRegex"}
 _MIXED_PRECISION = {"autocast", "GradScaler"}
-_PROBE = 8  # statements of a function that may be called to see whether there is CUDA
+_PROBE = 8  # lines of a function that may be called to see whether there is CUDA
 _TWO_READINGS = (
     "without CUDA it fails, and what catches that goes another way; two readings: CUDA itself is tried (leave it), or "
     'any accelerator (ask `get_accelerator().device_name() != "cpu"` instead)'
@@ -121,17 +121,16 @@ def _caught(ctx: Context, node: cst.CSTNode, candidate: Candidate | None, follow
             case cst.Lambda() if not isinstance(tree.parent(around), cst.Arg):
                 return
             case cst.FunctionDef():
-                for use in _calls(ctx, around) if follow and candidate is not None else ():
-                    yield from _caught(ctx, use, candidate, follow=False)
+                uses = ctx.own_calls.get(around.name.value, ()) if follow and candidate is not None else ()
+                for use in uses:
+                    yield from (each for each in _caught(ctx, use, candidate, follow=False) if _is_short(ctx, around))
                 return
         child = around
 
 
-def _calls(ctx: Context, function: cst.FunctionDef) -> Iterator[cst.CSTNode]:
-    """Where a short function is called in its file; what a long one does is not done to see whether it fails."""
-    calls = ctx.own_calls.get(function.name.value, [])
-    if calls and len(re.findall(r"\S.*\n", ctx.tree.module.code_for_node(function.body))) <= _PROBE:
-        yield from calls
+def _is_short(ctx: Context, function: cst.FunctionDef) -> bool:
+    """Whether it may be called to see if it fails; what a long function does is wanted for itself."""
+    return len(re.findall(r"\S.*\n", ctx.tree.module.code_for_node(function.body))) <= _PROBE
 
 
 def _catches(ctx: Context, kinds: cst.BaseExpression | None, candidate: Candidate | None) -> bool:
