@@ -320,7 +320,7 @@ def test_missing_files_and_folders(folder: Path) -> None:
         save(MODEL, folder / "missing" / "m")
 
 
-@pytest.mark.parametrize("name", ["loop", "loop/m", "new/", "m/", "folder/", "folder", "missing/m", "missing/new/", ""])
+@pytest.mark.parametrize("name", ["loop", "loop/m", "new/", "m/", "folder/", "folder", "missing/m", ""])
 def test_a_name_that_no_file_can_have_is_the_same_error_as_for_open(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +332,7 @@ def test_a_name_that_no_file_can_have_is_the_same_error_as_for_open(
         pass
     with pytest.raises(AioError) as found:
         save({"a": torch.ones(1)}, name)
-    assert name == "missing/new/" or found.value.errno == expected.value.errno
+    assert found.value.errno == expected.value.errno
     assert str(folder) not in str(found.value) or name
     assert sorted(each.name for each in folder.iterdir()) == ["folder", "loop", "m"]
     assert Path("loop").is_symlink() and Path("m").read_bytes() == b"old"

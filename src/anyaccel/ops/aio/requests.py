@@ -318,22 +318,22 @@ def replaceable(path: str) -> str:
         AioError: no file can be there: the path ends with a slash, is empty, or has a link that leads to itself.
         UsageError: a device, FIFO or socket is there, which would become a file for everybody who uses it.
     """
+    if path.endswith("/"):  # a folder to open(), which realpath() forgets
+        raise _no_place(path, errno.EISDIR)
     try:
-        # What open() would look up, which realpath() does not: "name/" is a folder, "" nothing.
         kind = kind_of(os.stat(path).st_mode)  # noqa: PTH116 - a name that no path can be goes through unharmed
     except FileNotFoundError:
         if not path:
             raise _no_place(path, errno.ENOENT) from None
-        if path.endswith("/"):
-            raise _no_place(path, errno.EISDIR) from None
         return os.path.realpath(path)
     except OSError as error:
         raise _no_place(path, error.errno or errno.EIO) from None
     except ValueError:  # the request says what is wrong
         return path
+    path = os.path.realpath(path)
     if kind and kind != "a folder":
         raise UsageError(f"{path} is {kind}: only a regular file can be replaced by a new one; give another name")
-    return os.path.realpath(path)
+    return path
 
 
 def _no_place(path: str, number: int) -> AioError:
