@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import mmap as mapping
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from anyaccel.safetensors.tensors import in_torch, tensor_of
 
 # As much as keeps a fast disk busy. More threads help where memory has to be copied: into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: else a FIFO waits for its writer, for ever
 _WARM = 0.9  # share of a file in the page cache from which on reading it from there is faster than from the disk
 
 
@@ -52,6 +55,7 @@ def load(
         progress: a progress bar when it takes longer than a second; None: if stderr is a terminal.
 
     Raises:
+        OSError: as open() says it, where there is no file, a folder, or no right to read it.
         ModelError: the file is damaged, cut off, has an unknown dtype, or does not have what `tensors` wants.
         AioError: it cannot be read.
         UsageError: `tensors` with `device` or with mmap=True; no file can have this name.
@@ -61,12 +65,17 @@ def load(
     target = torch.device(device)
     if tensors is not None and (mmap or not torch.empty(0, device=target).is_cpu):
         raise UsageError("load(): tensors= says where the data goes; leave out device= and mmap=")
-    with open(name, "rb", buffering=0, opener=_open) as file:
-        status = os.fstat(file.fileno())
+    opened: list[int] = []
+    try:
+        # One step, between whose parts no Ctrl-C comes: else a descriptor could be open that nobody has.
+        opened.extend(map(os.open, (name,), (_FLAGS,)))
+        descriptor = opened[0]
+        status = os.fstat(descriptor)
         kind, size = kind_of(status.st_mode), status.st_size
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)  # as open() does
         if kind:
             raise ModelError(f"{name} is {kind}, not a safetensors file")
-        descriptor = file.fileno()
         header = read_header(lambda begin, length: os.pread(descriptor, length, begin), name, size)
         warm = cached_bytes(descriptor, size) >= _WARM * size
         if tensors is not None:
@@ -79,11 +88,10 @@ def load(
             memory, base = mapping.mmap(descriptor, size, access=mapping.ACCESS_COPY), 0
         else:
             memory, base = _read(header, name, warm, progress)
+    finally:
+        for each in opened:
+            os.close(each)
     return {entry.name: tensor_of(name, entry, memory, base).to(target) for entry in header.entries}
-
-
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # else a FIFO waits for its writer, for ever
 
 
 def _read(header: Header, path: str, warm: bool, progress: bool | None) -> tuple[mapping.mmap, int]:

@@ -39,13 +39,15 @@ def save(
     Raises:
         ModelError: a value is no dense tensor, has a dtype that the format lacks, or shares memory with another.
         AioError: the file cannot be written, or there is no space.
-        UsageError: a device, FIFO or socket is at `path`.
+        UsageError: a device, FIFO or socket is at `path`; `state_dict` or `metadata` is no dict.
     """
     if not isinstance(state_dict, Mapping):
         raise UsageError(f"save(): the first argument must be a dict of tensors, not a {type(state_dict).__name__}")
     for name, tensor in state_dict.items():
         _check(name, tensor)
     if metadata is not None:
+        if not isinstance(metadata, Mapping):
+            raise UsageError(f"save(): metadata= must be a dict of text, not a {type(metadata).__name__}")
         for key, value in metadata.items():
             if not isinstance(key, str) or not isinstance(value, str):
                 raise ModelError(f"metadata {key!r}: {value!r} must be text; use str() or json.dumps()")

@@ -333,18 +333,18 @@ class Context:
         return any(self.is_compared(each, follow=False) for each in self.uses(parent.targets[0].target))
 
     def has_another_seed(self, node: cst.Call) -> bool:
-        """Whether the function also seeds torch's own generator, and never with the same number."""
-        around = self.tree.enclosing(node, cst.FunctionDef) or self.tree.module
+        """Whether torch's generator is seeded in the same function, else in the file, and never with this number."""
         seeds = [
             each
             for each in self.tree.nodes
             if isinstance(each, cst.Call)
             and self.tree.imported(each.func) in ("torch.manual_seed", "torch.random.manual_seed")
-            and around in self.tree.parents(each)
         ]
+        around = self.tree.enclosing(node, cst.FunctionDef) or self.tree.module
         code = self.tree.module.code_for_node
         own = [code(arg.value) for arg in node.args]
-        return bool(seeds) and all([code(arg.value) for arg in each.args] != own for each in seeds)
+        beside = [each for each in seeds if around in self.tree.parents(each)] or seeds
+        return bool(beside) and all([code(arg.value) for arg in each.args] != own for each in beside)
 
     def uses_of_attribute(self, target: cst.CSTNode) -> list[cst.CSTNode]:
         """Where the file reads this `a.b`."""
@@ -447,6 +447,17 @@ class Context:
             if assignments
         ]
         return sorted(defined)
+
+    @functools.cached_property
+    def own_calls(self) -> dict[str, list[cst.CSTNode]]:
+        """Calls of functions f() and methods self.f() by the name f."""
+        calls: dict[str, list[cst.CSTNode]] = {}
+        for each in self.tree.nodes:
+            if type(each) is cst.Call and (name := dotted(each.func)) is not None:
+                owner, _, last = name.rpartition(".")
+                if owner in ("", "self", "cls"):
+                    calls.setdefault(last, []).append(each)
+        return calls
 
     def uses(self, target: cst.Name) -> Iterator[cst.CSTNode]:
         """Where a variable is read, by the scope that it is assigned in."""

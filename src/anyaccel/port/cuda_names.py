@@ -160,7 +160,7 @@ def _function(place: _Place, name: str) -> Candidate:
     if name == "device_count" and place.ctx.beside_vendors(place.call):
         return place.report("ACC101", "not fixed: the code chooses between vendors by itself", breaks=False)
     if name in ("manual_seed", "manual_seed_all") and place.ctx.has_another_seed(place.call):
-        why = "on a CPU it is torch's own generator, which is seeded with another number here"
+        why = "on a CPU it is torch's own generator, which the file seeds with another number"
         return place.report("ACC101", f"not fixed: {why}", breaks=False)
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
@@ -345,7 +345,10 @@ def _typed_tensor(place: _Place, name: str) -> Candidate:
         )
     if place.call is not None and any(arg.keyword is not None for arg in place.call.args):
         return place.report("ACC106", f"get_accelerator().{name} takes no keywords")
-    return place.fixed("ACC106", f"get_accelerator().{name}", place.method(name))
+    found = place.fixed("ACC106", f"get_accelerator().{name}", place.method(name))
+    if place.call is None:  # it asks for the tensor's device as well, as x.is_cuda does
+        found.guard, found.asks, found.question, found.start = True, True, "tensor", checked.call
+    return found
 
 
 def _class(place: _Place, name: str) -> Candidate:

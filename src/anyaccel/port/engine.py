@@ -14,6 +14,7 @@ import libcst as cst
 from anyaccel.port import cuda_names, literals, packages, pickers, processes, tables, tensors
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
+from anyaccel.port.fstrings import free_quotes, shows_code
 from anyaccel.port.guards import has_newer_way, is_for_another_vendor
 from anyaccel.port.imports import Imports
 from anyaccel.port.project import Project, join, outline
@@ -123,6 +124,10 @@ def port_text(
                 candidate.unfixed("it is for older torch; another branch has torch.amp")
             elif candidate.drops and "#" in text[start:end]:
                 candidate.unfixed("a comment stands inside")
+            elif not free_quotes(tree, candidate.replaced):
+                candidate.unfixed("the f-strings around it leave no quotes for a fix; take it out of them")
+            elif shows_code(tree, candidate.node):
+                candidate.unfixed("the f-string shows the code itself, by its `=`")
     settle(ctx, candidates)
     fixed = [candidate for candidate in kept if candidate.fix is not None]
     ported = text

@@ -86,6 +86,53 @@ def leaves_quietly(body: cst.BaseSuite) -> bool:
     return isinstance(last, cst.Return | cst.Continue | cst.Break)
 
 
+def governed(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """What stands below a condition, and is run only when the answer at this node is yes."""
+    tree = ctx.tree
+    child, parent, negated, alone = node, tree.parent(node), False, True
+    while True:
+        if isinstance(parent, cst.UnaryOperation):
+            negated = negated != isinstance(parent.operator, cst.Not)
+        elif isinstance(parent, cst.BooleanOperation):
+            if isinstance(parent.operator, cst.And) and parent.left is child and not negated:
+                yield parent.right
+            alone = alone and isinstance(parent.operator, cst.Or) == negated
+        elif isinstance(parent, cst.Comparison):
+            operators = [each.operator for each in parent.comparisons]
+            negated = negated != any(isinstance(each, cst.NotEqual | cst.NotIn | cst.IsNot) for each in operators)
+        elif isinstance(parent, cst.Arg):
+            asking = tree.parent(parent)
+            loop = tree.parent(asking)
+            if isinstance(loop, cst.Decorator):
+                yield tree.parent(loop)
+            if isinstance(loop, cst.For) and loop.iter is asking:
+                yield loop.body
+            elif isinstance(loop, cst.CompFor) and loop.iter is asking:
+                yield tree.parent(loop)
+            name = dotted(asking.func) if isinstance(asking, cst.Call) else None
+            method = (
+                asking.func.attr.value
+                if isinstance(asking, cst.Call) and isinstance(asking.func, cst.Attribute)
+                else ""
+            )
+            if name != "hasattr" and method != "startswith":
+                break
+        elif not isinstance(parent, cst.ComparisonTarget | cst.Call):
+            break
+        child, parent = parent, tree.parent(parent)
+    match parent:
+        case cst.If() | cst.While() if parent.test is child:
+            if not negated:
+                yield parent.body
+            elif parent.orelse is not None:
+                yield parent.orelse
+            elif alone and leaves_quietly(parent.body):
+                block = getattr(tree.parent(parent), "body", ())
+                yield from block[block.index(parent) + 1 :] if parent in block else ()
+        case cst.IfExp() if parent.test is child:
+            yield parent.orelse if negated else parent.body
+
+
 def ends_with_demand(body: cst.BaseSuite) -> bool:
     """Whether the block ends the program or raises: so code says that it cannot go on without a GPU."""
     last = body.body[-1] if body.body else None

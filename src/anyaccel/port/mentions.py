@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Container, Iterator
 
 _CUDA = re.compile("cuda", re.IGNORECASE)
+_TYPE = re.compile(r"#\s*type:.*cuda", re.IGNORECASE)
 
 
 def mentions(text: str, told: Container[int]) -> tuple[int, ...]:
-    """Lines whose code has "cuda" in a name or text, other than those of findings.
+    """Lines whose code has "cuda" in a name, a text or the comment of a type, other than those of findings.
 
     Args:
         text: of a module; without lines where Python cannot read it, which is told as an error.
@@ -29,7 +32,17 @@ def mentions(text: str, told: Container[int]) -> tuple[int, ...]:
         for node in ast.walk(module)
         if id(node) not in docstrings and any(_CUDA.search(each) for each in _words(node))
     }
+    lines.update(_typed_by_comment(text))
     return tuple(sorted(line for line in lines if line not in told))
+
+
+def _typed_by_comment(text: str) -> Iterator[int]:
+    """Lines with a comment that says a type: `# type: (torch.Tensor) -> torch.cuda.FloatTensor`."""
+    if not _TYPE.search(text):
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and _TYPE.match(token.string):
+            yield token.start[0]
 
 
 def _words(node: ast.AST) -> Iterator[str]:

@@ -77,10 +77,24 @@ def _is_off(ctx: Context, value: cst.BaseExpression) -> bool:
     """Whether it is False, or asks for the device itself, also by a variable that is assigned such a condition."""
     if isinstance(value, cst.Name) and value.value == "False":
         return True
-    if asks_for_devices(ctx, value):
+    if _asks_alone(ctx, value):
         return True
     assigned = list(assignments(ctx, value))
-    return bool(assigned) and all(each is not None and asks_for_devices(ctx, each) for each in assigned)
+    return bool(assigned) and all(each is not None and _asks_alone(ctx, each) for each in assigned)
+
+
+def _asks_alone(ctx: Context, value: cst.BaseExpression) -> bool:
+    """Whether a condition asks for the device so that nothing else in it makes it true on a CPU."""
+    match value:
+        case cst.BooleanOperation(operator=cst.Or()):
+            return _asks_alone(ctx, value.left) and _asks_alone(ctx, value.right)
+        case cst.BooleanOperation():
+            return _asks_alone(ctx, value.left) or _asks_alone(ctx, value.right)
+        case cst.UnaryOperation(operator=cst.Not()):
+            return False
+        case cst.Call(func=cst.Name("bool"), args=[cst.Arg(keyword=None, star="")]):
+            return _asks_alone(ctx, value.args[0].value)
+    return asks_for_devices(ctx, value)
 
 
 def asks_for_devices(ctx: Context, value: cst.BaseExpression) -> bool:

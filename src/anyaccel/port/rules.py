@@ -124,11 +124,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ACC106",
         "torch.cuda.FloatTensor and the like",
-        "The accelerator makes such tensors and knows them in isinstance(). As a type, for `tensor.type()` or as a "
-        "default, they have no counterpart.",
+        "The accelerator makes such tensors and knows them in isinstance(), which on a CPU is true where it was false: "
+        "so it is replaced where `is_cuda` is. As a type, in `tensor.type()` or as a default, they have none.",
         (
             ("x = torch.cuda.FloatTensor(2, 3)", "x = get_accelerator().FloatTensor(2, 3)"),
-            ("isinstance(x, torch.cuda.HalfTensor)", "isinstance(x, get_accelerator().HalfTensor)"),
+            (
+                "if isinstance(x, torch.cuda.HalfTensor):\n    y = y.cuda()",
+                "if isinstance(x, get_accelerator().HalfTensor):\n    y = y.to(get_accelerator().device_name())",
+            ),
+            _left("if isinstance(x, torch.cuda.HalfTensor):\n    y = fast(x)"),
             _left("torch.set_default_tensor_type(torch.cuda.FloatTensor)"),
             _left("x.type('torch.cuda.FloatTensor')"),
         ),

@@ -10,9 +10,10 @@ import libcst as cst
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.cuda_names import ANY_WILL_DO
-from anyaccel.port.guards import ends_with_demand, guarded, leaves_quietly, only_sets_cuda
+from anyaccel.port.guards import ends_with_demand, governed, guarded, only_sets_cuda
 from anyaccel.port.pretended import leave_pretended
 from anyaccel.port.syntax import dotted, text_of
+from anyaccel.port.tries import is_caught, leave_tried
 
 _TENSOR_HAS_TWO = (
     "two readings: `get_accelerator().on_accelerator(x)`, true on a CPU that is the accelerator, "
@@ -40,6 +41,7 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
     """
     _leave_halves(candidates)
     leave_pretended(ctx, candidates)
+    leave_tried(ctx, candidates)
     settled = False
     while not settled:
         settled = not (
@@ -138,7 +140,8 @@ def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     left = False
     if regions:
         for candidate in candidates:
-            if candidate.fix is not None and any(each in regions for each in ctx.tree.parents(candidate.node)):
+            around = (candidate.replaced, *ctx.tree.parents(candidate.node))
+            if candidate.fix is not None and any(each in regions for each in around):
                 candidate.unfixed("the condition around it asks for CUDA itself, and stays")
                 left = True
     return left
@@ -183,53 +186,6 @@ def _leave_followers(candidates: Sequence[Candidate]) -> bool:
     return bool(left)
 
 
-def governed(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """What stands below a condition, and is run only when the answer at this node is yes."""
-    tree = ctx.tree
-    child, parent, negated, alone = node, tree.parent(node), False, True
-    while True:
-        if isinstance(parent, cst.UnaryOperation):
-            negated = negated != isinstance(parent.operator, cst.Not)
-        elif isinstance(parent, cst.BooleanOperation):
-            if isinstance(parent.operator, cst.And) and parent.left is child and not negated:
-                yield parent.right
-            alone = alone and isinstance(parent.operator, cst.Or) == negated
-        elif isinstance(parent, cst.Comparison):
-            operators = [each.operator for each in parent.comparisons]
-            negated = negated != any(isinstance(each, cst.NotEqual | cst.NotIn | cst.IsNot) for each in operators)
-        elif isinstance(parent, cst.Arg):
-            asking = tree.parent(parent)
-            loop = tree.parent(asking)
-            if isinstance(loop, cst.Decorator):
-                yield tree.parent(loop)
-            if isinstance(loop, cst.For) and loop.iter is asking:
-                yield loop.body
-            elif isinstance(loop, cst.CompFor) and loop.iter is asking:
-                yield tree.parent(loop)
-            name = dotted(asking.func) if isinstance(asking, cst.Call) else None
-            method = (
-                asking.func.attr.value
-                if isinstance(asking, cst.Call) and isinstance(asking.func, cst.Attribute)
-                else ""
-            )
-            if name != "hasattr" and method != "startswith":
-                break
-        elif not isinstance(parent, cst.ComparisonTarget | cst.Call):
-            break
-        child, parent = parent, tree.parent(parent)
-    match parent:
-        case cst.If() | cst.While() if parent.test is child:
-            if not negated:
-                yield parent.body
-            elif parent.orelse is not None:
-                yield parent.orelse
-            elif alone and leaves_quietly(parent.body):
-                block = getattr(tree.parent(parent), "body", ())
-                yield from block[block.index(parent) + 1 :] if parent in block else ()
-        case cst.IfExp() if parent.test is child:
-            yield parent.orelse if negated else parent.body
-
-
 def _may_be_taken(ctx: Context, candidate: Candidate, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
     """Whether a CPU as accelerator may go where the answer is yes, and compute the same as before."""
     assign = ctx.tree.parent(candidate.answer)
@@ -253,10 +209,10 @@ def _may_go_along(
         child, parent = parent, tree.parent(parent)
     match parent:
         case cst.Assert() if parent.test is child and not negated and candidate.question != "device":
-            return _is_ported_beside(ctx, candidate, by_node)
+            return _is_ported_beside(ctx, candidate, by_node) and not is_caught(ctx, parent)
         case cst.If() if parent.test is child:
             if negated:
-                demand = parent.orelse is None and ends_with_demand(parent.body)
+                demand = parent.orelse is None and ends_with_demand(parent.body) and not is_caught(ctx, parent)
                 return demand and candidate.question == "device_there" and _is_ported_beside(ctx, candidate, by_node)
             is_elif = isinstance(tree.parent(parent), cst.If)
             return parent.orelse is None and not is_elif and _is_harmless(parent.body, by_node)

@@ -73,7 +73,9 @@ def read_header(read: Callable[[int, int], Any], path: object, size: int) -> Hea
     if len(text) < length:
         raise ModelError(f"{path}: the file became shorter while its header was read")
     try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=partial(_unique, path))
+        # "-0", which is 0 to Python, is no count to the format.
+        whole = _signed if b"-0" in text else None
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=partial(_unique, path), parse_int=whole)
     except ModelError:
         raise
     except (ValueError, RecursionError) as error:
@@ -112,6 +114,10 @@ def _unique(path: object, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ModelError(f"{path}: the header names {shown(twice)} twice; the file is damaged")
     return found
+
+
+def _signed(digits: str) -> int:
+    return -1 if digits == "-0" else int(digits)
 
 
 def is_unicode(text: str) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ import anyaccel
 from anyaccel.errors import AioError, ModelError, UsageError
 from anyaccel.io import load, save
 from anyaccel.io import reading as reading_module
+from anyaccel.ops.aio import handle as handle_module
 from anyaccel.safetensors.tensors import DTYPES
 
 Tensors = dict[str, torch.Tensor]
@@ -195,6 +197,34 @@ def test_names_that_no_file_can_have_are_refused(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
+def test_metadata_is_a_dict(folder: Path) -> None:
+    with pytest.raises(UsageError, match="metadata= must be a dict of text, not a list"):
+        save({"a": torch.ones(1)}, folder / "m", metadata=["a"])  # type: ignore[arg-type]
+    assert not list(folder.iterdir())
+
+
+def test_ctrl_c_while_a_handle_is_made_leaves_no_descriptor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = handle_module.native()
+
+    class Interrupted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(library, name)
+
+        def anyaccel_aio_create(self, *arguments: object) -> None:
+            assert library.anyaccel_aio_create(*arguments) == 0
+            raise KeyboardInterrupt
+
+    save({"a": torch.ones(1)}, folder / "m")
+    gc.collect()
+    before = sorted(Path("/proc/self/fd").iterdir())
+    monkeypatch.setattr(handle_module, "native", Interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            load(folder / "m", mmap=False)
+    gc.collect()
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+
+
 def test_options_that_exclude_each_other(folder: Path) -> None:
     save(MODEL, folder / "m")
     with pytest.raises(UsageError, match="leave out device= and mmap="):
@@ -284,8 +314,34 @@ def test_the_file_loads_onto_a_device(folder: Path) -> None:
 def test_missing_files_and_folders(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load(folder / "missing")
+    with pytest.raises(IsADirectoryError):
+        load(folder)
     with pytest.raises(AioError):
         save(MODEL, folder / "missing" / "m")
+
+
+@pytest.mark.parametrize("name", ["loop", "loop/m", "new/", "m/", "folder/", "folder", "missing/m", ""])
+def test_a_name_that_no_file_can_have_is_the_same_error_as_for_open(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    Path("loop").symlink_to("loop")
+    Path("folder").mkdir()
+    Path("m").write_bytes(b"old")
+    with pytest.raises(OSError) as expected, open(name, "ab"):
+        pass
+    with pytest.raises(AioError) as found:
+        save({"a": torch.ones(1)}, name)
+    assert found.value.errno == expected.value.errno
+    assert str(folder) not in str(found.value) or name
+    assert sorted(each.name for each in folder.iterdir()) == ["folder", "loop", "m"]
+    assert Path("loop").is_symlink() and Path("m").read_bytes() == b"old"
+
+
+def test_a_link_to_nothing_becomes_one_to_the_file(folder: Path) -> None:
+    (folder / "link").symlink_to("new")
+    save({"a": torch.ones(1)}, folder / "link")
+    assert (folder / "link").is_symlink() and torch.equal(load(folder / "new")["a"], torch.ones(1))
 
 
 def test_a_file_that_is_cut_off_anywhere_is_refused(folder: Path) -> None:

@@ -105,6 +105,12 @@ def messages(text: str) -> str:
             f"s = torch.amp.GradScaler({NAME}) if {THERE} else None",
         ),
         ("with torch.autocast('cuda', **options):\n    pass", None),
+        (
+            "on = fast or torch.cuda.is_available()\nwith torch.autocast('cuda', enabled=on):\n    pass",
+            f"on = fast or {THERE}\nwith torch.autocast({NAME}, enabled=on and {THERE}):\n    pass",
+        ),
+        # The value of a choice that stays is a part of it.
+        ("y = torch.zeros(2, device='cuda' if torch.cuda.is_available() else None)", None),
         # What is left by an early return that stays.
         (
             "def f(x):\n    if not torch.cuda.is_available() or not y:\n        return x\n"
@@ -313,6 +319,9 @@ def test_lines_that_merely_name_cuda_are_mentioned() -> None:
     assert told == {4}
     assert mentions(text, told) == (2, 3, 6)
     assert mentions("def f(:\n  cuda", ()) == ()
+    assert mentions("def f(x):\n    # type: (Tensor) -> torch.cuda.FloatTensor\n    '# type: a'\n    # a cuda", ()) == (
+        2,
+    )
     assert mentions("from a import cuda_b as c\nclass Cuda: pass\nx = f'{y} cuda'\n", ()) == (1, 2, 3)
 
 
@@ -352,3 +361,27 @@ def test_devices_that_a_test_only_speaks_of_stay(text: str) -> None:
 def test_devices_that_code_for_a_gpu_uses_are_ported(text: str) -> None:
     assert "get_accelerator().device_name(" in port(f"import torch\n{text}\n")
     assert "it may pass without a GPU" not in messages(f"import torch\n{text}\n")
+
+
+AVAILABLE = "torch.cuda.is_available()"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (f'f"{{1 if {AVAILABLE} else 2}}"', "f\"{1 if get_accelerator().device_name() != 'cpu' else 2}\""),
+        (f"f'{{1 if {AVAILABLE} else 2}}'", f"f'{{1 if {THERE} else 2}}'"),
+        (f'f"{{1:{{3 if {AVAILABLE} else 2}}}}"', "f\"{1:{3 if get_accelerator().device_name() != 'cpu' else 2}}\""),
+        (f'f"""{{d["k"] if {AVAILABLE} else 2}}"""', f'f"""{{d["k"] if {THERE} else 2}}"""'),
+        (f"f\"{{d['k'] if {AVAILABLE} else 2}}\"", "f\"{d['k'] if get_accelerator().device_name() != 'cpu' else 2}\""),
+    ],
+)
+def test_a_fix_in_an_f_string_has_other_quotes(before: str, after: str) -> None:
+    assert port(f"import torch\n{before}\n").splitlines()[-1] == after
+
+
+def test_only_the_place_without_free_quotes_is_left() -> None:
+    place = f"print(f\"{{f'{{1 if {AVAILABLE} else 2}}'}}\")"
+    assert port(f"import torch\n{place}\nx.cuda()\n").splitlines()[-2:] == [place, f"x.to({NAME})"]
+    assert "leave no quotes" in messages(f"import torch\n{place}\n")
+    assert 'f"{x.cuda()=}"' in port('import torch\nf"{x.cuda()=}"\n')  # its text has the code

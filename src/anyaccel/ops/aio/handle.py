@@ -73,15 +73,15 @@ class aio_handle(LockedTensors):
         self._single_submit, self._overlap_events = single_submit, overlap_events
         self._threads = intra_op_parallelism
         library = native()
-        address = ctypes.c_void_p()
+        self._requests = Requests(library)
+        # Before the native side opens its queues: Ctrl-C in the middle would leave them open for ever.
+        self._finalizer = weakref.finalize(self, self._requests.close)
         number = library.anyaccel_aio_create(
-            block_size, queue_depth, intra_op_parallelism, single_submit, ENGINES.index(engine), ctypes.byref(address)
-        )
+            block_size, queue_depth, intra_op_parallelism, single_submit, ENGINES.index(engine),
+            ctypes.byref(self._requests.address),
+        )  # fmt: skip
         if number:
             raise AioError(number, f"aio_handle: engine {engine!r} does not work here: {os.strerror(number)}", "", 0)
-        assert address.value is not None
-        self._requests = Requests(library, address.value)
-        self._finalizer = weakref.finalize(self, self._requests.close)
 
     # Settings ---------------------------------------------------------------------------------------------------
 

@@ -158,9 +158,9 @@ class Requests:
     it even if another thread's wait was first: otherwise it would take an error for data.
     """
 
-    def __init__(self, library: ctypes.CDLL, address: int) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.address = address
+        self.address = ctypes.c_void_p()  # of the native side's handle, which whoever creates one puts here
         self._process = os.getpid()
         self._mutex = threading.Lock()
         self._numbers = itertools.count(1)
@@ -178,8 +178,8 @@ class Requests:
 
     def close(self) -> None:
         """Give up what is under way, and return when the kernel uses none of the memory."""
-        if os.getpid() != self._process:
-            return  # the threads and the kernel's queue belong to the parent
+        if os.getpid() != self._process or not self.address:
+            return  # the threads and the kernel's queue belong to the parent, or there are none
         given_up = [request for request in self._pending.values() if not request.settled]
         self.library.anyaccel_aio_destroy(self.address)
         self._known.clear()
@@ -315,16 +315,30 @@ def replaceable(path: str) -> str:
     """Where a new file that takes the place of `path` is put: a symbolic link stays one.
 
     Raises:
+        AioError: no file can be there: the path ends with a slash, is empty, or has a link that leads to itself.
         UsageError: a device, FIFO or socket is there, which would become a file for everybody who uses it.
     """
+    if path.endswith("/"):  # a folder to open(), which realpath() forgets
+        raise _no_place(path, errno.EISDIR)
     try:
-        path = os.path.realpath(path)
         kind = kind_of(os.stat(path).st_mode)  # noqa: PTH116 - a name that no path can be goes through unharmed
-    except (OSError, ValueError):  # nothing is there, or the request says what is wrong
+    except FileNotFoundError:
+        if not path:
+            raise _no_place(path, errno.ENOENT) from None
+        return os.path.realpath(path)
+    except OSError as error:
+        raise _no_place(path, error.errno or errno.EIO) from None
+    except ValueError:  # the request says what is wrong
         return path
+    path = os.path.realpath(path)
     if kind and kind != "a folder":
         raise UsageError(f"{path} is {kind}: only a regular file can be replaced by a new one; give another name")
     return path
+
+
+def _no_place(path: str, number: int) -> AioError:
+    what = f"writing {path!r} failed: {native.STEPS[2]}: {os.strerror(number)} (errno {number})"
+    return AioError(number, f"{what}; {native.LEFTOVERS[0]}", path, 0)
 
 
 def changed(tensor: torch.Tensor) -> None:
