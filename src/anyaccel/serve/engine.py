@@ -56,6 +56,8 @@ class _Open:
         self.options = options
         self.stream = stream
         self.constraint = constraint
+        self.came = time.monotonic()
+        self.queued_s = 0.0  # until its first step
 
 
 class ServingEngine:
@@ -253,6 +255,7 @@ class ServingEngine:
         for change in plan.changes:
             if isinstance(change, Start):
                 opened = self._open[change.id]
+                opened.queued_s = start - opened.came
                 starting[change.id] = (opened.entry.tokens[: opened.entry.prompt], opened.options)
         outcome = self._decoder.apply(work_of(plan, starting, self._masks(plan)))
         if not plan.run:
@@ -294,6 +297,7 @@ class ServingEngine:
             None if told is None else _logprobs(told),
             opened.entry.cached,
             outcome.embeddings.get(name),
+            queued_s=opened.queued_s,
         )
         if why is not None:
             self._close(number, why, piece=piece)

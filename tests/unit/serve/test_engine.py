@@ -291,6 +291,30 @@ def test_a_full_queue_refuses_and_draining_aborts(llama: Any) -> None:
     run(main())
 
 
+def test_a_request_is_told_how_long_it_has_waited(llama: Any) -> None:
+    steps = threading.Semaphore(0)
+
+    def load(_check: object) -> Any:
+        return Gate(decoder_of(llama, EngineSettings()), steps)
+
+    async def queued(made: Any) -> set[float]:
+        request = GenerationRequest([5, 6], 3, GREEDY, ignore_end=True)
+        return {chunk.queued_s async for chunk in made.generate(request)}
+
+    async def main() -> None:
+        async with engine(load, max_batch=1) as made:
+            first = asyncio.ensure_future(queued(made))
+            while not made.stats().running:
+                await asyncio.sleep(0.001)
+            second = asyncio.ensure_future(queued(made))
+            await asyncio.sleep(0.02)
+            steps.release(100)
+            (one,), (other,) = await first, await second
+            assert one > 0 and other > 0.01
+
+    run(main())
+
+
 def test_a_decoder_that_fails_is_loaded_again(llama: Any) -> None:
     steps = threading.Semaphore(1_000_000)
     failures: list[Exception] = []
