@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,13 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path
             vector = (await one.embed([prompts[0]], "mean"))[0]
         finally:
             await one.close()
+        ours, theirs = socket.socketpair()
         two = _open(folder, 2)
         try:
+            with theirs:
+                ours.close()  # a connection of the server is closed also while ranks run that came after it
+                theirs.settimeout(60)
+                assert theirs.recv(1) == b""
             assert two.facts.vocabulary == serving.VOCAB and two.facts.context == one.facts.context
             assert "2 ranks" in two.facts.plan[0]
             for _ in range(2):  # the second time with all prompts in the cache
@@ -92,6 +98,40 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path
         finally:
             await two.close()
         assert not ranks_below(os.getpid(), "anyaccel.serve.rank")
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_greedy_answers_of_two_ranks_are_the_same_alone_and_in_a_batch_of_32(folder: Path, prefix_cache: bool) -> None:
+    generator = random.Random(11)
+    system = serving.prompt_of(generator, 130)
+    prompts = [(system if number % 2 else []) + serving.prompt_of(generator, 3 + 2 * number) for number in range(40)]
+
+    async def main() -> None:
+        settings = EngineSettings(cache_bytes=1 << 26, max_batch=32, prefix_cache=prefix_cache)
+        made = open_engine(ModelOptions(str(folder), dtype="bf16", tp=2, threads=1), Screen(), settings)
+        try:
+            alone = [(await serving.answer(made, prompt, 24, ignore_end=True)).tokens for prompt in prompts]
+
+            async def one(number: int) -> None:
+                for _ in range(number % 5):
+                    await asyncio.sleep(0)
+                asking = made.generate(GenerationRequest(prompts[number], 24, serving.GREEDY, ignore_end=True))
+                found: list[int] = []
+                async for chunk in asking:
+                    found += chunk.tokens
+                    if number % 7 == 3:  # it breaks off
+                        break
+                await asking.aclose()  # type: ignore[attr-defined]
+                assert found == alone[number][: len(found)]
+                assert number % 7 == 3 or len(found) == 24
+
+            await asyncio.gather(*map(one, range(len(prompts))))
+            assert (made.stats().prefix_hits > 0) == prefix_cache
+        finally:
+            await made.close()
 
     asyncio.run(main())
 

@@ -32,8 +32,9 @@ from anyaccel.serve.contract import (
 from anyaccel.serve.decoders import open_decoder
 from anyaccel.serve.facts import Decoder
 from anyaccel.serve.grammar import Constraint, Grammars
+from anyaccel.serve.plans import End, Plan, Start
 from anyaccel.serve.rates import Rates
-from anyaccel.serve.scheduler import End, Entry, Limits, Plan, Scheduler, Start
+from anyaccel.serve.scheduler import Entry, Limits, Scheduler
 from anyaccel.serve.settings import EngineSettings
 from anyaccel.serve.slots import Outcome, Score, work_of
 from anyaccel.serve.streams import Outbox, Piece, Stream, chunk_of
@@ -353,6 +354,7 @@ class ServingEngine:
         self._ready = False
         before, now = self._before, self._scheduler.stats(0)
         self._before = replace(before, **{name: getattr(before, name) + getattr(now, name) for name in _COUNTERS})
+        self._scheduler = Scheduler(self._scheduler.limits)  # what it has counted is in `before`
         self._end_all(EngineStoppedError(f"the engine has failed, and is started again: {error}"))
         self._decoder.close()
         wait, longest = _RESTART_S

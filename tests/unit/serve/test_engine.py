@@ -319,15 +319,20 @@ def test_a_decoder_that_fails_is_loaded_again(llama: Any) -> None:
     steps = threading.Semaphore(1_000_000)
     failures: list[Exception] = []
     loads: list[int] = []
+    engines: list[Any] = []
+    counted: list[int] = []  # while it is loaded again
 
     def load(_check: object) -> Any:
         loads.append(1)
+        if len(loads) > 1:
+            counted.append(engines[0].stats().generation_tokens)
         if len(loads) == 2:
             raise AnyAccelError("not yet")
         return Gate(decoder_of(llama, EngineSettings()), steps, lambda: failures.pop() if failures else None)
 
     async def main() -> None:
         async with engine(load) as made:
+            engines.append(made)
             first = await answer(made, [5, 6, 7], 5)
             for error in (AnyAccelError("a rank is gone"), RuntimeError("a mistake")):
                 failures.append(error)
@@ -338,6 +343,7 @@ def test_a_decoder_that_fails_is_loaded_again(llama: Any) -> None:
                 assert (await answer(made, [5, 6, 7], 5)).tokens == first.tokens
             assert len(loads) == 4
             assert made.stats().generation_tokens == 3 * len(first.tokens)
+            assert counted == [len(first.tokens)] * 2 + [2 * len(first.tokens)]
 
     run(main())
 
