@@ -54,6 +54,7 @@ def build_parser() -> Parser:
     add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait; more get 429 (default: 256)")
     add("--max-context", type=int, default=0, metavar="N", help="tokens of prompt and answer (default: the model's)")
     add("--cache-bytes", type=int, default=0, metavar="N", help="of keys and values (default: a quarter of the memory)")
+    add("--no-prefix-cache", action="store_true", help="requests that begin alike share nothing of what is computed")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds for an answer (default: 600)")
     add = parser.group("API")
     add(
@@ -134,6 +135,7 @@ def _engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engi
         cache_bytes=options.cache_bytes,
         max_waiting=options.max_waiting,
         timeout_s=options.request_timeout,
+        prefix_cache=not options.no_prefix_cache,
     )
     return open_engine(model_of(options), screen, chosen, tokenizer)
 
