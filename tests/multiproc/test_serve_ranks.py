@@ -136,6 +136,34 @@ def test_greedy_answers_of_two_ranks_are_the_same_alone_and_in_a_batch_of_32(fol
     asyncio.run(main())
 
 
+@pytest.mark.slow
+def test_two_replicas_answer_as_one_process_does(folder: Path) -> None:
+    generator = random.Random(13)
+    prompts = [serving.prompt_of(generator, 70 + number) for number in range(6)]
+
+    async def main() -> None:
+        one = _open(folder, 1)
+        try:
+            expected = [(await serving.answer(one, prompt, 12, ignore_end=True)).tokens for prompt in prompts]
+        finally:
+            await one.close()
+        options = ModelOptions(str(folder), dtype="fp32", threads=1)
+        two = open_engine(options, Screen(), EngineSettings(cache_bytes=1 << 26, replicas=2))
+        try:
+            assert "2 replicas, each of one process of 1 threads" in two.facts.plan[0]
+            asked = [serving.answer(two, prompt, 12, ignore_end=True) for prompt in prompts]
+            assert [each.tokens for each in await asyncio.gather(*asked)] == expected
+            again = [await serving.answer(two, prompt, 12, ignore_end=True) for prompt in prompts]
+            assert [(each.tokens, each.cached) for each in again] == [(tokens, 64) for tokens in expected]
+            os.kill(ranks_below(os.getpid(), "anyaccel.serve.rank")[0], signal.SIGKILL)
+            assert two.ready()
+        finally:
+            await two.close()
+        assert not ranks_below(os.getpid(), "anyaccel.serve.rank")
+
+    asyncio.run(main())
+
+
 def test_what_is_not_native_is_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UsageError, match="max_context=5000: the model's context has 1024 tokens"):
         open_engine(ModelOptions(str(folder), dtype="fp32", threads=1), Screen(), EngineSettings(max_context=5000))

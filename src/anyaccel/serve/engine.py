@@ -34,6 +34,7 @@ from anyaccel.serve.facts import Decoder
 from anyaccel.serve.grammar import Constraint, Grammars
 from anyaccel.serve.plans import End, Plan, Start
 from anyaccel.serve.rates import Rates
+from anyaccel.serve.replicas import Replicas, Silent
 from anyaccel.serve.scheduler import Entry, Limits, Scheduler
 from anyaccel.serve.settings import EngineSettings
 from anyaccel.serve.slots import Outcome, Score, work_of
@@ -166,6 +167,11 @@ class ServingEngine:
     def stats(self) -> Stats:
         now = self._scheduler.stats(self._decoder.page_bytes)
         return replace(now, **{name: getattr(now, name) + getattr(self._before, name) for name in _COUNTERS})
+
+    @property
+    def cache_pages(self) -> int:
+        """How many the cache has room for."""
+        return self._scheduler.limits.cache_pages
 
     def ready(self) -> bool:
         return self._ready and not self._draining
@@ -391,7 +397,7 @@ def _logprobs(scores: list[Score]) -> tuple[TokenLogprob, ...]:
 
 def open_engine(
     options: ModelOptions, screen: Watcher, settings: EngineSettings | None = None, tokenizer: Any = None
-) -> ServingEngine:
+) -> ServingEngine | Replicas:
     """Load a model and begin to serve it.
 
     Args:
@@ -402,8 +408,30 @@ def open_engine(
         AnyAccelError: the model cannot be read.
     """
     chosen = settings or EngineSettings()
-    grammars = Grammars(options.model, tokenizer)
-    return ServingEngine(lambda check: open_decoder(options, screen, chosen, tokenizer, check), chosen, grammars)
+    if chosen.replicas == 0:
+        from anyaccel.topology import read_machine
+
+        chosen = replace(chosen, replicas=len(read_machine().nodes_with_cores()))
+
+    def one(replica: int) -> ServingEngine:
+        watcher = screen if replica == 0 else Silent()
+        return ServingEngine(
+            lambda check: open_decoder(options, watcher, chosen, tokenizer, check, replica),
+            chosen,
+            Grammars(options.model, tokenizer),
+        )
+
+    if chosen.replicas == 1:
+        return one(0)
+    engines: list[ServingEngine] = []
+    try:
+        while len(engines) < chosen.replicas:
+            engines.append(one(len(engines)))
+    except BaseException:
+        for engine in engines:
+            engine.shut_down()
+        raise
+    return Replicas(engines, chosen.prefix_cache)
 
 
 assert {field.name for field in fields(Stats)} >= set(_COUNTERS)
