@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RESTART_S = (0.5, 30.0)  # before the decoder is loaded again: the first time, and at most
+_IDLE_S = 1.0  # between two looks at a decoder that has nothing to do
 _COUNTERS = ("prefix_hits", "prefix_queries", "prompt_tokens", "generation_tokens", "preemptions", "steps")
 
 
@@ -241,7 +242,8 @@ class ServingEngine:
         """What has come in, and a step if there is something to do."""
         with self._condition:
             while not self._inbox and not self._stopping and not self._scheduler.open:
-                self._condition.wait()
+                if not self._condition.wait(_IDLE_S):
+                    self._decoder.check()
             inbox, self._inbox = self._inbox, []
         if self._stopping:
             return

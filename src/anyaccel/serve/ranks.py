@@ -58,5 +58,9 @@ class RanksDecoder:
             pass
         return Outcome(**message["outcome"])
 
+    def check(self) -> None:
+        if self._ranks.processes.code() is not None:
+            raise self._ranks.lost()
+
     def close(self) -> None:
         self._ranks.processes.end(FAREWELL)

@@ -251,6 +251,10 @@ class Gate:
             raise error
         return self._inner.apply(work)
 
+    def check(self) -> None:
+        if (error := self._failure()) is not None:
+            raise error
+
     def close(self) -> None:
         self._inner.close()
 
@@ -334,6 +338,11 @@ def test_a_decoder_that_fails_is_loaded_again(llama: Any) -> None:
         async with engine(load) as made:
             engines.append(made)
             first = await answer(made, [5, 6, 7], 5)
+            failures.append(AnyAccelError("a rank is gone while nothing is computed"))
+            while made.ready():
+                await asyncio.sleep(0.01)
+            while not made.ready():
+                await asyncio.sleep(0.01)
             for error in (AnyAccelError("a rank is gone"), RuntimeError("a mistake")):
                 failures.append(error)
                 with pytest.raises(EngineStoppedError, match="started again"):
@@ -341,9 +350,9 @@ def test_a_decoder_that_fails_is_loaded_again(llama: Any) -> None:
                 while not made.ready():
                     await asyncio.sleep(0.01)
                 assert (await answer(made, [5, 6, 7], 5)).tokens == first.tokens
-            assert len(loads) == 4
+            assert len(loads) == 5
             assert made.stats().generation_tokens == 3 * len(first.tokens)
-            assert counted == [len(first.tokens)] * 2 + [2 * len(first.tokens)]
+            assert counted == [len(first.tokens)] * 3 + [2 * len(first.tokens)]
 
     run(main())
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -77,16 +78,16 @@ class RankProcesses:
                 self.wait(_END)
 
 
-def _close_all_but(kept: list[int]) -> None:
-    """Close what else the command has open, but for its standard streams.
+def _close_sockets_but(kept: list[int]) -> None:
+    """Close the command's sockets, but for its standard streams.
 
     The ranks read the end of its own ends of their sockets when it is gone; and the connections of a server are closed
-    for their clients only when nobody has them.
+    for their clients only when nobody has them. Pipes may belong to a library that uses them after a fork, as libuv.
     """
     for link in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(link.name)
-        if descriptor > 2 and descriptor not in kept:
-            with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # that of the listing itself
+            if descriptor > 2 and descriptor not in kept and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
 
 
@@ -98,7 +99,8 @@ def _be_launcher(plan: LaunchPlan, module: str, command: int, far: list[int]) ->
         if os.getppid() != command:
             os._exit(128 + signal.SIGTERM)
         os.setsid()  # what the terminal sends is for the command
-        _close_all_but(far)
+        signal.set_wakeup_fd(-1)  # of an asyncio loop in the command: our signals are not its own
+        _close_sockets_but(far)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         for descriptor in far:
