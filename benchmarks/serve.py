@@ -258,8 +258,8 @@ def prefix(server: Server, seed: int) -> dict[str, float]:
     system = _words(order, 1000)
     times = []
     for question in ("What is a page?", "What is a core?"):
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-        found = asyncio.run(ask(server, "/v1/chat/completions", {"messages": messages, "max_tokens": 8}))
+        value = {"prompt": f"{system}. {question} It is", "max_tokens": 8, "ignore_eos": True}
+        found = asyncio.run(ask(server, "/v1/completions", value))
         times.append(found.times[0])
     return {"new_s": times[0], "again_s": times[1]}
 
