@@ -8,18 +8,24 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
-from anyaccel.serve.contract import Chunk, GenerationRequest, ModelFacts, Stats
+from anyaccel.serve.contract import Chunk, Engine, GenerationRequest, ModelFacts, Stats
 from anyaccel.serve.pages import PAGE
 from anyaccel.serve.pages import Sequence as Cached
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from anyaccel.serve.engine import ServingEngine
-
 _UNEVEN = 4  # so many more open requests than another one a replica may have that has more of a prompt in its cache
+
+
+class Replica(Engine, Protocol):
+    """One of the engines."""
+
+    @property
+    def cache_pages(self) -> int:
+        """How many its cache has room for."""
 
 
 class Silent:
@@ -38,7 +44,7 @@ class Replicas:
     A request goes to the replica that has seen the longest beginning of its prompt, else to the least loaded one.
     """
 
-    def __init__(self, engines: Sequence[ServingEngine], shares: bool = True) -> None:
+    def __init__(self, engines: Sequence[Replica], shares: bool = True) -> None:
         self._engines = tuple(engines)
         self._open = [0] * len(engines)
         self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in engines]  # keys of pages, the oldest first
