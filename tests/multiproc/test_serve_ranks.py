@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,13 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path
             vector = (await one.embed([prompts[0]], "mean"))[0]
         finally:
             await one.close()
+        ours, theirs = socket.socketpair()
         two = _open(folder, 2)
         try:
+            with theirs:
+                ours.close()  # a connection of the server is closed also while ranks run that came after it
+                theirs.settimeout(60)
+                assert theirs.recv(1) == b""
             assert two.facts.vocabulary == serving.VOCAB and two.facts.context == one.facts.context
             assert "2 ranks" in two.facts.plan[0]
             for _ in range(2):  # the second time with all prompts in the cache
@@ -89,6 +95,68 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path
                 await asyncio.sleep(0.05)
             found = await _ask(two, prompts[:1])
             assert found[0].tokens == expected[0].tokens
+        finally:
+            await two.close()
+        assert not ranks_below(os.getpid(), "anyaccel.serve.rank")
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_greedy_answers_of_two_ranks_are_the_same_alone_and_in_a_batch_of_32(folder: Path, prefix_cache: bool) -> None:
+    generator = random.Random(11)
+    system = serving.prompt_of(generator, 130)
+    prompts = [(system if number % 2 else []) + serving.prompt_of(generator, 3 + 2 * number) for number in range(40)]
+
+    async def main() -> None:
+        settings = EngineSettings(cache_bytes=1 << 26, max_batch=32, prefix_cache=prefix_cache)
+        made = open_engine(ModelOptions(str(folder), dtype="bf16", tp=2, threads=1), Screen(), settings)
+        try:
+            alone = [(await serving.answer(made, prompt, 24, ignore_end=True)).tokens for prompt in prompts]
+
+            async def one(number: int) -> None:
+                for _ in range(number % 5):
+                    await asyncio.sleep(0)
+                asking = made.generate(GenerationRequest(prompts[number], 24, serving.GREEDY, ignore_end=True))
+                found: list[int] = []
+                async for chunk in asking:
+                    found += chunk.tokens
+                    if number % 7 == 3:  # it breaks off
+                        break
+                await asking.aclose()  # type: ignore[attr-defined]
+                assert found == alone[number][: len(found)]
+                assert number % 7 == 3 or len(found) == 24
+
+            await asyncio.gather(*map(one, range(len(prompts))))
+            assert (made.stats().prefix_hits > 0) == prefix_cache
+        finally:
+            await made.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_two_replicas_answer_as_one_process_does(folder: Path) -> None:
+    generator = random.Random(13)
+    prompts = [serving.prompt_of(generator, 70 + number) for number in range(6)]
+
+    async def main() -> None:
+        one = _open(folder, 1)
+        try:
+            expected = [(await serving.answer(one, prompt, 12, ignore_end=True)).tokens for prompt in prompts]
+        finally:
+            await one.close()
+        options = ModelOptions(str(folder), dtype="fp32", threads=1)
+        two = open_engine(options, Screen(), EngineSettings(cache_bytes=1 << 26, replicas=2))
+        try:
+            assert "2 replicas, each of one process of 1 threads" in two.facts.plan[0]
+            asked = [serving.answer(two, prompt, 12, ignore_end=True) for prompt in prompts]
+            assert [each.tokens for each in await asyncio.gather(*asked)] == expected
+            again = [await serving.answer(two, prompt, 12, ignore_end=True) for prompt in prompts]
+            assert [(each.tokens, each.cached) for each in again] == [(tokens, 64) for tokens in expected]
+            os.kill(ranks_below(os.getpid(), "anyaccel.serve.rank")[0], signal.SIGKILL)
+            assert two.ready()
         finally:
             await two.close()
         assert not ranks_below(os.getpid(), "anyaccel.serve.rank")

@@ -50,10 +50,18 @@ def build_parser() -> Parser:
     add_model_options(parser)
     add_tp_option(parser)
     add = parser.group("engine")
-    add("--max-batch", type=int, default=32, metavar="N", help="requests computed at once (default: 32)")
+    add(
+        "--replicas",
+        type=_replicas,
+        default=1,
+        metavar="N|auto",
+        help="whole models beside each other, on cores of their own; auto: one a NUMA node (default: 1)",
+    )
+    add("--max-batch", type=int, default=32, metavar="N", help="requests that a model computes at once (default: 32)")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait; more get 429 (default: 256)")
     add("--max-context", type=int, default=0, metavar="N", help="tokens of prompt and answer (default: the model's)")
     add("--cache-bytes", type=int, default=0, metavar="N", help="of keys and values (default: a quarter of the memory)")
+    add("--no-prefix-cache", action="store_true", help="requests that begin alike share nothing of what is computed")
     add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds for an answer (default: 600)")
     add = parser.group("API")
     add(
@@ -134,6 +142,8 @@ def _engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engi
         cache_bytes=options.cache_bytes,
         max_waiting=options.max_waiting,
         timeout_s=options.request_timeout,
+        prefix_cache=not options.no_prefix_cache,
+        replicas=options.replicas,
     )
     return open_engine(model_of(options), screen, chosen, tokenizer)
 
@@ -157,6 +167,15 @@ def _announce(settings: Settings, screen: Screen, tokenizer: Any, port: int) -> 
     where = listening.address(settings, port)
     screen.line(f"serving: {where}/v1" + (f", with a page to chat at {where}/" if settings.page else ""))
     screen.line(f"try: {listening.curl(settings, port, tokenizer.has_chat_template)}")
+
+
+def _replicas(text: str) -> int:
+    """How many; 0: one a NUMA node."""
+    if text == "auto":
+        return 0
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 1024:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number from 1 on, or auto")
+    return int(text)
 
 
 def _check(options: argparse.Namespace) -> None:

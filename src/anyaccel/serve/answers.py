@@ -122,6 +122,7 @@ async def pieces(
                 now = time.monotonic()
                 if chunk.tokens:
                     if not count:
+                        metrics.queued.observe(chunk.queued_s)
                         metrics.first_token.observe(now - start)
                     else:
                         metrics.between_tokens.observe((now - last) / len(chunk.tokens), len(chunk.tokens))

@@ -131,6 +131,7 @@ class Chunk:
         logprobs: one a token, () where they were not asked for.
         prompt_logprobs: in the first chunk only, one for each token of the prompt but the first.
         cached_tokens: of the prompt, that were in the prefix cache; from the first chunk on.
+        queued_s: seconds from generate() to the first step that has computed of its prompt; in every chunk.
         finish: None while the answer goes on. "abort" comes only from shutting down.
     """
 
@@ -139,6 +140,7 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0
     finish: Finish | None = None
+    queued_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ class LocalDecoder:
         assert self._slots is not None
         return self._slots.apply(work)
 
+    def check(self) -> None:
+        pass  # it ends with this process
+
     def close(self) -> None:
         if self._slots is not None:
             self._slots.clear()
@@ -48,12 +51,14 @@ def open_decoder(
     settings: EngineSettings,
     tokenizer: Any = None,
     check: Callable[[], object] | None = None,
+    replica: int = 0,
 ) -> Decoder:
     """Load the model that the options name.
 
     Args:
         tokenizer: of the model, where the caller has it already.
         check: called now and then while the model loads; what it raises ends that.
+        replica: which of `settings.replicas` it is.
 
     Raises:
         UsageError: it is not one of the native runtime, or does not fit the settings.
@@ -68,11 +73,12 @@ def open_decoder(
     host = host_accelerator(machine)
     if host is None:
         raise UsageError(f"{ONLY_NATIVE}, on the host's own processor: set DS_ACCELERATOR=cpu to use it")
-    options = replace(options, cache_bytes=settings.cache_bytes or host_memory.available() // 4)
-    if options.tp > 1:
+    cache_bytes = settings.cache_bytes or host_memory.available() // 4
+    options = replace(options, cache_bytes=cache_bytes // settings.replicas)
+    if options.tp > 1 or settings.replicas > 1:
         from anyaccel.serve.ranks import RanksDecoder
 
-        return RanksDecoder(options, screen, settings, tokenizer)
+        return RanksDecoder(options, screen, settings, tokenizer, replica)
     screen.line(f"accelerator: {host[1]}")
     screen.line(f"topology: {machine.summary()}")
     try:

@@ -32,8 +32,10 @@ from anyaccel.serve.contract import (
 from anyaccel.serve.decoders import open_decoder
 from anyaccel.serve.facts import Decoder
 from anyaccel.serve.grammar import Constraint, Grammars
+from anyaccel.serve.plans import End, Plan, Start
 from anyaccel.serve.rates import Rates
-from anyaccel.serve.scheduler import End, Entry, Limits, Plan, Scheduler, Start
+from anyaccel.serve.replicas import Replicas, Silent
+from anyaccel.serve.scheduler import Entry, Limits, Scheduler
 from anyaccel.serve.settings import EngineSettings
 from anyaccel.serve.slots import Outcome, Score, work_of
 from anyaccel.serve.streams import Outbox, Piece, Stream, chunk_of
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RESTART_S = (0.5, 30.0)  # before the decoder is loaded again: the first time, and at most
+_IDLE_S = 1.0  # between two looks at a decoder that has nothing to do
 _COUNTERS = ("prefix_hits", "prefix_queries", "prompt_tokens", "generation_tokens", "preemptions", "steps")
 
 
@@ -56,6 +59,8 @@ class _Open:
         self.options = options
         self.stream = stream
         self.constraint = constraint
+        self.came = time.monotonic()
+        self.queued_s = 0.0  # until its first step
 
 
 class ServingEngine:
@@ -164,6 +169,11 @@ class ServingEngine:
         now = self._scheduler.stats(self._decoder.page_bytes)
         return replace(now, **{name: getattr(now, name) + getattr(self._before, name) for name in _COUNTERS})
 
+    @property
+    def cache_pages(self) -> int:
+        """How many the cache has room for."""
+        return self._scheduler.limits.cache_pages
+
     def ready(self) -> bool:
         return self._ready and not self._draining
 
@@ -232,7 +242,8 @@ class ServingEngine:
         """What has come in, and a step if there is something to do."""
         with self._condition:
             while not self._inbox and not self._stopping and not self._scheduler.open:
-                self._condition.wait()
+                if not self._condition.wait(_IDLE_S):
+                    self._decoder.check()
             inbox, self._inbox = self._inbox, []
         if self._stopping:
             return
@@ -253,6 +264,7 @@ class ServingEngine:
         for change in plan.changes:
             if isinstance(change, Start):
                 opened = self._open[change.id]
+                opened.queued_s = start - opened.came
                 starting[change.id] = (opened.entry.tokens[: opened.entry.prompt], opened.options)
         outcome = self._decoder.apply(work_of(plan, starting, self._masks(plan)))
         if not plan.run:
@@ -296,6 +308,7 @@ class ServingEngine:
             None if told is None else _logprobs(told),
             opened.entry.cached,
             outcome.embeddings.get(name),
+            queued_s=opened.queued_s,
         )
         if why is not None:
             self._close(number, why, piece=piece)
@@ -351,6 +364,7 @@ class ServingEngine:
         self._ready = False
         before, now = self._before, self._scheduler.stats(0)
         self._before = replace(before, **{name: getattr(before, name) + getattr(now, name) for name in _COUNTERS})
+        self._scheduler = Scheduler(self._scheduler.limits)  # what it has counted is in `before`
         self._end_all(EngineStoppedError(f"the engine has failed, and is started again: {error}"))
         self._decoder.close()
         wait, longest = _RESTART_S
@@ -387,7 +401,7 @@ def _logprobs(scores: list[Score]) -> tuple[TokenLogprob, ...]:
 
 def open_engine(
     options: ModelOptions, screen: Watcher, settings: EngineSettings | None = None, tokenizer: Any = None
-) -> ServingEngine:
+) -> ServingEngine | Replicas:
     """Load a model and begin to serve it.
 
     Args:
@@ -398,8 +412,30 @@ def open_engine(
         AnyAccelError: the model cannot be read.
     """
     chosen = settings or EngineSettings()
-    grammars = Grammars(options.model, tokenizer)
-    return ServingEngine(lambda check: open_decoder(options, screen, chosen, tokenizer, check), chosen, grammars)
+    if chosen.replicas == 0:
+        from anyaccel.topology import read_machine
+
+        chosen = replace(chosen, replicas=len(read_machine().nodes_with_cores()))
+
+    def one(replica: int) -> ServingEngine:
+        watcher = screen if replica == 0 else Silent()
+        return ServingEngine(
+            lambda check: open_decoder(options, watcher, chosen, tokenizer, check, replica),
+            chosen,
+            Grammars(options.model, tokenizer),
+        )
+
+    if chosen.replicas == 1:
+        return one(0)
+    engines: list[ServingEngine] = []
+    try:
+        while len(engines) < chosen.replicas:
+            engines.append(one(len(engines)))
+    except BaseException:
+        for engine in engines:
+            engine.shut_down()
+        raise
+    return Replicas(engines, chosen.prefix_cache)
 
 
 assert {field.name for field in fields(Stats)} >= set(_COUNTERS)

@@ -41,6 +41,13 @@ class Decoder(Protocol):
             AnyAccelError: it is of no use any more.
         """
 
+    def check(self) -> None:
+        """Whether it lives, while it has nothing to do.
+
+        Raises:
+            AnyAccelError: it is of no use any more.
+        """
+
     def close(self) -> None:
         """Leave nothing behind."""
 

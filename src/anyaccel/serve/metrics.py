@@ -15,6 +15,7 @@ from anyaccel.serve.contract import Stats
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_QUEUED = (0.001, 0.01, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _BETWEEN = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _WHOLE = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _TOKENS = tuple(float(each * 10**power) for power in range(6) for each in (1, 2, 5))
@@ -50,6 +51,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.first_token = Histogram(_FIRST)
+        self.queued = Histogram(_QUEUED)
         self.between_tokens = Histogram(_BETWEEN)
         self._whole = Histogram(_WHOLE)
         self._prompt = Histogram(_TOKENS)
@@ -92,6 +94,7 @@ class Metrics:
         ):
             yield from self._family(name, "counter", meaning, [f"anyaccel:{name}{{{labels}}} {count}"])
         for name, histogram, meaning in (
+            ("request_queue_time_seconds", self.queued, "From a request to the first step that computes of it."),
             ("time_to_first_token_seconds", self.first_token, "From a request to its first token."),
             ("inter_token_latency_seconds", self.between_tokens, "Between two tokens of an answer."),
             ("e2e_request_latency_seconds", self._whole, "From a request to the end of its answer."),

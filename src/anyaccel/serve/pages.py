@@ -153,6 +153,10 @@ class PageTable:
         self._idle[sequence] = None
         self._idle.move_to_end(sequence)
 
+    def held_by_others(self, sequence: Sequence) -> bool:
+        """Whether others have all that it has: who shares a page shares those before it, so the last one tells."""
+        return bool(sequence.pages) and len(sequence.pages[-1].holders) > 1
+
     def wake(self, sequence: Sequence) -> None:
         """A request goes on with it."""
         if sequence.busy:

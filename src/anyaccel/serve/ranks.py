@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 class RanksDecoder:
     """See `decoders.Decoder`. It belongs to the thread that made it: the ranks end with that thread."""
 
-    def __init__(self, options: ModelOptions, screen: Watcher, settings: EngineSettings, tokenizer: Any = None) -> None:
-        plan, summary = plan_ranks(options.tp)
+    def __init__(
+        self, options: ModelOptions, screen: Watcher, settings: EngineSettings, tokenizer: Any = None, replica: int = 0
+    ) -> None:
+        plan, summary = plan_ranks(options.tp, replica, settings.replicas)
         self._ranks = Ranks(RankProcesses(plan, "anyaccel.serve.rank"))
         try:
             self._ranks.load(options, summary)
@@ -36,13 +38,15 @@ class RanksDecoder:
         self.cache_pages = min(each["cache_pages"] for each in said)
         self.shares = first["shares"]
         ends = with_own_ends(first["ends"], Path(options.model), tokenizer)
+        count = f"{options.tp} ranks" if options.tp > 1 else "one process"
+        where = f"{count} of {first['threads']} threads"
         facts = ModelFacts(
             context_of(first["context"], settings),
             first["vocabulary"],
             frozenset(ends),
             first["hidden"],
             options.dtype,
-            plan_line(self, f"{options.tp} ranks of {first['threads']} threads", options, settings),
+            plan_line(self, where, options, settings),
         )
         self.facts = limited(facts, self.cache_pages)
 
@@ -53,6 +57,10 @@ class RanksDecoder:
         while (message := self._ranks.next()[1])["kind"] != "outcome":
             pass
         return Outcome(**message["outcome"])
+
+    def check(self) -> None:
+        if self._ranks.processes.code() is not None:
+            raise self._ranks.lost()
 
     def close(self) -> None:
         self._ranks.processes.end(FAREWELL)

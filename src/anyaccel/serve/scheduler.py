@@ -14,14 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import Literal
 
-from anyaccel.serve.contract import EngineFullError, Finish, Stats, TooLongError
+from anyaccel.serve.contract import EngineFullError, Stats, TooLongError
 from anyaccel.serve.pages import PAGE, PageTable, Sequence, pages_of
+from anyaccel.serve.plans import Change, Drop, End, Plan, Share, Shrink, Start
 from anyaccel.serve.rates import Rates
 from anyaccel.serve.shares import Shares
-
-End = Finish | Literal["cancelled", "deadline", "error"]
 
 _RETRY_S = (1.0, 60.0)
 
@@ -83,59 +81,6 @@ class Entry:
     def answers(self) -> bool:
         """Whether its next token takes one token of work."""
         return self.left == 1 and self.sequence.cached >= self.prompt
-
-
-@dataclass(frozen=True)
-class Start:
-    """The decoder gets to know a request; the first `tokens` tokens are those of request `source`."""
-
-    id: int
-    source: int = -1
-    tokens: int = 0
-
-
-@dataclass(frozen=True)
-class Shrink:
-    """Request `id` keeps the first `tokens` tokens in the cache."""
-
-    id: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Share:
-    """Request `id`, which has nothing in the cache, gets the first tokens of request `source`."""
-
-    id: int
-    source: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Drop:
-    """The decoder forgets a request."""
-
-    id: int
-
-
-Change = Start | Shrink | Share | Drop
-
-
-@dataclass
-class Plan:
-    """A step.
-
-    Attributes:
-        changes: first, in this order.
-        run: request -> tokens that pass; an answer's one, or a part of a prompt.
-        ended: requests, and why, that have ended without a step.
-    """
-
-    changes: list[Change] = field(default_factory=list)
-    run: dict[int, int] = field(default_factory=dict)
-    ended: list[tuple[int, End]] = field(default_factory=list)
-    prompt_tokens: int = 0
-    answers: int = 0
 
 
 class Scheduler:
@@ -455,6 +400,8 @@ class Scheduler:
         keep = sequence.cached // PAGE * PAGE if self.limits.keep else 0
         self.pages.wake(sequence)  # of one that was put back
         self.pages.shrink(sequence, keep)
-        if keep > 0:
+        if self.pages.held_by_others(sequence):  # one more that is kept would bring nothing, and take no page
+            self.pages.shrink(sequence, 0)
+        if sequence.pages:
             self.pages.rest(sequence)
         self._changes.append(self._change_of(sequence))

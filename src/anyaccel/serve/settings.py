@@ -22,6 +22,8 @@ class EngineSettings:
             from measured rates.
         timeout_s: of a request that does not say its own.
         prefix_cache: whether requests that begin alike share what is computed.
+        replicas: engines that have the whole model each, on cores of their own, with a part of `cache_bytes`; 0: one a
+            NUMA node.
 
     Raises:
         UsageError: a value is out of its range.
@@ -34,9 +36,16 @@ class EngineSettings:
     step_s: float = 0.0
     timeout_s: float = 600.0
     prefix_cache: bool = True
+    replicas: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in {"max_batch": 1, "max_context": 0, "cache_bytes": 0, "max_waiting": 1}.items():
+        for name, least in {
+            "max_batch": 1,
+            "max_context": 0,
+            "cache_bytes": 0,
+            "max_waiting": 1,
+            "replicas": 0,
+        }.items():
             if whole_number(name, getattr(self, name)) < least:
                 raise UsageError(f"{name}={getattr(self, name)}: must be at least {least}")
         if not 0 <= self.step_s < float("inf"):

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
-from anyaccel.serve.scheduler import Drop, Plan, Share, Shrink, Start
+from anyaccel.serve.plans import Drop, Plan, Share, Shrink, Start
 
 if TYPE_CHECKING:
     from anyaccel import _llm

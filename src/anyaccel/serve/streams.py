@@ -21,6 +21,7 @@ class Piece:
     embedding: list[float] | None = None
     finish: Finish | None = None
     error: Exception | None = None
+    queued_s: float = 0.0
 
 
 class Stream:
@@ -52,6 +53,7 @@ class Stream:
                 more.cached_tokens,
                 more.embedding,
                 more.finish,
+                queued_s=more.queued_s,
             )
         if not self._pieces:
             self._come.clear()
@@ -87,4 +89,4 @@ def _deliver(pieces: list[tuple[Stream, Piece]]) -> None:
 
 def chunk_of(piece: Piece) -> Chunk:
     """What the front gets of it."""
-    return Chunk(piece.tokens, piece.logprobs, piece.prompt_logprobs, piece.cached_tokens, piece.finish)
+    return Chunk(piece.tokens, piece.logprobs, piece.prompt_logprobs, piece.cached_tokens, piece.finish, piece.queued_s)

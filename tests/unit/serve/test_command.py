@@ -25,6 +25,7 @@ from anyaccel.serve.listening import Settings
         (["--port", "65536"], "--port 65536"),
         (["--max-batch", "0"], "--max-batch 0: must be 1 or above"),
         (["--tp", "0"], "--tp 0"),
+        (["--replicas", "0"], "'0': must be a number from 1 on, or auto"),
         (["--drain-seconds", "-1"], "--drain-seconds -1"),
         (["--request-timeout", "0"], "--request-timeout 0"),
         (["--api-key", ""], "must not be empty"),

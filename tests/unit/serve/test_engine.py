@@ -251,6 +251,10 @@ class Gate:
             raise error
         return self._inner.apply(work)
 
+    def check(self) -> None:
+        if (error := self._failure()) is not None:
+            raise error
+
     def close(self) -> None:
         self._inner.close()
 
@@ -291,20 +295,54 @@ def test_a_full_queue_refuses_and_draining_aborts(llama: Any) -> None:
     run(main())
 
 
+def test_a_request_is_told_how_long_it_has_waited(llama: Any) -> None:
+    steps = threading.Semaphore(0)
+
+    def load(_check: object) -> Any:
+        return Gate(decoder_of(llama, EngineSettings()), steps)
+
+    async def queued(made: Any) -> set[float]:
+        request = GenerationRequest([5, 6], 3, GREEDY, ignore_end=True)
+        return {chunk.queued_s async for chunk in made.generate(request)}
+
+    async def main() -> None:
+        async with engine(load, max_batch=1) as made:
+            first = asyncio.ensure_future(queued(made))
+            while not made.stats().running:
+                await asyncio.sleep(0.001)
+            second = asyncio.ensure_future(queued(made))
+            await asyncio.sleep(0.02)
+            steps.release(100)
+            (one,), (other,) = await first, await second
+            assert one > 0 and other > 0.01
+
+    run(main())
+
+
 def test_a_decoder_that_fails_is_loaded_again(llama: Any) -> None:
     steps = threading.Semaphore(1_000_000)
     failures: list[Exception] = []
     loads: list[int] = []
+    engines: list[Any] = []
+    counted: list[int] = []  # while it is loaded again
 
     def load(_check: object) -> Any:
         loads.append(1)
+        if len(loads) > 1:
+            counted.append(engines[0].stats().generation_tokens)
         if len(loads) == 2:
             raise AnyAccelError("not yet")
         return Gate(decoder_of(llama, EngineSettings()), steps, lambda: failures.pop() if failures else None)
 
     async def main() -> None:
         async with engine(load) as made:
+            engines.append(made)
             first = await answer(made, [5, 6, 7], 5)
+            failures.append(AnyAccelError("a rank is gone while nothing is computed"))
+            while made.ready():
+                await asyncio.sleep(0.01)
+            while not made.ready():
+                await asyncio.sleep(0.01)
             for error in (AnyAccelError("a rank is gone"), RuntimeError("a mistake")):
                 failures.append(error)
                 with pytest.raises(EngineStoppedError, match="started again"):
@@ -312,8 +350,9 @@ def test_a_decoder_that_fails_is_loaded_again(llama: Any) -> None:
                 while not made.ready():
                     await asyncio.sleep(0.01)
                 assert (await answer(made, [5, 6, 7], 5)).tokens == first.tokens
-            assert len(loads) == 4
+            assert len(loads) == 5
             assert made.stats().generation_tokens == 3 * len(first.tokens)
+            assert counted == [len(first.tokens)] * 3 + [2 * len(first.tokens)]
 
     run(main())
 

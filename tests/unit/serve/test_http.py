@@ -392,6 +392,7 @@ def test_metrics_are_prometheus_text_with_vllms_names() -> None:
     assert values[f"anyaccel:kv_cache_usage_perc{label}"] == "0.25"
     assert values[f"anyaccel:generation_tokens_total{label}"] == "7"
     assert values[f"anyaccel:time_to_first_token_seconds_count{label}"] == "1"
+    assert values[f"anyaccel:request_queue_time_seconds_count{label}"] == "1"
     assert values[f"anyaccel:inter_token_latency_seconds_count{label}"] == "3"
     assert values['anyaccel:request_generation_tokens_bucket{model_name="fake",le="+Inf"}'] == "1"
     assert values['anyaccel:request_success_total{model_name="fake",finished_reason="stop"}'] == "1"

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from anyaccel.serve.contract import EngineFullError, TooLongError
 from anyaccel.serve.pages import PAGE
+from anyaccel.serve.plans import Drop, Plan, Share, Shrink, Start
 from anyaccel.serve.rates import Rates
-from anyaccel.serve.scheduler import Drop, Entry, Limits, Plan, Scheduler, Share, Shrink, Start
+from anyaccel.serve.scheduler import Entry, Limits, Scheduler
 
 END = 1
 
@@ -219,6 +220,20 @@ def test_what_can_never_be_answered_is_refused() -> None:
     number = machine.submit(_prompt(machine, 200), 56)
     machine.run()
     assert machine.ended[number] == "length"
+
+
+def test_asking_the_same_again_leaves_nothing_more_behind() -> None:
+    machine = Machine()
+    prompt = _prompt(machine, 200)
+    known = []
+    for number in range(40):
+        machine.submit(prompt + [2 + number] * 10, 2)
+        if number % 2:  # two at once
+            machine.run()
+            machine.step()
+            known.append((machine.scheduler.pages.idle, len(machine.decoder.cached), machine.scheduler.pages.used))
+    assert known[0] == known[-1] == (1, 1, 3)
+    assert machine.scheduler.stats(1).prefix_hits >= 39 * 192
 
 
 def test_a_full_queue_says_when_to_come_again_and_leaves_room_for_other_keys() -> None:

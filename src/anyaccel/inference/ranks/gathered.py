@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyaccel import env
@@ -37,8 +37,11 @@ class RankError(AnyAccelError):
         self.exit_code = exit_code
 
 
-def plan_ranks(tp: int) -> tuple[LaunchPlan, str]:
+def plan_ranks(tp: int, replica: int = 0, replicas: int = 1) -> tuple[LaunchPlan, str]:
     """The plan for so many ranks on this machine, and machine and plan in words.
+
+    Args:
+        replica: of so many `replicas`, which have equal parts of the machine.
 
     Raises:
         UsageError: there are not so many CPUs.
@@ -47,7 +50,12 @@ def plan_ranks(tp: int) -> tuple[LaunchPlan, str]:
     from anyaccel.topology import read_machine
 
     machine = read_machine()
-    if tp > len(machine.allowed_cpus):
+    if tp * replicas > len(machine.allowed_cpus):
+        if replicas > 1:
+            raise UsageError(
+                f"--replicas {replicas} --tp {tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and "
+                "each of their ranks needs one"
+            )
         raise UsageError(
             f"--tp {tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and each rank needs one; "
             f"--tp {len(machine.allowed_cpus)} is the most here"
@@ -55,12 +63,16 @@ def plan_ranks(tp: int) -> tuple[LaunchPlan, str]:
     wanted = launch.LaunchOptions(
         script="anyaccel",
         module=True,
-        num_accelerators=tp,
+        num_accelerators=tp * replicas,
         # Two hardware threads of one core cannot be two ranks' own cores; they share it unbound.
-        bind_cores=tp <= len(machine.cores()),
+        bind_cores=tp * replicas <= len(machine.cores()),
         local_rank_argument=False,
     )
     plan = launch.make_plan(wanted, machine)
+    if replicas > 1:
+        mine = plan.ranks[replica * tp : (replica + 1) * tp]
+        cores = tuple(core for rank in mine for core in rank.cores)
+        plan = launch.make_plan(replace(wanted, num_accelerators=tp, core_list=cores or None), machine)
     return plan, f"topology: {machine.summary()}\n{plan.render()}"
 
 

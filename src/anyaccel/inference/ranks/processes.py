@@ -6,8 +6,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyaccel import _native, env
@@ -40,7 +43,7 @@ class RankProcesses:
         own = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _be_launcher(plan, module, own, near, far)
+            _be_launcher(plan, module, own, far)
         for descriptor in far:
             os.close(descriptor)
         self.channels = [Channel(descriptor, patience) for descriptor in near]
@@ -75,7 +78,20 @@ class RankProcesses:
                 self.wait(_END)
 
 
-def _be_launcher(plan: LaunchPlan, module: str, command: int, near: list[int], far: list[int]) -> NoReturn:
+def _close_sockets_but(kept: list[int]) -> None:
+    """Close the command's sockets, but for its standard streams.
+
+    The ranks read the end of its own ends of their sockets when it is gone; and the connections of a server are closed
+    for their clients only when nobody has them. Pipes may belong to a library that uses them after a fork, as libuv.
+    """
+    for link in list(Path("/proc/self/fd").iterdir()):
+        descriptor = int(link.name)
+        with suppress(OSError):  # that of the listing itself
+            if descriptor > 2 and descriptor not in kept and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
+
+
+def _be_launcher(plan: LaunchPlan, module: str, command: int, far: list[int]) -> NoReturn:
     """In the forked process: start the ranks and wait for their end."""
     code = 70  # EX_SOFTWARE, with a traceback
     try:
@@ -83,8 +99,8 @@ def _be_launcher(plan: LaunchPlan, module: str, command: int, near: list[int], f
         if os.getppid() != command:
             os._exit(128 + signal.SIGTERM)
         os.setsid()  # what the terminal sends is for the command
-        for descriptor in near:
-            os.close(descriptor)  # the ranks read the end of them when the command is gone
+        signal.set_wakeup_fd(-1)  # of an asyncio loop in the command: our signals are not its own
+        _close_sockets_but(far)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         for descriptor in far:

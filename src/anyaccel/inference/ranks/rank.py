@@ -121,7 +121,7 @@ def _open_native(
 
     load: Callable[[], Any] = loader(options, screen.progress, rank, options.tp)
     # The launcher started all of them: they see each other's process ids.
-    native = together(exchange, load, anonymous=True)
+    native = together(exchange, load, anonymous=True) if options.tp > 1 else load()
     describe_weights(native, screen)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
     return NativeBackend(native, None, ends, accelerator, options.dtype)

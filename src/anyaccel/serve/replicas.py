@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines as one: each has the whole model on cores and memory of its own. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+from anyaccel.serve.contract import Chunk, Engine, GenerationRequest, ModelFacts, Stats
+from anyaccel.serve.pages import PAGE
+from anyaccel.serve.pages import Sequence as Cached
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+_UNEVEN = 4  # so many more open requests than another one a replica may have that has more of a prompt in its cache
+
+
+class Replica(Engine, Protocol):
+    """One of the engines."""
+
+    @property
+    def cache_pages(self) -> int:
+        """How many its cache has room for."""
+
+
+class Silent:
+    """A screen for the replicas after the first one, which say the same."""
+
+    def line(self, text: str) -> None:
+        pass
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+
+class Replicas:
+    """See `contract.Engine`.
+
+    A request goes to the replica that has seen the longest beginning of its prompt, else to the least loaded one.
+    """
+
+    def __init__(self, engines: Sequence[Replica], shares: bool = True) -> None:
+        self._engines = tuple(engines)
+        self._open = [0] * len(engines)
+        self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in engines]  # keys of pages, the oldest first
+        self._shares = shares
+        first = engines[0].facts
+        plan = (f"plan: {len(engines)} replicas, each of {first.plan[0].removeprefix('plan: ')}", *first.plan[1:])
+        self.facts: ModelFacts = replace(first, plan=plan)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        number = self._choose(request.prompt)
+        self._note(number, request.prompt)
+        tokens = list(request.prompt)
+        self._open[number] += 1
+        try:
+            answer = cast("AsyncGenerator[Chunk, None]", self._engines[number].generate(request))
+            async with aclosing(answer) as chunks:
+                async for chunk in chunks:
+                    tokens += chunk.tokens
+                    yield chunk
+        finally:
+            self._open[number] -= 1
+            self._note(number, tokens)  # the conversation's next turn begins with it
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
+    ) -> list[list[float]]:
+        async def one(prompt: Sequence[int]) -> list[float]:
+            number = self._choose(())
+            self._open[number] += 1
+            try:
+                return (await self._engines[number].embed([prompt], pooling, key))[0]
+            finally:
+                self._open[number] -= 1
+
+        asked = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*asked)
+        finally:
+            for each in asked:  # of those beside one that has failed
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    def stats(self) -> Stats:
+        each = [engine.stats() for engine in self._engines]
+        return Stats(**{field.name: sum(getattr(one, field.name) for one in each) for field in fields(Stats)})
+
+    def ready(self) -> bool:
+        return any(engine.ready() for engine in self._engines)
+
+    async def drain(self, seconds: float) -> None:
+        await asyncio.gather(*(engine.drain(seconds) for engine in self._engines))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(engine.close() for engine in self._engines))
+
+    def _choose(self, prompt: Sequence[int]) -> int:
+        """Which one is to have it; one that starts again only where all do."""
+        ready = []
+        for number, engine in enumerate(self._engines):
+            if engine.ready():
+                ready.append(number)
+            else:
+                self._seen[number].clear()
+        ready = ready or list(range(len(self._engines)))
+        most = min(self._open[number] for number in ready) + _UNEVEN
+        keys = _keys(prompt)
+
+        def rank(number: int) -> tuple[int, int]:
+            seen = self._seen[number]
+            count = next((place for place, key in enumerate(keys) if key not in seen), len(keys))
+            return -count, self._open[number]
+
+        return min((number for number in ready if self._open[number] <= most), key=rank)
+
+    def _note(self, number: int, tokens: Sequence[int]) -> None:
+        if not self._shares:
+            return
+        seen = self._seen[number]
+        for key in reversed(_keys(tokens)):  # what is first is used by most, and forgotten last
+            seen[key] = None
+            seen.move_to_end(key)
+        while len(seen) > self._engines[number].cache_pages:
+            seen.popitem(last=False)
+
+
+def _keys(tokens: Sequence[int]) -> list[int]:
+    """Of the pages that the tokens fill."""
+    cached: Any = Cached(0, list(tokens))
+    return [cached.key(page) for page in range(len(tokens) // PAGE)]
