@@ -161,7 +161,7 @@ class Completions:
         async with aclosing(self._pieces()) as found:
             async for piece in found:
                 choice = self._choice(piece)
-                if choice["text"] or piece.logprobs or piece.finish:
+                if choice["text"] or piece.logprobs or piece.count or piece.finish:
                     more = {"usage": self._usage() if always else None} if usage else {}
                     yield event({**self._head, "choices": [choice], **more})
         if usage:
