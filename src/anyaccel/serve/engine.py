@@ -125,7 +125,8 @@ class ServingEngine:
             deadline=self._deadline(request.timeout_s),
         )
         stream = Stream()
-        self._post(lambda: self._submit(_Open(entry, options, stream, constraint)))
+        opened = _Open(entry, options, stream, constraint)
+        self._post(lambda: self._submit(opened))
         ended = False
         try:
             while not ended:
