@@ -18,6 +18,7 @@
 #include "bindings/translate.h"
 #include "llm/bandwidth.h"
 #include "llm/errors.h"
+#include "llm/feed.h"
 #include "llm/linear.h"
 #include "llm/model.h"
 #include "llm/quantise.h"
@@ -190,6 +191,13 @@ void bind_model(nb::module_& m) {
       .def("unlink", &Model::unlink, no_gil)
       .def("step", &Model::step, nb::arg("requests"), nb::arg("limits") = std::vector<int64_t>(),
            nb::arg("exact") = false, no_gil)
+      .def(
+          "steps",
+          [](Model& self, const std::vector<Request*>& requests, int64_t most, TokenFeed& feed, int64_t tag) {
+            Steps steps = self.steps(requests, most, feed, tag);
+            return std::pair(std::move(steps.tokens), steps.fed);
+          },
+          nb::arg("requests"), nb::arg("most"), nb::arg("feed"), nb::arg("tag"), no_gil)
       .def("create", &Model::create, no_gil)
       .def("fork", &Model::fork, nb::arg("sequence"), nb::arg("tokens"), no_gil)
       .def("truncate", &Model::truncate, nb::arg("sequence"), nb::arg("tokens"), no_gil)
@@ -245,6 +253,14 @@ void bind_request(nb::module_& m) {
       .def(
           "copy_logits", [](const Request& self, uintptr_t address) { self.copy_logits(pointer<float>(address)); },
           nb::arg("address"), no_gil);
+}
+
+void bind_feed(nb::module_& m) {
+  nb::class_<TokenFeed>(m, "TokenFeed")
+      .def(nb::init<>())
+      .def("fileno", &TokenFeed::fileno)
+      .def("take", &TokenFeed::take)
+      .def("stop", &TokenFeed::stop, nb::arg("value") = true);
 }
 
 void bind_linear(nb::module_& m) {
@@ -320,6 +336,7 @@ NB_MODULE(_llm, m) {
   m.def("isa", [] { return anyaccel::isa_name(anyaccel::selected_isa()); });
   bind_model(m);
   bind_request(m);
+  bind_feed(m);
   bind_linear(m);
   m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes"), nb::arg("threads") = 0, nb::arg("rounds") = 5,
         nb::call_guard<nb::gil_scoped_release>());

@@ -22,7 +22,14 @@
 namespace anyaccel::llm {
 
 class Request;
+class TokenFeed;
 struct StepResult;
+
+// What several steps brought: the tokens of each of them, and how many of these went to the feed.
+struct Steps {
+  std::vector<std::vector<int64_t>> tokens;
+  int64_t fed = 0;
+};
 
 // Calls may come from several threads, and run one after the other. After an error that is not of an exchange among
 // ranks the model is as it was before the call.
@@ -66,6 +73,10 @@ class Model {
   // tokens of prompts and of answers pass apart then.
   std::vector<int64_t> step(const std::vector<Request*>& requests, const std::vector<int64_t>& limits = {},
                             bool exact = false);
+  // At most `most` exact steps of requests that are all in their answers. As long as another one follows, a step's
+  // tokens go to `feed` with `tag`; the last ones do not. It ends early when a request has finished, when the feed says
+  // so, and before a step that fails: the next call of step() tells why. Throws as step() does, of the first one.
+  Steps steps(const std::vector<Request*>& requests, int64_t most, TokenFeed& feed, int64_t tag);
 
   // --- sequences, for callers with a loop of their own
   int create();

@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include "llm/errors.h"
+#include "llm/feed.h"
 #include "llm/model.h"
 #include "llm/request.h"
 
@@ -231,6 +232,26 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
     tokens[static_cast<size_t>(index)] = one.token;
   }
   return tokens;
+}
+
+Steps Model::steps(const std::vector<Request*>& requests, int64_t most, TokenFeed& feed, int64_t tag) {
+  Steps result;
+  result.tokens.push_back(step(requests, {}, true));
+  while (static_cast<int64_t>(result.tokens.size()) < most && !feed.stopped()) {
+    const std::vector<int64_t>& last = result.tokens.back();
+    const bool all_go_on = std::all_of(requests.begin(), requests.end(), [](const Request* request) {
+      return request->finished() == Request::Finish::no;
+    });
+    if (!all_go_on || std::any_of(last.begin(), last.end(), [](int64_t token) { return token < 0; })) break;
+    feed.add(tag, last);
+    ++result.fed;
+    try {
+      result.tokens.push_back(step(requests, {}, true));
+    } catch (const ModelError&) {  // the model is as it was before this step, and what came before is not lost
+      break;
+    }
+  }
+  return result;
 }
 
 void Model::step_some(const std::vector<Request*>& requests, bool exact, StepResult& result) {

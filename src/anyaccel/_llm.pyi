@@ -96,6 +96,11 @@ class Model:
     # returns the new token of each request, -1 for one that had finished, -2 for one whose prompt goes on.
     # `limits`: the most tokens of each request's prompt in this step, 0: all. `exact`: see csrc/llm/model.h.
     def step(self, requests: Sequence[Request], limits: Sequence[int] = (), exact: bool = False) -> list[int]: ...
+    # At most `most` steps of answers (`exact`): the tokens of each step, and how many of these are in the feed, where
+    # those of all steps but the last go, with `tag`. Ends early when a request does, or the feed is told to stop.
+    def steps(
+        self, requests: Sequence[Request], most: int, feed: TokenFeed, tag: int
+    ) -> tuple[list[list[int]], int]: ...
     # Below: for Hugging Face's own loops. Sequences are numbers; tokens int64.
     def create(self) -> int: ...
     def fork(self, sequence: int, tokens: int) -> int: ...
@@ -120,6 +125,13 @@ class Model:
     def cache_limit_bytes(self) -> int: ...
     # Seconds and calls by kind of work since the last reset (thread 0), for `bench llm --profile`.
     def profile(self, enabled: bool) -> dict[str, tuple[float, int]]: ...
+
+class TokenFeed:
+    """Tokens of several steps on their way to another thread; readable (`fileno`) as long as some were not taken."""
+
+    def fileno(self) -> int: ...
+    def take(self) -> list[tuple[int, list[int]]]: ...  # tag and tokens of each step since the last call
+    def stop(self, value: bool = True) -> None: ...  # after the step under way; False: not any more
 
 class Linear:
     """One packed matrix for the generic path: y = x Wᵀ + bias."""

@@ -13,7 +13,7 @@ from anyaccel.errors import UsageError
 from anyaccel.serve.contract import ModelFacts
 from anyaccel.serve.facts import ONLY_NATIVE, Decoder, context_of, limited, plan_line, shares_of, with_own_ends
 from anyaccel.serve.pages import PAGE
-from anyaccel.serve.slots import Outcome, Slots, Work
+from anyaccel.serve.slots import Ahead, Outcome, Slots, Work
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 class LocalDecoder:
     """A model in the native runtime of this process."""
 
+    goes_ahead = True
+
     def __init__(self, native: NativeModel, facts: ModelFacts) -> None:
         self._slots: Slots | None = Slots(native.model)
         self.page_bytes = native.model.cache_bytes_per_token() * PAGE
@@ -32,9 +34,9 @@ class LocalDecoder:
         self.shares = shares_of(native)
         self.facts = limited(facts, self.cache_pages)
 
-    def apply(self, work: Work) -> Outcome:
+    def apply(self, work: Work, ahead: Ahead | None = None) -> Outcome:
         assert self._slots is not None
-        return self._slots.apply(work)
+        return self._slots.apply(work, ahead)
 
     def check(self) -> None:
         pass  # it ends with this process

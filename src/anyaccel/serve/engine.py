@@ -19,6 +19,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
+from anyaccel.serve.ahead import LONGEST_S, Feeding, Receiver
 from anyaccel.serve.checks import check_prompt, check_request, native_options
 from anyaccel.serve.contract import (
     Chunk,
@@ -27,17 +28,17 @@ from anyaccel.serve.contract import (
     GenerationRequest,
     ModelFacts,
     Stats,
-    TokenLogprob,
 )
 from anyaccel.serve.decoders import open_decoder
 from anyaccel.serve.facts import Decoder
-from anyaccel.serve.grammar import Constraint, Grammars
+from anyaccel.serve.grammar import Grammars
+from anyaccel.serve.opened import Open, logprobs_of
 from anyaccel.serve.plans import End, Plan, Start
 from anyaccel.serve.rates import Rates
 from anyaccel.serve.replicas import Replicas, Silent
 from anyaccel.serve.scheduler import Entry, Limits, Scheduler
 from anyaccel.serve.settings import EngineSettings
-from anyaccel.serve.slots import Outcome, Score, work_of
+from anyaccel.serve.slots import Ahead, Outcome, work_of
 from anyaccel.serve.streams import Outbox, Piece, Stream, chunk_of
 
 if TYPE_CHECKING:
@@ -49,18 +50,6 @@ logger = logging.getLogger(__name__)
 _RESTART_S = (0.5, 30.0)  # before the decoder is loaded again: the first time, and at most
 _IDLE_S = 1.0  # between two looks at a decoder that has nothing to do
 _COUNTERS = ("prefix_hits", "prefix_queries", "prompt_tokens", "generation_tokens", "preemptions", "steps")
-
-
-class _Open:
-    """An open request, as the thread knows it."""
-
-    def __init__(self, entry: Entry, options: dict[str, Any], stream: Stream, constraint: Constraint | None) -> None:
-        self.entry = entry
-        self.options = options
-        self.stream = stream
-        self.constraint = constraint
-        self.came = time.monotonic()
-        self.queued_s = 0.0  # until its first step
 
 
 class ServingEngine:
@@ -82,10 +71,11 @@ class ServingEngine:
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._stopping = self._draining = self._ready = False
-        self._open: dict[int, _Open] = {}  # the thread's own
+        self._open: dict[int, Open] = {}  # the thread's own
         self._before = Stats()  # what earlier decoders have done
         self._refusal: Exception | None = None  # of requests that come while there is no decoder
-        self._outbox = Outbox()
+        self._feeding = Feeding()
+        self._outbox = Outbox(self._feeding)
         self._decoder: Decoder
         self._scheduler: Scheduler
         self._thread = threading.Thread(target=self._serve, name="anyaccel-engine", daemon=True)
@@ -125,7 +115,8 @@ class ServingEngine:
             deadline=self._deadline(request.timeout_s),
         )
         stream = Stream()
-        opened = _Open(entry, options, stream, constraint)
+        self._feeding.watch(stream.loop)
+        opened = Open(entry, options, stream, constraint)
         self._post(lambda: self._submit(opened))
         ended = False
         try:
@@ -150,7 +141,7 @@ class ServingEngine:
             entry = Entry(
                 number, list(prompt), len(prompt), 0, key=key, shares=pooling == "last", deadline=self._deadline(None)
             )
-            opened = _Open(entry, {"goal": pooling}, stream, None)
+            opened = Open(entry, {"goal": pooling}, stream, None)
             self._post(lambda opened=opened: self._submit(opened))  # type: ignore[misc]
             numbers.append(number)
             streams.append(stream)
@@ -195,8 +186,10 @@ class ServingEngine:
         """The same, waiting for it."""
         with self._condition:
             self._stopping = self._draining = True
+            self._feeding.stop()
             self._condition.notify()
         self._thread.join()
+        self._feeding.close()
         self._grammars.close()
 
     def _deadline(self, seconds: float | None) -> float:
@@ -209,6 +202,7 @@ class ServingEngine:
                     return
                 raise EngineStoppedError("the server is about to end")
             self._inbox.append(message)
+            self._feeding.stop()
             self._condition.notify()
 
     # --- the thread
@@ -246,6 +240,7 @@ class ServingEngine:
                 if not self._condition.wait(_IDLE_S):
                     self._decoder.check()
             inbox, self._inbox = self._inbox, []
+            self._feeding.stop(self._stopping)
         if self._stopping:
             return
         for message in inbox:
@@ -267,14 +262,31 @@ class ServingEngine:
                 opened = self._open[change.id]
                 opened.queued_s = start - opened.came
                 starting[change.id] = (opened.entry.tokens[: opened.entry.prompt], opened.options)
-        outcome = self._decoder.apply(work_of(plan, starting, self._masks(plan)))
+        work = work_of(plan, starting, self._masks(plan))
+        ahead = self._ahead(plan)
+        outcome = self._decoder.apply(work) if ahead is None else self._decoder.apply(work, ahead)
+        if ahead is not None:
+            self._feeding.over(ahead)
         if not plan.run:
             return
         now = time.monotonic()
+        steps = [*outcome.before, outcome.tokens]
         wrong = {int(name) for name in outcome.errors}
-        ended = dict(self._scheduler.done(plan, outcome.tokens, now - start, now, wrong))
-        for number, token in zip(plan.run, outcome.tokens, strict=True):
-            self._tell(number, token, outcome, ended.get(number))
+        for place, tokens in enumerate(steps):
+            ended = dict(self._scheduler.done(plan, tokens, (now - start) / len(steps), now, wrong))
+            for number, token in zip(plan.run, tokens, strict=True) if place >= outcome.fed else ():
+                self._tell(number, token, outcome, ended.get(number))
+
+    def _ahead(self, plan: Plan) -> Ahead | None:
+        """Leave for more than one step, where nothing has to be decided or told between them but tokens."""
+        seconds = self._scheduler.rates.decode_seconds(plan.answers)
+        if not self._decoder.goes_ahead or seconds == 0.0:
+            return None
+        most = min(self._scheduler.ahead(plan), int(LONGEST_S / seconds))
+        opened = [self._open[number] for number in plan.run]
+        if most < 2 or any(each.constraint is not None or each.tells_more for each in opened):
+            return None
+        return self._feeding.begin(most, [Receiver(each.stream, each.entry.cached, each.queued_s) for each in opened])
 
     def _masks(self, plan: Plan) -> dict[int, bytes]:
         """Of the constrained requests that will choose a token."""
@@ -305,8 +317,8 @@ class ServingEngine:
         told = outcome.prompt_scores.get(name)
         piece = Piece(
             tokens,
-            _logprobs(outcome.scores.get(name, [])),
-            None if told is None else _logprobs(told),
+            logprobs_of(outcome.scores.get(name, [])),
+            None if told is None else logprobs_of(told),
             opened.entry.cached,
             outcome.embeddings.get(name),
             queued_s=opened.queued_s,
@@ -316,7 +328,7 @@ class ServingEngine:
         elif tokens or told is not None:
             self._outbox.add(opened.stream, piece)
 
-    def _submit(self, opened: _Open) -> None:
+    def _submit(self, opened: Open) -> None:
         try:
             if self._refusal is not None:
                 raise self._refusal
@@ -394,10 +406,6 @@ class ServingEngine:
             settings.prefix_cache and decoder.shares,
         )
         return Scheduler(limits, Rates(settings.step_s))
-
-
-def _logprobs(scores: list[Score]) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(token, logprob, tuple(map(tuple, top))) for token, logprob, top in scores)  # type: ignore[arg-type]
 
 
 def open_engine(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from anyaccel.errors import UsageError
 from anyaccel.serve.contract import ModelFacts
 from anyaccel.serve.pages import PAGE
-from anyaccel.serve.slots import Outcome, Work
+from anyaccel.serve.slots import Ahead, Outcome, Work
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -27,14 +27,16 @@ class Decoder(Protocol):
         page_bytes: of a page of keys and values, on all ranks together.
         cache_pages: how many there may be.
         shares: whether what one request has computed holds for others.
+        goes_ahead: whether apply() takes several steps when it is given leave.
     """
 
     facts: ModelFacts
     page_bytes: int
     cache_pages: int
     shares: bool
+    goes_ahead: bool
 
-    def apply(self, work: Work) -> Outcome:
+    def apply(self, work: Work, ahead: Ahead | None = None) -> Outcome:
         """Take a step.
 
         Raises:

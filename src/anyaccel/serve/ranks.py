@@ -11,7 +11,7 @@ from anyaccel.inference.ranks.gathered import FAREWELL, Ranks, plan_ranks
 from anyaccel.inference.ranks.processes import RankProcesses
 from anyaccel.serve.contract import ModelFacts
 from anyaccel.serve.facts import context_of, limited, plan_line, with_own_ends
-from anyaccel.serve.slots import Outcome, Work
+from anyaccel.serve.slots import Ahead, Outcome, Work
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.loading import Watcher
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 class RanksDecoder:
     """See `decoders.Decoder`. It belongs to the thread that made it: the ranks end with that thread."""
+
+    goes_ahead = False  # each step is told to all ranks
 
     def __init__(
         self, options: ModelOptions, screen: Watcher, settings: EngineSettings, tokenizer: Any = None, replica: int = 0
@@ -50,7 +52,8 @@ class RanksDecoder:
         )
         self.facts = limited(facts, self.cache_pages)
 
-    def apply(self, work: Work) -> Outcome:
+    def apply(self, work: Work, ahead: Ahead | None = None) -> Outcome:
+        assert ahead is None
         self._ranks.send("step", work=asdict(work))
         if not work.run and not work.changes:
             return Outcome()

@@ -195,6 +195,20 @@ class Scheduler:
             self._plan_prompts(plan, self.rates.prompt_tokens(0))
         return plan
 
+    def ahead(self, plan: Plan) -> int:
+        """How many steps the same answers could take, one after the other, before there is anything to decide.
+
+        As far as the pages that they have reach, while no prompt is under way or could begin; at least 1.
+        """
+        if self._waiting and len(self._running) < self.limits.max_batch:
+            return 1
+        if plan.prompt_tokens or len(plan.run) != len(self._running):
+            return 1
+        entries = [self._entries[number] for number in plan.run]
+        room = min(pages_of(each.sequence.cached + 1) * PAGE - each.sequence.cached for each in entries)
+        left = min(each.max_tokens - (len(each.tokens) - each.prompt) for each in entries)
+        return max(1, min(room, left))
+
     def done(
         self, plan: Plan, tokens: Items[int], seconds: float, now: float, wrong: Collection[int] = ()
     ) -> list[tuple[int, End]]:

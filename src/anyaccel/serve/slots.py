@@ -38,11 +38,27 @@ class Work:
 
 
 @dataclass
+class Ahead:
+    """Leave to take several steps of the same answers; only for a decoder in this process.
+
+    Attributes:
+        most: how many.
+        feed: gets the tokens of each step, with `tag`, while the next one is under way.
+    """
+
+    most: int
+    feed: _llm.TokenFeed
+    tag: int
+
+
+@dataclass
 class Outcome:
     """What came of it.
 
     Attributes:
         tokens: of each request of `run`; negative: none.
+        before: the same of the steps before, where there were several.
+        fed: of how many steps the feed has the tokens.
         errors: number -> what was wrong with this request alone.
         scores, prompt_scores, embeddings: number -> what the request wants to know.
     """
@@ -52,6 +68,8 @@ class Outcome:
     scores: dict[str, list[Score]] = field(default_factory=dict)
     prompt_scores: dict[str, list[Score]] = field(default_factory=dict)
     embeddings: dict[str, list[float]] = field(default_factory=dict)
+    before: list[list[int]] = field(default_factory=list)
+    fed: int = 0
 
     def add(self, other: Outcome) -> None:
         """That of more requests."""
@@ -76,8 +94,8 @@ class Slots:
         self._requests: dict[int, _llm.Request] = {}
         self._options: dict[int, dict[str, Any]] = {}
 
-    def apply(self, work: Work) -> Outcome:
-        """Take the step.
+    def apply(self, work: Work, ahead: Ahead | None = None) -> Outcome:
+        """Take the step, or the steps.
 
         Raises:
             AnyAccelError: the decoder is of no use any more.
@@ -88,7 +106,7 @@ class Slots:
             self._requests[int(name)].set_mask(base64.b64decode(mask))
         outcome = Outcome()
         if work.run:
-            self._step(work.run, outcome)
+            self._step(work.run, outcome, ahead)
         return outcome
 
     def clear(self) -> None:
@@ -116,11 +134,15 @@ class Slots:
             self._requests.pop(number).finish()
             del self._options[number]
 
-    def _step(self, run: list[tuple[int, int]], outcome: Outcome) -> None:
+    def _step(self, run: list[tuple[int, int]], outcome: Outcome, ahead: Ahead | None = None) -> None:
         requests = [self._requests[number] for number, _ in run]
         limits = [count for _, count in run]
         try:
-            outcome.tokens = self._model.step(requests, limits, exact=True)
+            if ahead is None:
+                outcome.tokens = self._model.step(requests, limits, exact=True)
+            else:
+                steps, outcome.fed = self._model.steps(requests, ahead.most, ahead.feed, ahead.tag)
+                *outcome.before, outcome.tokens = steps
         except ModelError as error:
             if len(run) == 1:
                 outcome.tokens, outcome.errors[str(run[0][0])] = [-2], str(error)

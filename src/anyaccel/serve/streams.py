@@ -6,8 +6,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from anyaccel.serve.contract import Chunk, Finish, TokenLogprob
+
+if TYPE_CHECKING:
+    from anyaccel.serve.ahead import Feeding
 
 
 @dataclass
@@ -63,9 +67,14 @@ class Stream:
 
 
 class Outbox:
-    """Pieces of a step, sent to each loop at once."""
+    """Pieces of a step, sent to each loop at once.
 
-    def __init__(self) -> None:
+    Args:
+        feeding: the other road to them, where what is on both keeps its order.
+    """
+
+    def __init__(self, feeding: Feeding) -> None:
+        self._feeding = feeding
         self._pieces: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Piece]]] = {}
 
     def add(self, stream: Stream, piece: Piece) -> None:
@@ -75,16 +84,19 @@ class Outbox:
         """Wake the loops; one that is closed has nobody who waits."""
         pieces, self._pieces = self._pieces, {}
         for loop, those in pieces.items():
+            self._feeding.send(loop)
             try:
-                loop.call_soon_threadsafe(_deliver, those)
+                loop.call_soon_threadsafe(self._deliver, loop, those)
             except RuntimeError:
                 if not loop.is_closed():
                     raise
 
+    def _deliver(self, loop: asyncio.AbstractEventLoop, pieces: list[tuple[Stream, Piece]]) -> None:
+        def put() -> None:
+            for stream, piece in pieces:
+                stream.put(piece)
 
-def _deliver(pieces: list[tuple[Stream, Piece]]) -> None:
-    for stream, piece in pieces:
-        stream.put(piece)
+        self._feeding.arrive(loop, put)
 
 
 def chunk_of(piece: Piece) -> Chunk:

@@ -246,6 +246,8 @@ class Gate:
         for name in ("facts", "page_bytes", "cache_pages", "shares"):
             setattr(self, name, getattr(inner, name))
 
+    goes_ahead = False
+
     def apply(self, work: Any) -> Any:
         assert self._steps.acquire(timeout=60)
         if (error := self._failure()) is not None:
