@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -44,6 +46,7 @@ _WORDS = (
 _PARTS = ("load", "prefix", "one", "start")
 _QUESTION = "Write a long story about a memory node and the cores around it."
 _READY_S = 300.0
+_ANSWER_S = 1800.0
 
 
 @dataclass
@@ -168,38 +171,67 @@ class Answer:
         return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
-async def _body(reader: asyncio.StreamReader) -> Any:
-    """The parts of a body, chunked or not, as lines."""
-    status, chunked = (await reader.readline()).decode(), False
-    while (line := await reader.readline()).strip():
-        chunked = chunked or line.lower().startswith(b"transfer-encoding: chunked")
+class _Receiver(asyncio.Protocol):
+    """Keeps what comes, and when; it is read when all is there.
+
+    Whoever measures shares the machine with the server: what is done at each token must be as little as can be.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self.times: list[float] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self.times.append(time.perf_counter())
+        self.parts.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+def _lines(parts: Sequence[bytes], times: Sequence[float]) -> Iterator[tuple[float, bytes]]:
+    """The lines of a body, and when each of them was complete; the body is chunked or ends with the connection."""
+    whole = b"".join(parts)
+    ends = list(itertools.accumulate(map(len, parts)))
+    head, mark, _ = whole.partition(b"\r\n\r\n")
+    status = head.split(b"\r\n", 1)[0].decode(errors="replace")
+    at = len(head) + len(mark)
     if " 200" not in status:
-        raise RuntimeError(f"{status.strip()}: {(await reader.read(500)).decode(errors='replace')}")
+        raise RuntimeError(f"{status or 'no answer'}: {whole[at : at + 500].decode(errors='replace')}")
+    spans = [(at, len(whole))]
+    if b"\r\ntransfer-encoding: chunked" in head.lower():
+        spans = []
+        while True:
+            end = whole.index(b"\r\n", at)
+            size = int(whole[at:end].split(b";")[0], 16)
+            if size == 0:
+                break
+            spans.append((end + 2, end + 2 + size))
+            at = end + 2 + size + 2
     rest = b""
-    while True:
-        if chunked:
-            size = int((await reader.readline()).split(b";")[0] or b"0", 16)
-            part = await reader.readexactly(size)
-            await reader.readline()
-        else:
-            part = await reader.read(1 << 16)
-        if not part:
-            return
-        *lines, rest = (rest + part).split(b"\n")
+    for begin, end in spans:
+        *lines, rest = (rest + whole[begin:end]).split(b"\n")
+        when = times[min(bisect.bisect_left(ends, end), len(times) - 1)]
         for line in lines:
-            yield line
+            yield when, line
 
 
 async def ask(server: Server, path: str, value: dict[str, Any]) -> Answer:
     """One streamed request."""
     body = json.dumps({"model": server.model, "temperature": 0, "stream": True, **value}).encode()
     start = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    transport, receiver = await asyncio.get_running_loop().create_connection(_Receiver, "127.0.0.1", server.port)
     try:
         head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\nContent-Type: application/json\r\n"
-        writer.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        found = Answer([], "")
-        async for line in _body(reader):
+        transport.write(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await asyncio.wait_for(receiver.ended, _ANSWER_S)
+    finally:
+        transport.close()
+    found = Answer([], "")
+    try:
+        for when, line in _lines(receiver.parts, receiver.times):
             if not line.startswith(b"data: {"):
                 continue
             said = json.loads(line[6:])
@@ -208,11 +240,11 @@ async def ask(server: Server, path: str, value: dict[str, Any]) -> Answer:
             for choice in said.get("choices", ()):
                 text = choice.get("text") or choice.get("delta", {}).get("content")
                 if text:
-                    found.times.append(time.perf_counter() - start)
+                    found.times.append(when - start)
                     found.text += text
-        return found
-    finally:
-        writer.close()
+    except ValueError as error:
+        raise RuntimeError(f"the answer broke off or is no stream of events ({error})") from None
+    return found
 
 
 def _words(order: random.Random, count: int) -> str:
@@ -234,7 +266,7 @@ def load(server: Server, clients: int, requests: int, seed: int) -> dict[str, An
                 value = {"prompt": prompt, "max_tokens": count, "ignore_eos": True}
                 answers.append(await ask(server, "/v1/completions", value))
                 tokens += count
-            except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
+            except (OSError, RuntimeError, TimeoutError) as error:
                 failed += 1
                 note(f"{server.name}: {error}")
 

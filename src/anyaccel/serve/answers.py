@@ -143,13 +143,12 @@ async def pieces(
         metrics.finished(finish, time.monotonic() - start, len(request.prompt), text.count)
 
 
-async def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
     """The pieces of several answers as they come; the end of this one, by whatever, is the end of all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for piece in only:
-                yield piece
-        return
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
     steps: dict[asyncio.Task[Any], AsyncGenerator[Piece, None]] = {}
     try:
         for stream in streams:
