@@ -352,8 +352,10 @@ def measure(options: argparse.Namespace, contenders: Sequence[Contender]) -> dic
             for turn in range(options.rounds):
                 for clients in options.clients if "load" in options.only else ():
                     for server in servers:
-                        note(f"round {turn + 1}: {clients} clients ask {server.name}")
                         figures = load(server, clients, max(3, round(options.requests * clients)), turn)
+                        note(
+                            f"round {turn + 1}: {clients} clients, {server.name}: {figures['tokens_per_s']:.1f} tokens/s"
+                        )
                         found["load"].setdefault(str(clients), {}).setdefault(server.name, []).append(figures)
                 for server in servers if "prefix" in options.only else ():
                     found["prefix"].setdefault(server.name, []).append(prefix(server, turn))
@@ -416,6 +418,7 @@ def main() -> int:
     add("--only", nargs="+", choices=_PARTS, default=list(_PARTS))
     add("--json", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended on the way out
     from anyaccel.inference.checkpoints.model_path import default_model_file
 
     options.model = str(options.model or default_model_file())
