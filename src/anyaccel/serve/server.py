@@ -16,12 +16,11 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from anyaccel.serve.connection import bounded
 from anyaccel.serve.contract import Engine
 from anyaccel.serve.front import Front
 from anyaccel.serve.http import application
-from anyaccel.serve.limits import Limits
 from anyaccel.serve.listening import Settings, before_listening
 
 _CONNECTIONS = 1000  # at once; more get 503. A process may have 1,024 descriptors unless it is told otherwise.
@@ -70,53 +69,6 @@ def logs(settings: Settings) -> Iterator[None]:
             each.handlers[:] = handlers
 
 
-def _protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP/1.1 with bounds of the head of a request, where uvicorn itself takes all, and waits for ever."""
-
-    class Bounded(HttpToolsProtocol):
-        _timer: asyncio.TimerHandle | None = None  # while a head is waited for
-        _head = 0
-
-        def _wait(self) -> None:
-            self._has_come()
-            self._head = 0
-            self._timer = self.loop.call_later(limits.header_seconds, self._give_up)
-
-        def _has_come(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _give_up(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.abort()
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._head += len(data)
-            if self._timer is not None and self._head > limits.head:
-                self._give_up()
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.scope["anyaccel.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
-            self._wait()
-
-        def on_headers_complete(self) -> None:
-            self._has_come()
-            super().on_headers_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._has_come()
-            super().connection_lost(exc)
-
-    return Bounded
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server without its handlers of signals, which would end this process by them once more at the end."""
 
@@ -129,14 +81,13 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
     app = application(front, keys=settings.keys, origins=settings.origins, page=settings.page)
     config = uvicorn.Config(
         app,
-        http=_protocol(front.limits),
+        http=bounded(front.limits, _CONNECTIONS),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=settings.log_level in ("debug", "info"),
         server_header=False,
         root_path=settings.root_path,
-        limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=int(front.limits.idle_seconds),
         timeout_graceful_shutdown=int(settings.drain_seconds + _AFTER_DRAIN),
         ssl_keyfile=settings.ssl_keyfile,
