@@ -115,7 +115,8 @@ def api_error(error: BaseException) -> ApiError:
                 429, text, None, "rate_limit_exceeded", "rate_limit_error", retry_after_s=error.retry_after_s
             )
         case EngineStoppedError():
-            return ApiError(503, text, None, "engine_stopped", "server_error", retry_after_s=2)
+            # Why it has is the log's: it may name files.
+            return ApiError(503, text.partition(": ")[0], None, "engine_stopped", "server_error", retry_after_s=2)
         case DeadlineError():
             return ApiError(504, text, None, "timeout", "server_error")
         case TooLongError():

@@ -43,6 +43,18 @@ def test_what_a_server_says_of_itself() -> None:
     assert got("/health", engine).status == 200
 
 
+def test_a_path_is_a_name_that_is_taken_and_not_told() -> None:
+    path = "/home/me/models/fake"
+    assert path.encode() not in got("/v1/models", aliases=[path]).body
+    assert chat(FakeEngine(), {"model": path}, aliases=[path]).status == 200
+    answer = chat(FakeEngine(), {"model": "gpt-4"}, aliases=[path])
+    assert answer.status == 404 and path.encode() not in answer.body
+    engine = FakeEngine()
+    engine.error = (0, EngineStoppedError(f"the engine has failed: {path}/model.safetensors: gone"))
+    answer = chat(engine)
+    assert answer.status == 503 and path.encode() not in answer.body
+
+
 def test_unknown_addresses_methods_and_models_have_openais_shape() -> None:
     for answer, status in (
         (got("/v1/nothing"), 404),
@@ -102,7 +114,8 @@ def test_what_nobody_expected_tells_nothing_of_the_inside(caplog: pytest.LogCapt
         ({"messages": "Hi"}, "messages"),
         ({"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role"),
         ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
         ({"max_tokens": True}, "max_tokens"),
