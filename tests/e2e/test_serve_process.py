@@ -141,6 +141,16 @@ def test_what_is_no_request_is_refused(shared: Server, sent: bytes, status: int)
     assert json.loads(told)["status" if status == 200 else "error"]
 
 
+def test_an_offer_of_http_2_is_passed_over(shared: Server) -> None:
+    """As Java's client makes it, and `curl --http2`."""
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    with raw(shared) as client:
+        client.sendall(posted("one", offer) + posted("two", "Connection: close\r\n"))
+        told = read_all(client)
+    assert b"You said: one" in told and b"You said: two" in told
+    assert [shared.line() for _ in range(4)] == ["begin", "end"] * 2
+
+
 def test_a_refusal_reaches_a_client_that_still_sends(shared: Server) -> None:
     for kind, status in (("application/json", 413), ("text/plain", 415)):
         with connection(shared) as made:

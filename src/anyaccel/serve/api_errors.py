@@ -74,8 +74,9 @@ def invalid(error: ValidationError, given: Any) -> ApiError:
         key=lambda pair: (pair[1]["type"] == "too_long", len(pair[0]), not pair[1]["type"].endswith("_type")),
     )
     param = _written(place)
-    text = _WORDS.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:])
-    value = "" if chosen["type"] == "missing" else f", not {shown(_at(given, place))}"
+    text = _WORDS.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
+    told = chosen["type"] not in ("missing", "too_long", "too_short")  # the lengths are told already
+    value = f", not {shown(_at(given, place))}" if told else ""
     return ApiError(400, line(f"{param or 'the body'}: {text}{value}"), param or None)
 
 

@@ -59,6 +59,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     # A page of another site can send other kinds from a user's browser without being asked.
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", ""):
+        raise ApiError(415, f"the body must come as it is, without Content-Encoding: {coding[:40]}")
     too_large = ApiError(413, f"the body is larger than {limits.body} bytes")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > limits.body:

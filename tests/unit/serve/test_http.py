@@ -144,6 +144,11 @@ def test_what_is_wrong_is_named(value: dict[str, Any], param: str) -> None:
     assert answer.json["error"]["message"].startswith(param)
 
 
+def test_a_length_is_told_once() -> None:
+    told = chat(FakeEngine(), {"guided_choice": ["x"] * 513}).json["error"]["message"]
+    assert told == "guided_choice: list should have at most 512 items, not 513"
+
+
 def test_nothing_is_fetched_for_a_request() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
     answer = chat(FakeEngine(), {"messages": [{"role": "user", "content": parts}]})
@@ -168,6 +173,7 @@ NESTED = b"[" * 100_000
         ([b"x" * 600, b"x" * 600], {}, 413),
         (b"{}", {"content-type": "text/plain"}, 415),
         (b"{}", {"content-type": ""}, 415),
+        (b"{}", {"content-encoding": "gzip"}, 415),
         (json.dumps({**HI, "stop": "\ud800"}).encode(), {}, 400),
         (json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode(), {}, 400),
         (json.dumps({**HI, "model": "\ud800"}).encode(), {}, 404),
