@@ -21,7 +21,7 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TOO_LARGE = "the head of the request is larger than {} bytes"
 _LOOK_S = 0.25  # between two looks whether a client that sends no more still listens
 _LINGER_S = 2.0  # a client whose request is refused may go on to send, or would not see why
-# Who offers HTTP/2 in this header (Java's client, curl --http2) would have the body of its request left out by the parser.
+# Of who offers HTTP/2 in this header (Java's client, curl --http2), the parser would leave out the body of the request.
 # Nothing else that comes has these bytes: in JSON, no line begins so.
 _UPGRADE = re.compile(rb"(?i)\nupgrade(?=[ \t]*:)")
 _CLOSED = 7  # TCP_CLOSE (linux/tcp.h): what the other side's reset makes of a connection
