@@ -37,7 +37,10 @@ def main() -> None:
     parser.add_argument("--ssl", nargs=2, default=(None, None))
     parser.add_argument("--root-path", default="")
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--connections", type=int)
     options = parser.parse_args()
+    if options.connections:
+        server.most_connections = lambda: options.connections
 
     class Slow(FakeEngine):
         """Takes its time for each token; an answer to "wait" comes when it is told to drain, or not at all."""

@@ -151,6 +151,17 @@ def test_an_offer_of_http_2_is_passed_over(shared: Server) -> None:
     assert [shared.line() for _ in range(4)] == ["begin", "end"] * 2
 
 
+def test_one_connection_too_many_is_told_so() -> None:
+    with serving("--connections", "1") as server, connection(server) as first:
+        for _ in range(2):
+            first.request("GET", "/health")
+            with first.getresponse() as answer:
+                assert answer.status == 200 and answer.read()
+            with raw(server) as second:
+                told = read_all(second)
+            assert told.startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\n") and b"overloaded" in told
+
+
 def test_a_refusal_reaches_a_client_that_still_sends(shared: Server) -> None:
     for kind, status in (("application/json", 413), ("text/plain", 415)):
         with connection(shared) as made:

@@ -15,7 +15,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from anyaccel.serve.api_errors import ApiError
 from anyaccel.serve.json_text import to_json
 from anyaccel.serve.limits import Limits
-from anyaccel.serve.sending import error_answer
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TOO_LARGE = "the head of the request is larger than {} bytes"
@@ -35,7 +34,7 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
     """The protocol of a server.
 
     Args:
-        most: connections at once; requests on more of them are answered with 503.
+        most: connections at once; one more is told so, and closed.
     """
 
     class Bounded(HttpToolsProtocol):
@@ -91,8 +90,6 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
             # https://www.rfc-editor.org/rfc/rfc9112#section-3.2
             if self._hosts > 1 or (self._hosts == 0 and self.parser.get_http_version() == "1.1"):
                 self._refuse(400, f"the request has {self._hosts} Host headers: HTTP/1.1 needs one")
-            full = len(self.connections) > most or len(self.tasks) >= most
-            self.app = _full if full else self.config.loaded_app
             super().on_headers_complete()
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -108,6 +105,10 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            if len(self.connections) > most:
+                said = ApiError(503, "too many connections", None, "overloaded", "server_error", retry_after_s=2)
+                self._say(said)
+                return
             self._wait()
 
         def data_received(self, data: bytes) -> None:
@@ -139,12 +140,20 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
                 if cycle.response_started or cycle is not self._active:
                     self.transport.abort()
                     return
-            body = to_json(refusal.body())
-            head = (
-                f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}\r\ncontent-type: application/json\r\n"
-                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+            self._say(refusal)
+
+        def _say(self, error: ApiError) -> None:
+            """Answer what has not become a request."""
+            body = to_json(error.body())
+            headers = {
+                **error.headers(),
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "connection": "close",
+            }
+            head = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+            head += [f"{name}: {value}" for name, value in headers.items()]
+            self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
             self._end(True)
 
         def _end(self, unread: bool = False) -> None:
@@ -220,10 +229,3 @@ class _Answering:
         self.write = transport.write
         self.is_closing = transport.is_closing
         self.close = close
-
-
-async def _full(scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-    error = ApiError(503, "too many connections", None, "overloaded", "server_error", retry_after_s=2)
-    answer = error_answer(error)
-    answer.headers["connection"] = "close"
-    await answer(scope, receive, send)

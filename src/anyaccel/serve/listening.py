@@ -45,8 +45,16 @@ def check(settings: Settings) -> None:
         if file is not None and not Path(file).is_file():
             raise UsageError(f"{name} {file}: no such file")
     if settings.ssl_certfile is not None:
+
+        def ask() -> str:  # OpenSSL itself would ask on the terminal, here and once more when the server begins
+            raise UsageError(
+                f"--ssl-keyfile {settings.ssl_keyfile}: is encrypted; write it without a password, for this user "
+                f"alone: (umask 077; openssl pkey -in {settings.ssl_keyfile} -out plain.pem)"
+            )
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, ask)
         except (ssl.SSLError, OSError) as error:
             raise UsageError(
                 f"--ssl-certfile {settings.ssl_certfile}: not a certificate with this key ({error})"

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -23,7 +24,8 @@ from anyaccel.serve.front import Front
 from anyaccel.serve.http import application
 from anyaccel.serve.listening import Settings, before_listening
 
-_CONNECTIONS = 1000  # at once; more get 503. A process may have 1,024 descriptors unless it is told otherwise.
+_CONNECTIONS = 1000  # at once; more get 503
+_DESCRIPTORS = 4096  # for them, for those that do not speak TLS yet, and for all else
 _AFTER_DRAIN = 5.0  # seconds for the last words of answers that draining has ended
 
 logger = logging.getLogger("anyaccel.serve")
@@ -69,6 +71,15 @@ def logs(settings: Settings) -> Iterator[None]:
             each.handlers[:] = handlers
 
 
+def most_connections() -> int:
+    """How many there may be at once: a quarter of the descriptors stays free, for files, ranks, and handshakes."""
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if least != resource.RLIM_INFINITY and least < _DESCRIPTORS:
+        least = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+    return _CONNECTIONS if least == resource.RLIM_INFINITY else min(_CONNECTIONS, least * 3 // 4)
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server without its handlers of signals, which would end this process by them once more at the end."""
 
@@ -81,7 +92,7 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
     app = application(front, keys=settings.keys, origins=settings.origins, page=settings.page)
     config = uvicorn.Config(
         app,
-        http=bounded(front.limits, _CONNECTIONS),
+        http=bounded(front.limits, most_connections()),
         ws="none",
         lifespan="off",
         log_config=None,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,15 @@ def test_what_is_wrong_is_one_line(arguments: list[str], said: str, capsys: pyte
     assert main(["serve", *arguments]) == 2
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
+
+
+def test_an_encrypted_key_is_not_asked_for(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2 -subj /CN=x -passout pass:secret"
+    command = [*made.split(), "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    with pytest.raises(UsageError, match=f"--ssl-keyfile {re.escape(key)}: is encrypted"):
+        listening.check(Settings(ssl_keyfile=key, ssl_certfile=certificate))
 
 
 def test_an_address_that_is_taken_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
