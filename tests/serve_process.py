@@ -38,7 +38,10 @@ def main() -> None:
     parser.add_argument("--root-path", default="")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--connections", type=int)
+    parser.add_argument("--stuck", action="store_true", help="the engine does not end")
     options = parser.parse_args()
+    if options.stuck:
+        server._AFTER_DRAIN = server._CLOSING = 0.1
     if options.connections:
         server.most_connections = lambda: options.connections
 
@@ -67,6 +70,13 @@ def main() -> None:
         async def drain(self, seconds: float) -> None:
             if self.draining is not None:
                 self.draining.set()
+            if options.stuck:
+                await asyncio.Event().wait()
+
+        async def close(self) -> None:
+            if options.stuck:
+                await asyncio.Event().wait()
+            await super().close()
 
     settings = listening.Settings(
         port=options.port,

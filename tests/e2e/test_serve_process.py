@@ -225,6 +225,25 @@ def test_a_second_signal_does_not_wait() -> None:
     assert server.process.returncode == 0, said
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_does_not_end_does_not_keep_the_process(stream: bool) -> None:
+    with serving("--stuck", "--drain-seconds", "0") as server, connection(server) as made:
+        made.request("POST", CHAT, body("forever", stream=stream), {"content-type": "application/json"})
+        assert server.line() == "begin"
+        if stream:
+            answer = made.getresponse()
+            assert answer.readline()
+        server.process.send_signal(signal.SIGTERM)
+        if stream:
+            with pytest.raises(http.client.IncompleteRead):
+                answer.read()
+        else:
+            with made.getresponse() as answer:
+                assert answer.status == 503 and json.loads(answer.read())["error"]["code"] == "engine_stopped"
+        said = server.end()
+    assert server.process.returncode == 1 and "the engine does not end" in said and "Traceback" not in said
+
+
 def test_https(tmp_path: Path) -> None:
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
     made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import resource
 import signal
 import socket
@@ -27,6 +28,7 @@ from anyaccel.serve.listening import Settings, before_listening
 _CONNECTIONS = 1000  # at once; more get 503
 _DESCRIPTORS = 4096  # for them, for those that do not speak TLS yet, and for all else
 _AFTER_DRAIN = 5.0  # seconds for the last words of answers that draining has ended
+_CLOSING = 10.0  # and for the engine's end: a rank that hangs would never let it end
 
 logger = logging.getLogger("anyaccel.serve")
 
@@ -131,10 +133,8 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        announced.cancel()
-        if server.force_exit:
-            for task in draining:
-                task.cancel()
+        for task in (announced, *draining):  # who has not ended within its time does not
+            task.cancel()
         await asyncio.gather(announced, *draining, return_exceptions=True)
 
 
@@ -144,7 +144,12 @@ async def _until_the_end(
     try:
         await _serve(front, settings, taken, announce)
     finally:
-        await engine.close()
+        closing = asyncio.ensure_future(engine.close())
+        if not (await asyncio.wait((closing,), timeout=_CLOSING))[0]:
+            logger.error("the engine does not end; this process does, and takes its ranks with it")
+            logging.shutdown()
+            os._exit(1)
+        await closing
 
 
 def run(engine: Engine, front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]) -> None:
