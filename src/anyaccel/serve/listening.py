@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import shlex
@@ -75,7 +76,7 @@ def bind(host: str, port: int) -> socket.socket:
         UsageError: it cannot be had.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         taken = socket.socket(family, kind, protocol)
     except OSError as error:
@@ -89,7 +90,11 @@ def bind(host: str, port: int) -> socket.socket:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         taken.close()
-        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another --port") from None
+        advice = {
+            errno.EADDRNOTAVAIL: "this machine has no such address: choose another --host",
+            errno.EACCES: "choose a --port from 1024 on",
+        }.get(error.errno or 0, "choose another --port")
+        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; {advice}") from None
     return taken
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import re
 import shlex
@@ -64,6 +65,26 @@ def test_an_address_that_is_taken_is_said_before_a_model_is_loaded(capsys: pytes
         port = taken.getsockname()[1]
         assert main(["serve", __file__, "--port", str(port)]) == 2
     assert f"--port {port}: Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.EADDRNOTAVAIL, "another --host"), (errno.EACCES, "from 1024 on"), (0, "another --port")],
+)
+def test_why_an_address_cannot_be_had_decides_what_to_do(
+    number: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(UsageError, match=advice):
+        listening.bind("127.0.0.1", 80)
+
+
+def test_an_empty_host_is_every_address() -> None:
+    with listening.bind("", 0) as taken:
+        assert taken.getsockname()[0] in ("0.0.0.0", "::")
 
 
 def test_two_servers_that_load_at_once_do_not_get_one_address() -> None:
