@@ -141,6 +141,14 @@ def test_what_is_no_request_is_refused(shared: Server, sent: bytes, status: int)
     assert json.loads(told)["status" if status == 200 else "error"]
 
 
+def test_what_comes_after_a_last_request_is_left(shared: Server) -> None:
+    with raw(shared) as client:
+        client.sendall(posted("one", "Connection: close\r\n") + posted("two")[:-1])
+        told = read_all(client)
+    assert b"You said: one" in told and told.count(b"HTTP/1.1") == 1
+    assert [shared.line(), shared.line()] == ["begin", "end"]
+
+
 def test_an_offer_of_http_2_is_passed_over(shared: Server) -> None:
     """As Java's client makes it, and `curl --http2`."""
     offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"

@@ -127,7 +127,7 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
                 self.send_400_response("")
 
         def send_400_response(self, msg: str) -> None:
-            """Answer what is no request, after the answers to what came before it."""
+            """Answer what is no request; after an answer that is under way, the connection is only closed."""
             refusal = self._refusal = self._refusal or ApiError(400, "what was sent is no request of HTTP")
             self._has_come()
             cycle = self.cycle
@@ -169,6 +169,7 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
                 return
             self._ended = True
             self._received = 0
+            self.pipeline.clear()  # what came after a request that was to be the last
             self.flow.resume_reading()
             if self.transport.can_write_eof():
                 self.transport.write_eof()
