@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     """Serve until a signal comes."""
-    from anyaccel.serve import listening, server
+    from anyaccel.serve import connection, listening, server
     from anyaccel.serve.contract import Chunk, GenerationRequest
     from anyaccel.serve.front import Front
     from anyaccel.serve.limits import Limits
@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int)
     parser.add_argument("--stuck", action="store_true", help="the engine does not end")
     options = parser.parse_args()
+    connection._LINGER_S = 60.0  # a busy machine may take its time for what a client still sends
     if options.stuck:
         server._AFTER_DRAIN = server._CLOSING = 0.1
     if options.connections:
