@@ -353,9 +353,8 @@ def measure(options: argparse.Namespace, contenders: Sequence[Contender]) -> dic
                 for clients in options.clients if "load" in options.only else ():
                     for server in servers:
                         figures = load(server, clients, max(3, round(options.requests * clients)), turn)
-                        note(
-                            f"round {turn + 1}: {clients} clients, {server.name}: {figures['tokens_per_s']:.1f} tokens/s"
-                        )
+                        rate = f"{figures['tokens_per_s']:.1f} tokens/s"
+                        note(f"round {turn + 1}: {clients} clients, {server.name}: {rate}")
                         found["load"].setdefault(str(clients), {}).setdefault(server.name, []).append(figures)
                 for server in servers if "prefix" in options.only else ():
                     found["prefix"].setdefault(server.name, []).append(prefix(server, turn))

@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[1]
 
 def main() -> None:
     """Serve until a signal comes."""
-    from anyaccel.serve import listening, server
+    from anyaccel.serve import connection, listening, server
     from anyaccel.serve.contract import Chunk, GenerationRequest
     from anyaccel.serve.front import Front
     from anyaccel.serve.limits import Limits
@@ -37,7 +37,14 @@ def main() -> None:
     parser.add_argument("--ssl", nargs=2, default=(None, None))
     parser.add_argument("--root-path", default="")
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--connections", type=int)
+    parser.add_argument("--stuck", action="store_true", help="the engine does not end")
     options = parser.parse_args()
+    connection._LINGER_S = 60.0  # a busy machine may take its time for what a client still sends
+    if options.stuck:
+        server._AFTER_DRAIN = server._CLOSING = 0.1
+    if options.connections:
+        server.most_connections = lambda: options.connections
 
     class Slow(FakeEngine):
         """Takes its time for each token; an answer to "wait" comes when it is told to drain, or not at all."""
@@ -64,6 +71,13 @@ def main() -> None:
         async def drain(self, seconds: float) -> None:
             if self.draining is not None:
                 self.draining.set()
+            if options.stuck:
+                await asyncio.Event().wait()
+
+        async def close(self) -> None:
+            if options.stuck:
+                await asyncio.Event().wait()
+            await super().close()
 
     settings = listening.Settings(
         port=options.port,

@@ -121,7 +121,7 @@ uint64_t in_chunks(size_t bytes, int threads, const FileProgress& progress, Work
         const size_t length = std::min(kChunk, bytes - begin);
         sums[chunk] = work(begin, length);
         const size_t so_far = done.fetch_add(length) + length;
-        if (reports && progress) progress(so_far);
+        if (reports && progress && so_far < bytes) progress(so_far);  // the end is told below, once
       }
     } catch (...) {
       next = chunks;

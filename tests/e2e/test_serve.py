@@ -96,7 +96,8 @@ def test_an_answer_keeps_to_a_schema_and_a_function_to_its_parameters(server: Se
     told = json.loads(chat(server, response_format=form, max_tokens=80)["choices"][0]["message"]["content"])
     assert told["colour"] in ("red", "blue") and set(told) == {"colour", "why"}
     tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
-    (choice,) = chat(server, tools=[tool], tool_choice="required", max_tokens=120)["choices"]
+    asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    (choice,) = chat(server, max_tokens=120, **asked)["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "paint" and "colour" in json.loads(call["function"]["arguments"])
 

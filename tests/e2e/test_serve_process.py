@@ -84,6 +84,100 @@ def test_a_client_that_goes_ends_its_request(shared: Server) -> None:
     assert shared.line() == "end"
 
 
+def posted(text: str, more: str = "") -> bytes:
+    value = body(text).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\n{more}Content-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(value)}\r\n\r\n".encode() + value
+
+
+def read_all(client: socket.socket) -> bytes:
+    return b"".join(iter(lambda: client.recv(65_536), b""))
+
+
+def test_a_client_that_sends_no_more_is_answered(shared: Server) -> None:
+    with raw(shared) as client:
+        client.sendall(posted("one") + posted("two"))
+        client.shutdown(socket.SHUT_WR)
+        told = read_all(client).decode()
+    assert told.count("HTTP/1.1 200 OK") == 2
+    assert told.index("You said: one") < told.index("You said: two")
+    assert [shared.line() for _ in range(4)] == ["begin", "end"] * 2
+    with raw(shared) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        assert read_all(client).endswith(b'{"status":"ok"}')
+
+
+@pytest.mark.parametrize("more", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+def test_a_client_that_sends_no_more_and_goes_ends_its_request(shared: Server, more: bytes) -> None:
+    """Also one that has sent its next request already."""
+    with raw(shared) as client:
+        client.sendall(posted("forever") + more)
+        client.shutdown(socket.SHUT_WR)
+        assert shared.line() == "begin"
+    assert shared.line() == "end"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET /health HTTP/1.0\r\n\r\n", 200),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: x\r\n" * 20_000 + b"\r\n", 431),
+        (b"GET /health?" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (posted("x", "Transfer-Encoding: chunked\r\n"), 400),
+        (posted("x", "Content-Length: 3\r\n"), 400),
+    ],
+)
+def test_what_is_no_request_is_refused(shared: Server, sent: bytes, status: int) -> None:
+    with raw(shared) as client:
+        client.sendall(sent)
+        head, _, told = read_all(client).partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode()) and b"connection: close" in head
+    assert json.loads(told)["status" if status == 200 else "error"]
+
+
+def test_what_comes_after_a_last_request_is_left(shared: Server) -> None:
+    with raw(shared) as client:
+        client.sendall(posted("one", "Connection: close\r\n") + posted("two")[:-1])
+        told = read_all(client)
+    assert b"You said: one" in told and told.count(b"HTTP/1.1") == 1
+    assert [shared.line(), shared.line()] == ["begin", "end"]
+
+
+def test_an_offer_of_http_2_is_passed_over(shared: Server) -> None:
+    """As Java's client makes it, and `curl --http2`."""
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+    with raw(shared) as client:
+        client.sendall(posted("one", offer) + posted("two", "Connection: close\r\n"))
+        told = read_all(client)
+    assert b"You said: one" in told and b"You said: two" in told
+    assert [shared.line() for _ in range(4)] == ["begin", "end"] * 2
+
+
+def test_one_connection_too_many_is_told_so() -> None:
+    with serving("--connections", "1") as server, connection(server) as first:
+        for _ in range(2):
+            first.request("GET", "/health")
+            with first.getresponse() as answer:
+                assert answer.status == 200 and answer.read()
+            with raw(server) as second:
+                told = read_all(second)
+            assert told.startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\n") and b"overloaded" in told
+
+
+def test_a_refusal_reaches_a_client_that_still_sends(shared: Server) -> None:
+    for kind, status in (("application/json", 413), ("text/plain", 415)):
+        with connection(shared) as made:
+            made.request("POST", CHAT, b"x" * (9 << 20), {"content-type": kind})
+            with made.getresponse() as answer:
+                assert answer.status == status and json.loads(answer.read())["error"]
+
+
 def test_a_client_that_dawdles_or_has_too_much_to_say_is_sent_away() -> None:
     with serving("--header-seconds", "0.1") as server:
         for part in (b"", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
@@ -137,6 +231,25 @@ def test_a_second_signal_does_not_wait() -> None:
         server.process.send_signal(signal.SIGINT)
         said = server.end()
     assert server.process.returncode == 0, said
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_does_not_end_does_not_keep_the_process(stream: bool) -> None:
+    with serving("--stuck", "--drain-seconds", "0") as server, connection(server) as made:
+        made.request("POST", CHAT, body("forever", stream=stream), {"content-type": "application/json"})
+        assert server.line() == "begin"
+        if stream:
+            answer = made.getresponse()
+            assert answer.readline()
+        server.process.send_signal(signal.SIGTERM)
+        if stream:
+            with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+                answer.read()
+        else:
+            with made.getresponse() as answer:
+                assert answer.status == 503 and json.loads(answer.read())["error"]["code"] == "engine_stopped"
+        said = server.end()
+    assert server.process.returncode == 1 and "the engine does not end" in said and "Traceback" not in said
 
 
 def test_https(tmp_path: Path) -> None:

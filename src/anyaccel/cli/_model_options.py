@@ -119,13 +119,18 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     try:
         sampling_of(options)
-    except UsageError as error:  # its message has the Python names of the options
-        name, _, rest = str(error).partition("=")
-        raise UsageError(f"--{name.replace('_', '-')} {rest}") from None
+    except UsageError as error:
+        raise by_option(error, options) from None
     if options.threads < 0:
         raise UsageError(f"--threads {options.threads}: must be 0 or above")
     if not all(options.stop):
         raise UsageError("--stop: must not be empty")
+
+
+def by_option(error: UsageError, options: argparse.Namespace) -> UsageError:
+    """A complaint that has the option's name where it had that of a value in Python, as in max_context=1."""
+    name, equals, rest = str(error).partition("=")
+    return UsageError(f"--{name.replace('_', '-')} {rest}") if equals and name in vars(options) else error
 
 
 def model_path(given: str | None) -> Path:

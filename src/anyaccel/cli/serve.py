@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.cli._model_options import add_model_options, add_tp_option, model_of, model_path
+from anyaccel.cli._model_options import add_model_options, add_tp_option, by_option, model_of, model_path
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
@@ -24,6 +24,7 @@ from anyaccel.serve.listening import Settings
 
 if TYPE_CHECKING:
     from anyaccel.serve.contract import Engine
+    from anyaccel.serve.defaults import Defaults
     from anyaccel.serve.front import Front
 
 _EXAMPLES = """\
@@ -71,6 +72,13 @@ def build_parser() -> Parser:
         metavar="NAME",
         help="in requests; may be given several times",
     )
+    add(
+        "--generation-config",
+        choices=("auto", "none"),
+        default="auto",
+        help="auto: temperature, top-p and so on that the model recommends hold for requests that do not say their own "
+        "(default: auto)",
+    )
     add("--tool-format", choices=_FORMATS, default="auto", help="how the model writes calls (default: by its template)")
     add("--pooling", choices=("mean", "last"), default="mean", help="of embeddings (default: mean)")
     add("--no-page", action="store_true", help="no chat page at /")
@@ -110,14 +118,19 @@ def main(argv: list[str]) -> int:
     for warning in listening.warnings_of(settings):
         print(f"anyaccel: {warning}", file=sys.stderr, flush=True)
     with listening.bind(settings.host, settings.port) as taken, Beside() as importing:
-        importing.start(lambda: importlib.import_module("anyaccel.serve.server"))  # while the model is read
+        importing.start(lambda: _beside(options))  # while the model is read
         tokenizer = load_text_tokenizer(Path(options.model), screen.line)
-        engine = _engine(options, screen, tokenizer)
+        try:
+            engine = _engine(options, screen, tokenizer)
+        except UsageError as error:
+            raise by_option(error, options) from None
         for line in engine.facts.plan:
             screen.line(line)
         try:
-            server = importing.result()
-            front = _front(options, engine, tokenizer)
+            server, defaults = importing.result()
+            if told := defaults.told():
+                screen.line(f"sampling: {told}, where a request does not say it, as the model's configuration does")
+            front = _front(options, engine, tokenizer, defaults)
         except BaseException:
             asyncio.run(engine.close())
             raise
@@ -125,6 +138,14 @@ def main(argv: list[str]) -> int:
         port = taken.getsockname()[1]
         server.run(engine, front, settings, taken, lambda: _announce(settings, screen, tokenizer, port))
     return 0
+
+
+def _beside(options: argparse.Namespace) -> tuple[Any, Defaults]:
+    """What does not need the model, and the one thing that is read of it twice."""
+    server = importlib.import_module("anyaccel.serve.server")
+    from anyaccel.serve.defaults import Defaults, read_defaults
+
+    return server, read_defaults(Path(options.model)) if options.generation_config == "auto" else Defaults()
 
 
 def _engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engine:
@@ -148,7 +169,7 @@ def _engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engi
     return open_engine(model_of(options), screen, chosen, tokenizer)
 
 
-def _front(options: argparse.Namespace, engine: Engine, tokenizer: Any) -> Front:
+def _front(options: argparse.Namespace, engine: Engine, tokenizer: Any, defaults: Defaults) -> Front:
     from anyaccel.serve.front import Front
     from anyaccel.serve.texts import Texts
     from anyaccel.serve.tools import FORMATS
@@ -156,10 +177,11 @@ def _front(options: argparse.Namespace, engine: Engine, tokenizer: Any) -> Front
     return Front(
         engine,
         Texts(tokenizer),
-        names_of(options),
+        *names_of(options),
         root=Path(options.model).name,
         pooling=options.pooling,
         tools=FORMATS.get(options.tool_format),
+        defaults=defaults,
     )
 
 
@@ -216,8 +238,13 @@ def _settings(options: argparse.Namespace) -> Settings:
     )
 
 
-def names_of(options: argparse.Namespace) -> list[str]:
-    """What requests may call the model: what the user says, else its file's or folder's name, or where it is."""
+def names_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """What requests may call the model: what the user says, else its file's or folder's name; and where it is.
+
+    The second ones are taken, as vLLM's clients send them, and told to nobody.
+    """
     path = Path(options.model)
     own = path.name.removesuffix(".gguf") if path.is_file() else path.name
-    return options.served_model_name or list(dict.fromkeys([own, *filter(None, [options.given]), options.model]))
+    if options.served_model_name:
+        return options.served_model_name, []
+    return [own], [each for each in (options.given, options.model) if each]

@@ -74,8 +74,9 @@ def invalid(error: ValidationError, given: Any) -> ApiError:
         key=lambda pair: (pair[1]["type"] == "too_long", len(pair[0]), not pair[1]["type"].endswith("_type")),
     )
     param = _written(place)
-    text = _WORDS.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:])
-    value = "" if chosen["type"] == "missing" else f", not {shown(_at(given, place))}"
+    text = _WORDS.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
+    told = chosen["type"] not in ("missing", "too_long", "too_short")  # the lengths are told already
+    value = f", not {shown(_at(given, place))}" if told else ""
     return ApiError(400, line(f"{param or 'the body'}: {text}{value}"), param or None)
 
 
@@ -115,7 +116,8 @@ def api_error(error: BaseException) -> ApiError:
                 429, text, None, "rate_limit_exceeded", "rate_limit_error", retry_after_s=error.retry_after_s
             )
         case EngineStoppedError():
-            return ApiError(503, text, None, "engine_stopped", "server_error", retry_after_s=2)
+            # Why it has is the log's: it may name files.
+            return ApiError(503, text.partition(": ")[0], None, "engine_stopped", "server_error", retry_after_s=2)
         case DeadlineError():
             return ApiError(504, text, None, "timeout", "server_error")
         case TooLongError():

@@ -10,7 +10,7 @@ from typing import Any
 
 from anyaccel.serve.api_errors import wrong
 from anyaccel.serve.contract import TokenLogprob
-from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, prompt_of
+from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, ending_of, prompt_of
 from anyaccel.serve.front import Front, new_id
 from anyaccel.serve.json_text import DONE, event
 from anyaccel.serve.protocol import SamplingFields
@@ -189,7 +189,7 @@ async def chat(front: Front, request: ChatRequest, key: str) -> Chat:
         request.parallel_tool_calls is not False,
         grammar_of(request),
         request.chat_template_kwargs,
-        request.add_generation_prompt is False,
+        ending_of(request),
     )
     param = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
     wanted = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from anyaccel.serve import limits
 from anyaccel.serve.answers import AnswerText, Piece, merged, pieces
@@ -15,10 +15,12 @@ from anyaccel.serve.api_errors import ApiError, wrong
 from anyaccel.serve.contract import Grammar
 from anyaccel.serve.front import Front, new_id
 from anyaccel.serve.protocol import GenerationFields
-from anyaccel.serve.protocol_chat import Message, NamedTool, Tool
-from anyaccel.serve.reasoning import BEGIN, Thoughts
+from anyaccel.serve.protocol_chat import ContentPart, Message, NamedTool, TemplateFields, Tool
+from anyaccel.serve.reasoning import BEGIN, END, Thoughts
 from anyaccel.serve.structured import depth_of, schema_grammar
 from anyaccel.serve.tools import CallsInArray, CallsInText, array_schema, instructions
+
+Ending = Literal["answer", "none", "continue"]  # an answer begins; nothing more; the last message is to be gone on with
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Prompt:
             else the name of the one function whose arguments the answer is.
         grammar: what makes it so.
         names: of the functions that may be called.
+        goes_on: the answer is the rest of the last message.
     """
 
     tokens: list[int]
@@ -38,6 +41,7 @@ class Prompt:
     calls: str = ""
     grammar: Grammar | None = None
     names: frozenset[str] = frozenset()
+    goes_on: bool = False
 
 
 def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -49,21 +53,33 @@ def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
 
 
+def text_of(content: str | Sequence[ContentPart] | None, where: str) -> str:
+    """Content as one text.
+
+    Raises:
+        ApiError: a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for place, part in enumerate(content):
+        name = "text" if part.type in ("text", "input_text", "output_text") else "refusal"
+        text: str | None = getattr(part, name)
+        if text is None and (name == "text" or part.type == name):
+            raise wrong(f"{where}[{place}].{name}", f"is required in a part of type {part.type}")
+        if text is None:
+            raise wrong(
+                f"{where}[{place}]",
+                f"a part of type {part.type[:40]!r} is not supported: the model reads text, and nothing is fetched",
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
 def _message(message: Message, where: str) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        texts = []
-        for place, part in enumerate(content):
-            text = part.text if part.type in ("text", "input_text", "output_text") else part.refusal
-            if text is None:
-                raise wrong(
-                    f"{where}.content[{place}]",
-                    f"a part of type {part.type[:40]!r} is not supported: the model reads text, and nothing is fetched",
-                )
-            texts.append(text)
-        content = "\n".join(texts)
+    content = text_of(message.content, f"{where}.content")
     role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    made: dict[str, Any] = {"role": role, "content": content or ""}
+    made: dict[str, Any] = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             made[name] = value
@@ -102,7 +118,7 @@ def rendered(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
     more: Mapping[str, Any] | None,
-    continue_answer: bool = False,
+    ending: Ending = "answer",
 ) -> str:
     """A conversation as the model reads it.
 
@@ -118,7 +134,28 @@ def rendered(
             made[0]["content"] = "\n\n".join(filter(None, (made[0]["content"], instructions(tools))))
         if tools or any("tool_calls" in message or message["role"] == "tool" for message in made):
             made, tools = _told(made), ()
-    return front.texts.conversation(made, tools or None, more, continue_answer)
+    if ending != "continue":
+        return front.texts.conversation(made, tools or None, more, ending == "none")
+    # What a template writes after a message is not known: it is what follows a mark that nobody can have written.
+    mark = new_id("end")
+    made[-1] = {**made[-1], "content": f"{made[-1]['content']}{mark} "}
+    text, found, rest = front.texts.conversation(made, tools or None, more, True).rpartition(mark)
+    if not found:
+        raise wrong("continue_final_message", "the model's chat template does not show the last message")
+    return text if rest.startswith(" ") else text.rstrip()  # a template that trims blanks would have done so here
+
+
+def ending_of(request: TemplateFields) -> Ending:
+    """How the prompt of a conversation ends, as vLLM means it.
+
+    Raises:
+        ApiError: it cannot end in both ways.
+    """
+    if not request.continue_final_message:
+        return "none" if request.add_generation_prompt is False else "answer"
+    if request.add_generation_prompt:
+        raise wrong("continue_final_message", "cannot be true together with add_generation_prompt")
+    return "continue"
 
 
 def _told(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,7 +186,7 @@ async def prompt_of(
     several: bool,
     grammar: Grammar | None,
     more: Mapping[str, Any] | None,
-    continue_answer: bool = False,
+    ending: Ending = "answer",
 ) -> Prompt:
     """The prompt of a conversation.
 
@@ -179,12 +216,16 @@ async def prompt_of(
         wanted = None
     if wanted is not None and grammar is not None:
         raise wrong("tool_choice", "a call that is required leaves nothing to response_format")
-    text = rendered(front, messages, described if choice != "none" else [], more, continue_answer)
+    text = rendered(front, messages, described if choice != "none" else [], more, ending)
     inside = text.rstrip().endswith(BEGIN)
+    if ending == "continue":
+        last = text_of(messages[-1].content, "")
+        inside = last.rfind(BEGIN) > last.rfind(END)
     # What a grammar holds to is the answer from its first token on: no thoughts come before it.
     thoughts = inside if front.thinking and wanted is None and grammar is None else None
     names = frozenset(each["function"]["name"] for each in described)
-    return Prompt(await front.texts.encode(text, False), thoughts, calls, wanted or grammar, names)
+    tokens = await front.texts.encode(text, False)
+    return Prompt(tokens, thoughts, calls, wanted or grammar, names, ending == "continue")
 
 
 @dataclass(slots=True)
@@ -274,7 +315,8 @@ async def deltas(
         asked = front.generation(
             request, prompt.tokens, max_tokens, index=index, key=key, logprobs=logprobs, grammar=prompt.grammar
         )
-        text = AnswerText(decode, asked.ends, stops, keep, quiet=asked.min_tokens)
+        before = prompt.tokens if prompt.goes_on else ()
+        text = AnswerText(decode, asked.ends, stops, keep, before, quiet=asked.min_tokens)
         streams.append(pieces(front.engine, asked, text, index, front.metrics))
     readings = [Reading(prompt, front, several) for _ in streams]
     async with aclosing(merged(streams)) as found:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from anyaccel.serve.api_errors import ApiError, wrong
 from anyaccel.serve.contract import Engine, GenerationRequest, Grammar, Sampling
+from anyaccel.serve.defaults import Defaults
 from anyaccel.serve.limits import Limits
 from anyaccel.serve.metrics import Metrics
 from anyaccel.serve.protocol import DetokenizeRequest, EmbeddingRequest, GenerationFields, SamplingFields
@@ -26,20 +27,23 @@ class Front:
 
     Attributes:
         names: of the model; the first is told.
+        aliases: names that are taken as well, and not told: a path says what is on this machine.
         root: where the model is from, without its folders.
         pooling: of embeddings whose request does not say it.
         tools, thinking: how the model writes calls, and whether it writes thoughts; None: by its chat template.
-        timeout_s: of a request that does not say it; None: the engine's own.
+        timeout_s, defaults: of a request that does not say it; None: the engine's own.
     """
 
     engine: Engine
     texts: Texts
     names: Sequence[str]
+    aliases: Sequence[str] = ()
     root: str = ""
     pooling: Literal["mean", "last"] = "mean"
     tools: Format | None = None
     thinking: bool | None = None
     timeout_s: float | None = None
+    defaults: Defaults = field(default_factory=Defaults)
     limits: Limits = field(default_factory=Limits)
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -62,7 +66,7 @@ class Front:
         Raises:
             ApiError: there is none of this name.
         """
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and name not in self.aliases:
             there = ", ".join(self.names)
             raise ApiError(
                 404,
@@ -86,8 +90,8 @@ class Front:
             raise wrong(param, f"token {outside} is not in the vocabulary of {most} tokens")
         return list(tokens)
 
-    def room(self, prompt: Sequence[int], param: str) -> int | None:
-        """Tokens that an answer may have; None where the model has no limit.
+    def room(self, prompt: Sequence[int], param: str, least: int = 1) -> int | None:
+        """Tokens that an answer may have, at least `least`; None where the model has no limit.
 
         Raises:
             ApiError: the prompt is empty, or leaves no room.
@@ -97,7 +101,7 @@ class Front:
         context = self.engine.facts.context
         if not context:
             return None
-        if len(prompt) >= context:
+        if len(prompt) + least > context:
             raise ApiError(
                 400,
                 f"{param}: the prompt has {len(prompt)} tokens, and prompt and answer together at most {context}",
@@ -112,7 +116,7 @@ class Front:
         Raises:
             ApiError: the model's context is too short for them, or for the prompt alone.
         """
-        room = self.room(prompt, prompt_param) if wanted else None
+        room = self.room(prompt, prompt_param, min(wanted, 1))
         if room is not None and wanted > room:
             raise ApiError(
                 400,
@@ -135,6 +139,7 @@ class Front:
         def given(value: float | None, default: float) -> float:
             return default if value is None else value
 
+        usual = self.defaults
         more: dict[str, float] = {}
         bias: dict[int, float] = {}
         if isinstance(request, SamplingFields):
@@ -144,11 +149,11 @@ class Front:
             }
             bias = self._bias(request.logit_bias or {})
         return Sampling(
-            temperature=given(request.temperature, 1.0),
-            top_k=max(0, request.top_k or 0),
-            top_p=max(given(request.top_p, 1.0), 1e-6),  # 0 is the likeliest token, as with OpenAI
-            min_p=given(request.min_p, 0.0),
-            repetition_penalty=given(request.repetition_penalty, 1.0),
+            temperature=given(request.temperature, usual.temperature),
+            top_k=usual.top_k if request.top_k is None else max(0, request.top_k),
+            top_p=max(given(request.top_p, usual.top_p), 1e-6),  # 0 is the likeliest token, as with OpenAI
+            min_p=given(request.min_p, usual.min_p),
+            repetition_penalty=given(request.repetition_penalty, usual.repetition_penalty),
             logit_bias=bias,
             seed=None if request.seed is None else _wrapped(request.seed + index),
             logprobs=logprobs,

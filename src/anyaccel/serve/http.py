@@ -23,7 +23,7 @@ from anyaccel._version import __version__
 from anyaccel.serve.api_errors import ApiError, wrong
 from anyaccel.serve.chat import chat
 from anyaccel.serve.completions import completions
-from anyaccel.serve.conversation import described_tools, rendered
+from anyaccel.serve.conversation import described_tools, ending_of, rendered
 from anyaccel.serve.front import Front
 from anyaccel.serve.metrics import MEDIA_TYPE
 from anyaccel.serve.openapi import document
@@ -144,8 +144,7 @@ class Api:
             raise wrong("prompt", "either prompt or messages is required, and not both")
         if asked.messages is not None:
             tools = described_tools(asked.tools)
-            go_on = asked.add_generation_prompt is False
-            text = rendered(front, asked.messages, tools, asked.chat_template_kwargs, go_on)
+            text = rendered(front, asked.messages, tools, asked.chat_template_kwargs, ending_of(asked))
         else:
             text = asked.prompt or ""
         special = asked.messages is None if asked.add_special_tokens is None else asked.add_special_tokens

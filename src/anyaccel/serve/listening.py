@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import json
 import shlex
@@ -45,8 +46,16 @@ def check(settings: Settings) -> None:
         if file is not None and not Path(file).is_file():
             raise UsageError(f"{name} {file}: no such file")
     if settings.ssl_certfile is not None:
+
+        def ask() -> str:  # OpenSSL itself would ask on the terminal, here and once more when the server begins
+            raise UsageError(
+                f"--ssl-keyfile {settings.ssl_keyfile}: is encrypted; write it without a password, for this user "
+                f"alone: (umask 077; openssl pkey -in {settings.ssl_keyfile} -out plain.pem)"
+            )
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+            context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, ask)
         except (ssl.SSLError, OSError) as error:
             raise UsageError(
                 f"--ssl-certfile {settings.ssl_certfile}: not a certificate with this key ({error})"
@@ -67,7 +76,7 @@ def bind(host: str, port: int) -> socket.socket:
         UsageError: it cannot be had.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         taken = socket.socket(family, kind, protocol)
     except OSError as error:
@@ -81,7 +90,11 @@ def bind(host: str, port: int) -> socket.socket:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         taken.close()
-        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another --port") from None
+        advice = {
+            errno.EADDRNOTAVAIL: "this machine has no such address: choose another --host",
+            errno.EACCES: "choose a --port from 1024 on",
+        }.get(error.errno or 0, "choose another --port")
+        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; {advice}") from None
     return taken
 
 

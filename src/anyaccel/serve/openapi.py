@@ -64,7 +64,7 @@ _FAILURES = {
     "404": "There is no such model",
     "408": "The body did not come in time",
     "413": "The body is too large",
-    "415": "The body is not said to be JSON",
+    "415": "The body is not said to be JSON, or is compressed",
     "429": "Too many requests wait; Retry-After says when to come again",
     "500": "The server has failed",
     "503": "The engine is not there; Retry-After says when to come again",

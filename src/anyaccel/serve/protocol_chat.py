@@ -60,14 +60,19 @@ class NamedTool(Shape):
     function: FunctionName
 
 
-class ConversationFields(GenerationFields):
+class TemplateFields(Shape):
+    """What vLLM's requests say of the model's chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ConversationFields(GenerationFields, TemplateFields):
     """What becomes the prompt by the model's chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MOST_MESSAGES)]
     tools: Annotated[list[Tool], Field(max_length=limits.MOST_TOOLS)] | None = None
-    # vLLM's
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
 
 
 class ChatRequest(SamplingFields, ConversationFields):
@@ -81,15 +86,13 @@ class ChatRequest(SamplingFields, ConversationFields):
     parallel_tool_calls: bool | None = None
 
 
-class TokenizeRequest(Shape):
+class TokenizeRequest(TemplateFields):
     """`POST /tokenize`, as vLLM has it: a text, or a conversation."""
 
     model: str | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MOST_MESSAGES)] | None = None
     tools: Annotated[list[Tool], Field(max_length=limits.MOST_TOOLS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

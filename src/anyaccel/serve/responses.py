@@ -10,7 +10,7 @@ from typing import Any
 
 from anyaccel.errors import AnyAccelError
 from anyaccel.serve.api_errors import ApiError, api_error, wrong
-from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, prompt_of
+from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, prompt_of, text_of
 from anyaccel.serve.front import Front, new_id
 from anyaccel.serve.json_text import event
 from anyaccel.serve.protocol import JsonSchemaFormat, ResponseFormat
@@ -50,14 +50,14 @@ def _message(item: InputItem, where: str) -> Message | None:
     if item.type in (None, "message"):
         if item.role is None:
             raise wrong(f"{where}.role", "is required")
-        return Message(role=item.role, content=item.content)
+        return Message(role=item.role, content=text_of(item.content, f"{where}.content"))
     if item.type == "function_call":
         if not item.name or item.call_id is None:
             raise wrong(f"{where}.name", "a call needs name and call_id")
         function = CalledFunction(name=item.name, arguments=item.arguments or "{}")
         return Message(role="assistant", tool_calls=[ToolCall(id=item.call_id, type="function", function=function)])
     if item.type == "function_call_output":
-        return Message(role="tool", content=item.output, tool_call_id=item.call_id)
+        return Message(role="tool", content=text_of(item.output, f"{where}.output"), tool_call_id=item.call_id)
     if item.type == "reasoning":  # thoughts of earlier answers are not given to the model again
         return None
     raise wrong(f"{where}.type", f"{item.type[:40]!r} is not supported: this model reads text and calls of functions")
@@ -105,13 +105,13 @@ class Responses:
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "temperature": self._front.defaults.temperature if request.temperature is None else request.temperature,
             "text": {"format": {"type": request.text.format.type if request.text and request.text.format else "text"}},
             "tool_choice": request.tool_choice.model_dump()
             if isinstance(request.tool_choice, NamedFunction)
             else request.tool_choice or "auto",
             "tools": [tool.model_dump(exclude_none=True) for tool in request.tools or ()],
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": self._front.defaults.top_p if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": self._usage,
         }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -13,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anyaccel.serve.api_errors import ApiError
+from anyaccel.serve.contract import EngineStoppedError
 from anyaccel.serve.metrics import Metrics
 from anyaccel.serve.sending import error_answer
 
@@ -74,9 +76,12 @@ class Guard:
             await self._app(scope, receive, send)
             return
         path = _path(scope)
+        begun = False
 
         async def sent(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
+                begun = True
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
@@ -90,7 +95,13 @@ class Guard:
         except ApiError as error:
             await error_answer(error)(scope, receive, sent)
             return
-        await self._app(scope, receive, sent)
+        try:
+            await self._app(scope, receive, sent)
+        except asyncio.CancelledError:  # the server's end has come, and the engine has not ended the request
+            if begun:
+                scope.get("anyaccel.abort", lambda: None)()
+            else:
+                await error_answer(EngineStoppedError("the server is shutting down"))(scope, receive, sent)
 
     def _asker(self, scope: Scope, path: str) -> str:
         """A name for who asks, for fair shares.

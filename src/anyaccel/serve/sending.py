@@ -59,6 +59,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     # A page of another site can send other kinds from a user's browser without being asked.
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", ""):
+        raise ApiError(415, f"the body must come as it is, without Content-Encoding: {coding[:40]}")
     too_large = ApiError(413, f"the body is larger than {limits.body} bytes")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > limits.body:
@@ -144,7 +147,7 @@ class Events:
         self._send = send
         pump = asyncio.create_task(self._pump())
         left = asyncio.create_task(gone(receive))
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(self._watch(scope.get("anyaccel.half") or asyncio.Event()))
         try:
             await asyncio.wait((pump, left, watch), return_when=asyncio.FIRST_COMPLETED)
             if left.done():
@@ -178,19 +181,27 @@ class Events:
         async for data in self._events:
             await self._write(data)
 
-    async def _watch(self) -> None:
-        """Give signs of life while no event comes; end when the client takes nothing any more."""
+    async def _watch(self, half: asyncio.Event) -> None:
+        """Give signs of life while no event comes; end when the client takes nothing any more.
+
+        Args:
+            half: set when the client sends no more: only something that is sent shows then whether it is there.
+        """
         limits = self._limits
         wait = min(_FIRST_SIGN, limits.send_seconds)
         while True:
-            await asyncio.sleep(wait)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await half.wait()
+            show = half.is_set()
+            half = asyncio.Event() if show else half
             idle = time.monotonic() - self._sent_at
             if self._writing.locked():
                 if idle >= limits.send_seconds:
                     return
                 wait = limits.send_seconds - idle
                 continue
-            if idle >= limits.alive_seconds or not self._begun:
+            if show or idle >= limits.alive_seconds or not self._begun:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(limits.send_seconds):
                         await self._write(_SIGN)

@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
+import resource
 import signal
 import socket
 import sys
@@ -16,16 +18,17 @@ from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from anyaccel.serve.connection import bounded
 from anyaccel.serve.contract import Engine
 from anyaccel.serve.front import Front
 from anyaccel.serve.http import application
-from anyaccel.serve.limits import Limits
 from anyaccel.serve.listening import Settings, before_listening
 
-_CONNECTIONS = 1000  # at once; more get 503. A process may have 1,024 descriptors unless it is told otherwise.
+_CONNECTIONS = 1000  # at once; more get 503
+_DESCRIPTORS = 4096  # for them, for those that do not speak TLS yet, and for all else
 _AFTER_DRAIN = 5.0  # seconds for the last words of answers that draining has ended
+_CLOSING = 10.0  # and for the engine's end: a rank that hangs would never let it end
 
 logger = logging.getLogger("anyaccel.serve")
 
@@ -70,51 +73,13 @@ def logs(settings: Settings) -> Iterator[None]:
             each.handlers[:] = handlers
 
 
-def _protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP/1.1 with bounds of the head of a request, where uvicorn itself takes all, and waits for ever."""
-
-    class Bounded(HttpToolsProtocol):
-        _timer: asyncio.TimerHandle | None = None  # while a head is waited for
-        _head = 0
-
-        def _wait(self) -> None:
-            self._has_come()
-            self._head = 0
-            self._timer = self.loop.call_later(limits.header_seconds, self._give_up)
-
-        def _has_come(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _give_up(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.abort()
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._wait()
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._head += len(data)
-            if self._timer is not None and self._head > limits.head:
-                self._give_up()
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self.scope["anyaccel.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
-            self._wait()
-
-        def on_headers_complete(self) -> None:
-            self._has_come()
-            super().on_headers_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._has_come()
-            super().connection_lost(exc)
-
-    return Bounded
+def most_connections() -> int:
+    """How many there may be at once: a quarter of the descriptors stays free, for files, ranks, and handshakes."""
+    least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if least != resource.RLIM_INFINITY and least < _DESCRIPTORS:
+        least = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
+    return _CONNECTIONS if least == resource.RLIM_INFINITY else min(_CONNECTIONS, least * 3 // 4)
 
 
 class _Server(uvicorn.Server):
@@ -129,14 +94,13 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
     app = application(front, keys=settings.keys, origins=settings.origins, page=settings.page)
     config = uvicorn.Config(
         app,
-        http=_protocol(front.limits),
+        http=bounded(front.limits, most_connections()),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=settings.log_level in ("debug", "info"),
         server_header=False,
         root_path=settings.root_path,
-        limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=int(front.limits.idle_seconds),
         timeout_graceful_shutdown=int(settings.drain_seconds + _AFTER_DRAIN),
         ssl_keyfile=settings.ssl_keyfile,
@@ -169,10 +133,8 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        announced.cancel()
-        if server.force_exit:
-            for task in draining:
-                task.cancel()
+        for task in (announced, *draining):  # who has not ended within its time does not
+            task.cancel()
         await asyncio.gather(announced, *draining, return_exceptions=True)
 
 
@@ -182,7 +144,12 @@ async def _until_the_end(
     try:
         await _serve(front, settings, taken, announce)
     finally:
-        await engine.close()
+        closing = asyncio.ensure_future(engine.close())
+        if not (await asyncio.wait((closing,), timeout=_CLOSING))[0]:
+            logger.error("the engine does not end; this process does, and takes its ranks with it")
+            logging.shutdown()
+            os._exit(1)
+        await closing
 
 
 def run(engine: Engine, front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]) -> None:

@@ -18,6 +18,8 @@ from anyaccel.inference.text.stopping import overlap
 _decoder = json.JSONDecoder()
 _NAME = re.compile(r"\s*([\w.\-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
+_STRING_OR_END = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|</tool_call>', re.DOTALL)
+
 
 @dataclass(frozen=True)
 class Call:
@@ -59,16 +61,22 @@ def _hermes(text: str) -> tuple[list[Call], int]:
     calls: list[Call] = []
     done = 0
     while text.startswith("<tool_call>", done):
-        end = text.find("</tool_call>", done)
-        inside = text[done + len("<tool_call>") : end if end >= 0 else None]
-        found = _value_at(inside, 0)
+        found = _value_at(text, done + len("<tool_call>"))
         call = None if found is None else call_of(found[0])
-        if call is None or found is None or inside[found[1] :].strip():
+        if call is None or found is None:
+            break
+        rest = text[found[1] :].lstrip()
+        if rest and not rest.startswith("</tool_call>"):
             break
         calls.append(call)
-        done = len(text) if end < 0 else end + len("</tool_call>")
-        done += len(text[done:]) - len(text[done:].lstrip())
+        done = len(text) - len(rest.removeprefix("</tool_call>").lstrip())
     return calls, done
+
+
+def _hermes_end(text: str) -> int:
+    """Where the first call of a text ends; 0 while it does not. What is in the strings of its JSON ends nothing."""
+    ends = (found.end() for found in _STRING_OR_END.finditer(text) if found[0] == "</tool_call>")
+    return next(ends, 0)
 
 
 def _objects(text: str, done: int) -> tuple[list[Call], int]:
@@ -118,7 +126,8 @@ class Format:
         parse: calls at the beginning of a text, and how many of its characters they are.
         special: the marks are special tokens, which decoding leaves out otherwise.
         alone: a text that begins with this is a call too, without a mark.
-        end: what ends a call, so that it is given while the answer goes on.
+        end: what ends a call, and
+        end_of: where the first one of a text does, so that it is given while the answer goes on; 0: not yet.
     """
 
     name: str
@@ -127,12 +136,13 @@ class Format:
     special: bool = False
     alone: str = ""
     end: str = ""
+    end_of: Callable[[str], int] = lambda _: 0
 
 
 FORMATS = {
     each.name: each
     for each in (
-        Format("hermes", ("<tool_call>",), _hermes, end="</tool_call>"),
+        Format("hermes", ("<tool_call>",), _hermes, end="</tool_call>", end_of=_hermes_end),
         Format("llama3", ("<|python_tag|>",), _llama3, special=True, alone="{"),
         Format("mistral", ("[TOOL_CALLS]",), _mistral, special=True),
     )
@@ -191,12 +201,10 @@ class CallsInText:
                 before, self._text = self._text[: min(places)], self._text[min(places) :]
                 shown += before.rstrip("\n")
                 self._inside = True
-            # What a call may be: up to the last mark that ends one, or all of it when nothing more comes.
-            size = len(self._text)
-            if not last:
-                size = self._text.rfind(form.end) + len(form.end) if form.end in self._text and form.end else 0
-                if not size:
-                    return shown, calls
+            # What a call may be: the first one that is complete, or all of it when nothing more comes.
+            size = len(self._text) if last else form.end_of(self._text)
+            if not size:
+                return shown, calls
             found, done = form.parse(self._text[:size])
             if self._unmarked and not all(call.name in self._names for call in found):
                 found = []
@@ -204,9 +212,10 @@ class CallsInText:
             if found:
                 calls += found
                 self._after = True
-            else:  # no call after all
-                done = size
-                shown += self._text[:size]
+            else:  # no call after all, up to what looks like its end
+                place = self._text.find(form.end, 0, size) if form.end else -1
+                done = size if place < 0 else place + len(form.end)
+                shown += self._text[:done]
             self._text = self._text[done:]
             self._inside = False
             if not self._text:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from anyaccel.serve.contract import Grammar
+from anyaccel.serve.defaults import defaults_of
 from anyaccel.serve.protocol_chat import ChatChunk, ChatCompletion
-from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, chat, until
+from serve_fakes import END, TEMPLATE, Answer, ByteTokenizer, Client, FakeEngine, asked, chat, until
 
 
 def text_of(events: list[Any], index: int = 0) -> str:
@@ -142,6 +143,47 @@ def test_parts_of_text_are_joined_and_roles_translated() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     chat(engine, {"messages": [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": parts}]})
     assert bytes(engine.requests[0].prompt).decode() == "<system>Be kind.\n<user>one\ntwo\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "prompt"),
+    [
+        (TEMPLATE, "The sky", "<user>Hi\n<assistant>The sky"),
+        (TEMPLATE, "The sky ", "<user>Hi\n<assistant>The sky "),
+        (TEMPLATE.replace("message.content", "message.content | trim"), " The sky ", "<user>Hi\n<assistant>The sky"),
+    ],
+)
+def test_the_last_message_may_be_gone_on_with(template: str, content: str, prompt: str) -> None:
+    """As transformers' apply_chat_template(continue_final_message=True) makes the prompt of these."""
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+    engine = FakeEngine(" is blue.")
+    for more in ({}, {"add_generation_prompt": False}):
+        asked = {"messages": messages, "continue_final_message": True, **more}
+        told = chat(engine, asked, tokenizer=ByteTokenizer(template)).json
+        assert told["choices"][0]["message"]["content"] == " is blue."
+        assert bytes(engine.requests[-1].prompt).decode() == prompt
+
+
+def test_a_thought_may_be_gone_on_with() -> None:
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>It is"}]
+    answer = chat(
+        FakeEngine(" late.</think>Bye"), {"messages": messages, "continue_final_message": True}, thinking=True
+    )
+    message = answer.json["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (" late.", "Bye")
+
+
+def test_what_a_request_leaves_out_is_as_the_model_recommends() -> None:
+    engine = FakeEngine()
+    defaults = defaults_of({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}, "")
+    for more in ({}, {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0.1, "repetition_penalty": 1}):
+        assert chat(engine, more, defaults=defaults).status == 200
+    found = [(each.sampling.temperature, each.sampling.top_p, each.sampling.top_k) for each in engine.requests]
+    assert found == [(0.6, 0.95, 20), (0.0, 1.0, 0)]
+    assert [each.sampling.repetition_penalty for each in engine.requests] == [1.05, 1.0]
+    assert [each.sampling.min_p for each in engine.requests] == [0.0, 0.1]
+    told = asked(engine, "/v1/responses", {"input": "Hi", "top_p": 0.5}, defaults=defaults).json
+    assert (told["temperature"], told["top_p"]) == (0.6, 0.5)
 
 
 def test_variables_of_the_template_may_be_given_but_not_ours() -> None:

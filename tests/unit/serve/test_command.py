@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import re
 import shlex
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
+import fuzz_models
 from anyaccel.cli import main
+from anyaccel.cli._model_options import by_option
 from anyaccel.cli.serve import build_parser, names_of
-from anyaccel.errors import UsageError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.serve import listening
+from anyaccel.serve.defaults import Defaults, read_defaults
 from anyaccel.serve.listening import Settings
 
 
@@ -45,11 +51,40 @@ def test_what_is_wrong_is_one_line(arguments: list[str], said: str, capsys: pyte
     assert said in told and told.count("\n") == 1
 
 
+def test_an_encrypted_key_is_not_asked_for(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 2 -subj /CN=x -passout pass:secret"
+    command = [*made.split(), "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    with pytest.raises(UsageError, match=f"--ssl-keyfile {re.escape(key)}: is encrypted"):
+        listening.check(Settings(ssl_keyfile=key, ssl_certfile=certificate))
+
+
 def test_an_address_that_is_taken_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", __file__, "--port", str(port)]) == 2
     assert f"--port {port}: Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.EADDRNOTAVAIL, "another --host"), (errno.EACCES, "from 1024 on"), (0, "another --port")],
+)
+def test_why_an_address_cannot_be_had_decides_what_to_do(
+    number: int, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    with pytest.raises(UsageError, match=advice):
+        listening.bind("127.0.0.1", 80)
+
+
+def test_an_empty_host_is_every_address() -> None:
+    with listening.bind("", 0) as taken:
+        assert taken.getsockname()[0] in ("0.0.0.0", "::")
 
 
 def test_two_servers_that_load_at_once_do_not_get_one_address() -> None:
@@ -107,14 +142,39 @@ def test_a_model_has_its_files_name_unless_it_is_given_one(tmp_path: Path) -> No
     file = tmp_path / "small.Q4_0.gguf"
     file.touch()
 
-    def names(*arguments: str, model: Path) -> list[str]:
+    def names(*arguments: str, model: Path) -> tuple[list[str], list[str]]:
         options: argparse.Namespace = build_parser().parse_args(list(arguments))
         options.model = str(model)
         return names_of(options)
 
-    assert names(model=file) == ["small.Q4_0", str(file)]
-    assert names("~/x", model=tmp_path) == [tmp_path.name, "~/x", str(tmp_path)]
-    assert names("--served-model-name", "a", "--served-model-name", "b", model=file) == ["a", "b"]
+    assert names(model=file) == (["small.Q4_0"], [str(file)])
+    assert names("~/x", model=tmp_path) == ([tmp_path.name], ["~/x", str(tmp_path)])
+    assert names("--served-model-name", "a", "--served-model-name", "b", model=file) == (["a", "b"], [])
+
+
+def test_what_a_model_recommends_is_read_of_its_folder_or_file(tmp_path: Path) -> None:
+    assert read_defaults(tmp_path) == Defaults() and Defaults().told() == ""
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20, "top_p": null, "eos_token_id": [1, 2]}')
+    assert read_defaults(tmp_path) == Defaults(temperature=0.6, top_k=20)
+    assert read_defaults(tmp_path).told() == "temperature 0.6, top_k 20"
+    for text, said in (('{"temperature": "hot"}', "temperature='hot'"), ('{"top_p": 2}', "top_p=2"), ("[", "not JSON")):
+        file.write_text(text)
+        with pytest.raises(ModelError, match=said):
+            read_defaults(tmp_path)
+    gguf = fuzz_models.healthy_gguf("llama")
+    keys = {"temp": (fuzz_models.F32, 0.7), "penalty_repeat": (fuzz_models.F32, 1.1), "top_k": (fuzz_models.U32, 40)}
+    gguf.pairs |= {f"general.sampling.{name}": value for name, value in keys.items()}
+    (tmp_path / "m.gguf").write_bytes(gguf.content())
+    assert read_defaults(tmp_path / "m.gguf") == Defaults(temperature=0.7, repetition_penalty=1.1, top_k=40)
+
+
+def test_a_value_that_the_model_refuses_is_said_by_its_option() -> None:
+    options = build_parser().parse_args(["--max-context", "9000"])
+    error = UsageError("max_context=9000: the model's context has 8192 tokens")
+    assert str(by_option(error, options)) == "--max-context 9000: the model's context has 8192 tokens"
+    for other in ("max_contexts=9000: no option", "a model: max_context=9000"):
+        assert str(by_option(UsageError(other), options)) == other
 
 
 def test_a_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

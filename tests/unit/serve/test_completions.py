@@ -74,6 +74,7 @@ def test_echo_without_an_answer_only_reads_the_prompt() -> None:
     told = complete(engine, prompt="abc", max_tokens=0, logprobs=0, echo=True).json
     assert told["choices"][0]["text"] == "abc" and told["usage"]["completion_tokens"] == 0
     assert told["choices"][0]["logprobs"]["token_logprobs"] == [None, -0.5, -0.5]
+    assert complete(engine, prompt="a" * 2048, max_tokens=0, echo=True).status == 200  # all that fits
     answer = complete(engine, prompt="abc", max_tokens=0)
     assert (answer.status, answer.json["error"]["param"]) == (400, "max_tokens")
 
@@ -101,6 +102,7 @@ def test_offsets_without_echo_count_the_prompt() -> None:
         ({"prompt": "a", "n": 0}, "n"),
         ({"prompt": "a", "max_tokens": 2048}, "max_tokens"),
         ({"prompt": "a" * 2048}, "prompt"),
+        ({"prompt": ["a", "a" * 2049], "echo": True, "max_tokens": 0}, "prompt[1]"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "logprobs": 21}, "logprobs"),

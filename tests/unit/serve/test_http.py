@@ -43,6 +43,18 @@ def test_what_a_server_says_of_itself() -> None:
     assert got("/health", engine).status == 200
 
 
+def test_a_path_is_a_name_that_is_taken_and_not_told() -> None:
+    path = "/home/me/models/fake"
+    assert path.encode() not in got("/v1/models", aliases=[path]).body
+    assert chat(FakeEngine(), {"model": path}, aliases=[path]).status == 200
+    answer = chat(FakeEngine(), {"model": "gpt-4"}, aliases=[path])
+    assert answer.status == 404 and path.encode() not in answer.body
+    engine = FakeEngine()
+    engine.error = (0, EngineStoppedError(f"the engine has failed: {path}/model.safetensors: gone"))
+    answer = chat(engine)
+    assert answer.status == 503 and path.encode() not in answer.body
+
+
 def test_unknown_addresses_methods_and_models_have_openais_shape() -> None:
     for answer, status in (
         (got("/v1/nothing"), 404),
@@ -102,7 +114,8 @@ def test_what_nobody_expected_tells_nothing_of_the_inside(caplog: pytest.LogCapt
         ({"messages": "Hi"}, "messages"),
         ({"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role"),
         ({"messages": [{"content": "Hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 2.5}, "temperature"),
         ({"max_tokens": True}, "max_tokens"),
@@ -131,6 +144,11 @@ def test_what_is_wrong_is_named(value: dict[str, Any], param: str) -> None:
     assert answer.json["error"]["message"].startswith(param)
 
 
+def test_a_length_is_told_once() -> None:
+    told = chat(FakeEngine(), {"guided_choice": ["x"] * 513}).json["error"]["message"]
+    assert told == "guided_choice: list should have at most 512 items, not 513"
+
+
 def test_nothing_is_fetched_for_a_request() -> None:
     parts = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
     answer = chat(FakeEngine(), {"messages": [{"role": "user", "content": parts}]})
@@ -155,6 +173,7 @@ NESTED = b"[" * 100_000
         ([b"x" * 600, b"x" * 600], {}, 413),
         (b"{}", {"content-type": "text/plain"}, 415),
         (b"{}", {"content-type": ""}, 415),
+        (b"{}", {"content-encoding": "gzip"}, 415),
         (json.dumps({**HI, "stop": "\ud800"}).encode(), {}, 400),
         (json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode(), {}, 400),
         (json.dumps({**HI, "model": "\ud800"}).encode(), {}, 404),

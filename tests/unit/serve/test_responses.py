@@ -95,6 +95,11 @@ def test_errors_before_and_in_the_answer() -> None:
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"content": "Hi"}]}, "input[0].role"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}], "instructions": "x"},
+            "input[0].content[0].text",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),

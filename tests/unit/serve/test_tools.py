@@ -42,6 +42,19 @@ CASES = [
     ),
     ("hermes", '<tool_call>{"name": "clock"}', "", [NOON]),
     ("hermes", "<tool_call>{broken</tool_call> and more", "<tool_call>{broken</tool_call> and more", []),
+    (
+        "hermes",
+        '<tool_call>{"name": "clock", "arguments": {"x": "a \\" </tool_call> b\\\\"}}</tool_call>\n'
+        '<tool_call>{"name": "clock"}</tool_call>',
+        "",
+        [Call("clock", '{"x": "a \\" </tool_call> b\\\\"}'), NOON],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name: 1}</tool_call>\n<tool_call>{"name": "clock"}</tool_call>',
+        '<tool_call>{"name: 1}</tool_call>',
+        [NOON],
+    ),
     ("hermes", "a <tool> b <tool_cal", "a <tool> b <tool_cal", []),
     ("hermes", "{}", "{}", []),
     ("llama3", '{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),

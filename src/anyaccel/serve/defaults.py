@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How tokens are chosen where a request does not say it: as the model's authors recommend, else as OpenAI does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from anyaccel.outside import Values, read_json
+
+# A name of ours -> that of llama.cpp's metadata (https://github.com/ggml-org/llama.cpp/pull/17120).
+_GGUF = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Of a request; names and meanings are those of its fields."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def told(self) -> str:
+        """What is not as it is without a model's own, for people."""
+        usual = asdict(Defaults())
+        return ", ".join(f"{name} {value:g}" for name, value in asdict(self).items() if value != usual[name])
+
+
+def read_defaults(model: Path) -> Defaults:
+    """Those of a model: of generation_config.json in its folder, or of its GGUF file.
+
+    Raises:
+        ModelError: one of them cannot be.
+    """
+    if model.is_dir():
+        file = model / "generation_config.json"
+        return defaults_of(read_json(file), f"{file}: ") if file.is_file() else Defaults()
+    from anyaccel.inference.checkpoints.gguf_file import GgufSource
+
+    found = GgufSource(model).metadata
+    given = {name: found.get(f"general.sampling.{key}") for name, key in _GGUF.items()}
+    return defaults_of(given, f"{model}: general.sampling: ")
+
+
+def defaults_of(given: Mapping[str, Any], where: str) -> Defaults:
+    """The same of values that are read.
+
+    Raises:
+        ModelError: one of them cannot be.
+    """
+    values = Values(given, where)
+
+    def number(name: str, default: float, most: float, above: float = -1.0) -> float:
+        # A GGUF file has 32 bits: what was written as 0.95 is to be 0.95.
+        return float(f"{values.number(name, default, 0, most, above):.7g}")
+
+    return Defaults(
+        temperature=number("temperature", 1.0, 100),
+        top_p=number("top_p", 1.0, 1),
+        top_k=max(0, values.whole("top_k", 0, -1)),
+        min_p=number("min_p", 0.0, 1),
+        repetition_penalty=number("repetition_penalty", 1.0, 1e6, 0.0),
+    )
