@@ -14,14 +14,6 @@ namespace {
 // A pause is some 40 to 140 cycles: about 50 us between two steps, and as long in a barrier before yielding.
 constexpr int64_t kSpin = 1500;
 
-int usable_cpus() {
-#ifdef __linux__
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
-#endif
-  return static_cast<int>(std::thread::hardware_concurrency());
-}
-
 void cpu_pause() noexcept {
 #ifdef ANYACCEL_X86
   __builtin_ia32_pause();
@@ -32,8 +24,16 @@ void cpu_pause() noexcept {
 
 }  // namespace
 
+int usable_cpus() noexcept {
+#ifdef __linux__
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(CPU_COUNT(&set), 1);
+#endif
+  return std::max(static_cast<int>(std::thread::hardware_concurrency()), 1);
+}
+
 Team::Team(int threads)
-    : size_(threads > 0 ? threads : std::max(usable_cpus(), 1)),
+    : size_(threads > 0 ? threads : usable_cpus()),
       owner_pid_(static_cast<int>(getpid())),
       // Spinning takes the core from the very thread that is waited for when there are more threads than cores.
       spin_(size_ <= usable_cpus() ? kSpin : 0) {

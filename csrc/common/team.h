@@ -12,6 +12,9 @@
 
 namespace anyaccel {
 
+// How many CPUs this process may use, at least 1.
+int usable_cpus() noexcept;
+
 // Threads sleep between runs, after a short spin that catches the next step of a loop.
 // A forked child has no threads: check usable() before run().
 class Team {

@@ -64,7 +64,7 @@ struct Piece {
   int64_t cost() const { return (rows + 4) * (end - begin + 8); }
 };
 
-// Calls fn(piece) for each of a query.
+// Calls fn(piece) for each piece of a query's attention.
 template <class Fn>
 void pieces(const Query& query, const Division& d, const AttentionShape& shape, const AttentionOptions& options,
             Fn&& fn) {
@@ -125,7 +125,7 @@ const AttentionShape& shape_of(const AttentionStep& step) {
 void AttentionScratch::reserve(const AttentionShape& shape, const std::vector<Query>& queries, int threads) {
   const HeadLayout layout = head_layout(shape, CacheFormat::f32);
   size_t floats = thread_scratch_floats(layout) * static_cast<size_t>(threads);
-  for (const Query& query : queries)  // as much as without windows
+  for (const Query& query : queries)  // whole contexts: with a window or chunks, fewer parts are needed
     floats +=
         static_cast<size_t>(divide(query, shape, {.scale = 1}).partial_rows(shape.kv_heads) * partial_floats(layout));
   const size_t wanted = floats * sizeof(float);
@@ -239,7 +239,7 @@ void combine(const AttentionStep& step, AttentionScratch& scratch, int thread, i
   const int64_t floats = partial_floats(layout);
   const float* partials =
       static_cast<const float*>(scratch.memory.get()) + thread_scratch_floats(layout) * static_cast<size_t>(threads);
-  int64_t row = 0;  // of all that were divided: threads take turns
+  int64_t row = 0;  // counts the rows of all divided queries, which threads take in turn
   for (const Query& query : *step.queries) {
     const Division d = divide(query, shape, step.options);
     if (d.parts <= 1) continue;

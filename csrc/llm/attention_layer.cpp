@@ -34,8 +34,8 @@ void Worker::project_latent(const AttentionSpec& spec, const LayerWeights& weigh
                   qkv_stride_);
   multiply_into(weights.kv_a, input(weights.kv_a.w.shape(), x_, hidden_stride_, tokens_), kv_latent, stride);
   barrier(Work::qkv);
-  // Normed latents: each thread's own in small steps. In large ones queries' latents are normed in place, and keys'
-  // to where those were.
+  // Where the normed latents go. In small steps every thread norms all for itself. In large ones the queries' latents
+  // are normed in place, and the keys' latents take that place once the queries have been made.
   float* normed = small_ ? own_.latent.get() : shared_.latent.get();
   if (latent_queries) {
     for (int64_t t = mine_.begin; t < mine_.end; ++t)

@@ -54,7 +54,7 @@ size_t KvCache::Impl::wanted_pages(const CacheSequence& sequence, int64_t tokens
 }
 
 void KvCache::Impl::add_chunk(size_t least_pages) {
-  // Larger with what there is already: few chunks for a large cache, little unused memory for a small one.
+  // Chunks grow with the cache: a large one has few of them, a small one little memory that it does not use.
   const size_t target = std::clamp(reserved_bytes / 4, kLeastChunk, kMostChunk);
   const size_t most = limit_pages() - reserved_pages;
   const size_t count = std::min(most, std::max({least_pages, target / page_bytes, size_t{1}}));

@@ -18,7 +18,7 @@ constexpr int64_t kMostTokens = 1024;
 // Floats that one exchange among ranks can hold: containers often have no more than 64 MiB of shared memory.
 constexpr int64_t kSlotFloats = int64_t{1} << 20;
 
-// Behind what is exchanged first in a run: a hash of the run's tokens.
+// Room at the end of a rank's slot for a hash of the run's tokens, which goes with the first exchange of a run.
 constexpr int64_t kSignatureFloats = 16;
 
 uint64_t signature(const StepTokens& step) {
@@ -34,7 +34,7 @@ uint64_t signature(const StepTokens& step) {
 
 int64_t tokens_of_a_run(const DecoderSpec& spec, const Widths& widths) {
   int64_t tokens = kMostTokens;
-  if (spec.size > 1)  // the same on every rank
+  if (spec.size > 1)  // by what is the same on every rank: all must divide a call into the same runs
     tokens = std::min(tokens, kSlotFloats / (2 * padded_stride(spec.hidden)));
   else
     tokens = std::min(tokens, kRunFloats / widths.token_floats());
@@ -109,7 +109,7 @@ void Forward::run(const StepTokens& step) {
   team_.run([&](int thread) {
     Worker worker(*this, step, thread);
     worker.run();
-    if (thread == 0) turn_ = worker.turn();  // after barriers: all have read it
+    if (thread == 0) turn_ = worker.turn();  // the barriers of the run come after all threads have read it
   });
   if (failure_) {
     const std::exception_ptr failure = failure_;
@@ -206,7 +206,7 @@ void Worker::layer(size_t index) noexcept {
   const float scale = spec.residual_scale;
   advance(weights.attn_norm, spec.residual_from_norm);
   if (spec.parallel) {
-    attention(index);  // with the MLP's part
+    attention(index);  // computes the MLP too, which reads the same input
     exchange(Work::down);
     pend(2, Norm{}, scale);
     return;
@@ -249,7 +249,7 @@ void Worker::exchange(Work kind) noexcept {
   pending_turn_ = turn_++;
 }
 
-// Other cores have written a part of it: many lines on their way at once cost what one does.
+// Other cores have written some of it, so that each line is a miss; asked for together, the misses overlap.
 void Worker::fetch_pending(int64_t t) const noexcept {
   const auto fetch = [&](const float* row) {
     for (int64_t i = 0; i < spec_.hidden; i += 16) __builtin_prefetch(row + i);
@@ -307,7 +307,7 @@ const Input& Worker::input(const Shape& shape, const float* x, int64_t stride, i
     mark(Work::norm);
     return input;
   }
-  barrier(Work::norm);  // x is there, and nobody reads the last input any more
+  barrier(Work::norm);  // all of x is written, and no thread reads the input that is overwritten any more
   input.prepare(shape, x, stride, rows, static_cast<int>(tokens), thread_, threads_, step_.prompt && !of_head);
   barrier(Work::norm);
   return input;
@@ -328,7 +328,7 @@ void Worker::head() noexcept {
   const auto count = static_cast<int64_t>(step_.wanted.size());
   for (size_t i = 0; i < step_.hidden_wanted.size(); ++i) {
     const int64_t t = step_.hidden_wanted[i];
-    if (t < mine_.begin || t >= mine_.end || (small_ && thread_ > 0)) continue;  // small: each thread has all tokens
+    if (t < mine_.begin || t >= mine_.end || (small_ && thread_ > 0)) continue;  // small: every thread has them all
     advance(t, weights_.final_norm, step_.hidden + static_cast<int64_t>(i) * spec_.hidden);
   }
   // Row i of x is the i-th wanted token; those before it are not needed any more, since i <= wanted[i].
@@ -375,7 +375,7 @@ void Worker::logits_of(const Matrix& w, const float* x, int64_t first, int64_t c
   }
   if (!divided) {
     mark(Work::head);
-    return;  // the end of the run is a barrier
+    return;  // all threads meet at the end of the run, before anybody reads the logits
   }
   exchange(Work::head);
   for (int rank = 0; rank < forward_.ranks_->size(); ++rank) {

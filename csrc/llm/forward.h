@@ -28,8 +28,9 @@ struct StepTokens {
   float* logits = nullptr;             // [wanted, vocab]
   int64_t logits_stride = 0;
   float* hidden = nullptr;  // [hidden_wanted, hidden]
-  // Whose bits do not depend on what else passes: tokens of prompts as if they were many (`prompt`), others as if they
-  // were few, which the caller sees to, and the logits of both as those of few.
+  // exact: results have the same bits whatever else is in the run. How a product sums depends on whether its tokens are
+  // few (gemv) or many (gemm), so this is fixed: tokens of prompts (`prompt`) always count as many; of other tokens the
+  // caller puts only few into a run; and logits are made as those of few tokens.
   bool exact = false, prompt = false;
 
   void clear() {
@@ -48,12 +49,12 @@ class Forward {
 
   // The most tokens of a run.
   int64_t most_tokens() const { return most_tokens_; }
-  // Floats that a rank writes for one exchange at most.
+  // The most floats that a rank writes in one exchange.
   size_t slot_floats() const;
   void set_ranks(ParallelRanks* ranks) { ranks_ = ranks; }
 
-  // Every query's room in the cache is there (KvCache::extend). Throws std::bad_alloc, comm::CommError and what the
-  // ranks' interrupt check throws; what is in the cache and in logits then has no meaning.
+  // The caller has made room in the cache for every query (KvCache::extend). Throws std::bad_alloc, comm::CommError and
+  // what the ranks' interrupt check throws; the new tokens in the cache and the logits are then rubbish.
   void run(const StepTokens& step);
 
  private:

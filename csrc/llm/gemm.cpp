@@ -12,10 +12,10 @@
 namespace anyaccel::llm {
 namespace {
 
-constexpr int kPassTokens = 1024;  // whose results stay in a cache from pass to pass
+constexpr int kPassTokens = 1024;  // few enough that their results stay in a cache between passes over the columns
 constexpr size_t kScratchBytes = size_t{640} << 10;
 
-// Unpacked weights. Part of the library and not of a call, so that no call can fail for want of memory.
+// Unpacked weights. Static memory, so that no call can fail for want of it.
 alignas(64) thread_local uint8_t scratch[kScratchBytes];
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -39,7 +39,7 @@ int64_t panel_bytes(const GemmKernels& kernels, const Shape& shape) {
   return divide_up(shape.padded_cols() / kUnit * kernels.activation_bytes * kernels.panel_tokens, 64) * 64;
 }
 
-// Units of a block to `to`, with the kernels' own unpacking or that of gemv.
+// Writes `units` units of a block of weights to `to`, in the form that these kernels multiply.
 void unpack(const GemmKernels& kernels, const GemvKernels& gemv, const BlockLayout& layout, const uint8_t* block,
             int64_t unit, int64_t units, uint8_t* to) {
   const bool quantised = layout.format == Format::i8 || layout.format == Format::i4;
@@ -51,12 +51,13 @@ void unpack(const GemmKernels& kernels, const GemvKernels& gemv, const BlockLayo
     gemv.unpack_bf16(layout, block, unit * kUnit, (unit + units) * kUnit, reinterpret_cast<uint16_t*>(to));
 }
 
-// Parts divide rows and tokens as a grid.
+// How many parts the rows are divided into, and how many the tokens: each thread has one field of the grid.
 struct Grid {
   int rows, tokens;
 };
 
-// The grid whose largest part has the least to do. Every part unpacks the weights of its rows.
+// The grid whose largest field has the least to do. Every field unpacks the weights of its rows, so that dividing only
+// the tokens would unpack all weights many times.
 Grid grid_of(const GemmKernels& kernels, int64_t row_tiles, int panels, int parts) {
   Grid best{1, 1};
   int64_t least = INT64_MAX;

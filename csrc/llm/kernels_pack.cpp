@@ -38,7 +38,7 @@ float inverse(float x) {
   return magnitude > 1e-30f ? 1.0f / x : 0.0f;
 }
 
-// One vector or more: a float of each row.
+// A float for each of the 16 rows, in as many vectors as that takes.
 using Rows = Many<Vec, kVecs>;
 template <class Fn>
 inline Rows of_rows(const Fn& fn) {
@@ -64,7 +64,7 @@ inline Vec positive_or_one(Vec x) { return select(less(broadcast(0.0f), x), x, b
 struct Sums {
   Rows l, ll, xl;
 };
-// With q = nearest(x * inv + offset) clamped to low .. high.
+// The sums over a group of q, q * q and x * q, with q = nearest(x * inv + offset) clamped to low .. high.
 inline Sums sums_of(const float* x, int count, const Rows& inv, const Rows& offset, float low, float high) {
   const Vec magic = broadcast(kMagic), least = broadcast(low), most = broadcast(high);
   Sums sums{all_rows(0.0f), all_rows(0.0f), all_rows(0.0f)};

@@ -52,7 +52,7 @@ struct Pool {
   }
 };
 
-// A forked child makes a pool of its own: the parent's threads are not there, and its lock may be held for ever.
+// A forked child makes a pool of its own: it has none of the parent's threads, and the lock may have been held by one.
 Pool& pool() {
   static std::atomic<Pool*> current{nullptr};
   Pool* found = current.load();

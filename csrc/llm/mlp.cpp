@@ -10,7 +10,7 @@
 
 namespace anyaccel::llm {
 
-// Products with few tokens (gemv)' rows are activated at once: this thread has made all of them.
+// In small steps the activation follows at once, without a barrier: of gate and up, each thread has the same rows.
 void Worker::gate_up(const MlpWeights& mlp, const Input* input, int64_t tokens, float* gate, float* up) noexcept {
   multiply_into(mlp.gate, *input, gate, features_stride_);
   if (!mlp.up.w.empty()) multiply_into(mlp.up, *input, up, features_stride_);
@@ -34,7 +34,7 @@ void Worker::activate_own(const MlpWeights& mlp, int64_t tokens, float* gate, fl
   mark(Work::activate);
 }
 
-// `features_ready`: gate_up() and the activation are done, and a barrier came after them.
+// `features_ready`: the caller has called gate_up() and the activation, and then a barrier.
 void Worker::mlp(const MlpWeights& mlp, float* delta, bool features_ready) noexcept {
   float* gate = shared_.gate.get();
   float* up = shared_.up.get();
@@ -86,7 +86,7 @@ void Worker::route(const MoeSpec& moe, const LayerWeights& weights, Range tokens
     int32_t* chosen = routing.chosen.data() + t * moe.top_k;
     float* weight = routing.weights.data() + t * moe.top_k;
     for (int k = 0; k < moe.top_k; ++k) {
-      int best = -1;  // always found, also among NaNs
+      int best = -1;  // the first one at least, so that there is one even if all are NaN
       for (int e = 0; e < experts; ++e) {
         if (std::find(chosen, chosen + k, e) != chosen + k) continue;
         if (best < 0 || choice[e] > choice[best]) best = e;

@@ -47,7 +47,7 @@ Model::Model(DecoderSpec spec, const std::vector<MatrixEntry>& matrices, const s
 Model::~Model() = default;
 
 std::unique_lock<std::mutex> Model::lock() {
-  // First: in a forked child the lock may be held for ever.
+  // Before the lock is taken: in a forked child it may have been held by a thread that does not exist there.
   if (!team_.usable())
     throw UsageError(
         "this process was forked after the model was made, and its threads are the parent's; make the model in the "
@@ -64,7 +64,7 @@ void Model::leave(int sequence) noexcept {
   const std::lock_guard<std::mutex> left(left_mutex_);
   try {
     left_.push_back(sequence);
-  } catch (...) {  // no memory for a number: the sequence stays until the model goes
+  } catch (...) {  // no memory to note its number: the sequence is freed with the model
   }
 }
 

@@ -96,23 +96,24 @@ class Model {
 
  private:
   friend class Request;
-  struct Work;  // of one sequence in a call
+  struct Work;  // the new tokens of one sequence
   struct Pass;
   struct Wanted;
 
-  std::unique_lock<std::mutex> lock();  // also frees what requests have left
+  std::unique_lock<std::mutex> lock();  // also frees the sequences of requests that have ended
   void check_ready() const;
   void check_tokens(const int64_t* tokens, int64_t count) const;
   void check_sequence(int sequence) const;
   void check_room(const std::vector<Work>& work) const;
-  // Runs all tokens. kind(i): what is wanted of token i among all; done: where it goes, what becomes of it.
+  // Runs all tokens. kind(i) says whether the logits or the hidden state of token i are wanted; `done` is told where
+  // they are, run by run.
   template <class Kind, class Done>
   void process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done);
   void step_some(const std::vector<Request*>& requests, bool exact, StepResult& result);
   std::vector<Work> work_of(const std::vector<Request*>& requests);
   void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
   void choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result);
-  // By a request that ends, on any thread: freed by the next call, since a step may be running.
+  // Called by a request that ends, on any thread. A step may be running, so the next call frees the sequence.
   void leave(int sequence) noexcept;
 
   DecoderSpec spec_;
@@ -125,7 +126,7 @@ class Model {
   std::function<void()> interrupt_check_;
   bool finished_ = false;
 
-  std::mutex mutex_;  // of all calls
+  std::mutex mutex_;  // one call at a time
   std::mutex left_mutex_;
   std::vector<int> left_;  // sequences of requests that have ended
 

@@ -43,7 +43,8 @@ uint8_t* minimum_at(const BlockLayout& layout, uint8_t* block, int64_t group, in
   return scale_at(layout, block, group, r) + kLanes * 2;
 }
 
-// Calls fn(k0, count, panel) for the columns from `first` on in steps; padding columns are zeros.
+// Calls fn(k0, count, valid, panel) for the columns from `first` on, `step` at a time. `valid` of the `count` columns
+// exist; the others are zeros.
 template <class Fn>
 void for_panels(const Source& source, const Lanes& lanes, int64_t cols, int64_t padded_cols, int step, const Fn& fn,
                 int64_t first = 0) {
@@ -83,7 +84,7 @@ const PackKernels& selected() {
   return kernels;
 }
 
-// Whether PackKernels read its rows.
+// Whether PackKernels can read the source's rows where they are: dense ones of 16 or 32 bits.
 bool in_rows(const Source& source) {
   const bool kind = source.type == SourceType::f32 || source.type == SourceType::f16 || source.type == SourceType::bf16;
   return kind && source.col_stride == static_cast<int64_t>(source_row_bytes(source.type, 1));

@@ -67,7 +67,7 @@ inline void read_panel(const Lanes& lanes, int64_t col_stride, int64_t k0, int c
   }
 }
 
-// Of bfloat16 in dense rows, a multiple of kPairs columns: two of them change places with the rows at a time.
+// The panel of dense rows of bfloat16, for a multiple of kPairs columns. Words of two columns are transposed at a time.
 inline void read_bf16_panel(const Lanes& lanes, int64_t k0, int count, float* panel) {
   constexpr int kWords = 16, kPairs = 2 * kWords;  // 64 bytes of each row
   uint32_t line[kWords], words[kWords][kLanes];

@@ -46,7 +46,7 @@ class Profile {
   void start() {
     if (enabled) last_ = Clock::now();
   }
-  // What was done since start() or the last mark.
+  // Says what kind of work the time since start(), or since the last mark(), was spent on.
   void mark(Work kind) {
     if (!enabled) return;
     const Clock::time_point now = Clock::now();

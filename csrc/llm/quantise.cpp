@@ -2,15 +2,11 @@
 #include "llm/quantise.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
-#include <exception>
-#include <mutex>
 #include <stdexcept>
-#include <system_error>
-#include <thread>
 #include <vector>
 
+#include "common/chunks.h"
 #include "llm/grouped.h"
 #include "simd/convert.h"
 
@@ -88,41 +84,16 @@ QuantiseError quantise_rows(const Shape& shape, const Source& source, uint8_t* q
   const int64_t groups = shape.group == 0 ? 1 : (shape.cols + shape.group - 1) / shape.group;
   const int64_t chunks = (shape.rows + kChunkRows - 1) / kChunkRows;
   std::vector<QuantiseError> errors(static_cast<size_t>(chunks));  // added in order: the same for any threads
-  std::atomic<int64_t> next{0};
-  std::mutex mutex;
-  std::exception_ptr failure;
-  const auto work = [&] {
-    try {
-      for (int64_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
-        const int64_t first = chunk * kChunkRows;
-        Shape part = shape;
-        part.rows = std::min(kChunkRows, shape.rows - first);
-        Source rows = source;
-        rows.data = static_cast<const uint8_t*>(source.data) + first * source.row_stride;
-        errors[static_cast<size_t>(chunk)] = quantise_chunk(
-            part, rows,
-            {q + first * shape.cols, scales + first * groups, shape.minimum ? minima + first * groups : nullptr},
-            groups);
-      }
-    } catch (...) {
-      next = chunks;
-      const std::lock_guard lock(mutex);
-      if (!failure) failure = std::current_exception();
-    }
-  };
-  const int64_t wanted =
-      threads > 0 ? threads : static_cast<int64_t>(std::max(1U, std::thread::hardware_concurrency()));
-  std::vector<std::thread> helpers;
-  for (int64_t i = 1; i < std::min(wanted, chunks); ++i) {
-    try {
-      helpers.emplace_back(work);
-    } catch (const std::system_error&) {
-      break;  // fewer do
-    }
-  }
-  work();
-  for (std::thread& helper : helpers) helper.join();
-  if (failure) std::rethrow_exception(failure);
+  for_each_chunk(errors.size(), threads, [&](size_t chunk) {
+    const int64_t first = static_cast<int64_t>(chunk) * kChunkRows;
+    Shape part = shape;
+    part.rows = std::min(kChunkRows, shape.rows - first);
+    Source rows = source;
+    rows.data = static_cast<const uint8_t*>(source.data) + first * source.row_stride;
+    errors[chunk] = quantise_chunk(
+        part, rows,
+        {q + first * shape.cols, scales + first * groups, shape.minimum ? minima + first * groups : nullptr}, groups);
+  });
   QuantiseError total;
   for (const QuantiseError& error : errors) {
     total.squared_error += error.squared_error;

@@ -24,8 +24,8 @@ struct RequestOptions {
   int64_t min_new_tokens = 0;
   std::vector<int64_t> end_tokens;
   bool ignore_end = false;
-  // How many likeliest tokens are told beside each one of the answer, and of the prompt, with log-probabilities of the
-  // logits as the model gives them; -1: none, and not those of the tokens themselves.
+  // For each token of the answer, and of the prompt: how many of the likeliest tokens are told beside it, with their
+  // log-probabilities before any sampling option; 0: only its own; -1: nothing.
   int logprobs = -1, prompt_logprobs = -1;
 };
 
@@ -41,42 +41,43 @@ class Request {
   enum class Finish { no, end, length, stopped };
 
   const std::shared_ptr<Model>& model() const { return model_; }
-  // Chosen since the prompt or the last extend().
+  // The answer so far: tokens chosen since the prompt, or since the last extend().
   std::vector<int64_t> tokens() const;
-  // The number of tokens before those.
+  // How many tokens come before the answer.
   int64_t prompt_length() const;
   Finish finished() const;
-  // No more steps; its cache is freed.
+  // Ends the request: its cache is freed, and it may not be in a step again.
   void finish();
   // Goes on with more prompt; `max_new_tokens` counts anew, 0 keeps its value. Throws UsageError.
   void extend(const std::vector<int64_t>& tokens, int64_t max_new_tokens);
-  // [vocab], of the last step. Throws UsageError when they were not kept.
+  // The logits of the last step, [vocab]. Throws UsageError when the request does not keep them.
   void copy_logits(float* out) const;
 
   // --- for callers that share caches themselves
-  // Begins with the first `tokens` tokens of another request's cache, which are the same as its own; before the first
+  // Takes over the first `tokens` tokens of another request's cache, which must be its own tokens too, before its first
   // step. Throws UsageError.
   void share(const Request& other, int64_t tokens);
   // Forgets what is in the cache from token `tokens` on; a request that goes on computes it again.
   void shrink(int64_t tokens);
-  // Tokens in the cache.
+  // How many of its tokens have keys and values in the cache.
   int64_t cached() const;
   // Which tokens may come in the next step, see sample(); of vocab bits. Throws UsageError.
   void set_mask(std::vector<uint32_t> mask);
-  // Of the answer's tokens since the last call.
+  // The log-probabilities of the answer's tokens that were chosen since the last call.
   std::vector<TokenScore> take_scores();
-  // Of the prompt's tokens from the second on.
+  // The log-probabilities of the prompt's tokens from the second on: nothing predicts the first one.
   std::vector<TokenScore> prompt_scores() const;
-  // [hidden], once the prompt has been processed. Throws UsageError before, and without such a goal.
+  // The result for the goals `mean` and `last`, [hidden], once the prompt has been processed. Else throws UsageError.
   std::vector<float> embedding() const;
 
  private:
   friend class Model;
 
-  // Called with the model's lock held.
+  // What follows is called with the model's lock held. pending(): tokens that are not in the cache yet.
   int64_t pending() const { return static_cast<int64_t>(tokens_.size()) - cached_; }
   bool answering() const { return options_.goal == RequestOptions::Goal::answer; }
-  // Adds hidden states of the tokens at position, position + 1, ...; those that were there before are passed over.
+  // Adds the hidden states of the tokens at position, position + 1, ... to the sum. Tokens that it has already, because
+  // they are computed again, are passed over.
   void pool(const float* hidden, int64_t width, int64_t position, int64_t count);
   void share_prefix();
 
@@ -86,13 +87,13 @@ class Request {
   const bool keep_logits_;
   int sequence_ = -1;
   int64_t cached_ = 0;           // tokens whose keys and values are in the cache
-  std::vector<int64_t> tokens_;  // all
-  int64_t prompt_;               // how many of them came before the answer
+  std::vector<int64_t> tokens_;  // of prompt and answer
+  int64_t prompt_;               // how many of them come before the answer
   Finish finished_ = Finish::no;
   Random random_;
   std::vector<float> logits_;
-  int64_t context_ = 0;  // the length that what is in the cache was computed for
-  int64_t passing_ = 0;  // tokens that pass in the step under way
+  int64_t context_ = 0;  // the sequence's length when its cache was computed, which longrope's angles depend on
+  int64_t passing_ = 0;  // tokens that the step under way computes
   std::vector<uint32_t> mask_;
   std::vector<TokenScore> scores_, prompt_scores_;
   std::vector<double> pooled_;  // sum of hidden states

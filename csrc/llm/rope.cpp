@@ -29,7 +29,7 @@ void RopeTable::grow(Table& table, const std::vector<double>& inv_freq, double s
   std::copy(table.values.begin(), table.values.end(), values.begin());
   for (int64_t position = table.positions; position < wanted; ++position)
     fill(inv_freq, scale, position, values.data() + static_cast<size_t>(position) * width);
-  // Earlier tokens of this step point into the smaller one.
+  // Rotations that were given out in this step point into the table before it grew, so that stays until the next.
   old_.push_back(std::move(table.values));
   table.values = std::move(values);
   table.positions = wanted;

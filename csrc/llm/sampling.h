@@ -52,7 +52,7 @@ struct TokenScore {
   float logprob = 0;
   std::vector<std::pair<int64_t, float>> top;
 };
-// Of the distribution that the logits say, as they are. Returns false when they hold a NaN or nothing finite.
+// Scores a token by the softmax of the logits as they are. Returns false when they hold a NaN or nothing finite.
 bool score(const float* logits, int64_t vocabulary, int64_t token, int top, SamplingScratch& scratch, TokenScore& out);
 
 }  // namespace anyaccel::llm

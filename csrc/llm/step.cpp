@@ -20,13 +20,13 @@ struct Model::Work {
   int64_t start = 0;    // the sequence's length before
 };
 
-// In which runs tokens pass, see StepTokens.
+// How tokens are put into runs; `exact` and `prompt` are those of StepTokens.
 struct Model::Pass {
   int64_t most;  // tokens of a run
   bool exact = false, prompt = false;
 };
 
-// A token of a step's request that something is wanted of.
+// A token of a request whose logits or hidden state are wanted.
 struct Model::Wanted {
   int64_t index;  // among all tokens of the pass
   Request* request;
@@ -37,12 +37,12 @@ namespace {
 
 enum class Row : uint8_t { none, logits, hidden };
 
-// Rows of logits that are there at once, where all of a prompt's are wanted.
+// The most rows of logits in memory at a time, where those of a whole prompt are wanted.
 constexpr size_t kMostRows = 128;
 
 }  // namespace
 
-// What a step will have done, when all of it went well.
+// The tokens that a step has chosen. Requests get them only once nothing can fail any more.
 struct StepResult {
   struct One {
     Request* request;
@@ -50,7 +50,7 @@ struct StepResult {
     Random random;
     TokenScore score;
   };
-  const std::vector<Request*>& asked;  // all of the step
+  const std::vector<Request*>& asked;  // the requests of the step, in the caller's order
   std::vector<One> ones;
 };
 
@@ -61,7 +61,7 @@ void Model::check_room(const std::vector<Work>& work) const {
   if (needed > left) throw OutOfCache(needed, left, cache_.limit_bytes());
 }
 
-// In runs of about equal size.
+// The runs are of about equal size.
 template <class Kind, class Done>
 void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done) {
   check_room(work);
@@ -346,8 +346,8 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
       Done{*this, logits, hidden, result});
 }
 
-// What is wanted of the rows first, first + 1, ..., whose logits are there: the next token of a request, or the score
-// of a prompt's next one.
+// Takes what is wanted of rows first, first + 1, ..., whose logits have been computed: the next token of an answer, or,
+// within a prompt, the log-probability of the prompt's next token.
 void Model::choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result) {
   const size_t begin = result.ones.size();
   std::vector<size_t> places(count, SIZE_MAX);  // in result.ones
@@ -403,7 +403,7 @@ void Model::choose(const std::vector<Wanted>& rows, size_t first, size_t count, 
   profile_.mark(anyaccel::llm::Work::sample);
   if (failure) std::rethrow_exception(failure);
   if (wrong == nullptr) return;
-  for (size_t i = begin; i < result.ones.size(); ++i)  // the first one
+  for (size_t i = begin; i < result.ones.size(); ++i)  // threads have found several in any order: name the first
     if (result.ones[i].token < 0) {
       wrong = result.ones[i].request;
       break;

@@ -2,7 +2,6 @@
 #include "llm/weight_file.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
@@ -13,13 +12,12 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
-#include <exception>
 #include <iterator>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "common/chunks.h"
 #include "common/huge_pages.h"
 
 namespace anyaccel::llm {
@@ -75,13 +73,6 @@ bool is_local(int fd) {
   return std::find(std::begin(kLocal), std::end(kLocal), static_cast<uint32_t>(system.f_type)) != std::end(kLocal);
 }
 
-int usable_cpus() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof allowed, &allowed) == 0) return std::max(1, CPU_COUNT(&allowed));
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-}
-
 void read_all(int fd, int64_t offset, uint8_t* to, size_t bytes) {
   while (bytes > 0) {
     const ssize_t got = pread(fd, to, bytes, offset);
@@ -110,38 +101,16 @@ template <class Work>
 uint64_t in_chunks(size_t bytes, int threads, const FileProgress& progress, Work work) {
   const size_t chunks = (bytes + kChunk - 1) / kChunk;
   std::vector<uint64_t> sums(chunks);
-  std::atomic<size_t> next{0};
   std::atomic<size_t> done{0};
-  std::mutex mutex;
-  std::exception_ptr failure;
-  auto run = [&](bool reports) {
-    try {
-      for (size_t chunk; (chunk = next.fetch_add(1)) < chunks;) {
-        const size_t begin = chunk * kChunk;
-        const size_t length = std::min(kChunk, bytes - begin);
-        sums[chunk] = work(begin, length);
-        const size_t so_far = done.fetch_add(length) + length;
-        if (reports && progress && so_far < bytes) progress(so_far);  // the end is told below, once
-      }
-    } catch (...) {
-      next = chunks;
-      const std::lock_guard lock(mutex);
-      if (!failure) failure = std::current_exception();
-    }
-  };
-  if (threads <= 0) threads = usable_cpus();
-  const size_t wanted = std::min(static_cast<size_t>(threads), chunks);
-  std::vector<std::thread> helpers;
-  for (size_t i = 1; i < wanted; ++i) {
-    try {
-      helpers.emplace_back(run, false);
-    } catch (const std::system_error&) {
-      break;  // fewer do
-    }
-  }
-  run(true);
-  for (std::thread& helper : helpers) helper.join();
-  if (failure) std::rethrow_exception(failure);
+  const auto caller = std::this_thread::get_id();
+  for_each_chunk(chunks, threads, [&](size_t chunk) {
+    const size_t begin = chunk * kChunk;
+    const size_t length = std::min(kChunk, bytes - begin);
+    sums[chunk] = work(begin, length);
+    const size_t so_far = done.fetch_add(length) + length;
+    // The end is told below, once.
+    if (progress && so_far < bytes && std::this_thread::get_id() == caller) progress(so_far);
+  });
   if (progress) progress(bytes);
   uint64_t state = bytes;
   for (uint64_t sum : sums) state = mix(state, sum);
@@ -178,7 +147,7 @@ uint64_t map_weights(int fd, int64_t offset, void* data, size_t bytes, int threa
   if (bytes >= kHugePage && is_local(fd))
     pages = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, offset);
   if (pages == MAP_FAILED) return read_weights(fd, offset, data, bytes, threads, progress);
-  // Not mapped there at once: where that fails, what was there is gone.
+  // Mapped elsewhere first: a mapping that fails in the place of `data` would leave no memory there.
   if (mremap(pages, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED, data) == MAP_FAILED) {
     const int error = errno;
     munmap(pages, bytes);

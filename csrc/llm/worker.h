@@ -32,9 +32,9 @@ class Worker {
   void finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept;
   // Brings what advance(t, ...) will read into the cache.
   void fetch_pending(int64_t t) const noexcept;
-  // Adds what is pending to the residual of token t and norms the result.
+  // Adds the pending deltas to the residual of token t, and writes the norm of the sum.
   void advance(int64_t t, const Norm& norm, float* out) noexcept;
-  // Does so for this thread's tokens; x() is the result.
+  // The same for all of this thread's tokens; the norms go to x.
   void advance(const Norm& norm, bool residual_from_norm) noexcept;
 
   // --- attention_layer.cpp
@@ -68,7 +68,7 @@ class Worker {
   void mark(Work kind) noexcept {
     if (thread_ == 0) forward_.profile_.mark(kind);
   }
-  // The source of inputs has changed: what was prepared is not of it.
+  // Says that x has changed, so that inputs which were prepared before are not used again.
   void fresh() noexcept { ++stamp_; }
   // `x` prepared for matrices like `shape`.
   const Input& input(const Shape& shape, const float* x, int64_t stride, int64_t tokens, const int32_t* rows = nullptr,
@@ -94,7 +94,7 @@ class Worker {
 
   unsigned turn_;  // of the ranks' slots
   uint64_t stamp_ = 1;
-  uint64_t stamps_[Inputs::kMost] = {};  // of what each input was made of
+  uint64_t stamps_[Inputs::kMost] = {};  // the stamp of x when each input was prepared
   // Deltas that have not been added to the residual yet.
   int pending_ = 0;  // deltas a rank: 0 (none), 1 or 2
   unsigned pending_turn_ = 0;

@@ -57,7 +57,7 @@ class Inputs {
   std::vector<Slot> slots_;
 };
 
-// One token's way to an expert, sorted by expert.
+// Which experts each token goes to, and the tokens of each expert.
 struct Routing {
   std::vector<int32_t> chosen;  // [tokens, top_k]
   std::vector<float> weights;   // [tokens, top_k]
@@ -67,7 +67,7 @@ struct Routing {
   std::vector<float> scores;  // scratch: of a token's experts and groups
 
   void reserve(int64_t tokens, const MoeSpec& moe);
-  // rows, row_weights and begin from chosen and weights; an expert's tokens stay in order.
+  // Makes rows, row_weights and begin from chosen and weights: tokens by expert, each expert's in ascending order.
   void sort(int64_t tokens, const MoeSpec& moe) noexcept;
 };
 
@@ -91,7 +91,7 @@ struct Widths {
 };
 
 struct Workspace {
-  // Of one thread: what small steps keep for themselves, so that no barrier is needed between norm and product.
+  // One thread's own memory: in small steps it norms all tokens for itself, which saves a barrier before the product.
   struct Own {
     Buffer residual, x, second_x, heads, latent, row;
     Inputs inputs;

@@ -27,7 +27,7 @@ _MOST_TOLD = 300  # characters of what another package says
 _repr = reprlib.Repr()
 _repr.maxlevel = 2
 _repr.maxstring = _repr.maxother = 120
-_repr.maxlong = 40
+_repr.maxlong = 60  # digits
 
 
 def shown(value: Any) -> str:

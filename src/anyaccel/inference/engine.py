@@ -20,6 +20,7 @@ from anyaccel.inference.generic.loading import model_folder, native_skeleton, sk
 from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
 from anyaccel.inference.hf.group import in_step, one_host, together, tp_group
+from anyaccel.inference.hf.precision import PrecisionMethods
 from anyaccel.inference.modules.stand_in import StandIn
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], object]
 
 
-class InferenceEngine(nn.Module):
+class InferenceEngine(PrecisionMethods, nn.Module):
     """A model that is ready for inference on this rank; call it as the Hugging Face model.
 
     Whatever it does not have itself is the model's: it can be a pipeline's model, or another one's assistant.
@@ -120,21 +121,6 @@ class InferenceEngine(nn.Module):
         """As the model's own: packed weights stay as they are, or it is an error."""
         self.module.to(*args, **kwargs)
         return self
-
-    def half(self) -> Any:
-        return self.to(torch.float16)
-
-    def bfloat16(self) -> Any:
-        return self.to(torch.bfloat16)
-
-    def float(self) -> Any:
-        return self.to(torch.float32)
-
-    def double(self) -> Any:
-        return self.to(torch.float64)
-
-    def cpu(self) -> Any:
-        return self.to("cpu")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own forward; every rank of the group must call it with the same input."""

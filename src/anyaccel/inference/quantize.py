@@ -283,9 +283,8 @@ class _Work:
                 self._advance(stored_bytes(entry) * len(part) // rows, entry, part)
 
     def _advance(self, size: int, tensor: Any, rows: range) -> None:
-        if isinstance(tensor, TensorView):
-            stride = tensor.strides[0] if tensor.order is None else 0
-            self.source.done(tensor.address + rows.start * stride, tensor.address + rows.stop * stride)
+        if isinstance(tensor, TensorView) and tensor.order is None:
+            tensor.done(rows)
         self._done += size
         if self._progress is not None:
             self._progress(min(self._done, self._total), self._total)

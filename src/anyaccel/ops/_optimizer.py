@@ -14,6 +14,7 @@ import torch
 from anyaccel.errors import UsageError
 from anyaccel.ops._checks import check_complete, check_place, check_values, number_of, step_of
 from anyaccel.ops._native_step import COPIES, STATE_DTYPES, Batch, NativeStep, check_dense
+from anyaccel.ops.builders.in_tree import InTreeBuilder
 
 # State entry with the float32 parameter of a parameter in bf16 or fp16.
 MASTER = "master"
@@ -54,9 +55,13 @@ class HostOptimizer(torch.optim.Optimizer):
 
     Attributes:
         MOMENTS: their names in the state.
+        BUILDER: of the native step.
+        OWN_OPTIONS: options that groups of torch's optimizers and DeepSpeed's may lack.
     """
 
     MOMENTS: ClassVar[tuple[str, ...]]
+    BUILDER: ClassVar[type[InTreeBuilder]]
+    OWN_OPTIONS: ClassVar[tuple[str, ...]] = ()
     _native: NativeStep
     _copies: dict[torch.Tensor, torch.Tensor]
     _plans: dict[int, _Plan]
@@ -84,10 +89,6 @@ class HostOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     # What a subclass says -----------------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _load(self) -> NativeStep:
-        """The native function of the step."""
 
     @abc.abstractmethod
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
@@ -364,10 +365,13 @@ class HostOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if "_native" not in self.__dict__:
             self._forget()
+        for group in self.param_groups:
+            for name in self.OWN_OPTIONS:
+                group.setdefault(name, self.defaults[name])
 
     def _forget(self) -> None:
         """Set what is not saved to its initial value."""
-        self._native = self._load()
+        self._native = self.BUILDER().load().native_step
         self._copies = {}
         self._plans = {}
         self._options = {}
@@ -413,6 +417,15 @@ class AnyDevice(HostOptimizer):
             grads = [grad for grad in grads if grad.is_cpu]
         if params:
             super()._step_params(index, params, grads)
+
+    def _states_for(self, group: dict[str, Any], params: list[torch.Tensor]) -> list[dict[str, Any]]:
+        """The states of parameters on devices, begun where they are new, once the group's options have been checked."""
+        states = [self.state[param] for param in params]
+        for param, state in zip(params, states, strict=True):
+            if not state:
+                self._begin(param, state, group)
+        self._check_group(group)
+        return states
 
     @abc.abstractmethod
     def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:

@@ -10,9 +10,10 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.ops._checks import check_range
-from anyaccel.ops._native_step import Batch, NativeStep
+from anyaccel.ops._native_step import Batch
 from anyaccel.ops._optimizer import MASTER, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPUAdagradBuilder
+from anyaccel.ops.builders.in_tree import InTreeBuilder
 
 __all__ = ["CPUAdagrad"]
 
@@ -25,6 +26,8 @@ class CPUAdagrad(HostOptimizer):
     """
 
     MOMENTS: ClassVar[tuple[str, ...]] = ("sum",)
+    BUILDER: ClassVar[type[InTreeBuilder]] = CPUAdagradBuilder
+    OWN_OPTIONS: ClassVar[tuple[str, ...]] = ("lr_decay", "initial_accumulator_value", "amsgrad")
 
     def __init__(
         self,
@@ -64,10 +67,6 @@ class CPUAdagrad(HostOptimizer):
             "amsgrad": amsgrad,
         }
         super().__init__(params, defaults, state_dtype, master_weights, fp32_optimizer_states)
-
-    def _load(self) -> NativeStep:
-        step: NativeStep = CPUAdagradBuilder().load().native_step
-        return step
 
     def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         super()._start(param, state, group)
@@ -115,10 +114,3 @@ class CPUAdagrad(HostOptimizer):
             saved = {**saved, "sum": saved["exp_avg_sq"]}
             del saved["exp_avg_sq"]
         return super()._converted(param, saved)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of DeepSpeed's optimizer, whose groups lack some of ours."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name in ("lr_decay", "initial_accumulator_value", "amsgrad"):
-                group.setdefault(name, self.defaults[name])

@@ -10,9 +10,9 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.ops._checks import betas_of, check_range
-from anyaccel.ops._native_step import NativeStep
 from anyaccel.ops._optimizer import MASTER, AnyDevice, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPUAdamBuilder
+from anyaccel.ops.builders.in_tree import InTreeBuilder
 
 __all__ = ["CPUAdam", "FusedAdam", "from_torch", "to_torch"]
 
@@ -24,6 +24,8 @@ class CPUAdam(HostOptimizer):
     """
 
     MOMENTS: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    BUILDER: ClassVar[type[InTreeBuilder]] = CPUAdamBuilder
+    OWN_OPTIONS: ClassVar[tuple[str, ...]] = ("bias_correction", "amsgrad", "decoupled_weight_decay")
 
     def __init__(
         self,
@@ -77,23 +79,12 @@ class CPUAdam(HostOptimizer):
                 del param_group[name]
         super().add_param_group(param_group)
 
-    def _load(self) -> NativeStep:
-        step: NativeStep = CPUAdamBuilder().load().native_step
-        return step
-
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         beta1, beta2 = betas_of(type(self).__name__, self._option(group, "betas"))
         return (
             self._number(group, "lr"), beta1, beta2, self._number(group, "eps"), self._number(group, "weight_decay"),
             bool(self._option(group, "decoupled_weight_decay")), bool(self._option(group, "bias_correction")),
         )  # fmt: skip
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of torch's optimizers and DeepSpeed's, whose groups lack some of ours."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name in ("bias_correction", "amsgrad", "decoupled_weight_decay"):
-                group.setdefault(name, self.defaults[name])
 
 
 class FusedAdam(AnyDevice, CPUAdam):
@@ -127,11 +118,7 @@ class FusedAdam(AnyDevice, CPUAdam):
     def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         from torch.optim.adam import adam
 
-        states = [self.state[param] for param in params]
-        for param, state in zip(params, states, strict=True):
-            if not state:
-                self._begin(param, state, group)
-        self._check_group(group)
+        states = self._states_for(group, params)
         _, beta1, beta2, eps, weight_decay, decoupled, _ = self._hyper(group)
         adam(
             params,

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from anyaccel.ops._checks import betas_of, check_range
-from anyaccel.ops._native_step import NativeStep
 from anyaccel.ops._optimizer import AnyDevice, HostOptimizer, Params
 from anyaccel.ops.builders.host import CPULionBuilder
+from anyaccel.ops.builders.in_tree import InTreeBuilder
 
 __all__ = ["CPULion", "FusedLion"]
 
@@ -19,6 +19,7 @@ class CPULion(HostOptimizer):
     """Lion (Chen et al., https://arxiv.org/abs/2302.06675) in native code; arguments are those of DeepSpeedCPULion."""
 
     MOMENTS: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    BUILDER: ClassVar[type[InTreeBuilder]] = CPULionBuilder
 
     def __init__(
         self,
@@ -46,10 +47,6 @@ class CPULion(HostOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, state_dtype, master_weights, fp32_optimizer_states)
 
-    def _load(self) -> NativeStep:
-        step: NativeStep = CPULionBuilder().load().native_step
-        return step
-
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         beta1, beta2 = betas_of(type(self).__name__, self._option(group, "betas"))
         return self._number(group, "lr"), beta1, beta2, self._number(group, "weight_decay")
@@ -75,11 +72,7 @@ class FusedLion(AnyDevice, CPULion):
 
     @torch.no_grad()
     def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        states = [self.state[param] for param in params]
-        for param, state in zip(params, states, strict=True):
-            if not state:
-                self._begin(param, state, group)
-        self._check_group(group)
+        states = self._states_for(group, params)
         lr, beta1, beta2, weight_decay = self._hyper(group)
         moments = [state["exp_avg"] for state in states]
         grads = [param.grad.to(param.dtype) for param in params if param.grad is not None]

@@ -88,7 +88,7 @@ def _version(package: str) -> str:
     version = metadata.version(package)
     try:
         spec = importlib.util.find_spec(package) if package in _PACKAGES else None
-    except (ImportError, ValueError):  # what cannot be imported is said by the part that needs it
+    except (ImportError, ValueError):  # the part of the report that needs the package says that it is broken
         return version
     if spec is None or not spec.submodule_search_locations:
         return version
@@ -105,7 +105,7 @@ def _accelerator_apart() -> dict[str, Any]:
     from anyaccel.accelerator.apart import run_apart
 
     what = "importing torch, or asking a vendor's package for its device,"
-    # An exception cannot be handed over as such.
+    # _part runs in the other process: its exception might not be one that can be sent back.
     part: dict[str, Any] = run_apart(lambda: _part(_accelerator, name=None, candidates=[]), what)
     return part
 
@@ -119,7 +119,7 @@ def _accelerator() -> dict[str, Any]:
     except AnyAccelError as error:
         try:
             rows = select.probe_candidates()
-        except AnyAccelError:  # the same: torch cannot be imported
+        except AnyAccelError:  # torch cannot be imported, as `error` says already
             rows = ()
         return {
             "name": None,
@@ -150,7 +150,7 @@ def _accelerator() -> dict[str, Any]:
 
 
 def _ask(questions: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Answers by name, None where there is none, and for those the reason."""
+    """The answer to each question, by name, and the reason of each that is None because asking failed."""
     answers: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     for name, ask in questions.items():

@@ -112,7 +112,7 @@ def arrange(machine: Machine, details: Details) -> Layout:
         if not threads:
             continue
         near = tuple(n for n in machine.nodes if n.id in memory and memory[n.id] and set(memory[n.id]) <= ids)
-        # Memory without cores may have devices of its own: those of a GPU's memory, for one.
+        # A GPU whose memory is a node without cores is attached to that node, not to the one that is drawn.
         around = ids.union(node.id for node in near)
         devices = tuple(device for device in details.devices if device.node in around)
         ordered = sorted((tuple(core) for core in threads), key=lambda core: (core[0].package, core[0].id))
@@ -128,16 +128,13 @@ def arrange(machine: Machine, details: Details) -> Layout:
         sections.append(
             (packages.union(*(s[0] for s in joined)), [b for s in joined for b in s[1]] + [block]),
         )
+    ordered_sections = sorted(sections, key=lambda section: min(section[0]))
     return Layout(
-        tuple(Section(tuple(sorted(packages)), tuple(inside)) for packages, inside in sorted(sections, key=_lowest)),
+        tuple(Section(tuple(sorted(packages)), tuple(inside)) for packages, inside in ordered_sections),
         tuple(node for node in machine.nodes if node.id in memory and node.id not in placed),
         tuple(n for n in machine.nodes if not n.memory_bytes and not n.cpus and n.id not in cores),
         tuple(device for device in details.devices if device.address not in placed),
     )
-
-
-def _lowest(section: tuple[set[int], list[Block]]) -> int:
-    return min(section[0])
 
 
 def to_dict(machine: Machine, details: Details) -> dict[str, Any]:

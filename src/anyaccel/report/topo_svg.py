@@ -106,18 +106,13 @@ class _Picture:
 
     def _summary(self, width: float) -> list[str]:
         text = self.machine.summary()
-        # A list of CPUs without spaces may be longer than a line.
+        # Lines are broken at spaces, and a list of CPUs has none but may be longer than a line.
         return textwrap.wrap(text.replace(",", ", ").replace(",  ", ", "), round(width / 7)) or [text]
 
     # packages, nodes
 
     def _section(self, section: Section) -> Box:
-        inside = [block.cpus for block in section.blocks]
-        shared = [
-            cache
-            for cache in self.details.caches
-            if section.cpus.issuperset(cache.cpus) and not any(cpus.issuperset(cache.cpus) for cpus in inside)
-        ]
+        shared = self._between(section.cpus, [block.cpus for block in section.blocks])
         blocks = grid([self._block(block) for block in section.blocks], 10, 1.5, stretch=True)
         return framed(section.name, self._under(blocks, shared), _PACKAGE, 15, radius=10)
 
@@ -163,7 +158,7 @@ class _Picture:
         return self._under(box, self._between(cpus, [frozenset(c.id for c in core) for core in group]))
 
     def _between(self, cpus: frozenset[int], parts: Sequence[frozenset[int]]) -> list[Cache]:
-        """Caches inside of `cpus` that no single part holds."""
+        """Caches that CPUs of several parts share, and no CPU outside of `cpus`."""
         return [
             cache
             for cache in self.details.caches

@@ -38,9 +38,9 @@ def engine() -> InferenceEngine:
 
 @pytest.fixture(autouse=True)
 def _told_once_a_test() -> Iterator[None]:
-    native_generate._told.clear()
+    native_generate._warned_of.clear()
     yield
-    native_generate._told.clear()
+    native_generate._warned_of.clear()
 
 
 class Text:

@@ -253,7 +253,7 @@ def _the_models_own_class(model: Any) -> Any:
 def test_methods_of_generation_that_are_replaced_count(
     name: str, new: Any, place: Any, llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    native_generate._told.clear()
+    native_generate._warned_of.clear()
     usual = _tokens(llama)
     assert usual != [7] * 6
     if place is None:

@@ -61,6 +61,9 @@ class GgufBlocks:
         rows = math.prod(self.shape[1:-1])
         return replace(self, shape=self.shape[1:], begin=self.begin + index * rows * self.row_bytes)
 
+    def will_need(self) -> None:
+        self.file.will_need(self.begin, self.begin + math.prod(self.shape[:-1]) * self.row_bytes)
+
     def _stored(self, rows: Any) -> Any:
         """The bytes of stored rows [rows, row_bytes]: a copy, so that their pages can go."""
         import numpy

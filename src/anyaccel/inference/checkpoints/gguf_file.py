@@ -241,7 +241,7 @@ class GgufFile:
             strides[dimension] = row_bytes if dimension == len(info.shape) - 2 else 0
         for dimension in range(len(info.shape) - 3, -1, -1):
             strides[dimension] = strides[dimension + 1] * info.shape[dimension + 1]
-        return TensorView(where, info.type, info.shape, tuple(strides), self.file.address + info.begin)
+        return TensorView(where, info.type, info.shape, tuple(strides), self.file.address + info.begin, file=self.file)
 
     def floats(self, name: str, shape: tuple[int, ...]) -> list[float]:
         """All values of a small float32 tensor of this shape.
@@ -284,17 +284,6 @@ class GgufSource:
 
     def tensor(self, name: str) -> Any:
         return self.file_of(name).tensor(name)
-
-    def will_need(self, name: str) -> None:
-        file = self.file_of(name)
-        file.file.will_need(file.infos[name].begin, file.infos[name].end)
-
-    def done(self, begin: int, end: int) -> None:
-        for file in self.files:
-            file.file.drop_address(begin, end)
-
-    def release(self, name: str) -> None:
-        pass
 
 
 def _siblings(first: GgufFile) -> Iterator[Path]:

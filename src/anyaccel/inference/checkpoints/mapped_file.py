@@ -69,11 +69,6 @@ class MappedFile:
             end += -end % page
         self._advise(-(-begin // page) * page, end // page * page, mmap.MADV_DONTNEED)
 
-    def drop_address(self, begin: int, end: int) -> None:
-        """`drop` for addresses; those of other files are passed over."""
-        if self.address <= begin < self.address + self.size:
-            self.drop(begin - self.address, min(end - self.address, self.size))
-
     def _advise(self, begin: int, end: int, advice: int) -> None:
         begin = begin // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin and self._close.alive:

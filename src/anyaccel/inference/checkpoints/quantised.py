@@ -100,6 +100,11 @@ class QuantisedTensor:
             return ("bf16", 0, False)
         return ("i8" if self.bits == 8 else "i4", aligned[0], not self._symmetric)
 
+    def will_need(self) -> None:
+        for name in self.layout.stored_as(self.stem):
+            file, entry = self.layout.source.entry(name)
+            file.will_need(entry.begin, entry.end)
+
     def entry(self, index: int) -> QuantisedTensor:
         raise Unsupported(f"stacked quantised matrices ({self.where})")
 
@@ -164,21 +169,13 @@ class Layout:
             self._made[name] = self.make(stem)
         return self._made[name]
 
-    def will_need(self, name: str) -> None:
-        for each in self._parts(name):
-            self.source.will_need(each)
-
-    def done(self, begin: int, end: int) -> None:
-        self.source.done(begin, end)
-
     def release(self, name: str) -> None:
-        for each in self._parts(name):
+        stem = self.stems.get(name)
+        for each in [name] if stem is None else self.stored_as(stem):
             self.source.release(each)
 
-    def _parts(self, name: str) -> list[str]:
-        stem = self.stems.get(name)
-        if stem is None:
-            return [name]
+    def stored_as(self, stem: str) -> list[str]:
+        """The tensors with the values and the scales of a quantised matrix."""
         kinds = (".qweight", ".weight_packed", ".weight", ".scales", ".weight_scale")
         return [stem + kind for kind in kinds if stem + kind in self.source]
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where weights are read from: safetensors files that are mapped, or a model in memory. Torch-free but for the latter.
 
-Tensors are given out as addresses and strides, so that native code packs them without a copy. Whoever has read a part
-of a mapped file says so (`done`), and its pages leave this process's memory again.
+Tensors are given out as addresses and strides, so that native code packs them without a copy. Whoever has read rows of
+one says so (`TensorView.done`), and the pages of the file leave this process's memory again.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class TensorView:
         transposed: the matrix that it stands for is the transpose of this one.
         order: row i is the stored row order[i].
         plus: to be added to each value.
+        file: what is mapped where it lies; None for a tensor that is in memory anyway.
     """
 
     where: str
@@ -51,6 +52,33 @@ class TensorView:
     transposed: bool = False
     order: Sequence[int] | None = None
     plus: float = 0.0
+    file: MappedFile | None = None
+
+    def will_need(self) -> None:
+        """Have the system read it, as it is needed soon."""
+        if self.file is not None and self.shape:
+            begin, end = self._offsets(range(self.shape[0]))
+            self.file.will_need(begin, end)
+
+    def done(self, rows: range | Sequence[int]) -> None:
+        """Say that these stored rows have been read: their pages leave this process's memory."""
+        if self.file is not None:
+            self.file.drop(*self._offsets(rows))
+
+    @property
+    def is_by_rows(self) -> bool:
+        """Whether a row's values are neighbours; else the rows have all their pages in common."""
+        return len(self.strides) < 2 or self.strides[0] >= self.strides[1]
+
+    def _offsets(self, rows: range | Sequence[int]) -> tuple[int, int]:
+        """From where to where in the file the rows lie; for rows without an order of their own, all of the tensor."""
+        assert self.file is not None
+        begin = self.address - self.file.address
+        if not self.is_by_rows:
+            return begin, begin + self.shape[1] * self.strides[1]
+        if not isinstance(rows, range):
+            rows = range(self.shape[0])
+        return begin + rows.start * self.strides[0], begin + rows.stop * self.strides[0]
 
 
 class ConvertedTensor(Protocol):
@@ -68,6 +96,9 @@ class ConvertedTensor(Protocol):
 
     def entry(self, index: int) -> ConvertedTensor:
         """One entry of a stack [entries, rows, cols]."""
+
+    def will_need(self) -> None:
+        """As TensorView's; what has been read leaves memory by itself."""
 
     def floats(self, rows: Any, cols: range) -> Any:
         """float32 [rows, cols] of stored rows (a range, or their numbers), contiguous (numpy)."""
@@ -89,12 +120,6 @@ class TensorSource(Protocol):
     def names(self) -> Iterable[str]: ...
     def tensor(self, name: str) -> Tensor:
         """Raises ModelError, with the file, when it is not there or of no use, Unsupported for an unknown dtype."""
-
-    def will_need(self, name: str) -> None:
-        """It is read soon."""
-
-    def done(self, begin: int, end: int) -> None:
-        """What lies at these addresses has been read."""
 
     def release(self, name: str) -> None:
         """The tensor is not needed any more."""
@@ -120,9 +145,8 @@ class SafetensorsSource:
         index = folder / "model.safetensors.index.json"
         named = read_index(index) if index.is_file() else None
         self._tensors: dict[str, tuple[MappedFile, Entry]] = {}
-        self._files = [MappedFile(path) for path in checkpoint_files(folder)]
-        for file in self._files:
-            path = file.path
+        for path in checkpoint_files(folder):
+            file = MappedFile(path)
             for entry in read_header(file.bytes, path, file.size).entries:
                 if len(entry.shape) > _MAX_DIMENSIONS:
                     raise ModelError(f"{path}: tensor {shown(entry.name)}: damaged: {len(entry.shape)} dimensions")
@@ -151,15 +175,8 @@ class SafetensorsSource:
         if entry.dtype not in FLOATS:
             raise Unsupported(f"weights of dtype {entry.dtype} ({where})")
         kind, size = FLOATS[entry.dtype]
-        return TensorView(where, kind, entry.shape, dense_strides(entry.shape, size), file.address + entry.begin)
-
-    def will_need(self, name: str) -> None:
-        file, entry = self.entry(name)
-        file.will_need(entry.begin, entry.end)
-
-    def done(self, begin: int, end: int) -> None:
-        for file in self._files:
-            file.drop_address(begin, end)
+        strides = dense_strides(entry.shape, size)
+        return TensorView(where, kind, entry.shape, strides, file.address + entry.begin, file=file)
 
     def release(self, name: str) -> None:
         file, entry = self.entry(name)
@@ -205,12 +222,6 @@ class TorchSource:
         strides = tuple(stride * size for stride in tensor.stride())
         where = f"{self._where}: tensor {name!r}" if self._where else f"tensor {name!r}"
         return TensorView(where, kind, tuple(tensor.shape), strides, tensor.data_ptr())
-
-    def will_need(self, name: str) -> None:
-        pass
-
-    def done(self, begin: int, end: int) -> None:
-        pass
 
     def release(self, name: str) -> None:
         if self._release:
@@ -258,47 +269,6 @@ def _dense(folder: Path, name: str, tensor: Any) -> Any:
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise ModelError(f"{folder}: tensor {name!r} has {tensor.nbytes} bytes and its file fewer for it")
     return tensor.contiguous()
-
-
-class RenamedSource:
-    """A source under other names.
-
-    Args:
-        names: name here -> (name there, changes: fields of TensorView to replace, entry of a stacked tensor or None).
-    """
-
-    def __init__(self, source: TensorSource, names: Mapping[str, tuple[str, dict[str, Any], int | None]]) -> None:
-        self._source = source
-        self._names = {name: there for name, there in names.items() if there[0] in source}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def names(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def stored_name(self, name: str) -> str:
-        """The name of a tensor in the source below."""
-        return self._names[name][0]
-
-    def tensor(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise ModelError(f"the file has no tensor for {name!r}")
-        there, changes, index = self._names[name]
-        tensor: Any = self._source.tensor(there)
-        if index is not None:
-            tensor = entry_of(tensor, index)
-        return replace(tensor, **changes) if changes else tensor  # type: ignore[no-any-return]
-
-    def will_need(self, name: str) -> None:
-        if self._names[name][2] is None:
-            self._source.will_need(self._names[name][0])
-
-    def done(self, begin: int, end: int) -> None:
-        self._source.done(begin, end)
-
-    def release(self, name: str) -> None:
-        pass  # `done` has given its pages back; another name may be of the same tensor
 
 
 def entry_of(tensor: Any, index: int) -> Any:

@@ -6,20 +6,21 @@ After llama.cpp's convert_hf_to_gguf.py, the other way round. Each is an entry o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.gguf_unused import check_all_used
-from anyaccel.inference.checkpoints.sources import RenamedSource
+from anyaccel.inference.checkpoints.sources import Tensor, entry_of
 from anyaccel.inference.families.gguf import Architecture, Metadata, partial, rope_scaling
 from anyaccel.inference.families.registry import ARCHITECTURES
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import Values, shown
 
+# The file's own name of a tensor, fields of TensorView to replace, and the entry of a stacked tensor or None.
 Name = tuple[str, dict[str, Any], int | None]
 _NO_TOKEN = (1 << 32) - 1  # stands for none in the number of a token
 
@@ -33,17 +34,36 @@ class GgufModel:
     source: GgufTensors
 
 
-class GgufTensors(RenamedSource):
+class GgufTensors:
     """The tensors of a GGUF file by Hugging Face's names.
 
     Args:
+        names: of the tensors that the file has.
         config: the file's names of tensors that the config is made of.
     """
 
-    def __init__(self, source: GgufSource, names: Mapping[str, Name], config: Collection[str]) -> None:
-        super().__init__(source, names)
-        self._file = source
+    def __init__(self, file: GgufSource, names: Mapping[str, Name], config: Collection[str]) -> None:
+        self._file = file
+        self._names = names
         self._config = frozenset(config)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def names(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise ModelError(f"the file has no tensor for {name!r}")
+        stored, changes, entry = self._names[name]
+        tensor: Any = self._file.tensor(stored)
+        if entry is not None:
+            tensor = entry_of(tensor, entry)
+        return replace(tensor, **changes) if changes else tensor  # type: ignore[no-any-return]
+
+    def release(self, name: str) -> None:
+        """Nothing to do: its pages have gone as its rows were read, and another name may be of the same tensor."""
 
     def check_all_used(self, used: Iterable[str]) -> None:
         """Check that a model that reads these tensors, by Hugging Face's names, leaves out none that it needs.
@@ -51,7 +71,7 @@ class GgufTensors(RenamedSource):
         Raises:
             ModelError: it does.
         """
-        check_all_used(self._file, self._config | {self.stored_name(name) for name in used})
+        check_all_used(self._file, self._config | {self._names[name][0] for name in used})
 
 
 def open_gguf(path: Path) -> GgufModel:

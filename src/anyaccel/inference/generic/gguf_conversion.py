@@ -43,7 +43,7 @@ def converted(source: Path, announce: Callable[[str], object] | None = None) -> 
 
 @contextmanager
 def _noting_unread() -> Iterator[list[str]]:
-    """The names of tensors that transformers passes over while it loads a file, without a word."""
+    """Within the block, list the tensors that transformers silently leaves out of the model that it loads."""
     library: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     unread: list[str] = []
     original = library.TENSOR_PROCESSORS, library.TensorProcessor
@@ -51,7 +51,7 @@ def _noting_unread() -> Iterator[list[str]]:
     def noting(processor: Any) -> Any:
         def process(self: Any, weights: Any, name: str, **options: Any) -> Any:
             result = processor.process(self, weights=weights, name=name, **options)
-            # Without a name the processor has put it where it belongs itself.
+            # A result without a name is of a tensor that the processor has stored itself, such as one of many experts.
             if result.name is not None and result.name not in options["tensor_key_mapping"]:
                 unread.append(name)
             return result
@@ -85,7 +85,7 @@ def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | 
     model, info = loaded
     tensors = GgufSource(source)
     check_all_used(tensors, set(tensors.names()) - set(unread))
-    if missing := sorted(info["missing_keys"]):  # transformers makes them up
+    if missing := sorted(info["missing_keys"]):  # transformers has filled them with random numbers
         raise ModelError(f"{source}: the file lacks {len(missing)} weights of the model, for example {missing[0]!r}")
     # The weights are plain now; transformers would refuse to save a model that still calls itself quantised.
     model.hf_quantizer = None
@@ -96,9 +96,9 @@ def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | 
 
 
 def pad_within_vocabulary(config: Any) -> None:
-    """No padding token where the vocabulary has not the one that is named: a family's default may be outside (Phi-3's).
+    """Remove a padding token that the vocabulary does not have, as a family's default may be one (Phi-3's).
 
-    A module only learns from it which row gets no gradient; nn.Embedding refuses such a row.
+    nn.Embedding refuses such a token, which would only tell it which row gets no gradient.
     """
     text = config.get_text_config()
     pad, vocabulary = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)

@@ -64,7 +64,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
         # Buffers (rotary frequencies, masks) are real: no checkpoint has them.
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        model.tie_weights()  # the empty weights above were made one by one
+        model.tie_weights()  # init_empty_weights has made tied parameters two
         model.eval()
         model.name_or_path = str(folder)
         _read_generation_config(model, folder)
@@ -185,12 +185,12 @@ def _differ(checkpoint: Checkpoint, target: str | None, origin: str | None) -> b
 
 
 def _untie(model: Any, folder: Path, differ: Callable[[str, str], bool]) -> None:
-    """Give a skeleton's tied parameters places of their own where the checkpoint has different values for the two.
+    """Untie the parameters of a skeleton that the checkpoint has different values for.
 
-    transformers believes the weights then, not the configuration.
+    transformers too believes the weights then, not the configuration.
 
     Args:
-        differ: tells it of the names of a parameter and of the one that it is tied to.
+        differ: whether a parameter and the one that it is tied to, both given by name, have different values.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     for target, origin in list(tied.items()):

@@ -14,12 +14,11 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from anyaccel import _llm, comm
@@ -38,13 +37,14 @@ from anyaccel.inference.modules.layers import (
 logger = logging.getLogger(__name__)
 
 _FORMATS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
-# nn.Linear's own forward under another name.
+# Classes that compute what nn.Linear does, but in a forward of their own.
 _PLAIN_SUBCLASSES = frozenset({"FalconLinear", "Conv1D"})
 _NOT_RUN = frozenset({"__init__", "_init_weights", "reset_parameters", "tie_weights"})
 _ROUTERS = frozenset({"gate", "gating", "shared_expert_gate"})
-_MOST_EXPERTS = 1024  # an MLP's gate has more features
+_MOST_EXPERTS = 1024  # a linear that is called gate and has more outputs is the gate of an MLP, not a router
+# Modules that belong to no one model: a weight that their code reads is not for that reason read in this model.
 _NOT_MODELS = ("torch.", "transformers.modeling_", "transformers.generation", "transformers.integrations")
-# Asking a weight for its dtype and the like is no reason to keep it.
+# `self.a.b.weight` in a model's code: (self, "a.b."). The dtype, device and shape of a weight stay when it is packed.
 _WEIGHT_READ = re.compile(r"\b(\w+)\.((?:\w+\.)+)(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b)")
 
 
@@ -77,7 +77,7 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
     """
     done = Packed()
     read = _weights_read_elsewhere(module)
-    shared = _shared(module)
+    shared = _shared_parameters(module)
     embedding, head = _embeddings(module)
     tied = embedding is not None and head is not None and embedding.weight is head.weight
     packed: dict[int, nn.Module] = {}
@@ -88,7 +88,7 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
             if _is_read(read, parent, short):
                 done.kept[name] = f"{type(parent).__name__} reads its weight"
                 continue
-            if precision in QUANTISED and _routes(name, parent, child):
+            if precision in QUANTISED and _is_router(name, parent, child):
                 done.kept[name] = "it chooses experts by small differences"
                 continue
             own = "int8" if child is head and precision in QUANTISED else precision
@@ -109,7 +109,7 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
             done.bytes += sum(each.packed.bytes for each in parallel.linears)
             setattr(parent, short, parallel)
         elif _is_read(read, parent, short):
-            continue  # the norm's weight, of which a packed one has no values
+            continue  # code reads the weight of this norm, and a packed norm has none to read
         elif (norm := _rms_norm(child, name)) is not None:
             packed[id(child)] = norm
             setattr(parent, short, norm)
@@ -177,14 +177,14 @@ def _embedding_scale(embedding: Any) -> float | None:
         at = int(rows.abs().argmax())
         scale = float(got.flatten()[at] / rows.flatten()[at])
         named = [getattr(embedding, name, None) for name in ("embed_scale", "scalar_embed_scale")]
-        for value in named:  # without the rounding of a product in 16 bits
+        for value in named:  # exact, where the quotient has the rounding of a product in 16 bits
             with contextlib.suppress(TypeError, ValueError, RuntimeError):
                 scale = float(value) if math.isclose(float(value), scale, rel_tol=2e-2) else scale  # type: ignore[arg-type]
         return scale if torch.allclose(got, rows * scale, rtol=1e-2, atol=1e-6) else None
 
 
-def _routes(name: str, parent: nn.Module, linear: Any) -> bool:
-    """Whether a linear is a router: its output chooses experts."""
+def _is_router(name: str, parent: nn.Module, linear: Any) -> bool:
+    """Whether the outputs of a linear choose experts, by its name or its parent's and by how few they are."""
     words = name.split(".")[-2:]
     named = any(word in _ROUTERS or word.endswith("router") for word in words) or "Router" in type(parent).__name__
     return named and linear.weight.shape[0] <= _MOST_EXPERTS and not isinstance(linear, RowParallelLinear)
@@ -203,7 +203,7 @@ def _is_linear(module: nn.Module) -> bool:
     if not _is_as_written(module) or {n for n, _ in module.named_parameters()} - {"weight", "bias"}:
         return False
     bias, outputs = getattr(module, "bias", None), weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
-    if bias is not None and tuple(bias.shape) != (outputs,):  # torch would repeat it
+    if bias is not None and tuple(bias.shape) != (outputs,):  # torch would broadcast it, the native kernel would not
         return False
     return type(module) is nn.Linear or type(module).__name__ in _PLAIN_SUBCLASSES
 
@@ -213,13 +213,13 @@ def _has_values(weight: torch.Tensor) -> bool:
 
 
 def _is_as_written(module: nn.Module) -> bool:
-    """Whether a module runs the code of its class, as that was written, and nothing beside it."""
+    """Whether nobody has hooked the module, or replaced its forward or that of its class."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and "forward" not in vars(module) and is_own_method(type(module), "forward")
 
 
-def _shared(module: nn.Module) -> set[int]:
-    """Parameters in several modules: a tied head's is the embedding's too and must stay."""
+def _shared_parameters(module: nn.Module) -> set[int]:
+    """id() of parameters of several modules, which must stay as long as one of these is not packed: a tied head's."""
     seen: set[int] = set()
     twice: set[int] = set()
     for part in module.modules():
@@ -230,10 +230,14 @@ def _shared(module: nn.Module) -> set[int]:
 
 
 def _weights_read_elsewhere(module: nn.Module) -> dict[type, set[str]]:
-    """Class of a parent -> children whose weight code computes with itself; under nn.Module: whoever the parent is."""
+    """Children whose `weight` or `bias` some code reads itself, instead of calling them: these must stay as they are.
+
+    By the class of their parent; under nn.Module, those that some code reaches through several modules, by the last
+    name only: they count whatever the parent is.
+    """
     found: dict[type, set[str]] = {nn.Module: set()}
     for kind in {type(part) for part in module.modules()}:
-        # It hands the weight to a function of torch's.
+        # nn.MultiheadAttention hands the weights of its out_proj to a function of torch's.
         names = {"out_proj"} if issubclass(kind, nn.MultiheadAttention) else set()
         for base in kind.__mro__:
             if not base.__module__.startswith(_NOT_MODELS) and base is not object:
@@ -250,7 +254,7 @@ def _is_read(read: Mapping[type, set[str]], parent: nn.Module, short: str) -> bo
 
 @functools.cache
 def _method_sources(kind: type) -> tuple[str, ...]:
-    """Source of a class's methods as far as it runs: not what initialises, what trains, or `cuda_kernels_forward`."""
+    """Source of a class's methods that inference on a CPU may run: not of what initialises, trains or is for CUDA."""
     texts = []
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and name not in _NOT_RUN and not name.startswith(("init_", "cuda_")):
@@ -261,10 +265,9 @@ def _method_sources(kind: type) -> tuple[str, ...]:
 
 
 class _WithoutTraining(ast.NodeTransformer):
-    """Removes what only `if self.training` leads to."""
+    """Removes the branches of `if self.training:`."""
 
     def visit_If(self, node: ast.If) -> Any:
-        """The branch that runs when the model does not train."""
         self.generic_visit(node)
         parts = (
             node.test.values if isinstance(node.test, ast.BoolOp) and isinstance(node.test.op, ast.And) else [node.test]
@@ -310,7 +313,7 @@ def _pack_linear(module: nn.Module, precision: str, group_size: int, name: str) 
     bias = getattr(module, "bias", None)
     reduce = None
     if isinstance(module, RowParallelLinear):
-        reduce = _summed(module._group)
+        reduce = functools.partial(comm.inference_all_reduce, group=module._group)
     rows, columns = weight_OI.shape
     return PackedLinear(native, (rows, columns), None if bias is None else bias.detach(), weight.dtype, reduce, name)
 
@@ -370,10 +373,6 @@ def _pack_stack(
     return linears
 
 
-def _summed(group: dist.ProcessGroup | None) -> Callable[[torch.Tensor], object]:
-    return lambda tensor: comm.inference_all_reduce(tensor, group=group)
-
-
 def _rms_norm(module: nn.Module, name: str) -> PackedRMSNorm | None:
     """A native norm that computes what `module` does, found out by trying; None when it is no plain RMS norm."""
     weight = getattr(module, "weight", None)
@@ -390,7 +389,7 @@ def _rms_norm(module: nn.Module, name: str) -> PackedRMSNorm | None:
     compute: Any = module
     generator = torch.Generator().manual_seed(0)
     width = weight.numel()
-    # Small values too, where eps counts.
+    # Some rows are small enough for eps to make a difference.
     x_TH = torch.randn(4, width, generator=generator) * torch.tensor([[1.0], [3.0], [1e-3], [1e-2]])
     with torch.no_grad():
         try:

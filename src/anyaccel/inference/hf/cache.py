@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Sequences:
-    """Numbers of native sequences, which are given back when this object goes."""
+    """Owns native sequences, by their numbers: they are destroyed with this object."""
 
     def __init__(self, model: _llm.Model) -> None:
         self.model = model
@@ -25,7 +25,7 @@ class _Sequences:
         self._release = weakref.finalize(self, _destroy, model, self.numbers)
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Own these from now on; those that are no longer among them are given back."""
+        """Own these from now on, and destroy those that are no longer among them."""
         gone = set(self.numbers) - set(numbers)
         self.numbers[:] = numbers
         for number in gone:
@@ -39,7 +39,7 @@ def _destroy(model: _llm.Model, numbers: list[int]) -> None:
 
 
 class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyproject.toml)
-    """One native sequence a row of the batch.
+    """The keys and values of a batch, each row of which is a sequence in the native model.
 
     `get_seq_length` counts columns as Hugging Face does, padding among them; the native sequences hold only what the
     attention mask has let through, which `kept_BT` records.
@@ -57,17 +57,17 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
 
     @classmethod
     def of_tokens(cls, model: _llm.Model, limit: int, ids_BT: torch.Tensor, kept_BT: torch.Tensor) -> NativeCache:
-        """A cache that has these tokens; they are run when it is first used: most results never are.
+        """A cache of these tokens, which are computed when it is first used: the cache of most results never is.
 
         Args:
-            kept_BT: which of them count.
+            kept_BT: which of them are no padding.
         """
         made = cls(model, limit)
         made.kept_BT, made._unread_BT = kept_BT.bool(), ids_BT.to(torch.int64)
         return made
 
     def fill(self) -> None:
-        """Run the tokens that `of_tokens` was given, where that has not been done: a collective call among ranks."""
+        """Compute the tokens that `of_tokens` was given, where that has not been done; a collective call."""
         if self._unread_BT is None:
             return
         ids_BT, self._unread_BT = self._unread_BT, None
@@ -211,7 +211,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
         self._select(beam_idx.tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        rows = torch.arange(len(self.sequences))[indices.cpu()]  # numbers or a mask
+        rows = torch.arange(len(self.sequences))[indices.cpu()]  # transformers gives row numbers, or a mask of rows
         self._select(rows.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -237,5 +237,5 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
 def _tokens_in(cache: Any) -> bool:
     try:
         return bool(cache.get_seq_length() > 0)
-    except ValueError:  # one of layers without lengths only
+    except ValueError:  # transformers raises it for a cache of recurrent layers only, which have no length
         return False

@@ -33,7 +33,7 @@ class _Fixed(dict[str, Any]):
         self.where = where
 
     def _refuse(self, *args: Any, **_kwargs: Any) -> NoReturn:
-        raise _error(f"{self.where}.{args[0]}" if args and isinstance(args[0], str) else self.where)
+        raise _change_error(f"{self.where}.{args[0]}" if args and isinstance(args[0], str) else self.where)
 
     __setitem__ = __delitem__ = __ior__ = pop = popitem = clear = update = setdefault = _refuse
     move_to_end = _refuse
@@ -45,19 +45,20 @@ class _Frozen:
     _where: str
 
     def __setattr__(self, name: str, value: Any) -> None:
-        there = getattr(self, name, self)
+        absent = self  # no attribute of a module is the module itself
+        there = getattr(self, name, absent)
         if there is value:
             return
-        if name in _FREE or (there is self and not isinstance(value, nn.Module | torch.Tensor)):
+        if name in _FREE or (there is absent and not isinstance(value, nn.Module | torch.Tensor)):
             object.__setattr__(self, name, value)  # a new name is a note of the caller's: no module reads it
         elif "_where" in vars(self):
-            raise _error(f"{self._where}.{name}")
+            raise _change_error(f"{self._where}.{name}")
         else:  # a module that was made of frozen ones, such as a slice of a list of modules
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if "_where" in vars(self):
-            raise _error(f"{self._where}.{name}")
+            raise _change_error(f"{self._where}.{name}")
         super().__delattr__(name)
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
@@ -81,7 +82,7 @@ def refuse_state_dict(what: str) -> NoReturn:
     raise UsageError(f"{what}: the weights are packed for the native runtime; {ADVICE}")
 
 
-def _error(where: str) -> UsageError:
+def _change_error(where: str) -> UsageError:
     return UsageError(f"{where}: a change here would do nothing, as the native runtime has packed the model; {ADVICE}")
 
 
@@ -112,10 +113,10 @@ def code_of(model: nn.Module) -> dict[type, Any]:
 
 
 def check_code_is(recorded: Mapping[type, Any]) -> None:
-    """Compare with what `code_of` told of the model before it was frozen.
+    """Check that the classes still run the code that `code_of` found before the model was frozen.
 
     Raises:
-        UsageError: the code of a class was replaced since, which would do nothing.
+        UsageError: somebody has replaced the code of a class since, which would change nothing that is computed.
     """
     for kind, code in recorded.items():
         if kind.forward is not code:  # type: ignore[attr-defined]
@@ -126,7 +127,9 @@ def check_code_is(recorded: Mapping[type, Any]) -> None:
 
 
 def freeze(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:
-    """Let go of a model's weights, and refuse changes of its modules; of the model itself only what it consists of.
+    """Free a model's weights and make its modules refuse changes.
+
+    The model itself, which is the native one from then on, refuses only other modules, parameters and buffers.
 
     Args:
         shapes: `shapes_of` the model before its weights were packed.
@@ -137,7 +140,7 @@ def freeze(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:
         for registry in (module._parameters, module._buffers):
             for short, tensor in registry.items():
                 if tensor is not None:
-                    registry[short] = _gone(tensor, prefix + short, shapes, made)
+                    registry[short] = _stand_in_for(tensor, prefix + short, shapes, made)
         for registry_name in _REGISTRIES:
             vars(module)[registry_name] = _Fixed(vars(module)[registry_name], name or type(model).__name__)
         if module is model:
@@ -153,7 +156,7 @@ def _hooks(module: nn.Module) -> Iterable[str]:
     return [name for name, value in vars(module).items() if name.endswith("_hooks") and isinstance(value, dict)]
 
 
-def _gone(tensor: torch.Tensor, name: str, shapes: Mapping[int, torch.Size], made: dict[int, Any]) -> Any:
+def _stand_in_for(tensor: torch.Tensor, name: str, shapes: Mapping[int, torch.Size], made: dict[int, Any]) -> Any:
     if id(tensor) not in made:
         told = f"{name}: its values are packed for the native runtime, and can be neither read nor changed; {ADVICE}"
         made[id(tensor)] = stand_in(tuple(shapes.get(id(tensor), tensor.shape)), tensor.dtype, "meta", told)

@@ -12,6 +12,7 @@ import torch
 
 from anyaccel.errors import UsageError
 from anyaccel.numerals import whole_number
+from anyaccel.outside import shown
 
 _MOST = 2**31 - 1
 _LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
@@ -32,13 +33,7 @@ _FLAGS = ("do_sample", "use_cache", "return_dict_in_generate", "output_scores", 
 _REALS = ("guidance_scale", "length_penalty", "diversity_penalty", "epsilon_cutoff", "eta_cutoff")
 
 
-def shown(value: Any) -> str:
-    """`value` for a message: its start, on one line."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _refuse(name: str, value: Any, must: str) -> UsageError:
+def _must_be_error(name: str, value: Any, must: str) -> UsageError:
     return UsageError(f"{name}={shown(value)}: must be {must}")
 
 
@@ -60,13 +55,13 @@ def _check_token_ids(name: str, value: Any) -> None:
     several = value.tolist() if isinstance(value, torch.Tensor) else value
     for token in several if isinstance(several, list | tuple) else [several]:
         if not _is_whole(token) or not -1 <= operator.index(token) <= _MOST:
-            raise _refuse(name, value, "the number of a token, or a list of them (-1 or None for none)")
+            raise _must_be_error(name, value, "the number of a token, or a list of them (-1 or None for none)")
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for an argument of `generate` that cannot be right; None is always as if it were not there.
+    """Raise UsageError for an argument of `generate` that cannot be right; one that is None counts as not given.
 
-    What the samplers take is checked by `sampling_options`, where it has an effect only.
+    The samplers' arguments are checked by `sampling_options`, and only where they have an effect.
     """
     for name, value in given.items():
         if value is None:
@@ -76,38 +71,38 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             if not _is_whole(value):
                 raise UsageError(f"{name}={shown(value)}: must be a whole number")
             if operator.index(value) < least:
-                raise _refuse(name, value, f"at least {least}")
+                raise _must_be_error(name, value, f"at least {least}")
             if most is not None and operator.index(value) > most:
-                raise _refuse(name, value, "below 2**31")
+                raise _must_be_error(name, value, "below 2**31")
         elif name in _TOKENS:
             _check_token_ids(name, value)
         elif name in _FLAGS and (not isinstance(value, numbers.Number | bool) or value not in (0, 1)):
-            raise _refuse(name, value, "True or False")
+            raise _must_be_error(name, value, "True or False")
         elif name in _REALS and not _is_real(value):
-            raise _refuse(name, value, "a number")
+            raise _must_be_error(name, value, "a number")
         elif name == "max_time" and not (_is_real(value) and value >= 0):
-            raise _refuse(name, value, "a number of seconds, 0 or above")
+            raise _must_be_error(name, value, "a number of seconds, 0 or above")
         elif name == "generator" and not isinstance(value, torch.Generator):
-            raise _refuse(name, value, "a torch.Generator; for a number use seed=")
+            raise _must_be_error(name, value, "a torch.Generator; for a number use seed=")
         elif name == "seed" and not (_is_whole(value) and -(2**63) <= operator.index(value) < 2**64):
-            raise _refuse(name, value, "a whole number of 64 bits")
+            raise _must_be_error(name, value, "a whole number of 64 bits")
         elif name == "streamer" and not (
             callable(getattr(value, "put", None)) and callable(getattr(value, "end", None))
         ):
-            raise _refuse(name, value, "an object with put() and end(), such as a transformers TextStreamer")
+            raise _must_be_error(name, value, "an object with put() and end(), such as a transformers TextStreamer")
         elif name in ("stopping_criteria", "logits_processor"):
             if not isinstance(value, list | tuple) or not all(map(callable, value)):
-                raise _refuse(name, value, "a list of callables")
+                raise _must_be_error(name, value, "a list of callables")
         elif name == "stop_strings":
             texts = [value] if isinstance(value, str) else value
             if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-                raise _refuse(name, value, "a text, or a list of texts, that are not empty")
+                raise _must_be_error(name, value, "a text, or a list of texts, that are not empty")
         elif name == "attention_mask" and not isinstance(value, torch.Tensor):
-            raise _refuse(name, value, f"a tensor, got {type(value).__name__}")
+            raise _must_be_error(name, value, f"a tensor, got {type(value).__name__}")
 
 
 def check_input_ids(value: Any) -> None:
-    """Raise UsageError for what is no tensor of tokens in memory, [rows, tokens]."""
+    """Raise UsageError unless `value` is a dense tensor of whole numbers, [rows, tokens], that has values."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(
             f"input_ids={shown(value)}: must be a tensor of shape [rows, tokens], got {type(value).__name__}"
@@ -138,13 +133,13 @@ def mask_bits(mask: Any) -> torch.Tensor:
 
 
 def check_whole(name: str, numbers: torch.Tensor) -> None:
-    """Raise UsageError for numbers of tokens or positions that are not of a whole type."""
+    """Raise UsageError unless these token ids or positions are of an integer dtype."""
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise UsageError(f"{name} of dtype {numbers.dtype}: must be whole numbers; convert them with .long()")
 
 
 def check_tokens(ids: torch.Tensor, vocabulary: int) -> None:
-    """Raise UsageError for a token that the model does not have, and for what is no number of a token."""
+    """Raise UsageError for token ids outside of the vocabulary, or of a dtype that is no integer's."""
     check_whole("input_ids", ids)
     if ids.numel() == 0:
         return
@@ -161,7 +156,7 @@ def check_context(prompt: int, new: int, limit: int) -> None:
 
 
 def sampling_options(**given: Any) -> dict[str, Any]:
-    """Fields of the native SamplingOptions from Hugging Face's names; None is what switches an option off.
+    """Fields of the native SamplingOptions, from Hugging Face's names for them; an option that is None is off.
 
     Raises:
         UsageError: a value is out of its range.

@@ -17,7 +17,8 @@ from transformers.generation.utils import GenerationMixin
 
 from anyaccel.inference.modules.code import is_compiled_call, is_genuine, is_transformers_hook
 
-# A native model has its own of these, also in transformers' loops, or they have run before it was there.
+# Methods whose replacement changes nothing here: a native model overrides them for transformers' loops too, or they
+# have done their work before the native model exists.
 _OURS = frozenset(
     (
         *("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "_get_static_cache_init_shape"),
@@ -27,6 +28,7 @@ _OURS = frozenset(
 _METHODS = tuple(
     name for name, value in vars(GenerationMixin).items() if isinstance(value, types.FunctionType | staticmethod)
 )
+# The function that was found to be transformers' own, by class and name: the next call only compares identities.
 _known: dict[tuple[type, str], Any] = {}
 
 
@@ -41,10 +43,10 @@ def _processors() -> tuple[type, ...]:
 
 
 def replaced(model: Any, kind: type) -> str:
-    """What of it is not transformers' own, in words; empty when all is.
+    """Name, in words, the first part of `generate` that somebody has replaced; empty when all is transformers' own.
 
     Args:
-        model: of a class that was made of `kind`, the model's own.
+        model: the native model; its class was derived from `kind`, transformers' class.
     """
     own = vars(model)
     for name in _METHODS:

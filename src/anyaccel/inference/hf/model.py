@@ -18,18 +18,21 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.hf import native_generate
 from anyaccel.inference.hf.cache import NativeCache
 from anyaccel.inference.hf.frozen import check_code_is, code_of, freeze, refuse_state_dict
+from anyaccel.inference.hf.generate_checks import check_arguments, check_input_ids, check_tokens, check_whole, mask_bits
+from anyaccel.inference.hf.precision import PrecisionMethods
+from anyaccel.outside import shown
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
 
 _ADVICE = "load the model with runtime='torch' for it"
-# Of the loss alone: transformers' own takes them beside the logits and the labels.
+# Arguments of transformers' loss functions alone, which take them beside the logits and the labels.
 _OF_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
-# What transformers' loops were given for themselves (for stop_strings, say) and hand on to every forward.
+# Arguments that transformers' loops need themselves (for stop_strings, say) but hand on to every forward all the same.
 _OF_GENERATE = frozenset(("tokenizer", "assistant_tokenizer"))
 
 
-class NativeCausalLM:
+class NativeCausalLM(PrecisionMethods):
     """Mixed into a model's own class by `make_native`.
 
     The module keeps its structure and configuration; its parameters have no values, and what is below it is `frozen`.
@@ -84,10 +87,10 @@ class NativeCausalLM:
         }.items():
             if value is not None and value is not False:
                 raise UsageError(f"{name}: the native runtime keeps these to itself; {_ADVICE}")
-        self._check_others(kwargs)
+        self._check_unknown_arguments(kwargs)
         if input_ids is None:
             raise UsageError("input_ids of shape [rows, tokens] are needed")
-        native_generate.check_input_ids(input_ids)
+        check_input_ids(input_ids)
         config: Any = self.config  # type: ignore[attr-defined]
         native: NativeModel = self._native
         rows, tokens = input_ids.shape
@@ -98,9 +101,9 @@ class NativeCausalLM:
         new_BT = _new_columns(cache, attention_mask, rows, tokens)
         _check_columns(cache, kwargs.pop("cache_position", None), tokens)
         _check_positions(cache, position_ids, new_BT)
-        native_generate.check_tokens(input_ids[new_BT], native.whole_spec.vocab)
+        check_tokens(input_ids[new_BT], native.whole_spec.vocab)
         kept = range(tokens) if isinstance(logits_to_keep, int) and not logits_to_keep else None
-        columns = list(kept) if kept is not None else torch.arange(tokens)[_keep(logits_to_keep)].tolist()
+        columns = list(kept) if kept is not None else torch.arange(tokens)[_columns(logits_to_keep)].tolist()
         logits = self._logits(cache, input_ids, new_BT, columns)
         cache.kept_BT = torch.cat([cache.kept_BT, new_BT], dim=1)
         loss = None
@@ -117,7 +120,7 @@ class NativeCausalLM:
         )
         return output.to_tuple() if return_dict is False else output
 
-    def _check_others(self, kwargs: dict[str, Any]) -> None:
+    def _check_unknown_arguments(self, kwargs: dict[str, Any]) -> None:
         """Refuse arguments of the model's own forward that change what it computes, and unknown ones."""
         for name, value in kwargs.items():
             if value is None or name in _OF_LOSS | _OF_GENERATE or name == "cache_position":
@@ -129,7 +132,7 @@ class NativeCausalLM:
                 if name not in kinds or ("mm_encoder_outputs" in kinds and not bool(torch.as_tensor(value).any())):
                     continue
             raise UsageError(
-                f"{name}={_short(value)}: an argument that the native runtime does not know; leave it out, or {_ADVICE}"
+                f"{name}={shown(value)}: an argument that the native runtime does not know; leave it out, or {_ADVICE}"
             )
 
     def _logits(
@@ -144,7 +147,8 @@ class NativeCausalLM:
                 raise UsageError(
                     f"row {row}: {length} cached tokens and {count} new ones exceed the model's context of {limit}"
                 )
-        # Where each position is among the tokens that run, and which of those the caller wants to see.
+        # Padding is not computed, so positions differ from the places of the tokens that are; `places` are those whose
+        # logits the caller wants.
         place_BT = (new_BT.flatten().cumsum(0) - 1).view_as(new_BT)
         shown_BK = new_BT[:, list(columns)]
         places = place_BT[:, list(columns)][shown_BK]
@@ -163,7 +167,7 @@ class NativeCausalLM:
                     wanted,
                 )
         except BaseException:
-            cache.crop(0)  # what a part of the step has added
+            cache.crop(0)  # takes back the tokens that some of the sequences have got before the step failed
             raise
         logits = logits.to(self._native_dtype)
         shape = (*shown_BK.shape, vocabulary)
@@ -215,7 +219,7 @@ class NativeCausalLM:
             model_kwargs.get("past_key_values"), native.model, native.spec.max_tokens
         )
 
-    # Models that shape their cache themselves have this one; the native cache reorders itself.
+    # transformers' beam search calls it where a model's class has it; the native cache reorders itself.
     def _reorder_cache(self, past_key_values: NativeCache, beam_idx: torch.Tensor) -> NativeCache:
         past_key_values.reorder_cache(beam_idx)
         return past_key_values
@@ -235,50 +239,32 @@ class NativeCausalLM:
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if (device is not None and device != self.device) or dtype not in (None, self._native_dtype):
-            self._fixed(f"to{args}")
+            refuse_state_dict(f"to{args}")
         return self
-
-    def half(self) -> Any:
-        return self.to(torch.float16)
-
-    def float(self) -> Any:
-        return self.to(torch.float32)
-
-    def bfloat16(self) -> Any:
-        return self.to(torch.bfloat16)
-
-    def double(self) -> Any:
-        return self.to(torch.float64)
-
-    def cpu(self) -> Any:
-        return self.to("cpu")
 
     def train(self, mode: bool = True) -> Any:
         if mode:
-            self._fixed("train()")
+            refuse_state_dict("train()")
         return self
 
     def save_pretrained(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        self._fixed("save_pretrained()")
+        refuse_state_dict("save_pretrained()")
 
     def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        self._fixed("state_dict()")
+        refuse_state_dict("state_dict()")
 
     def load_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        self._fixed("load_state_dict()")
+        refuse_state_dict("load_state_dict()")
 
-    # Of a module that this one is in: an engine, say.
+    # torch calls it for a module within the one whose load_state_dict() was called, such as that of an engine.
     def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        self._fixed("load_state_dict()")
+        refuse_state_dict("load_state_dict()")
 
     def resize_token_embeddings(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        self._fixed("resize_token_embeddings()")
-
-    def _fixed(self, what: str) -> NoReturn:
-        refuse_state_dict(what)
+        refuse_state_dict("resize_token_embeddings()")
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        self._fixed("pickle or deepcopy")
+        refuse_state_dict("pickle or deepcopy")
 
 
 @functools.cache
@@ -304,7 +290,7 @@ def make_native(
     group: dist.ProcessGroup | None = None,
     shapes: Mapping[int, torch.Size] | None = None,
 ) -> nn.Module:
-    """Let `native` compute what `module` does; the module's own weights are let go of.
+    """Turn `module` into a NativeCausalLM, which `native` computes, and free the module's own weights.
 
     Args:
         dtype: of the logits.
@@ -313,8 +299,8 @@ def make_native(
     """
     module.eval()
     for each in module.modules():
-        vars(each).pop("_compiled_call_impl", None)  # of the module as it was
-    module.zero_grad(set_to_none=True)  # gradients of weights that are gone
+        vars(each).pop("_compiled_call_impl", None)  # it would compute with the weights that go
+    module.zero_grad(set_to_none=True)  # the gradients are of no use without the weights
     module._native_code = code_of(module)  # type: ignore[assignment]
     freeze(module, shapes or {})
     module.__class__ = _native_class(type(module))  # type: ignore[arg-type]
@@ -331,13 +317,13 @@ def _new_columns(cache: NativeCache, mask: torch.Tensor | None, rows: int, token
     if mask is None:
         return torch.ones(rows, tokens, dtype=torch.bool)
     past = cache.get_seq_length()
-    native_generate.check_arguments({"attention_mask": mask})
+    check_arguments({"attention_mask": mask})
     if mask.dim() != 2 or mask.shape[0] not in (1, rows) or mask.shape[1] != past + tokens:
         raise UsageError(
             f"attention_mask of shape {tuple(mask.shape)}: needs [{rows}, {past + tokens}], a 0 or 1 for each of "
             f"{past} cached and {tokens} new tokens"
         )
-    bits_BT = native_generate.mask_bits(mask).expand(rows, -1)
+    bits_BT = mask_bits(mask).expand(rows, -1)
     if not torch.equal(bits_BT[:, :past], cache.kept_BT):
         raise UsageError("attention_mask differs from the earlier one in tokens that are in the cache already")
     return bits_BT[:, past:].contiguous()
@@ -346,7 +332,7 @@ def _new_columns(cache: NativeCache, mask: torch.Tensor | None, rows: int, token
 def _check_positions(cache: NativeCache, position_ids: torch.Tensor | None, new_BT: torch.Tensor) -> None:
     if position_ids is None:
         return
-    native_generate.check_whole("position_ids", position_ids)
+    check_whole("position_ids", position_ids)
     lengths_B1 = torch.tensor(cache.lengths(), dtype=torch.int64)[:, None]
     natural_BT = lengths_B1 + new_BT.long().cumsum(1) - 1
     given = position_ids.to("cpu", torch.int64)
@@ -362,19 +348,13 @@ def _check_columns(cache: NativeCache, cache_position: torch.Tensor | None, toke
     past = cache.get_seq_length()
     if cache_position is not None and cache_position.tolist() != list(range(past, past + tokens)):
         raise UsageError(
-            f"cache_position={_short(cache_position)}: new tokens follow the cached ones, here from {past} to "
+            f"cache_position={shown(cache_position)}: new tokens follow the cached ones, here from {past} to "
             f"{past + tokens - 1}; leave it out, or {_ADVICE}"
         )
 
 
-def _short(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and value.dim():
-        return f"a tensor of shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-def _keep(logits_to_keep: int | torch.Tensor) -> Any:
+def _columns(logits_to_keep: int | torch.Tensor) -> Any:
+    """An index of the columns that are kept."""
     if isinstance(logits_to_keep, int):
         return slice(-logits_to_keep, None)
     if isinstance(logits_to_keep, torch.Tensor):

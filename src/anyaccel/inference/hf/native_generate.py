@@ -21,33 +21,17 @@ from anyaccel.inference.hf.generate_checks import (
     check_context,
     check_input_ids,
     check_tokens,
-    check_whole,
     mask_bits,
     sampling_options,
 )
 from anyaccel.inference.hf.generate_code import replaced
 from anyaccel.inference.hf.group import in_step, shared_seed
-from anyaccel.inference.hf.native_loop import Job, not_finite, run
+from anyaccel.inference.hf.native_loop import Job, run
 from anyaccel.inference.native.runtime import check_memory
 from anyaccel.inference.text.stopping import StopStrings
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
-
-__all__ = [
-    "Call",
-    "check_arguments",
-    "check_context",
-    "check_input_ids",
-    "check_memory",
-    "check_tokens",
-    "check_whole",
-    "generate",
-    "mask_bits",
-    "not_finite",
-    "sampling_options",
-    "seeded",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +43,8 @@ _KNOWN = frozenset((
     "num_return_sequences", "output_logits", "output_scores", "use_cache", "return_dict_in_generate",
     "pad_token_id", "bos_token_id", "eos_token_id",
 ))
-# Those without effect when neither beams, drafts nor a compiler are asked for, and what describes the file.
+# Those that have an effect only with beams, drafts or a compiler, each of which another argument asks for; and those
+# that describe the file.
 _IDLE = frozenset((
     "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
@@ -68,7 +53,7 @@ _IDLE = frozenset((
     "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "generation_kwargs",
 ))
 # fmt: on
-# Values with which an option has no effect.
+# Options that the native loop does not have, with the values that switch them off.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "guidance_scale": (1, 1.0),
@@ -77,7 +62,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,),
 }
-_told: set[str] = set()
+_warned_of: set[str] = set()
 
 
 @dataclass
@@ -109,7 +94,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
     inputs = call.inputs if call.inputs is not None else kwargs.get("input_ids")
     if inputs is not None:
         check_input_ids(inputs)
-        if inputs.element_size() < 4:  # the answer's tokens would not fit
+        if inputs.element_size() < 4:  # the answer has the prompt's dtype, which may be too small for its tokens
             inputs = inputs.long()
             if call.inputs is not None:
                 call.inputs = inputs
@@ -120,7 +105,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
     if not strange:
         given = {name: value for name, value in kwargs.items() if name != "input_ids"}
         config, model_kwargs = module._prepare_generation_config(call.generation_config, **given)
-        strange = _strange_options(config, model_kwargs, call)
+        strange = _strange_options(config, model_kwargs)
     if strange:
         _warn_once(strange)
         _check_cached(kwargs, inputs)
@@ -134,8 +119,8 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
 
 
 def _warn_once(argument: str) -> None:
-    if argument not in _told:
-        _told.add(argument)
+    if argument not in _warned_of:
+        _warned_of.add(argument)
         logger.warning(
             "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model", argument
         )
@@ -166,7 +151,8 @@ def _strange_arguments(call: Call, inputs: Any) -> str:
     return ""
 
 
-def _strange_options(config: Any, model_kwargs: dict[str, Any], call: Call) -> str:
+def _strange_options(config: Any, model_kwargs: dict[str, Any]) -> str:
+    """The same for the options, once transformers has put all of them together."""
     for name, value in model_kwargs.items():
         if value is not None and name not in ("attention_mask", "use_cache"):
             return name
@@ -178,14 +164,14 @@ def _strange_options(config: Any, model_kwargs: dict[str, Any], call: Call) -> s
     if config.use_cache is False:
         return "use_cache"
     if (config.num_return_sequences or 1) > 1 and not config.do_sample:
-        return "num_return_sequences"  # they say what is wrong with it
+        return "num_return_sequences"  # transformers refuses it, and says why
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         return "attention_mask"
     changed = config.do_sample or (config.repetition_penalty or 1.0) != 1.0 or config.no_repeat_ngram_size
     changed = changed or config.min_length or config.min_new_tokens
     if config.output_scores and config.return_dict_in_generate and changed:
-        return "output_scores"  # the native loop keeps the logits, not what sampling makes of them
+        return "output_scores"  # the native loop keeps the logits, not the scores that its samplers make of them
     return ""
 
 
@@ -208,9 +194,9 @@ def _through_hugging_face(
 
 
 def _check_cached(kwargs: dict[str, Any], inputs: Any) -> None:
-    """Refuse a cache that leaves nothing of the prompt to run: transformers runs part of it again behind the cache.
+    """Refuse a cache that has all of the prompt already: transformers would append tokens of it a second time.
 
-    A mask that is longer than `input_ids` says that those are the new tokens alone.
+    With a mask that is longer than `input_ids`, those are the new tokens alone, and any cache fits.
     """
     count = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
     mask = kwargs.get("attention_mask")
@@ -225,7 +211,7 @@ def _check_cached(kwargs: dict[str, Any], inputs: Any) -> None:
 
 @contextmanager
 def seeded(seed: Any, generator: torch.Generator | None) -> Iterator[None]:
-    """torch's random state from `seed` or `generator` inside; as it is when neither is given."""
+    """Give torch a random state made of `seed` or `generator` within the block; leave it when neither is given."""
     if seed is None and generator is None:
         yield
         return
@@ -235,7 +221,7 @@ def seeded(seed: Any, generator: torch.Generator | None) -> Iterator[None]:
 
 
 def _seed(config: Any, seed: Any, generator: torch.Generator | None) -> int:
-    """The seed that was given, or one of torch's random state, which moves on by it."""
+    """The seed that was given, or a number drawn from `generator` or torch's own random state."""
     if seed is not None:
         check_arguments({"seed": seed})
         return operator.index(seed) % 2**64

@@ -22,8 +22,8 @@ class Job:
     """One call of `generate`, checked and translated into the terms of the native loop.
 
     Attributes:
-        mask: which of input_ids count, on the CPU.
-        prompts: what each row of the input means, without padding.
+        mask: which of input_ids are no padding, on the CPU.
+        prompts: the tokens of each row without its padding.
         copies: answers to each prompt.
         options: of every Request.
     """
@@ -85,7 +85,7 @@ class _Loop:
         self.job = job
         self.rows: list[_Row] = []
         self.logits: list[torch.Tensor] = []
-        # With padding, for criteria of the caller's own.
+        # Prompts and answers so far with their padding: what the caller's stopping criteria get.
         self.ids = job.input_ids.repeat_interleave(job.copies, dim=0)
 
     def request(self, index: int, prompt: list[int], prefix: _llm.Request | None) -> _Row:
@@ -96,7 +96,7 @@ class _Loop:
         return _Row(request, prompt, self.job.stop)
 
     def first_step(self) -> list[int]:
-        """Process each prompt once; further answers to it share its cache."""
+        """Compute each prompt once, and take the first token of all its answers, which share its cache."""
         job = self.job
         leaders = {row: self.request(row * job.copies, prompt, None) for row, prompt in enumerate(job.prompts)}
         tokens = dict(zip(leaders, self.native.model.step([row.request for row in leaders.values()]), strict=True))
@@ -137,7 +137,7 @@ class _Loop:
         if self.job.criteria:
             self.ids = torch.cat([self.ids, column[:, None].to(self.ids.device)], dim=1)
             scores = tuple(self.logits) if self.job.output_scores else None
-            for row, ended in zip(self.rows, _ended(self.job.criteria, self.ids, scores), strict=True):
+            for row, ended in zip(self.rows, _meets_criteria(self.job.criteria, self.ids, scores), strict=True):
                 if ended:
                     row.end()
         if self.job.max_time is not None and time.monotonic() - self.job.started > self.job.max_time:
@@ -161,7 +161,8 @@ class _Loop:
             row.free()
 
 
-def _ended(criteria: Any, ids: torch.Tensor, scores: Any) -> list[bool]:
+def _meets_criteria(criteria: Any, ids: torch.Tensor, scores: Any) -> list[bool]:
+    """Whether one of the caller's stopping criteria ends each row; a criterion may answer for all rows at once."""
     ended = torch.zeros(ids.shape[0], dtype=torch.bool)
     for one in criteria:
         answer = one(ids, scores)
@@ -171,6 +172,7 @@ def _ended(criteria: Any, ids: torch.Tensor, scores: Any) -> list[bool]:
 
 
 def run(native: NativeModel, job: Job) -> Any:
+    """Generate the answers of a job, and return what Hugging Face's `generate` returns."""
     loop = _Loop(native, job)
     if job.streamer is not None:
         job.streamer.put(job.input_ids.cpu())
@@ -198,10 +200,10 @@ def run(native: NativeModel, job: Job) -> Any:
         from anyaccel.inference.hf.cache import NativeCache
 
         kept = torch.cat([job.mask.repeat_interleave(job.copies, dim=0), torch.ones_like(answer).cpu() != 0], dim=1)
-        # As in theirs, the last token is not in it.
+        # The last token is not in it, as in the cache that transformers' loop returns.
         cache = NativeCache.of_tokens(native.model, native.spec.max_tokens, sequences.cpu()[:, :-1], kept[:, :-1])
         if native.size > 1:
-            cache.fill()  # here, where all ranks are, not where one of them looks first
+            cache.fill()  # a collective call: all ranks come here, but one alone may use the cache later
     parts: dict[str, Any] = {
         "past_key_values": cache,
         "sequences": sequences,

@@ -181,12 +181,14 @@ class Plan:
         for number, shape in enumerate(self.matrices):
             for following in ahead[number + 1 : number + 2]:
                 for part in self._parts[following]:
-                    self.source.will_need(part.name)
+                    part.tensor.will_need()
             self._fill_matrix(model, shape, progress)
-            self._release(last.get(shape.name, ()))
+            for name in last.get(shape.name, ()):
+                self.source.release(name)
         for vector in self.vectors:
             self._fill_vector(model, vector)
-            self._release(last.get(vector.name, ()))
+            for name in last.get(vector.name, ()):
+                self.source.release(name)
         progress.end()
 
     def _last_uses(self) -> dict[str, list[str]]:
@@ -199,10 +201,6 @@ class Plan:
         for name in tensors:
             found.setdefault(last[memory[name]], []).append(name)
         return found
-
-    def _release(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.source.release(name)
 
     def _pieces(self, name: str) -> Iterator[tuple[_Tensor, Rows]]:
         """The rank's rows of a native weight, in order: tensors and their rows."""
@@ -229,21 +227,9 @@ class Plan:
                         f"{part.tensor.where}: cannot be packed as {shape.format} ({told(error)})"
                     ) from error
                 at += len(chunk)
-                self._give_back(part, chunk)
+                if isinstance(part.tensor, TensorView):
+                    part.tensor.done(chunk)
                 progress.add(len(chunk) * shape.cols, shape)
-
-    def _give_back(self, part: _Tensor, rows: Rows) -> None:
-        tensor = part.tensor
-        if not isinstance(tensor, TensorView):
-            return  # it has done so itself
-        if isinstance(rows, range) and tensor.strides[0] >= tensor.strides[1]:
-            first, last = rows.start, rows.stop
-        else:  # rows from all over the tensor: its pages come again from the system's cache
-            first, last = 0, tensor.shape[0]
-        if tensor.strides[0] < tensor.strides[1]:
-            self.source.done(tensor.address, tensor.address + tensor.shape[1] * tensor.strides[1])
-        else:
-            self.source.done(tensor.address + first * tensor.strides[0], tensor.address + last * tensor.strides[0])
 
     def _fill_vector(self, model: _llm.Model, shape: VectorShape) -> None:
         if self._slice(shape.name).zero:
@@ -296,8 +282,8 @@ def _chunks(part: _Tensor, rows: Rows, at: int) -> Iterator[Rows]:
     if isinstance(part.tensor, TensorView):
         values, size = BLOCKS[part.tensor.type]
         row_bytes = part.cols // values * size
-        if part.tensor.strides[0] < part.tensor.strides[1]:
-            yield rows  # rows of a transposed matrix have all their pages in common
+        if not part.tensor.is_by_rows:
+            yield rows
             return
     step = max(_CHUNK_BYTES // max(row_bytes, 1) // _BLOCK_ROWS, 1) * _BLOCK_ROWS
     begin = 0

@@ -45,34 +45,28 @@ def _equal(source: TensorSource, embedding: str, head: str) -> bool:
     try:
         step = max(_CHUNK_BYTES // max(a.shape[1] * BLOCKS[a.type][1], 1), 1)
         chunks = (range(first, min(first + step, a.shape[0])) for first in range(0, a.shape[0], step))
-        return all(_same_rows(source, a, b, rows) for rows in chunks)
+        return all(_same_rows(a, b, rows) for rows in chunks)
     finally:
-        source.done(*_extent(a, range(a.shape[0])))
-        source.done(*_extent(b, range(b.shape[0])))
+        a.done(range(a.shape[0]))
+        b.done(range(b.shape[0]))
 
 
-def _same_rows(source: TensorSource, a: TensorView, b: TensorView, rows: range) -> bool:
+def _same_rows(a: TensorView, b: TensorView, rows: range) -> bool:
     """Whether these rows have the same bytes in both."""
     import numpy
 
     same = numpy.array_equal(_rows(a, rows), _rows(b, rows))
     for each in (a, b):
-        if each.strides[0] >= each.strides[1]:  # else its rows have all their pages in common
-            source.done(*_extent(each, rows))
+        if each.is_by_rows:
+            each.done(rows)
     return bool(same)
-
-
-def _extent(tensor: TensorView, rows: range) -> tuple[int, int]:
-    begin = tensor.address + rows.start * tensor.strides[0]
-    last = (max(len(rows), 1) - 1) * tensor.strides[0] + (max(tensor.shape[1], 1) - 1) * tensor.strides[1]
-    return begin, begin + last + BLOCKS[tensor.type][1]
 
 
 def _rows(tensor: TensorView, rows: range) -> Any:
     """The bits of rows, as unsigned numbers in place."""
     import numpy
 
-    begin, end = _extent(tensor, rows)
     size = BLOCKS[tensor.type][1]
-    memory: Any = (ctypes.c_ubyte * (end - begin)).from_address(begin)
+    length = (len(rows) - 1) * tensor.strides[0] + (tensor.shape[1] - 1) * tensor.strides[1] + size
+    memory: Any = (ctypes.c_ubyte * length).from_address(tensor.address + rows.start * tensor.strides[0])
     return numpy.ndarray((len(rows), tensor.shape[1]), f"u{size}", memory, strides=tensor.strides)

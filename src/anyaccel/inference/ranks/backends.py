@@ -51,16 +51,16 @@ class Backend(Protocol):
         """Empty the cache."""
 
     def idle(self) -> AbstractContextManager[object]:
-        """Around a wait for the user."""
+        """Entered while the command waits for the user."""
 
     def peaks(self) -> list[int]:
         """Peak memory of each rank in bytes."""
 
     def beside(self) -> int:
-        """That of this process, where it is none of the ranks."""
+        """Peak memory of this process in bytes, where it is not itself a rank; 0 where it is."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """End what would outlive the command."""
 
 
 class _InThisProcess:
@@ -73,7 +73,7 @@ class _InThisProcess:
         return 0
 
     def close(self) -> None:
-        """The process takes everything with it."""
+        """Nothing to do: all of it ends with the process."""
 
 
 class NativeBackend(_InThisProcess):
@@ -121,7 +121,7 @@ class NativeBackend(_InThisProcess):
         return high_water_mark()
 
     def close(self) -> None:
-        """What is being written to the cache is finished first, unless an error or Ctrl-C ends the command."""
+        """Finish writing packed weights to the cache, or leave it when an error or Ctrl-C ends the command."""
         if self.native.saving is not None:
             self.native.saving.finish(stop=sys.exception() is not None)
 
@@ -139,7 +139,7 @@ class EngineBackend(_InThisProcess):
         self.dtype = dtype
         self.runtime = engine.runtime
         self.first = engine.tp_rank == 0
-        self.ends: list[int] = []  # the engine has its own
+        self.ends: list[int] = []  # those of the model's generation_config, which the engine goes by itself
 
     @property
     def context(self) -> int:

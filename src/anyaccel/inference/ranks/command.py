@@ -61,7 +61,7 @@ class RanksBackend:
     def __init__(self, processes: RankProcesses, lasting: bool) -> None:
         self._lasting = lasting
         self._closed = False
-        self._ranks = Ranks(processes, self._whole)
+        self._ranks = Ranks(processes, self._uninterrupted)
         self._held = 0
         self._interrupted = False
         self._handlers: dict[int, Any] = {}
@@ -69,7 +69,7 @@ class RanksBackend:
             self._handle(signal.SIGINT, self._on_interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
-                self._handle(number, self._on_end)
+                self._handle(number, self._on_termination)
 
     # --- signals
 
@@ -80,15 +80,15 @@ class RanksBackend:
         if self._held:
             self._interrupted = True
         else:
-            self._handlers[signal.SIGINT](number, frame)  # it raises KeyboardInterrupt, now or soon
+            self._handlers[signal.SIGINT](number, frame)  # that raises KeyboardInterrupt, at once or soon
 
     @staticmethod
-    def _on_end(number: int, _frame: Any) -> None:
+    def _on_termination(number: int, _frame: Any) -> None:
         sys.exit(128 + number)
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Ctrl-C waits: what all ranks must be told goes to all of them."""
+    def _uninterrupted(self) -> Iterator[None]:
+        """Hold Ctrl-C back within the block: a message that all ranks must get is not sent to some of them only."""
         self._held += 1
         try:
             yield
@@ -100,20 +100,19 @@ class RanksBackend:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Around a wait for the user, which the end of a rank interrupts.
+        """Entered while the command waits for the user: the end of the ranks ends the wait too.
 
         Raises:
             RankError: the ranks have ended.
         """
 
-        def look(_number: int, _frame: Any) -> None:
+        def check_ranks(_number: int = 0, _frame: Any = None) -> None:
             if self._ranks.processes.code() is not None:
                 raise self._ranks.lost()
 
-        before = signal.signal(signal.SIGCHLD, look)
+        before = signal.signal(signal.SIGCHLD, check_ranks)
         try:
-            if self._ranks.processes.code() is not None:
-                raise self._ranks.lost()
+            check_ranks()
             yield
         finally:
             signal.signal(signal.SIGCHLD, before)
@@ -139,7 +138,7 @@ class RanksBackend:
         try:
             self.tokenizer: Any = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:
-            problem = error  # that of the weights is the more telling one
+            problem = error  # raised below: an error of the weights is the more telling one
         first = self._ranks.loaded(screen)[0]
         if problem is not None:
             raise problem
@@ -161,7 +160,7 @@ class RanksBackend:
         limit, under_way = _AHEAD, False
         start = first = time.perf_counter()
         try:
-            with self._whole():
+            with self._uninterrupted():
                 under_way = True
                 how = vars(sampling)
                 self._ranks.send(
@@ -180,7 +179,7 @@ class RanksBackend:
                 result.tokens.append(message["token"])
                 if limit < max_new_tokens:  # with no more to come the ranks end by themselves
                     limit += 1
-                    with self._whole():
+                    with self._uninterrupted():
                         self._ranks.send("limit", limit=limit)
                 yield result.tokens[-1]
         except (RankError, SystemExit):  # the ranks are gone, or are ended
@@ -191,18 +190,18 @@ class RanksBackend:
             raise
         finally:
             if under_way and not self._closed:
-                with self._whole():
+                with self._uninterrupted():
                     self._ranks.send("stop", limit=limit)
                     while self._ranks.next()[1]["kind"] != "stopped":
-                        pass  # tokens that nobody sees
+                        pass  # the ranks' last tokens, which come after the answer's end
 
     def forget(self) -> None:
-        with self._whole():
+        with self._uninterrupted():
             self._ranks.send("forget")
 
     def peaks(self) -> list[int]:
         """Peak memory of each rank in bytes."""
-        with self._whole():
+        with self._uninterrupted():
             self._ranks.send("peak")
             peaks = dict(self._ranks.next(self._ranks.patience) for _ in self._ranks.channels)
         return [peaks[rank]["bytes"] for rank in sorted(peaks)]
@@ -213,7 +212,7 @@ class RanksBackend:
     def close(self) -> None:
         """End the ranks and wait until nothing is left of them."""
         self._closed = True
-        self._held += 1  # once is enough: the clean-up goes on
+        self._held += 1  # for good: Ctrl-C no longer interrupts, the ranks are being ended already
         try:
             self._ranks.processes.end(FAREWELL)
         finally:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from anyaccel.inference.ranks.options import ModelOptions
     from anyaccel.launch import LaunchPlan
 
-# Seconds: of ranks for saying what is wrong, or ending by themselves; of the launcher for noticing a rank's end.
+# Seconds that ranks get to say what is wrong or to end by themselves, and the launcher to notice that a rank has ended.
 FAREWELL = 0.5
 _NOTICE = 5.0
-_LOADING = 1800.0  # of a rank that converts or packs a large model, and says nothing meanwhile
+_LOADING = 1800.0  # seconds that a rank may say nothing, while it converts or packs a large model
 
 
 class RankError(AnyAccelError):
@@ -80,16 +80,16 @@ class Ranks:
     """The ranks, from the side of the process that started them.
 
     Args:
-        whole: around what must not be interrupted.
+        uninterrupted: makes a context in which Ctrl-C is held back, for reading a message whole.
     """
 
     def __init__(
-        self, processes: RankProcesses, whole: Callable[[], AbstractContextManager[object]] = nullcontext
+        self, processes: RankProcesses, uninterrupted: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self.processes = processes
         self.channels = processes.channels
         self.patience = env.ANYACCEL_COMM_TIMEOUT.get()
-        self._whole = whole
+        self._uninterrupted = uninterrupted
 
     def send(self, kind: str, **message: Any) -> None:
         try:
@@ -122,21 +122,21 @@ class Ranks:
         if not ready:
             raise CommTimeoutError(f"no rank has said anything for {patience:g} s (ANYACCEL_COMM_TIMEOUT)")
         try:
-            with self._whole():
+            with self._uninterrupted():
                 for channel in self.channels:
                     if channel.descriptor in ready:
                         channel.pump()
         except EOFError:
-            # What the others said before may tell why.
-            self._fail(-1, {})
+            self._fail(-1, {})  # a rank has ended; what the others have said may tell why
 
     def lost(self) -> RankError:
+        """The error for ranks that have ended, once the launcher has said why."""
         code = self.processes.wait(_NOTICE)  # the launcher says which rank, and how
         how = "" if code is None else f" with code {code}"
         return RankError(f"the ranks have ended{how}; what is said above tells why", code or 1)
 
     def _fail(self, rank: int, message: dict[str, Any]) -> NoReturn:
-        """Raise what went wrong: of all that the ranks say, what is their own, and not that another one is gone."""
+        """Raise the ranks' error. Most of them only say that another rank is gone or has failed: those do not count."""
         said = {rank: message} if message else {}
         deadline = time.monotonic() + FAREWELL
         channels = dict(enumerate(self.channels))
@@ -158,8 +158,8 @@ class Ranks:
         chosen = own or said
         first = min(chosen)
         text = chosen[first]["text"]
-        everybodys = len(chosen) == len(self.channels) and len({told["text"] for told in chosen.values()}) == 1
-        where = "" if everybodys or not chosen[first]["own"] else f"rank {first}: "
+        same_on_all = len(chosen) == len(self.channels) and len({told["text"] for told in chosen.values()}) == 1
+        where = "" if same_on_all or not chosen[first]["own"] else f"rank {first}: "
         raise RankError(where + text, chosen[first]["exit_code"])
 
     def load(self, options: ModelOptions, summary: str) -> None:

@@ -56,7 +56,7 @@ def open_backend(options: ModelOptions, screen: Watcher) -> Backend:
 
 
 def describe_accelerator() -> str:
-    """Name and reason, by way of torch."""
+    """Name of the accelerator and why it was chosen, which takes importing torch."""
     from anyaccel.accelerator import describe_choice
     from anyaccel.accelerator.select import silence_detection
 
@@ -77,7 +77,7 @@ def host_accelerator(machine: Any) -> tuple[str, str] | None:
 
 
 def _has_extensions() -> bool:
-    """Whether a package may bring an accelerator of its own; importlib.metadata would take 30 ms and more to say so."""
+    """Whether an installed package brings an accelerator. importlib.metadata would take 30 ms and more to find out."""
     for place in sys.path:
         try:
             names = [
@@ -102,7 +102,7 @@ def loader(
     size: int = 1,
     check: Callable[[], object] | None = None,
 ) -> Callable[[], NativeModel]:
-    """What loads a rank's part through csrc/llm; it raises Unsupported for what the native runtime lacks.
+    """A function that loads a rank's part through csrc/llm; it raises Unsupported for what the native runtime lacks.
 
     Args:
         check: see `load_native`.
@@ -126,7 +126,7 @@ def loader(
         cache_dtype=cache,
         cache_limit=options.cache_bytes // size,
         progress=progress,
-        beside=size == 1,  # ranks end with the job
+        beside=size == 1,  # the ranks of a command end with it, before they could have written all
         check=check,
     )
 
@@ -147,7 +147,7 @@ def _open_native(options: ModelOptions, path: Path, accelerator: str, screen: Wa
             tokenizer = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:
             problem = error
-        native = reading.result()  # its error is the more telling one
+        native = reading.result()  # first: an error of the weights is the more telling one
     if problem is not None:
         raise problem
     describe_weights(native, screen)
@@ -158,7 +158,7 @@ def _open_native(options: ModelOptions, path: Path, accelerator: str, screen: Wa
 
 
 def describe_weights(native: NativeModel, screen: Watcher) -> None:
-    """Say what the file's own types run as, where no other one was asked for."""
+    """Say which types the weights have in the file and in memory, where the user has asked for none."""
     if native.dtype is None:
         found = sorted(native.forms.items())
         runs = [kind if forms == [kind] else f"{kind} as {' or '.join(forms)}" for kind, forms in found]
@@ -182,9 +182,9 @@ def open_engine(options: ModelOptions, path: Path, screen: Watcher) -> EngineBac
     from anyaccel.inference import init_inference
     from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
-    logging.getLogger("anyaccel.inference.engine").setLevel(logging.ERROR)  # the command says it itself
+    logging.getLogger("anyaccel.inference.engine").setLevel(logging.ERROR)  # the command's own lines say it
     tokenizer = load_text_tokenizer(path, screen.line)
-    get_accelerator().reset_peak_memory_stats()  # a conversion's memory is not the generation's
+    get_accelerator().reset_peak_memory_stats()  # converting a tokenizer may have taken more than generating will
     engine = init_inference(
         path,
         dtype=options.dtype,

@@ -20,7 +20,7 @@ from anyaccel.inference.ranks.wire import Channel
 if TYPE_CHECKING:
     from anyaccel.launch import LaunchPlan
 
-# Seconds: of a rank between SIGTERM and SIGKILL; of the launcher for ending all.
+# Seconds that a rank has between SIGTERM and SIGKILL, and the launcher to end all ranks.
 _GRACE = 2.0
 _END = 30.0
 
@@ -61,20 +61,20 @@ class RankProcesses:
         return self._code
 
     def wait(self, seconds: float) -> int | None:
-        """The same after at most so many seconds of waiting for it."""
+        """Wait at most so many seconds for the launcher to end; its exit code, or None."""
         deadline = time.monotonic() + seconds
         while self.code() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         return self._code
 
     def end(self, patience: float) -> None:
-        """End what is left; the ranks end by themselves when they can read that the command is gone."""
+        """End all: the ranks end by themselves once their sockets are closed; the launcher ends those that do not."""
         for channel in self.channels:
             channel.close()
         if self.wait(patience) is None:
             os.kill(self._pid, signal.SIGTERM)
             if self.wait(_END) is None:
-                os.kill(self._pid, signal.SIGKILL)  # its guardian ends everything then
+                os.kill(self._pid, signal.SIGKILL)  # the guardian of the launcher then ends what it has started
                 self.wait(_END)
 
 

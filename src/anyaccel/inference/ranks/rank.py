@@ -43,7 +43,7 @@ def main(argv: list[str], serve: Callable[[Channel, int, Model], object] | None 
     rank = int(os.environ["RANK"])
     try:
         try:
-            # What the command does before is to start all ranks.
+            # The command speaks as soon as it has started all ranks.
             told = channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())
             (serve or _serve)(channel, rank, _open(channel, rank, ModelOptions(**told["options"]), told["summary"]))
         except (AnyAccelError, OSError, MemoryError) as error:
@@ -68,7 +68,7 @@ def _send_error(channel: Channel, error: Exception) -> None:
 
 
 class _Screen:
-    """What a rank says: the command shows it."""
+    """A Watcher that sends everything to the command, which shows it."""
 
     def __init__(self, channel: Channel, rank: int) -> None:
         self._channel = channel
@@ -100,7 +100,7 @@ def _open(channel: Channel, rank: int, options: ModelOptions, summary: str) -> M
 
         try:
             return _open_native(channel, rank, options, host[0], screen)
-        except Unsupported as lack:  # on every rank
+        except Unsupported as lack:  # raised on every rank: all of them go on with the engine
             screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
     return open_engine(options, Path(options.model), screen)
 
@@ -115,12 +115,12 @@ def _open_native(
 
     def exchange(value: Any) -> list[Any]:
         channel.send(kind="say", value=value)
-        # As long as the slowest rank takes to load; the command notices one that ends.
+        # Without a deadline: the slowest rank may load for long, and the command notices one that ends.
         everybodys: list[Any] = channel.receive()["all"]
         return everybodys
 
     load: Callable[[], Any] = loader(options, screen.progress, rank, options.tp)
-    # The launcher started all of them: they see each other's process ids.
+    # Anonymous memory is reached through /proc: one launcher started all ranks, so they see each other's process ids.
     native = together(exchange, load, anonymous=True) if options.tp > 1 else load()
     describe_weights(native, screen)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
@@ -145,7 +145,7 @@ def _serve(channel: Channel, rank: int, backend: Model) -> None:
             backend.forget()
         elif what == "peak":
             channel.send(kind="peak", bytes=backend.peak())
-        elif what == "stop" and rank == 0:  # for an answer that had ended by itself, as a "limit" may be
+        elif what == "stop" and rank == 0:  # the answer had ended by itself before it came; so may a "limit" come late
             channel.send(kind="stopped")
 
 

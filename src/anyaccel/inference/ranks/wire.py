@@ -68,7 +68,7 @@ class Channel:
         return self._messages.popleft()
 
     def next(self) -> dict[str, Any] | None:
-        """A message that is here already."""
+        """A message that has been read already; None when there is none."""
         return self._messages.popleft() if self._messages else None
 
     def pump(self) -> bool:

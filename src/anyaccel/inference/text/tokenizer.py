@@ -216,13 +216,7 @@ class TransformersTokenizer:
     def chat(self, messages: Sequence[Message]) -> list[int]:
         for message in messages:
             _check_text(message["content"])
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, return_dict=True
-            )
-        except Exception as error:  # a template is a program: it can fail in any way
-            raise ModelError(f"the model's chat template does not take this conversation: {told(error)}") from error
-        return list(encoded["input_ids"])
+        return self.encode(self.render(messages), special=False)
 
     def render(
         self,

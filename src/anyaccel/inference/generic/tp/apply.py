@@ -58,14 +58,16 @@ def apply(
     group: dist.ProcessGroup | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> None:
-    """Replace every parameter of `model` by this rank's part in `dtype` on `device`, and put the sums in.
+    """Replace every parameter of `model` by this rank's part in `dtype` on `device`.
+
+    Row-parallel linears become modules that add up the ranks' outputs.
 
     Args:
         source: gives the weights by parameter name.
         progress: called with the bytes of each parameter once it is there.
     """
     places = _places(model)
-    made_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
+    built_in = next((p.dtype for p in model.parameters() if p.is_floating_point()), dtype)
     for name, parameter in list(model.named_parameters()):
         tensor = source.read(name, parameter.shape, plan.slices.get(name))
         if parameter.is_floating_point() and not tensor.is_floating_point():
@@ -73,9 +75,9 @@ def apply(
                 f"tensor {name!r} has integers ({tensor.dtype}), and the model's configuration does not say what they "
                 "stand for"
             )
-        # Out of the file into this rank's own memory, dense, on its own memory node.
-        kind = _kind(model, name, dtype) if tensor.is_floating_point() else tensor.dtype
-        tensor = tensor.to(device, kind, copy=source.mapped, memory_format=torch.contiguous_format)
+        # A copy of what is mapped: dense, and in memory of this rank's own node.
+        wanted = _dtype_for(model, name, dtype) if tensor.is_floating_point() else tensor.dtype
+        tensor = tensor.to(device, wanted, copy=source.mapped, memory_format=torch.contiguous_format)
         loaded = nn.Parameter(tensor, requires_grad=False)
         for owner, short in places.pop(parameter):
             owner._parameters[short] = loaded
@@ -86,8 +88,9 @@ def apply(
     for name, buffer in list(model.named_buffers()):
         if name in saved and name in source:  # the others are computed by the model itself
             buffer = source.read(name, buffer.shape, plan.slices.get(name)).to(buffer.dtype, copy=True)
-        if buffer.dtype == made_in and not name.endswith("inv_freq"):  # rotary frequencies are float32 always
-            buffer = buffer.to(_kind(model, name, dtype))
+        # Buffers in the dtype that the model was built in follow the weights; rotary frequencies are always float32.
+        if buffer.dtype == built_in and not name.endswith("inv_freq"):
+            buffer = buffer.to(_dtype_for(model, name, dtype))
         owner_name, _, short = name.rpartition(".")
         model.get_submodule(owner_name)._buffers[short] = buffer.to(device)
     for name, attributes in plan.attributes.items():
@@ -100,7 +103,7 @@ def apply(
             setattr(local, attribute, value)
         module.config = local
     for module in model.modules():
-        _fit_features(module)
+        _update_features(module)
     for name in plan.row_parallel:
         parent_name, _, short = name.rpartition(".")
         parent = model.get_submodule(parent_name)
@@ -121,16 +124,16 @@ def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     return places
 
 
-def _kind(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, or float32 for what the model says must not be in half precision."""
+def _dtype_for(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, or float32 for parameters and buffers that the model's class keeps out of half precision."""
     keep = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         keep |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return torch.float32 if any(f".{module}." in f".{name}." for module in keep) else dtype
 
 
-def _fit_features(module: nn.Module) -> None:
-    """Linears remember their sizes; a column-parallel one has become narrower."""
+def _update_features(module: nn.Module) -> None:
+    """Give a linear the sizes of its weight, of which a column-parallel one has a part only."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif type(module).__name__ == "Conv1D" and isinstance(module.weight, torch.Tensor):
