@@ -359,7 +359,7 @@ def main() -> int:
     parser.add_argument("what", choices=("fetch", "port", "draw"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("only", nargs="*", help="for port: these packages; default: all")
-    parser.add_argument("--part", action="append", default=[], choices=("first", "rules", "shut"), help="default: all")
+    parser.add_argument("--part", action="append", default=[], choices=("first", "rules", "shut", "unseen"), help="default: all")
     parser.add_argument(
         "--imports", action="store_true", help="for port: import the changed modules as well, in minutes"
     )
