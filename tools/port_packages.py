@@ -42,6 +42,7 @@ RESULTS = ROOT / "docs" / "data" / "port_packages.json"
 SEEDS, DRAWN = (902115, 553311), 150
 
 CORPUS = ROOT / "docs" / "data" / "port_corpus.tsv"
+PARTS = ("first", "rules", "shut", "unseen")
 
 
 def packages(parts: Sequence[str] = ()) -> list[tuple[str, str, tuple[str, ...]]]:
@@ -359,7 +360,7 @@ def main() -> int:
     parser.add_argument("what", choices=("fetch", "port", "draw"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("only", nargs="*", help="for port: these packages; default: all")
-    parser.add_argument("--part", action="append", default=[], choices=("first", "rules", "shut"), help="default: all")
+    parser.add_argument("--part", action="append", default=[], choices=PARTS, help="default: all")
     parser.add_argument(
         "--imports", action="store_true", help="for port: import the changed modules as well, in minutes"
     )
