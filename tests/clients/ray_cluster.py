@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`anyaccel.serve.ray` on a Ray cluster of two nodes of this machine, one core each; run by .venv-ray.
 
-The argument is a folder with a short name, for Ray's sockets. Says what it does, a line each.
+TMPDIR is a folder with a short name, for Ray's sockets and the file of leases. Says what it does, a line each.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ray.cluster_utils import Cluster
 from anyaccel.serve.ray import Options, app
 from anyaccel.serve.ray.replica import Replica, cores_for
 from anyaccel.topology import read_machine
+from open_files import processes_with_files_below
 
 LONG_S = 180.0
 QUESTION = {"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}
@@ -83,15 +84,11 @@ def metric(name: str) -> float:
 def replicas() -> dict[int, int]:
     """Process and the Ray node that it is of, as its raylet's process."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            if not entry.name.isdigit() or MARK not in (entry / "environ").read_bytes():
-                continue
-            if b"ServeReplica:llm:model" in (entry / "cmdline").read_bytes():
-                parent = next(line for line in (entry / "status").read_text().splitlines() if line.startswith("PPid:"))
-                found[int(entry.name)] = int(parent.split()[1])
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            pass
+    for process in processes_with_files_below(os.environ["TMPDIR"]):  # its log is open
+        with suppress(OSError):  # it ends just now
+            if b"ServeReplica:llm:model" in Path(f"/proc/{process}/cmdline").read_bytes():
+                status = Path(f"/proc/{process}/status").read_text().splitlines()
+                found[process] = int(next(line for line in status if line.startswith("PPid:")).split()[1])
     return found
 
 
@@ -282,7 +279,7 @@ def main() -> None:
     without_a_cluster()
     cluster = Cluster()
     try:
-        add_node(cluster, temp_dir=sys.argv[1], include_dashboard=False)
+        add_node(cluster, include_dashboard=False)
         add_node(cluster)
         ray.init(address=cluster.address, namespace="serve", logging_level="warning", log_to_driver=False)
         say("two nodes are there")
@@ -293,7 +290,7 @@ def main() -> None:
         options = Options(
             num_cpus=1, max_replicas=2, replicas_per_node=1, target_ongoing_requests=1, max_batch=8, drain_seconds=60
         )
-        serve.run(app(options), name="llm", route_prefix="/", _blocking=True)
+        serve.run(app(options), name="llm", route_prefix="/")
         say("the first replica serves")
         text = the_api()
         a_client_that_goes()
@@ -312,5 +309,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     START = time.monotonic()
-    MARK = f"TMPDIR={os.environ['TMPDIR']}".encode()
     main()

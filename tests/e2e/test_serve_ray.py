@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from open_files import processes_with_files_below
+from waiting import settled
+
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-ray" / "bin" / "python"
 SCRIPT = ROOT / "tests" / "clients" / "ray_cluster.py"
@@ -26,36 +29,26 @@ pytestmark = [
 ]
 
 
-def left_over(folder: str) -> list[int]:
-    """Processes that have been started below the script: its temporary folder is in their environment."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"TMPDIR={folder}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except OSError:
-            pass
-    return found
-
-
 def test_replicas_on_two_nodes() -> None:
     # Ray's sockets have names of 107 bytes at most, which tmp_path is too long for.
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")
     variables = {
         **os.environ,
         "TMPDIR": folder,
+        "PYTHONPATH": str(ROOT / "tests"),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # 127.0.0.1 is where everything is
         # The machine may be busy.
         "RAY_agent_register_timeout_ms": "240000",
         "RAY_worker_register_timeout_seconds": "240",
     }
     with (Path(folder) / "said").open("w+") as said:
-        script = subprocess.Popen([PYTHON, SCRIPT, folder], env=variables, stdout=said, stderr=subprocess.STDOUT)
+        script = subprocess.Popen([PYTHON, SCRIPT], env=variables, stdout=said, stderr=subprocess.STDOUT)
         try:
             code = script.wait(540)
-            left = left_over(folder)
+            left = settled(lambda: processes_with_files_below(folder), [])
         finally:
-            for process in left_over(folder):
+            for process in processes_with_files_below(folder):
                 os.kill(process, signal.SIGKILL)
             script.wait()
             said.seek(0)

@@ -101,7 +101,7 @@ class RemoteEngine:
         except TimeoutError:
             raise DeadlineError("the request's time was over before its answer was complete") from None
         except (RayError, RayServeException) as error:
-            ended = not isinstance(error, BackPressureError)
+            ended = True
             raise _ours(error) from None
         finally:
             if not ended:
