@@ -118,6 +118,8 @@ def the_api() -> str:
     assert len(parts) > 20 and parts[-1]["usage"]["completion_tokens"] == 24
     vector = json.loads(ask("/v1/embeddings", {"input": ["The sky", "is blue"]}).read())["data"][1]["embedding"]
     assert abs(sum(each * each for each in vector) - 1) < 1e-3
+    several = json.loads(ask("/v1/chat/completions", QUESTION | {"max_tokens": 24, "n": 4}).read())["choices"]
+    assert [each["message"]["content"] for each in several] == [text] * 4
     same = {"type": "json_object"}
     assert json.loads(answer(80, response_format=same)) is not None
     assert status("/v1/chat/completions", QUESTION | {"temperature": -1}) == 400

@@ -55,6 +55,7 @@ def app(options: Options) -> "serve.Application":
         ray_actor_options={"num_cpus": options.cpus},
         max_ongoing_requests=options.admitted,
         max_queued_requests=options.max_waiting,
+        logging_config={"enable_access_log": False},  # the process that speaks HTTP has a line a request
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_router_kwargs={"shares": options.prefix_cache}
         ),

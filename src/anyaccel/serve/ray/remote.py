@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
+from contextvars import Context
 from dataclasses import fields, replace
 from typing import Any, Literal
 
@@ -83,7 +84,7 @@ class RemoteEngine:
         Raises:
             EngineStoppedError: it has ended.
         """
-        chunks: Any = self._stream.remote(call)
+        chunks = _apart(self._stream, call)
         ended = False
         try:
             while True:
@@ -114,7 +115,7 @@ class RemoteEngine:
             call = Call((list(prompt), pooling, key))
             try:
                 async with asyncio.timeout(self._timeout_s + _LATE_S):
-                    said: list[float] | Failure = await self._model.embed.remote(call)
+                    said: list[float] | Failure = await _apart(self._model.embed, call)
             except TimeoutError:
                 raise DeadlineError("the request's time was over before its answer was complete") from None
             except (RayError, RayServeException) as error:
@@ -160,6 +161,13 @@ class RemoteEngine:
         self._looking.cancel()
         with suppress(asyncio.CancelledError):
             await self._looking
+
+
+def _apart(method: Any, call: Call) -> Any:
+    """Ask a replica. Outside of what Ray remembers of the request of HTTP: all that is asked in it would have one name,
+    by which a router that does not take requests in their order finds one of them only, and the others wait for ever.
+    """
+    return Context().run(method.remote, call)
 
 
 def _ours(error: Exception) -> AnyAccelError:
