@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak soak-serve
-.PHONY: bench-isa bench-peers serve-clients eval-client vllm-client clean test-native collected
+.PHONY: bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -144,7 +144,7 @@ soak-serve: $(STAMP)-build ## anyaccel serve on 2 ranks under clients that break
 	$(BIN)/python tools/soak_serve.py --seconds $(SOAK_SECONDS) $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-bench .venv-clients .venv-eval .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-clients .venv-eval .venv-vllm .venv-ray build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv-bench/.stamp: $(STAMP)-build
 	$(PYTHON) -m venv .venv-bench
@@ -162,7 +162,7 @@ bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs,
 # The browser is Debian's: apt-get install chromium.
 .venv-clients/.stamp:
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install -q openai langchain-openai schemathesis playwright
+	.venv-clients/bin/python -m pip install -q openai langchain-openai schemathesis playwright kubernetes-validate
 	@touch $@
 
 serve-clients: .venv-clients/.stamp ## make .venv-clients: what slow tests ask a server with, and drive its page
@@ -179,6 +179,16 @@ serve-clients: .venv-clients/.stamp ## make .venv-clients: what slow tests ask a
 	.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec  # of another torch than the CPU's
 	@touch $@
 
+# What it has beside .venv's own packages is Ray, and what Ray needs.
+.venv-ray/.stamp: $(STAMP)-build
+	$(PYTHON) -m venv .venv-ray
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
+	  > "$$(.venv-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/venv.pth"
+	.venv-ray/bin/python -m pip install -q $$($(BIN)/python tools/extras.py ray)
+	@touch $@
+
 eval-client: .venv-eval/.stamp ## make .venv-eval: lm-evaluation-harness, which a slow test asks a server with
 
 vllm-client: .venv-vllm/.stamp ## make .venv-vllm: vLLM, whose benchmark client a slow test asks a server with
+
+ray-cluster: .venv-ray/.stamp ## make .venv-ray: .venv plus Ray, on whose cluster a slow test serves

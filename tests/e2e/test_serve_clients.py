@@ -56,3 +56,13 @@ def test_schemathesis_finds_no_failure_of_the_server(tmp_path: Path) -> None:
             "--phases", "examples,fuzzing", "--max-examples", "20", "--seed", "7",
             "--generation-deterministic", cwd=tmp_path,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["1.28", "1.37"])
+def test_kubernetes_takes_the_manifest(version: str, tmp_path: Path) -> None:
+    """Against the schemas of Kubernetes' own API, where what they do not know is an error."""
+    text = (ROOT / "deploy" / "kubernetes.yaml").read_text()
+    (tmp_path / "wrong.yaml").write_text(text.replace("periodSeconds", "periodSecond"))
+    validate = [BIN / "kubernetes-validate", "--strict", "-k", version]
+    run(*validate, ROOT / "deploy" / "kubernetes.yaml")
+    assert subprocess.run([*validate, tmp_path / "wrong.yaml"], capture_output=True, timeout=60).returncode != 0

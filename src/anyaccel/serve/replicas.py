@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from anyaccel.serve.contract import Chunk, Engine, GenerationRequest, ModelFacts, Stats
-from anyaccel.serve.pages import PAGE
-from anyaccel.serve.pages import Sequence as Cached
+from anyaccel.serve.routing import Routes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
-
-_UNEVEN = 4  # so many more open requests than another one a replica may have that has more of a prompt in its cache
 
 
 class Replica(Engine, Protocol):
@@ -39,16 +35,12 @@ class Silent:
 
 
 class Replicas:
-    """See `contract.Engine`.
-
-    A request goes to the replica that has seen the longest beginning of its prompt, else to the least loaded one.
-    """
+    """See `contract.Engine`; `routing.Routes` says which of them gets a request."""
 
     def __init__(self, engines: Sequence[Replica], shares: bool = True) -> None:
         self._engines = tuple(engines)
         self._open = [0] * len(engines)
-        self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in engines]  # keys of pages, the oldest first
-        self._shares = shares
+        self._routes: Routes[int] = Routes(shares)
         first = engines[0].facts
         plan = (f"plan: {len(engines)} replicas, each of {first.plan[0].removeprefix('plan: ')}", *first.plan[1:])
         self.facts: ModelFacts = replace(first, plan=plan)
@@ -107,30 +99,9 @@ class Replicas:
             if engine.ready():
                 ready.append(number)
             else:
-                self._seen[number].clear()
+                self._routes.forget(number)
         ready = ready or list(range(len(self._engines)))
-        most = min(self._open[number] for number in ready) + _UNEVEN
-        keys = _keys(prompt)
-
-        def rank(number: int) -> tuple[int, int]:
-            seen = self._seen[number]
-            count = next((place for place, key in enumerate(keys) if key not in seen), len(keys))
-            return -count, self._open[number]
-
-        return min((number for number in ready if self._open[number] <= most), key=rank)
+        return self._routes.order(prompt, {number: self._open[number] for number in ready})[0]
 
     def _note(self, number: int, tokens: Sequence[int]) -> None:
-        if not self._shares:
-            return
-        seen = self._seen[number]
-        for key in reversed(_keys(tokens)):  # what is first is used by most, and forgotten last
-            seen[key] = None
-            seen.move_to_end(key)
-        while len(seen) > self._engines[number].cache_pages:
-            seen.popitem(last=False)
-
-
-def _keys(tokens: Sequence[int]) -> list[int]:
-    """Of the pages that the tokens fill."""
-    cached: Any = Cached(0, list(tokens))
-    return [cached.key(page) for page in range(len(tokens) // PAGE)]
+        self._routes.note(number, tokens, self._engines[number].cache_pages)

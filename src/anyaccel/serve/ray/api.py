@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that speaks HTTP: the same application as that of `anyaccel serve`, before replicas. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from anyaccel.inference.text.tokenizer import load_text_tokenizer
+from anyaccel.serve.front import Front
+from anyaccel.serve.http import application
+from anyaccel.serve.ray.options import Options
+from anyaccel.serve.ray.remote import RemoteEngine
+from anyaccel.serve.texts import Texts
+from anyaccel.serve.tools import FORMATS
+
+
+class Api:
+    """What Ray's proxies pass requests to."""
+
+    _engine: RemoteEngine | None = None
+
+    async def __init__(self, options: Options, model: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        tokenizer = await asyncio.to_thread(load_text_tokenizer, options.path(), lambda text: None)
+        facts = await model.facts.remote()  # once a replica has loaded the model
+        self._engine = RemoteEngine(model, facts, options.request_timeout)
+        front = Front(
+            self._engine,
+            Texts(tokenizer),
+            options.names,
+            root=options.path().name,
+            pooling=options.pooling,
+            tools=FORMATS.get(options.tool_format),
+        )
+        keys = [key.get_secret_value() for key in options.api_key]
+        self._app = application(front, keys=keys, origins=options.allowed_origins, page=options.page)
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Ray's question for the application, once this is made."""
+        return self._app
+
+    async def __del__(self) -> None:
+        if self._engine is not None:
+            with suppress(RuntimeError):  # its loop is gone
+                await self._engine.close()

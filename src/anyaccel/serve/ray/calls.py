@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes between the process that speaks HTTP and a replica: requests there, chunks or what went wrong back."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from anyaccel.errors import AnyAccelError, ModelError, UsageError
+from anyaccel.serve import contract
+
+# Errors have arguments of their own, by which pickle would not make them again.
+_KINDS: tuple[type[AnyAccelError], ...] = (
+    contract.EngineStoppedError,
+    contract.DeadlineError,
+    contract.TooLongError,
+    ModelError,
+    UsageError,
+    AnyAccelError,
+)
+
+
+@dataclass
+class Call:
+    """A request on its way; only `request` goes to the replica.
+
+    Attributes:
+        tokens: of the prompt, and of the answer as far as it has come.
+        avoid: replicas that could not answer it.
+        replica: which one has it.
+    """
+
+    request: Any
+    tokens: list[int] = field(default_factory=list)
+    avoid: set[Hashable] = field(default_factory=set)
+    replica: Hashable = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Call, (self.request,)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of a replica's engine."""
+
+    kind: str
+    message: str
+    param: str = ""
+    retry_after_s: float = 0.0
+
+    @classmethod
+    def of(cls, error: AnyAccelError) -> Failure:
+        """What is to be said of an error."""
+        if isinstance(error, contract.GrammarError):
+            return cls("GrammarError", str(error).removeprefix(f"{error.param}: "), error.param)
+        if isinstance(error, contract.EngineFullError):
+            return cls("EngineFullError", str(error), retry_after_s=error.retry_after_s)
+        return cls(next(kind.__name__ for kind in _KINDS if isinstance(error, kind)), str(error))
+
+    def error(self) -> AnyAccelError:
+        """The error again."""
+        if self.kind == "GrammarError":
+            return contract.GrammarError(self.param, self.message)
+        if self.kind == "EngineFullError":
+            return contract.EngineFullError(self.message, self.retry_after_s)
+        return next(kind for kind in _KINDS if kind.__name__ == self.kind)(self.message)

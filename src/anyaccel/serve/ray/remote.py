@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine of a process that speaks HTTP: replicas somewhere in the cluster, as one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, suppress
+from contextvars import Context
+from dataclasses import fields, replace
+from typing import Any, Literal
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from anyaccel.errors import AnyAccelError
+from anyaccel.serve.contract import (
+    Chunk,
+    DeadlineError,
+    EngineFullError,
+    EngineStoppedError,
+    GenerationRequest,
+    ModelFacts,
+    Stats,
+)
+from anyaccel.serve.ray.calls import Call, Failure
+
+logger = logging.getLogger("ray.serve")
+
+_LOOK_S = 1.0  # between two looks at the replicas
+_LOOK_AT_MOST_S = 10.0
+_TRIES = 4  # of a request of whose answer nothing has come yet
+_AGAIN_S = 0.2  # before the next one
+_RETRY_AFTER_S = 2.0
+_LATE_S = 5.0  # that a replica may take to say that a request's time is over
+
+
+class RemoteEngine:
+    """See `contract.Engine`.
+
+    A request whose replica ends before anything has come of its answer goes to another one. One whose answer has begun
+    ends with EngineStoppedError.
+
+    Args:
+        facts: of the model, as a replica has said them.
+        timeout_s: of a request that does not say its own.
+    """
+
+    def __init__(self, model: DeploymentHandle[Any], facts: ModelFacts, timeout_s: float) -> None:
+        self._model = model
+        self._stream = model.options(stream=True, method_name="generate")
+        self._timeout_s = timeout_s
+        self._stats = Stats()
+        self._ready = False
+        self._looking = asyncio.create_task(self._look())
+        self.facts = facts
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        end = time.monotonic() + (self._timeout_s if request.timeout_s is None else request.timeout_s)
+        avoid: set[Any] = set()
+        for left in reversed(range(_TRIES)):
+            call = Call(
+                replace(request, timeout_s=max(0.001, end - time.monotonic())), list(request.prompt), set(avoid)
+            )
+            begun = False
+            try:
+                async with aclosing(self._answer(call, end)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        yield chunk
+                return
+            except EngineStoppedError:
+                if begun or not left or time.monotonic() > end:
+                    raise
+            avoid.add(call.replica)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _answer(self, call: Call, end: float) -> AsyncGenerator[Chunk, None]:
+        """What one replica says.
+
+        Raises:
+            EngineStoppedError: it has ended.
+        """
+        chunks = _apart(self._stream, call)
+        ended = False
+        try:
+            while True:
+                async with asyncio.timeout(max(0.0, end - time.monotonic()) + _LATE_S):
+                    said = await anext(chunks, None)
+                ended = said is None or isinstance(said, Failure) or said.finish is not None
+                if said is None:
+                    raise EngineStoppedError("the replica has ended")
+                if isinstance(said, Failure):
+                    raise said.error()
+                call.tokens += said.tokens
+                yield said
+                if ended:
+                    return
+        except TimeoutError:
+            raise DeadlineError("the request's time was over before its answer was complete") from None
+        except (RayError, RayServeException) as error:
+            ended = True
+            raise _ours(error) from None
+        finally:
+            if not ended:
+                chunks.cancel()
+
+    async def embed(
+        self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
+    ) -> list[list[float]]:
+        async def one(prompt: Sequence[int]) -> list[float]:
+            call = Call((list(prompt), pooling, key))
+            try:
+                async with asyncio.timeout(self._timeout_s + _LATE_S):
+                    said: list[float] | Failure = await _apart(self._model.embed, call)
+            except TimeoutError:
+                raise DeadlineError("the request's time was over before its answer was complete") from None
+            except (RayError, RayServeException) as error:
+                raise _ours(error) from None
+            if isinstance(said, Failure):
+                raise said.error()
+            return said
+
+        asked = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*asked)
+        finally:
+            for each in asked:  # of those beside one that has failed
+                each.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    def stats(self) -> Stats:
+        """Of all replicas together, at the last look; what one that has ended had counted is gone."""
+        return self._stats
+
+    def ready(self) -> bool:
+        return self._ready
+
+    async def _look(self) -> None:
+        """Keep in mind how the replicas are."""
+        while True:
+            try:
+                asked = self._model.broadcast("look")
+                found = await asked.results_async(timeout_s=_LOOK_AT_MOST_S, return_exceptions=True)
+            except (RayError, RayServeException, TimeoutError) as error:
+                logger.debug("the replicas cannot be asked how they are: %s", error)
+                found = []
+            told = [each for each in found if isinstance(each, tuple)]
+            self._ready = any(ready for ready, _ in told)
+            sums = {field.name: sum(getattr(one, field.name) for _, one in told) for field in fields(Stats)}
+            self._stats = Stats(**sums)
+            await asyncio.sleep(_LOOK_S)
+
+    async def drain(self, seconds: float) -> None:
+        """Nothing to do: Ray waits for open requests before it ends this process."""
+
+    async def close(self) -> None:
+        self._looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._looking
+
+
+def _apart(method: Any, call: Call) -> Any:
+    """Ask a replica. Outside of what Ray remembers of the request of HTTP: all that is asked in it would have one name,
+    by which a router that does not take requests in their order finds one of them only, and the others wait for ever.
+    """
+    return Context().run(method.remote, call)
+
+
+def _ours(error: Exception) -> AnyAccelError:
+    """Ray's error in the words of the contract."""
+    if isinstance(error, BackPressureError):
+        return EngineFullError("all replicas are busy, and so many requests wait already", _RETRY_AFTER_S)
+    logger.warning("a request has lost its replica: %s", str(error).partition("\n")[0])
+    return EngineStoppedError("the replica that answered has ended, or is started again")
