@@ -145,6 +145,7 @@ class Events:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send = send
+        self._send_part = scope.get("anyaccel.parts", send)
         pump = asyncio.create_task(self._pump())
         left = asyncio.create_task(gone(receive))
         watch = asyncio.create_task(self._watch(scope.get("anyaccel.half") or asyncio.Event()))
@@ -221,4 +222,4 @@ class Events:
                     (b"x-accel-buffering", b"no"),  # nginx would collect events
                 ]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+            await self._send_part({"type": "http.response.body", "body": data, "more_body": not last})
