@@ -10,6 +10,7 @@ from libcst.metadata.scope_provider import GlobalScope
 
 from anyaccel.port import usage
 from anyaccel.port.context import SKIPS, Context
+from anyaccel.port.literals import is_device_value
 from anyaccel.port.syntax import OTHER_DEVICE, dotted, text_of
 
 # A variable that says whether CUDA itself is there; use_cuda is about what to use.
@@ -29,11 +30,42 @@ def means_cuda(ctx: Context, node: cst.CSTNode) -> str:
         return "a text there is about CUDA"
     if _OF_KERNELS.search(_condition(ctx, node)):
         return "the condition is about kernels or libraries of CUDA"
+    if _asks_for_another_device(ctx, node):
+        return "it asks whether this machine lacks the device of something else"
     if _cpu_goes_elsewhere(ctx, node):
         return "the CPU is treated in its own way there"
     if _wanted_as_cuda(ctx, node):
         return "a condition around it asks for CUDA by name"
     return _of_value(ctx, node)
+
+
+def _asks_for_another_device(ctx: Context, node: cst.CSTNode) -> bool:
+    """Whether it is `not is_available() and x.device.type != "cpu"`: a device that is named or met, but not here."""
+    child, parent, negated = node, ctx.tree.parent(node), False
+    beside: list[cst.BaseExpression] = []
+    while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
+        if isinstance(parent, cst.UnaryOperation):
+            negated = negated != isinstance(parent.operator, cst.Not)
+        else:
+            beside.append(parent.right if parent.left is child else parent.left)
+        child, parent = parent, ctx.tree.parent(parent)
+    return negated and any(_asks_for_a_device(each) for each in beside)
+
+
+def _asks_for_a_device(node: cst.BaseExpression) -> bool:
+    """Whether a condition, or one of its parts, compares a device with the name of one."""
+    match node:
+        case cst.BooleanOperation():
+            return _asks_for_a_device(node.left) or _asks_for_a_device(node.right)
+        case cst.UnaryOperation():
+            return _asks_for_a_device(node.expression)
+        case cst.Comparison(comparisons=[only]):
+            sides = (node.left, only.comparator)
+            texts = [text_of(each) or "" for each in sides]
+            return any(map(is_device_value, sides)) and any(map(OTHER_DEVICE.fullmatch, texts))
+        case cst.Call(func=cst.Attribute(attr=cst.Name("startswith"), value=value)):
+            return is_device_value(value)
+    return False
 
 
 def _cpu_goes_elsewhere(ctx: Context, node: cst.CSTNode) -> bool:

@@ -31,6 +31,7 @@ _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
 SKIPS = {"skipif", "skipIf", "skipUnless", "skip_if", "skip_unless"}
 _RAW = {"cuda_stream", "cudart", "raw_cuda_graph"}
 _RUNTIMES = {"cuda", "cupy", "cupyx", "tensorrt", "pycuda", "numba"}
+_OF_NVIDIA = re.compile(r"nvidia|nv_?link|nvml|nccl|cudnn|cublas", re.IGNORECASE)
 _OF_EVERY_TORCH = re.compile(r"import (?:torch|torch\.distributed)(?: as \w+)?$|import (?:logging|os|sys)$")
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
 
@@ -269,7 +270,7 @@ class Context:
         if name in ("self", "cls"):
             around = self.tree.enclosing(receiver, cst.ClassDef)
             return around.name.value if isinstance(around, cst.ClassDef) and around.name.value in own else ""
-        last = usage.last_name(name).lower()
+        last = usage.last_name(name).lower().replace("_", "")
         known = [each for each in self._classes if each in own]
         known += [each for each in sorted(own) if len(last) > 3 and (last in each.lower() or each.lower() in last)]
         return known[0] if known else ""
@@ -295,14 +296,8 @@ class Context:
 
     @functools.cached_property
     def _classes(self) -> list[str]:
-        """Names of classes that the file defines or imports."""
-        defined = [
-            name
-            for scope in self.tree.scopes
-            if isinstance(scope, GlobalScope)
-            for name, assignments in scope._assignments.items()
-            if assignments
-        ]
+        """Names that the file gives to classes and to all else, in any scope."""
+        defined = {name for scope in self.tree.scopes for name, found in scope._assignments.items() if found}
         return sorted(defined)
 
     @functools.cached_property
@@ -350,7 +345,7 @@ class Context:
         for node in self.tree.nodes:
             name = ""
             if type(node) is cst.Call:
-                name = usage.last_name(dotted(node.func) or "")
+                name = _OF_NVIDIA.sub("cuda", usage.last_name(dotted(node.func) or ""))
             elif type(node) is cst.ImportFrom or type(node) is cst.Import:
                 name = self.tree.module.code_for_node(node)
                 tried = self.tree.enclosing(node, cst.Try, cst.FunctionDef, cst.If).__class__ is cst.Try

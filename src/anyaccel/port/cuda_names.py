@@ -14,6 +14,7 @@ from anyaccel.port.context import Context
 from anyaccel.port.syntax import (
     attribute,
     bind,
+    both,
     call,
     is_simple,
     keyword,
@@ -217,12 +218,20 @@ def _bf16(place: _Place) -> Candidate:
     value = bound.get("including_emulation") if bound is not None else None
     if place.call is None or value is None or not _is_false(value.value):
         return place.report("ACC501", _advice("is_bf16_supported"))
+    old_call = place.call
 
     def fix(old: cst.CSTNode) -> cst.CSTNode:
         assert isinstance(old, cst.Call)
-        return old.with_changes(func=place.ctx.method("is_bf16_supported"), args=[])
+        other = cst.ComparisonTarget(cst.NotEqual(), cst.SimpleString('"cpu"'))
+        asked = both(
+            cst.Comparison(call(place.ctx.method("device_name")), [other]), call(place.ctx.method("is_bf16_supported"))
+        )
+        if not isinstance(place.tree.parent(old_call), cst.Assign | cst.Arg | cst.If | cst.Return):
+            return asked.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        return same_parentheses(asked, old)
 
-    return place.fixed("ACC101", "get_accelerator().is_bf16_supported()", fix, place.call)
+    use = 'get_accelerator().device_name() != "cpu" and get_accelerator().is_bf16_supported()'
+    return place.fixed("ACC101", use, fix, place.call, drops=True)
 
 
 def _is_false(node: Expression) -> bool:

@@ -20,7 +20,7 @@ class Project:
     Attributes:
         own_cuda: classes that define cuda(), or are derived from one that does, and define no to() beside it; what a
             torch.nn.Module has of Module passes its cuda() by.
-        own_pinning: classes that define pin_memory().
+        own_pinning: classes that define pin_memory(), or are derived from one that does.
         imported: names about devices that a file of the project imports from another.
     """
 
@@ -71,7 +71,9 @@ def join(outlines: Iterable[Outline]) -> Project:
         if any("cuda" in methods.get(each, ()) for each in above)
         and not any("to" in methods.get(each, ()) for each in above)
     )
-    own_pinning = frozenset(name for name, own in methods.items() if "pin_memory" in own)
+    own_pinning = frozenset(
+        name for name in bases if any("pin_memory" in methods.get(each, ()) for each in _above(name, bases))
+    )
     return Project(own_cuda, own_pinning, frozenset(imported))
 
 

@@ -141,14 +141,37 @@ def _is_foreign(tree: Tree, found: Role) -> bool:
     if found.call is None:
         return False
     root = found.callee.split(".")[0]
-    if root in tables.FOREIGN:
-        return True
+    if root in tables.FOREIGN or found.callee.startswith("torch.utils.cpp_extension."):
+        return True  # what is compiled is not for the device in use
     if isinstance(found.call.func, cst.Attribute) and not root:
         base: cst.CSTNode = found.call.func
         while isinstance(base, cst.Attribute | cst.Call | cst.Subscript):
             base = base.func if isinstance(base, cst.Call) else base.value
         imported = tree.imported(base) or ""
         return imported.split(".")[0] in tables.FOREIGN
+    return False
+
+
+def is_beside_foreign(tree: Tree, node: cst.CSTNode, found: Role) -> bool:
+    """Whether a value of a dict stands in a class or function that uses such a package, to which it may be given."""
+    function = None
+    if found.kind == "value":
+        function = tree.enclosing(node, cst.ClassDef) or tree.enclosing(node, cst.FunctionDef)
+    named = (each for each in tree.nodes if isinstance(each, cst.Name) and each.value in tree.imported_names)
+    return function is not None and any(
+        (tree.imported(each) or "").split(".")[0] in tables.FOREIGN and function in tree.parents(each) for each in named
+    )
+
+
+def is_enumerated(tree: Tree, node: cst.CSTNode) -> bool:
+    """Whether it stands in a list of devices that has the CPU as well, as its name or in torch.device()."""
+    for child in (node, tree.parent(tree.parent(node))):
+        element = tree.parent(child)
+        around = tree.parent(element)
+        if isinstance(element, cst.Element) and isinstance(around, cst.List | cst.Tuple | cst.Set):
+            values = [each.value for each in around.elements]
+            values += [arg.value for each in values if isinstance(each, cst.Call) for arg in each.args[:1]]
+            return any(text_of(each) == "cpu" for each in values)
     return False
 
 

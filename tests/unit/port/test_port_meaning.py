@@ -213,7 +213,10 @@ def messages(text: str) -> str:
         ("torch.load(p, map_location=lambda s, l: s.cuda(args.gpu_or_none))", None),
         # Emulated bfloat16 counts for torch.
         ("ok = torch.cuda.is_bf16_supported()", None),
-        ("ok = torch.cuda.is_bf16_supported(including_emulation=False)", "ok = get_accelerator().is_bf16_supported()"),
+        ("ok = torch.cuda.is_bf16_supported(including_emulation=False)",
+         f"ok = {THERE} and get_accelerator().is_bf16_supported()"),
+        ("k = 1 if torch.cuda.is_bf16_supported(including_emulation=False) else 2",
+         f"k = 1 if ({THERE} and get_accelerator().is_bf16_supported()) else 2"),
     ],
 )  # fmt: skip
 def test_the_use_decides(before: str, after: str | None) -> None:
@@ -290,8 +293,11 @@ def test_classes_with_a_cuda_of_their_own() -> None:
 
 
 def test_own_pinning_is_left() -> None:
-    project = join([outline("class Data:\n    def pin_memory(self):\n        return self\n")])
+    project = join(
+        [outline("class Data:\n    def pin_memory(self):\n        return self\nclass RayBundle(Data): pass\n")]
+    )
     assert "data.pin_memory()" in port("data = data.pin_memory()\n", project)
+    assert "ray_bundle.pin_memory()" in port("x = ray_bundle.pin_memory()\n", project)  # nerfstudio
 
 
 def test_packages_called_dist_and_build_are_looked_into(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A device that is picked or named and then compared with "cuda": where that choice stays, the device stays as well."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import libcst as cst
+
+from anyaccel.port import usage
+from anyaccel.port.candidate import Candidate
+from anyaccel.port.context import Context
+from anyaccel.port.guards import leaves_quietly
+from anyaccel.port.syntax import device_index, dotted, text_of
+
+_SAYS = {"print", ".print", ".info", ".debug", ".warning", ".warn", ".log", ".write", ".error"}
+_WORDS = {"cuda", "cpu", "nccl", "gloo"}
+
+
+def leave_picked(ctx: Context, candidates: Sequence[Candidate], by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
+    """Leave a device that is picked or named where its name chooses between CUDA and another way, and goes on doing so.
+
+    On another accelerator the CPU's way would be taken with that accelerator's tensors.
+    """
+    left = False
+    for each in candidates:
+        if each.code not in ("ACC111", "ACC201") or each.fix is None:
+            continue
+        if any(_chooses(ctx, asked, by_node) for asked in _asked(ctx, each.node, by_node)):
+            each.unfixed(
+                'its name is compared with "cuda" below, which stays and chooses another way; port both by hand'
+            )
+            each.breaks = False
+            left = True
+    return left
+
+
+def _asked(ctx: Context, picked: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> Iterator[cst.CSTNode]:
+    """The comparisons with "cuda" that stay, of the variable or attribute that the picked device is assigned to."""
+    value = picked
+    found = usage.role(ctx.tree, picked)
+    if found.callee in ("torch.device", "str") and found.call is not None:
+        value = found.call
+    assign = ctx.tree.enclosing(value, cst.Assign, cst.AnnAssign, cst.BaseStatement)
+    targets = [each.target for each in assign.targets] if isinstance(assign, cst.Assign) else []
+    targets += [assign.target] if isinstance(assign, cst.AnnAssign) else []
+    for target in targets if usage.role(ctx.tree, value).kind == "assigned" else ():
+        for use in ctx.uses(target) if isinstance(target, cst.Name) else ctx.uses_of_attribute(target):
+            comparison = _comparison(ctx, use)
+            if comparison is not None and not _is_ported(ctx, comparison, by_node):
+                yield comparison
+
+
+def _comparison(ctx: Context, use: cst.CSTNode) -> cst.CSTNode | None:
+    """The comparison of `device`, `device.type` or `str(device)` with a CUDA device; None for another use."""
+    tree = ctx.tree
+    node, parent = use, tree.parent(use)
+    while True:
+        if isinstance(parent, cst.Attribute) and parent.attr.value in ("type", "startswith"):
+            node, parent = parent, tree.parent(parent)
+        elif isinstance(parent, cst.Arg) and dotted(getattr(tree.parent(parent), "func", parent)) == "str":
+            node, parent = tree.parent(parent), tree.parent(tree.parent(parent))
+        else:
+            break
+    if isinstance(parent, cst.Call) and parent.func is node and len(parent.args) == 1:
+        return parent if (text_of(parent.args[0].value) or "").startswith("cuda") else None
+    comparison = tree.parent(parent) if isinstance(parent, cst.ComparisonTarget) else parent
+    if not isinstance(comparison, cst.Comparison) or len(comparison.comparisons) != 1:
+        return None
+    other = comparison.comparisons[0].comparator if comparison.left is node else comparison.left
+    if isinstance(other, cst.Call) and ctx.tree.imported(other.func) == "torch.device" and other.args:
+        other = other.args[0].value
+    return comparison if device_index(other) is not False else None
+
+
+def _is_ported(ctx: Context, comparison: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
+    return any(comparison in (node, *ctx.tree.parents(node)) for node in by_node)
+
+
+def _chooses(ctx: Context, comparison: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
+    """Whether it chooses between a way of CUDA and one of the CPU, other than what is said to people."""
+    tree = ctx.tree
+    child, parent = comparison, tree.parent(comparison)
+    while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
+        child, parent = parent, tree.parent(parent)
+    alone = tree.parent(comparison) is parent
+    if not alone and any(child in tree.parents(each) for each in _availabilities(ctx, by_node)):
+        return True
+    match parent:
+        case cst.IfExp() if parent.test is child:
+            return bool({text_of(parent.body), text_of(parent.orelse)} & _WORDS)
+        case cst.If() if parent.test is child:
+            if parent.orelse is None:
+                return leaves_quietly(parent.body)
+            other = parent.orelse.body if isinstance(parent.orelse, cst.Else) else None
+            return other is None or not (_only_says(ctx, parent.body) and _only_says(ctx, other))
+    return False
+
+
+def _availabilities(ctx: Context, by_node: Mapping[cst.CSTNode, Candidate]) -> Iterator[cst.CSTNode]:
+    """Every `torch.cuda.is_available()` that stays."""
+    for each in ctx.tree.nodes:
+        if (
+            isinstance(each, cst.Call)
+            and ctx.is_availability(each, "torch.cuda")
+            and not _is_ported(ctx, each, by_node)
+        ):
+            yield each
+
+
+def _only_says(ctx: Context, body: cst.BaseSuite) -> bool:
+    """Whether a block only prints."""
+    lines = [each for line in body.body for each in getattr(line, "body", [line])]
+    return all(
+        isinstance(each, cst.Expr) and isinstance(each.value, cst.Call) and _callee(each.value) in _SAYS
+        for each in lines
+    )
+
+
+def _callee(node: cst.Call) -> str:
+    return "." + node.func.attr.value if isinstance(node.func, cst.Attribute) else dotted(node.func) or ""
