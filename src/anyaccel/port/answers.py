@@ -40,16 +40,20 @@ def means_cuda(ctx: Context, node: cst.CSTNode) -> str:
 
 
 def _asks_for_another_device(ctx: Context, node: cst.CSTNode) -> bool:
-    """Whether it is `not is_available() and x.device.type != "cpu"`: a device that is named or met, but not here."""
-    child, parent, negated = node, ctx.tree.parent(node), False
+    """Whether it is `not is_available() and x.device.type != "cpu"`: a device that is named or met, but not here.
+
+    `device == "cpu" or is_available()` asks that of each device of a list.
+    """
+    child, parent, negated, either = node, ctx.tree.parent(node), False, False
     beside: list[cst.BaseExpression] = []
     while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
         if isinstance(parent, cst.UnaryOperation):
             negated = negated != isinstance(parent.operator, cst.Not)
         else:
+            either = either or isinstance(parent.operator, cst.Or)
             beside.append(parent.right if parent.left is child else parent.left)
         child, parent = parent, ctx.tree.parent(parent)
-    return negated and any(_asks_for_a_device(each) for each in beside)
+    return (negated or either) and any(_asks_for_a_device(each) for each in beside)
 
 
 def _asks_for_a_device(node: cst.BaseExpression) -> bool:

@@ -24,31 +24,75 @@ def leave_picked(ctx: Context, candidates: Sequence[Candidate], by_node: Mapping
     """
     left = False
     for each in candidates:
-        if each.code not in ("ACC111", "ACC201") or each.fix is None:
+        if each.fix is None or not (each.code in ("ACC111", "ACC201") or isinstance(each.node, cst.IfExp)):
             continue
-        if any(_chooses(ctx, asked, by_node) for asked in _asked(ctx, each.node, by_node)):
-            each.unfixed(
-                'its name is compared with "cuda" below, which stays and chooses another way; port both by hand'
-            )
+        if any(_stays_and_chooses(ctx, use, by_node) for use in _uses(ctx, each.node)):
+            each.unfixed('what is compared with "cuda" below stays and chooses another way; port both by hand')
             each.breaks = False
             left = True
     return left
 
 
-def _asked(ctx: Context, picked: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> Iterator[cst.CSTNode]:
-    """The comparisons with "cuda" that stay, of the variable or attribute that the picked device is assigned to."""
+def _uses(ctx: Context, picked: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """Where the file reads what the picked device is assigned to: a variable, an attribute, a key, an option."""
     value = picked
-    found = usage.role(ctx.tree, picked)
-    if found.callee in ("torch.device", "str") and found.call is not None:
-        value = found.call
-    assign = ctx.tree.enclosing(value, cst.Assign, cst.AnnAssign, cst.BaseStatement)
-    targets = [each.target for each in assign.targets] if isinstance(assign, cst.Assign) else []
-    targets += [assign.target] if isinstance(assign, cst.AnnAssign) else []
-    for target in targets if usage.role(ctx.tree, value).kind == "assigned" else ():
-        for use in ctx.uses(target) if isinstance(target, cst.Name) else ctx.uses_of_attribute(target):
-            comparison = _comparison(ctx, use)
-            if comparison is not None and not _is_ported(ctx, comparison, by_node):
-                yield comparison
+    found = usage.role(ctx.tree, value)
+    while found.call is not None and (
+        found.callee in ("torch.device", "str") or usage.last_name(found.callee) in usage.LOOKUPS
+    ):
+        value = found.call  # os.environ.get("DEVICE", "cuda")
+        found = usage.role(ctx.tree, value)
+    if found.kind == "assigned":
+        assign = ctx.tree.enclosing(value, cst.Assign, cst.AnnAssign, cst.BaseStatement)
+        targets = [each.target for each in assign.targets] if isinstance(assign, cst.Assign) else []
+        targets += [assign.target] if isinstance(assign, cst.AnnAssign) else []
+        for target in targets:
+            if isinstance(target, cst.Name):
+                yield from ctx.uses(target)
+            elif isinstance(target, cst.Subscript):
+                yield from _uses_of_key(ctx, found.names)
+            else:
+                yield from ctx.uses_of_attribute(target)
+    elif found.kind == "value":
+        yield from _uses_of_key(ctx, found.names)
+    elif found.kind == "argument" and found.names == ("default",) and found.call is not None:
+        options = [text_of(each.value) or "" for each in found.call.args if each.keyword is None]
+        names = {each.lstrip("-").replace("-", "_") for each in options}
+        yield from (each for each in ctx.tree.attributes if each.attr.value in names and not ctx.is_stored(each))
+    elif usage.last_name(found.callee) in usage.LOOKUPS and found.position == 0:
+        yield value  # {"cuda": 1}.get("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _uses_of_key(ctx: Context, keys: Sequence[str]) -> Iterator[cst.CSTNode]:
+    """Every `x["key"]` and `x.get("key")`."""
+    for each in ctx.tree.nodes:
+        key = each if isinstance(each, cst.SimpleString) and text_of(each) in keys else None
+        if key is None or not any(keys):
+            continue
+        parent = ctx.tree.parent(key)
+        item = ctx.tree.enclosing(key, cst.Subscript, cst.BaseStatement)
+        if isinstance(parent, cst.Index) and item is not None and not ctx.is_stored(item):
+            yield item
+        elif isinstance(parent, cst.Arg) and usage.last_name(usage.role(ctx.tree, key).callee) in usage.LOOKUPS:
+            yield ctx.tree.parent(parent)
+
+
+def _stays_and_chooses(ctx: Context, use: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
+    """Whether this use goes one way for the name of a CUDA device and another for the CPU's, and is not ported."""
+    found = usage.role(ctx.tree, use)
+    if found.kind == "key" or (usage.last_name(found.callee) in usage.LOOKUPS and found.position == 0):
+        return True
+    subject = use
+    while isinstance(ctx.tree.parent(subject), cst.Attribute):
+        subject = ctx.tree.parent(subject)
+    if isinstance(match := ctx.tree.parent(subject), cst.Match):
+        return any(
+            device_index(each) is not False and match in ctx.tree.parents(each)
+            for each in ctx.tree.nodes
+            if isinstance(each, cst.SimpleString) and isinstance(ctx.tree.parent(each), cst.MatchValue)
+        )
+    comparison = _comparison(ctx, use)
+    return comparison is not None and not _is_ported(ctx, comparison, by_node) and _chooses(ctx, comparison, by_node)
 
 
 def _comparison(ctx: Context, use: cst.CSTNode) -> cst.CSTNode | None:
@@ -70,7 +114,7 @@ def _comparison(ctx: Context, use: cst.CSTNode) -> cst.CSTNode | None:
     other = comparison.comparisons[0].comparator if comparison.left is node else comparison.left
     if isinstance(other, cst.Call) and ctx.tree.imported(other.func) == "torch.device" and other.args:
         other = other.args[0].value
-    return comparison if device_index(other) is not False else None
+    return comparison if device_index(other) is not False or text_of(other) == "nccl" else None
 
 
 def _is_ported(ctx: Context, comparison: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:

@@ -301,14 +301,13 @@ class Context:
         return sorted(defined)
 
     @functools.cached_property
-    def own_calls(self) -> dict[str, list[cst.CSTNode]]:
-        """Calls of functions f() and methods self.f() by the name f."""
-        calls: dict[str, list[cst.CSTNode]] = {}
+    def calls(self) -> dict[str, list[cst.Call]]:
+        """Calls by the last name of what is called: f() and x.f() by f."""
+        calls: dict[str, list[cst.Call]] = {}
         for each in self.tree.nodes:
-            if type(each) is cst.Call and (name := dotted(each.func)) is not None:
-                owner, _, last = name.rpartition(".")
-                if owner in ("", "self", "cls"):
-                    calls.setdefault(last, []).append(each)
+            if isinstance(each, cst.Call) and isinstance(each.func, cst.Name | cst.Attribute):
+                name = each.func.value if isinstance(each.func, cst.Name) else each.func.attr.value
+                calls.setdefault(name, []).append(each)
         return calls
 
     def uses(self, target: cst.Name) -> Iterator[cst.CSTNode]:

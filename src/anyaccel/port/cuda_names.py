@@ -168,7 +168,8 @@ def _function(place: _Place, name: str) -> Candidate:
     processes = usage.is_number_of_processes(place.tree, place.call) or _only_divides(place)
     found.count = name == "device_count" and not processes
     found.count = found.count or ("memory" in name and figures.is_compared(place.ctx, place.call))
-    found.harmless = name in tables.HARMLESS
+    seeds = name in ("manual_seed", "manual_seed_all")
+    found.harmless = name in tables.HARMLESS and not (seeds and not figures.is_repeated(place.ctx, place.call))
     return found
 
 

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import libcst as cst
 
 from anyaccel.port import usage
 from anyaccel.port.context import Context
+
+# Statements that may stand between two that seed.
+_OF_SEEDING = re.compile("seed|determin|benchmark|environ")
 
 
 def device_or_index(ctx: Context, node: cst.CSTNode) -> str:
@@ -68,14 +72,37 @@ def is_compared(ctx: Context, node: cst.CSTNode, follow: bool = True) -> bool:
 
 def has_another_seed(ctx: Context, node: cst.Call) -> bool:
     """Whether torch's generator is seeded in the same function, else in the file, and never with this number."""
-    seeds = [
-        each
-        for each in ctx.tree.nodes
-        if isinstance(each, cst.Call)
-        and ctx.tree.imported(each.func) in ("torch.manual_seed", "torch.random.manual_seed")
-    ]
+    seeds = _seeds(ctx)
     around = ctx.tree.enclosing(node, cst.FunctionDef) or ctx.tree.module
     code = ctx.tree.module.code_for_node
     own = [code(arg.value) for arg in node.args]
     beside = [each for each in seeds if around in ctx.tree.parents(each)] or seeds
     return bool(beside) and all([code(arg.value) for arg in each.args] != own for each in beside)
+
+
+def is_repeated(ctx: Context, node: cst.Call) -> bool:
+    """Whether torch's generator, on a CPU the same one, is seeded just before with this number, or just after."""
+    code = ctx.tree.module.code_for_node
+    own = [code(arg.value) for arg in node.args]
+    statement = ctx.tree.enclosing(node, cst.SimpleStatementLine, cst.SimpleStatementSuite)
+    while statement is not None:
+        block = getattr(ctx.tree.parent(statement), "body", None)
+        body = list(block) if isinstance(block, list | tuple) else []
+        at = next((i for i, each in enumerate(body) if each is statement), 0)
+        for beside, before in ((reversed(body[:at]), True), (body[at + 1 :], False)):
+            for each in beside:
+                seeds = [seed for seed in _seeds(ctx) if each in ctx.tree.parents(seed)]
+                if any(not before or [code(arg.value) for arg in seed.args] == own for seed in seeds):
+                    return True
+                if not _OF_SEEDING.search(code(each)):
+                    break
+        statement = ctx.tree.enclosing(statement, cst.If, cst.FunctionDef)
+        if not isinstance(statement, cst.If):
+            return False
+    return False
+
+
+def _seeds(ctx: Context) -> list[cst.Call]:
+    """Where torch's own generator is seeded."""
+    names = ("torch.manual_seed", "torch.random.manual_seed")
+    return [each for found in ctx.calls.values() for each in found if ctx.tree.imported(each.func) in names]

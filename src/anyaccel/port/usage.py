@@ -14,7 +14,8 @@ from anyaccel.port.syntax import OTHER_DEVICE, dotted, names_in_target, text_of
 from anyaccel.port.tree import Tree
 
 _OPTION_FUNCTIONS = {"add_argument", "option", "Option", "Argument", "argument"}
-_LOOKUPS = {"get": 1, "pop": 1, "setdefault": 1, "getenv": 1, "getattr": 2}
+# What looks up by a key or name -> the position of the default.
+LOOKUPS = {"get": 1, "pop": 1, "setdefault": 1, "getenv": 1, "getattr": 2}
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _is_named(tree: Tree, found: Role, single: re.Pattern[str], option: re.Patte
         )
     if found.names:
         return _called(single, found.names)
-    if _LOOKUPS.get(function) == found.position:
+    if LOOKUPS.get(function) == found.position:
         name = text_of(found.call.args[found.position - 1].value)
         return name is not None and part in name.lower() and single.fullmatch(name) is not None
     return False

@@ -122,6 +122,11 @@ def run(x):
         (DEMAND, "not get_accelerator().is_available()"),
         # The fuzzer: a caller in the file catches the demand; the program ends well without a GPU.
         (f"{DEMAND}try:\n    run(x)\nexcept RuntimeError:\n    other()\n", f'{NAME} == "cpu"'),
+        (
+            DEMAND.replace("def run(x)", "class Run:\n  def __init__(self, x)")
+            + "def make(x):\n    try:\n        return Run(x)\n    except RuntimeError:\n        return other()\n",
+            f'{NAME} == "cpu"',
+        ),
         (DEMAND.replace("raise RuntimeError(", "sys.exit("), "not get_accelerator().is_available()"),
         (DEMAND.replace('raise RuntimeError("no device")', "sys.exit(0)"), f'{NAME} == "cpu"'),
         (DEMAND.replace('raise RuntimeError("no device")', "sys.exit()"), f'{NAME} == "cpu"'),
@@ -129,6 +134,20 @@ def run(x):
 )
 def test_a_demand_is_one_where_nothing_else_is_done(code: str, asked: str) -> None:
     assert f"    if {asked}:\n" in port(code)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "asked"),
+    [
+        ("torch.manual_seed(s)\nnp.random.seed(s)\n", "", "get_accelerator().is_available()"),
+        ("", "torch.manual_seed(s)\n", "get_accelerator().is_available()"),
+        ("torch.manual_seed(s)\nx = torch.rand(1)\n", "", THERE),
+        ("", "x = torch.rand(1)\n", THERE),
+    ],
+)
+def test_a_cpu_is_seeded_only_where_that_changes_nothing(before: str, after: str, asked: str) -> None:
+    code = f"{before}if torch.cuda.is_available():\n    torch.cuda.manual_seed_all(s)\n{after}"
+    assert f"if {asked}:\n" in port(f"import torch\n{code}")
 
 
 def test_a_class_within_a_function_has_its_own_cuda() -> None:
