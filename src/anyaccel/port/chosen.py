@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import re
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
 import libcst as cst
 
-from anyaccel.port import usage
+from anyaccel.port import mixed, tables, usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.guards import leaves_quietly
@@ -22,11 +24,14 @@ def leave_picked(ctx: Context, candidates: Sequence[Candidate], by_node: Mapping
 
     On another accelerator the CPU's way would be taken with that accelerator's tensors.
     """
+    stays = (each.node for each in candidates if each.fix is None and each.breaks)
+    stuck = {around for node in stays for around in ctx.tree.parents(node)}
     left = False
     for each in candidates:
         if each.fix is None or not (each.code in ("ACC111", "ACC201") or isinstance(each.node, cst.IfExp)):
             continue
-        if any(_stays_and_chooses(ctx, use, by_node) for use in _uses(ctx, each.node)):
+        chooses = functools.partial(_chooses, ctx, named=each.code == "ACC201", by_node=by_node, stuck=stuck)
+        if any(_stays_and_chooses(ctx, use, by_node, chooses) for use in _uses(ctx, each.node)):
             each.unfixed('what is compared with "cuda" below stays and chooses another way; port both by hand')
             each.breaks = False
             left = True
@@ -38,7 +43,7 @@ def _uses(ctx: Context, picked: cst.CSTNode) -> Iterator[cst.CSTNode]:
     value = picked
     found = usage.role(ctx.tree, value)
     while found.call is not None and (
-        found.callee in ("torch.device", "str") or usage.last_name(found.callee) in usage.LOOKUPS
+        found.callee in ("torch.device", "str") or usage.LOOKUPS.get(usage.last_name(found.callee)) == found.position
     ):
         value = found.call  # os.environ.get("DEVICE", "cuda")
         found = usage.role(ctx.tree, value)
@@ -58,9 +63,18 @@ def _uses(ctx: Context, picked: cst.CSTNode) -> Iterator[cst.CSTNode]:
     elif found.kind == "argument" and found.names == ("default",) and found.call is not None:
         options = [text_of(each.value) or "" for each in found.call.args if each.keyword is None]
         names = {each.lstrip("-").replace("-", "_") for each in options}
-        yield from (each for each in ctx.tree.attributes if each.attr.value in names and not ctx.is_stored(each))
+        read = (each for each in ctx.tree.attributes if each.attr.value in names and not ctx.is_stored(each))
+        yield from (each for each in read if _holds_options(ctx, each.value))
     elif usage.last_name(found.callee) in usage.LOOKUPS and found.position == 0:
         yield value  # {"cuda": 1}.get("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _holds_options(ctx: Context, node: cst.BaseExpression) -> bool:
+    """Whether it is what a parser of options gave, by its name or by what it is assigned."""
+    if usage.last_name(dotted(node) or "") in tables.OPTIONS - {"self", "cls"}:
+        return True
+    values = mixed.assignments(ctx, node)
+    return any(each is not None and "parse" in ctx.tree.module.code_for_node(each) for each in values)
 
 
 def _uses_of_key(ctx: Context, keys: Sequence[str]) -> Iterator[cst.CSTNode]:
@@ -77,7 +91,12 @@ def _uses_of_key(ctx: Context, keys: Sequence[str]) -> Iterator[cst.CSTNode]:
             yield ctx.tree.parent(parent)
 
 
-def _stays_and_chooses(ctx: Context, use: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
+def _stays_and_chooses(
+    ctx: Context,
+    use: cst.CSTNode,
+    by_node: Mapping[cst.CSTNode, Candidate],
+    chooses: Callable[[cst.CSTNode], bool],
+) -> bool:
     """Whether this use goes one way for the name of a CUDA device and another for the CPU's, and is not ported."""
     found = usage.role(ctx.tree, use)
     if found.kind == "key" or (usage.last_name(found.callee) in usage.LOOKUPS and found.position == 0):
@@ -92,7 +111,7 @@ def _stays_and_chooses(ctx: Context, use: cst.CSTNode, by_node: Mapping[cst.CSTN
             if isinstance(each, cst.SimpleString) and isinstance(ctx.tree.parent(each), cst.MatchValue)
         )
     comparison = _comparison(ctx, use)
-    return comparison is not None and not _is_ported(ctx, comparison, by_node) and _chooses(ctx, comparison, by_node)
+    return comparison is not None and not _is_ported(ctx, comparison, by_node) and chooses(comparison)
 
 
 def _comparison(ctx: Context, use: cst.CSTNode) -> cst.CSTNode | None:
@@ -121,8 +140,22 @@ def _is_ported(ctx: Context, comparison: cst.CSTNode, by_node: Mapping[cst.CSTNo
     return any(comparison in (node, *ctx.tree.parents(node)) for node in by_node)
 
 
-def _chooses(ctx: Context, comparison: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
-    """Whether it chooses between a way of CUDA and one of the CPU, other than what is said to people."""
+def _chooses(
+    ctx: Context,
+    comparison: cst.CSTNode,
+    named: bool,
+    by_node: Mapping[cst.CSTNode, Candidate],
+    stuck: Container[cst.CSTNode],
+) -> bool:
+    """Whether it chooses between a way of CUDA and one of the CPU, other than what is said to people.
+
+    Args:
+        ctx: of the file.
+        comparison: with the name of a CUDA device.
+        named: the device is "cuda" whatever there is, so the comparison was true on a machine without a GPU as well.
+        by_node: what is ported.
+        stuck: in which something that stays needs CUDA.
+    """
     tree = ctx.tree
     child, parent = comparison, tree.parent(comparison)
     while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
@@ -130,6 +163,10 @@ def _chooses(ctx: Context, comparison: cst.CSTNode, by_node: Mapping[cst.CSTNode
     alone = tree.parent(comparison) is parent
     if not alone and any(child in tree.parents(each) for each in _availabilities(ctx, by_node)):
         return True
+    if named:
+        lines = getattr(parent.body, "body", []) if isinstance(parent, cst.If) and parent.orelse is None else []
+        aside = (each in stuck or _only_says(ctx, cst.IndentedBlock([each])) or _sets_cuda(ctx, each) for each in lines)
+        return not (lines and all(aside)) and not isinstance(parent, cst.Arg)
     match parent:
         case cst.IfExp() if parent.test is child:
             return bool({text_of(parent.body), text_of(parent.orelse)} & _WORDS)
@@ -158,6 +195,14 @@ def _only_says(ctx: Context, body: cst.BaseSuite) -> bool:
     return all(
         isinstance(each, cst.Expr) and isinstance(each.value, cst.Call) and _callee(each.value) in _SAYS
         for each in lines
+    )
+
+
+def _sets_cuda(ctx: Context, statement: cst.CSTNode) -> bool:
+    """Whether it is a setting of cuDNN or of torch.backends.cuda."""
+    return (
+        re.match(r"\s*(?:torch\.)?(?:backends\.)?(?:cudnn|cuda)\.", ctx.tree.module.code_for_node(statement))
+        is not None
     )
 
 

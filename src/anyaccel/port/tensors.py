@@ -14,7 +14,6 @@ from anyaccel.port.context import Context
 from anyaccel.port.syntax import bind, call, device_index, dotted, is_simple, keyword, same_parentheses
 
 _STORAGE = ("storage", "untyped_storage", "typed_storage")
-_OPTIONS = {"args", "opt", "opts", "options", "config", "cfg", "hparams", "params", "self", "cls", "flags", "FLAGS"}
 
 
 def find_call(ctx: Context, node: cst.Call) -> Iterator[Candidate]:
@@ -151,7 +150,7 @@ def _argument_kind(ctx: Context, value: cst.BaseExpression) -> str:
     if isinstance(value, cst.Subscript):
         name = dotted(value.value) or ""
     last = name.rpartition(".")[2]
-    if isinstance(value, cst.Attribute) and last == "device" and name.split(".")[0] not in _OPTIONS:
+    if isinstance(value, cst.Attribute) and last == "device" and name.split(".")[0] not in tables.OPTIONS:
         return "device"
     if tables.INDEX_NAME.fullmatch(last) and last.lower() not in ("id",):
         return "index"
@@ -188,7 +187,7 @@ def find_method(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
     """`x.cuda` that is not called: the method itself, a module of another package, or an option."""
     parent = ctx.tree.parent(node)
     called = isinstance(parent, cst.Call) and parent.func is node
-    option = isinstance(node.value, cst.Attribute) or usage.last_name(dotted(node.value) or "") in _OPTIONS
+    option = isinstance(node.value, cst.Attribute) or usage.last_name(dotted(node.value) or "") in tables.OPTIONS
     if called or option or (ctx.tree.imported(node) or "").startswith("torch."):
         return
     if ctx.tree.enclosing(node, cst.Import, cst.ImportFrom, cst.BaseStatement).__class__ in (
@@ -219,7 +218,7 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
     last = name.rpartition(".")[2]
     if isinstance(parent, cst.Call) and parent.func is node:
         yield report("it is called, so it is not a tensor's")
-    elif last in _OPTIONS or "packed" in name.lower():
+    elif last in tables.OPTIONS or "packed" in name.lower():
         yield report(f"{name} need not be a tensor")
     elif _kept_as_cuda(ctx, node):
         yield report("it is kept under a name that says CUDA, so it may choose something of CUDA")

@@ -164,6 +164,23 @@ def test_options_called_cuda_are_not_told() -> None:
     assert messages("args.cuda = args.cuda and flag\nif self.opt.cuda:\n    pass\n") == ""
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if device.type == 'cuda':\n    print(torch.cuda.get_device_name())\n    torch.backends.cudnn.benchmark = True",
+        "loader = DataLoader(data, pin_memory=device.type == 'cuda')",
+        "if x.device.type == 'cuda':\n    a()\nelse:\n    b()",  # another thing's device
+    ],
+)
+def test_a_named_device_is_ported_where_nothing_else_depends_on_its_name(code: str) -> None:
+    assert f"device = torch.device({NAME})\n" in port(f"import torch\ndevice = torch.device('cuda')\n{code}\n")
+
+
+@pytest.mark.parametrize("code", ["workers = 4 if device == 'cuda' else 0", "if device == 'cuda':\n    workers = 4"])
+def test_a_named_device_stays_where_its_name_decides_without_a_gpu_too(code: str) -> None:
+    assert port(f"device = 'cuda'\n{code}\n") == f"device = 'cuda'\n{code}\n"
+
+
 def test_what_lies_beside_a_device_that_is_there_is_ported() -> None:
     assert f"use = {THERE} and device != 'cpu'" in port(
         "import torch\nuse = torch.cuda.is_available() and device != 'cpu'\nif use:\n    x.cuda()\nelse:\n    a()\n"
