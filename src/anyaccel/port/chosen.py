@@ -137,7 +137,11 @@ def _comparison(ctx: Context, use: cst.CSTNode) -> cst.CSTNode | None:
 
 
 def _is_ported(ctx: Context, comparison: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
-    return any(comparison in (node, *ctx.tree.parents(node)) for node in by_node)
+    """Whether something in the comparison is replaced, or the whole conditional that it is the test of."""
+    around = by_node.get(ctx.tree.parent(comparison))
+    return (around is not None and around.code == "ACC111") or any(
+        comparison in (node, *ctx.tree.parents(node)) for node in by_node
+    )
 
 
 def _chooses(
