@@ -310,6 +310,17 @@ class Context:
                 calls.setdefault(name, []).append(each)
         return calls
 
+    @functools.cached_property
+    def choices(self) -> frozenset[str]:
+        """Options whose choices name CUDA: what they say are words of the command line."""
+        names: set[str] = set()
+        for each in self.calls.get("add_argument", ()):
+            listed = [arg.value for arg in each.args if arg.keyword is not None and arg.keyword.value == "choices"]
+            if any("cuda" in self.tree.module.code_for_node(value) for value in listed):
+                texts = [text_of(arg.value) or "" for arg in each.args if arg.keyword is None]
+                names.update(text.lstrip("-").replace("-", "_") for text in texts)
+        return frozenset(names)
+
     def uses(self, target: cst.Name) -> Iterator[cst.CSTNode]:
         """Where a variable is read, by the scope that it is assigned in."""
         for assignment in self.tree.scope(target)[target.value]:

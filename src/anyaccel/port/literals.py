@@ -80,6 +80,8 @@ def _compared(ctx: Context, node: cst.BaseExpression) -> Candidate:
             report.code = "ACC201"
             report.message = "compared with a device that is named here; use `get_accelerator().device_name(...)`"
         return report
+    if isinstance(other, cst.Attribute) and other.attr.value in ctx.choices:
+        return report
     fits = isinstance(operator, cst.Equal) or (first and isinstance(operator, cst.In))
     if not fits or not is_device_value(other):
         return report

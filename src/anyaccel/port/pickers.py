@@ -115,6 +115,8 @@ def _by_name(ctx: Context, node: cst.IfExp) -> Sequence[cst.BaseExpression] | No
             pass
         case _:
             return None
+    if isinstance(device, cst.Attribute) and device.attr.value in ctx.choices:
+        return None
     return [node.body, node.orelse] if text_of(asked) == "cuda" and is_device_value(device) else None
 
 

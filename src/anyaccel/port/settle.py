@@ -52,6 +52,7 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
             or _leave_counts(ctx, candidates)
             or _leave_followers(candidates)
             or _leave_states(ctx, candidates)
+            or _leave_arguments(ctx, candidates)
             or leave_picked(ctx, candidates, _by_node(candidates))
         )
     by_node = _by_node(candidates)
@@ -107,9 +108,25 @@ def _is_demanded(ctx: Context, candidate: Candidate) -> bool:
 def _leave_states(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     """Where one use of the state of CUDA's generator stays, the others do: what is saved has to fit what reads it."""
     own = [each for each in candidates if "rng_state" in usage.last_name(ctx.tree.imported(each.node) or "")]
-    left = [each for each in own if each.fix is not None] if any(each.fix is None for each in own) else []
+    other = any("cuda" in name and "rng_state" in name for name in ctx.calls)  # _set_cuda_rng_state(state)
+    left = [each for each in own if each.fix is not None] if other or any(each.fix is None for each in own) else []
     for each in left:
         each.unfixed("the file saves or restores it in another place too, which stays")
+    return bool(left)
+
+
+def _leave_arguments(ctx: Context, candidates: Sequence[Candidate]) -> bool:
+    """What is given to a function of torch.cuda that stays is meant for CUDA: half of a call helps no other device."""
+    calls = {
+        parent
+        for each in candidates
+        if each.fix is None and (ctx.tree.imported(each.node) or "").startswith("torch.cuda.")
+        for parent in [ctx.tree.parent(each.node)]
+        if isinstance(parent, cst.Call) and parent.func is each.node
+    }
+    left = [each for each in candidates if each.fix is not None and calls.intersection(ctx.tree.parents(each.replaced))]
+    for each in left if calls else ():
+        each.unfixed("the function of torch.cuda that it is given to stays")
     return bool(left)
 
 

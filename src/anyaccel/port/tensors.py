@@ -207,7 +207,7 @@ def find_method(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
 
 def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
     """x.is_cuda."""
-    if node.attr.value != "is_cuda" or ctx.is_stored(node) or ctx.tree.imported(node) is not None:
+    if node.attr.value != "is_cuda" or ctx.is_stored(node):
         return
 
     def report(why: str) -> Candidate:

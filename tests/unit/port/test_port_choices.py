@@ -161,6 +161,10 @@ def test_tensors_by_their_annotation_are_pinned() -> None:
         assert "get_accelerator().pin_memory(x)" in port(f"def f(x: {annotation}):\n    return x.pin_memory()\n")
 
 
+def test_is_cuda_of_what_is_imported_is_told() -> None:
+    assert "is no tensor" in messages("from . import settings\nif settings.is_cuda:\n    pass\n")  # super-gradients
+
+
 def test_options_called_cuda_are_not_told() -> None:
     assert messages("args.cuda = args.cuda and flag\nif self.opt.cuda:\n    pass\n") == ""
 

@@ -324,6 +324,7 @@ def test_lines_that_merely_name_cuda_are_mentioned() -> None:
     told = {each.line for each in port_text(text).findings}
     assert told == {4}
     assert mentions(text, told) == (2, 3, 6)
+    assert mentions("def f():\n    global use_cuda\n    match x:\n        case [*cuda]: pass\n", ()) == (2, 4)
     assert mentions("def f(:\n  cuda", ()) == ()
     assert mentions("def f(x):\n    # type: (Tensor) -> torch.cuda.FloatTensor\n    '# type: a'\n    # a cuda", ()) == (
         2,
