@@ -100,7 +100,7 @@ def _stays_and_chooses(
     """Whether this use goes one way for the name of a CUDA device and another for the CPU's, and is not ported."""
     found = usage.role(ctx.tree, use)
     if found.kind == "key" or (usage.last_name(found.callee) in usage.LOOKUPS and found.position == 0):
-        return True
+        return _has_key_of_cuda(ctx)  # else what is looked up has no names of its own, as in streams[device]
     subject = use
     while isinstance(ctx.tree.parent(subject), cst.Attribute):
         subject = ctx.tree.parent(subject)
@@ -112,6 +112,12 @@ def _stays_and_chooses(
         )
     comparison = _comparison(ctx, use)
     return comparison is not None and not _is_ported(ctx, comparison, by_node) and chooses(comparison)
+
+
+def _has_key_of_cuda(ctx: Context) -> bool:
+    """Whether the file writes the name of a CUDA device as a key."""
+    names = (each for each in ctx.tree.nodes if isinstance(each, cst.SimpleString) and device_index(each) is not False)
+    return any(usage.role(ctx.tree, each).kind == "key" for each in names)
 
 
 def _comparison(ctx: Context, use: cst.CSTNode) -> cst.CSTNode | None:

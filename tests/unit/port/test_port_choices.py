@@ -61,6 +61,7 @@ def test_choices_that_stay(code: str, why: str) -> None:
         "loader = DataLoader(data, pin_memory=device == 'cuda')",
         "if device == 'cuda':\n    torch.cuda.synchronize()",
         "lr = 0.1 if device == 'cuda' else 0.01",
+        "streams = {}\nstreams[device] = f(streams.get(device))",
         "device_type = 'cuda' if device == 'cuda' else 'cpu'",
     ],
 )
