@@ -30,6 +30,10 @@ def leave_picked(ctx: Context, candidates: Sequence[Candidate], by_node: Mapping
     for each in candidates:
         if each.fix is None or not (each.code in ("ACC111", "ACC201") or isinstance(each.node, cst.IfExp)):
             continue
+        if any(usage.is_foreign(ctx.tree, usage.role(ctx.tree, use)) for use in _uses(ctx, each.node)):
+            each.unfixed("it is given to a package whose devices are its own affair")
+            left = True
+            continue
         chooses = functools.partial(_chooses, ctx, named=each.code == "ACC201", by_node=by_node, stuck=stuck)
         if any(_stays_and_chooses(ctx, use, by_node, chooses) for use in _uses(ctx, each.node)):
             each.unfixed('what is compared with "cuda" below stays and chooses another way; port both by hand')

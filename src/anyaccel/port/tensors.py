@@ -11,7 +11,7 @@ import libcst as cst
 from anyaccel.port import mixed, tables, usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
-from anyaccel.port.syntax import bind, call, device_index, dotted, is_simple, keyword, same_parentheses
+from anyaccel.port.syntax import bind, call, device_index, dotted, is_simple, keyword, same_parentheses, text_of
 
 _STORAGE = ("storage", "untyped_storage", "typed_storage")
 
@@ -254,6 +254,13 @@ def _kept_as_cuda(ctx: Context, node: cst.Attribute) -> bool:
     return any("cuda" in ctx.tree.module.code_for_node(target).lower() for target in assign.targets)
 
 
+def _is_asked_for(ctx: Context, receiver: cst.BaseExpression, name: str) -> bool:
+    """Whether the file asks hasattr(receiver, name)."""
+    asked = dotted(receiver)
+    found = (each.args for each in ctx.calls.get("hasattr", ()) if len(each.args) == 2)
+    return any(text_of(key.value) == name and dotted(value.value) == asked is not None for value, key in found)
+
+
 def _annotation(ctx: Context, receiver: cst.CSTNode) -> str:
     """The code of the annotation of the parameter that the receiver is; empty for none."""
     function = ctx.tree.enclosing(receiver, cst.FunctionDef)
@@ -273,6 +280,8 @@ def _pin_memory(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candid
         return report("the accelerator chooses the device; leave its arguments out")
     if _is_super(function.value) or dotted(function.value) in ("self", "cls"):
         return report("a class has its own pin_memory()")
+    if _is_asked_for(ctx, function.value, "pin_memory"):
+        return report("hasattr() asks for it there, so it may be anything that has one")
     annotated = _annotation(ctx, function.value)
     if annotated and not re.search(r"\bTensor\b|\bAny\b", annotated):
         return report(f"by its annotation it is {annotated}, whose pin_memory() may do something else")

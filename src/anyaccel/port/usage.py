@@ -137,7 +137,7 @@ def last_name(callee: str) -> str:
     return callee.rpartition(".")[2]
 
 
-def _is_foreign(tree: Tree, found: Role) -> bool:
+def is_foreign(tree: Tree, found: Role) -> bool:
     """Whether the value goes to a package whose devices are its own affair."""
     if found.call is None:
         return False
@@ -180,7 +180,7 @@ def _is_named(tree: Tree, found: Role, single: re.Pattern[str], option: re.Patte
     """Whether the receiver's name, or the option or key beside the value, says what the value is."""
     if found.kind in ("assigned", "default", "returned", "value"):
         return _called(single, found.names)
-    if found.kind != "argument" or found.call is None or _is_foreign(tree, found):
+    if found.kind != "argument" or found.call is None or is_foreign(tree, found):
         return False
     function = last_name(found.callee)
     strings = [text for arg in found.call.args if arg.keyword is None for text in [text_of(arg.value)] if text]
@@ -203,7 +203,7 @@ def _is_named(tree: Tree, found: Role, single: re.Pattern[str], option: re.Patte
 def is_device(tree: Tree, found: Role) -> bool:
     """Whether a value in this role is a device for sure."""
     if found.kind == "argument" and not found.names and not found.plural:
-        if _is_foreign(tree, found):
+        if is_foreign(tree, found):
             return False
         if found.position == 0 and found.callee in (".to", ".cuda"):
             return True

@@ -100,6 +100,12 @@ model.cuda()
         ("import torch\ndevices = (torch.device('cpu'), torch.device('cuda'))\n", "the CPU is listed beside it"),
         ("import torch\ndevices = ['cpu', 'cuda:0']\n", "the CPU is listed beside it"),
         ("def f(batch: TensorDictBase):\n    return batch.pin_memory()\n", "it is TensorDictBase"),  # torchrl
+        ("def f(x: Any):\n    if hasattr(x, 'pin_memory'):\n        x = x.pin_memory()\n", "hasattr() asks for it"),
+        (
+            "import ctranslate2\nclass A:\n    def f(self):\n        self.device = 'cuda'\n"
+            "        self.g = ctranslate2.Generator(p, device=self.device)\n",
+            "whose devices are its own affair",  # OpenNMT-py
+        ),
         ("method = model.cuda\n", "`model.cuda`: not fixed"),
         ("import torch\nif torch.cuda.is_available() and n > 1:\n    check_nvlink_connectivity()\n", "needs CUDA"),
     ],

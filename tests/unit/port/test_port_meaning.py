@@ -292,6 +292,13 @@ def test_classes_with_a_cuda_of_their_own() -> None:
     assert "use_gpu = get_accelerator().is_available()" in port(shared)
 
 
+def test_methods_belong_to_the_class_that_they_are_indented_in() -> None:
+    text = 'class Data:\n    """As in\n        class Mine(Data): pass\n    """\n    def pin_memory(self): pass\n'
+    assert join([outline(text)]).own_pinning == {"Data", "Mine"}  # nerfstudio
+    nested = "class A:\n    def f(self):\n        def cuda(): pass\ndef g():\n    def cuda(): pass\n"
+    assert join([outline(nested)]).own_cuda == frozenset()
+
+
 def test_own_pinning_is_left() -> None:
     project = join(
         [outline("class Data:\n    def pin_memory(self):\n        return self\nclass RayBundle(Data): pass\n")]
