@@ -50,7 +50,8 @@ def outline(text: str) -> Outline:
         indent = len(match[1].expandtabs())
         while above and above[-1][0] >= indent:
             above.pop()
-        if match[2] in _METHODS and above and above[-1][1] in methods:
+        decorator = text[text.rfind("\n", 0, max(match.start() - 1, 0)) + 1 : match.start()]
+        if match[2] in _METHODS and above and above[-1][1] in methods and "property" not in decorator:
             methods[above[-1][1]].add(match[2])
         above.append((indent, match.start()))
     found = []

@@ -297,6 +297,8 @@ def test_methods_belong_to_the_class_that_they_are_indented_in() -> None:
     assert join([outline(text)]).own_pinning == {"Data", "Mine"}  # nerfstudio
     nested = "class A:\n    def f(self):\n        def cuda(): pass\ndef g():\n    def cuda(): pass\n"
     assert join([outline(nested)]).own_cuda == frozenset()
+    flag = "class A:\n    @property\n    def cuda(self): return False\n"  # gpytorch
+    assert join([outline(flag)]).own_cuda == frozenset()
 
 
 def test_own_pinning_is_left() -> None:
