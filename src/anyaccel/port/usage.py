@@ -170,6 +170,9 @@ def is_enumerated(tree: Tree, node: cst.CSTNode) -> bool:
         element = tree.parent(child)
         around = tree.parent(element)
         if isinstance(element, cst.Element) and isinstance(around, cst.List | cst.Tuple | cst.Set):
+            assign = tree.parent(around)
+            if isinstance(assign, cst.Assign) and isinstance(assign.targets[0].target, cst.Tuple | cst.List):
+                return False  # cuda, cpu = torch.device("cuda"), torch.device("cpu")
             values = [each.value for each in around.elements]
             values += [arg.value for each in values if isinstance(each, cst.Call) for arg in each.args[:1]]
             return any(text_of(each) == "cpu" for each in values)

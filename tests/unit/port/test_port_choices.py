@@ -163,6 +163,11 @@ def test_a_class_within_a_function_has_its_own_cuda() -> None:
     assert port(text) == text
 
 
+def test_two_names_for_two_devices_are_no_list_of_devices() -> None:  # dalle2-pytorch
+    ported = port("import torch\nfast_device, cpu = torch.device('cuda'), torch.device('cpu')\n")
+    assert f"= torch.device({NAME}), torch.device('cpu')\n" in ported
+
+
 def test_tensors_by_their_annotation_are_pinned() -> None:
     for annotation in ("torch.Tensor", "Tensor | None", "Any"):
         assert "get_accelerator().pin_memory(x)" in port(f"def f(x: {annotation}):\n    return x.pin_memory()\n")
