@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import libcst as cst
 from libcst.metadata import Access
@@ -20,24 +20,18 @@ from anyaccel.vendors import OTHERS, WITHOUT_BACKEND
 GET_ACCELERATOR = "get_accelerator"
 _OURS = {f"{module}.{GET_ACCELERATOR}" for module in ("anyaccel", "anyaccel.accelerator", "deepspeed.accelerator")}
 _OTHER_AVAILABILITY = re.compile(rf"torch\.(?:backends\.mps|{'|'.join(OTHERS)})\.is_available")
-_SAYS_CUDA = re.compile(r"cuda|gpu|nvidia|nccl|rocm|hip|available", re.IGNORECASE)
 _OF_CUDA = re.compile(r"cuda|nvidia|nccl|requires?_\w*gpu", re.IGNORECASE)
 _ABOUT_CUDA = re.compile(r"cuda|\.cu\b", re.IGNORECASE)
-# A variable that says whether CUDA itself is there; use_cuda is about what to use.
-_FACT = re.compile(r"_*(?:(?:is|has|have)_)?(?:torch_)?(?:cuda|gpu)(?:_available|_is_available)?_*", re.IGNORECASE)
-_KERNEL = re.compile("fused|flash|apex|kernel", re.IGNORECASE)
 _MOVES = re.compile(r"(?:\w+_)?to_(?:cuda|gpu)\w*|cuda|_cuda", re.IGNORECASE)
 # In names such as is_xpu_available, torch.xpu and x.is_npu.
 VENDORS = re.compile(rf"(?<![a-z])(?:{'|'.join(OTHERS + WITHOUT_BACKEND)})(?![a-z])", re.IGNORECASE)
 _OTHER_VENDOR = re.compile(rf"(?:{'|'.join(OTHERS)}|xla)(?::\d+)?")
-_PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 _NOT_SCRIPTED = {"torch.jit.ignore", "torch.jit.unused"}
-# Arguments that say what to do for a device, and marks of tests that need one.
-_OPTIONS_OF_DEVICES = {"enabled", "non_blocking", "pin_memory"}
-_SKIPS = {"skipif", "skipIf", "skipUnless", "skip_if", "skip_unless"}
+# Marks of tests that need a device.
+SKIPS = {"skipif", "skipIf", "skipUnless", "skip_if", "skip_unless"}
 _RAW = {"cuda_stream", "cudart", "raw_cuda_graph"}
 _RUNTIMES = {"cuda", "cupy", "cupyx", "tensorrt", "pycuda", "numba"}
-_OF_KERNELS = re.compile(r"(?<![a-z])(?:trt|tensorrt|cupy|apex|flash\w*|cudf|cuml|triton|nccl)(?![a-z])", re.IGNORECASE)
+_OF_NVIDIA = re.compile(r"nvidia|nv_?link|nvml|nccl|cudnn|cublas", re.IGNORECASE)
 _OF_EVERY_TORCH = re.compile(r"import (?:torch|torch\.distributed)(?: as \w+)?$|import (?:logging|os|sys)$")
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
 
@@ -210,142 +204,6 @@ class Context:
                 found.append(node)
         return found
 
-    def _cpu_goes_elsewhere(self, node: cst.CSTNode) -> bool:
-        """Whether without CUDA "cpu" is given to something, in another way than a choice between two devices."""
-        negated, child, parent = False, node, self.tree.parent(node)
-        while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
-            negated = negated != (isinstance(parent, cst.UnaryOperation) and isinstance(parent.operator, cst.Not))
-            child, parent = parent, self.tree.parent(parent)
-        if isinstance(parent, cst.IfExp):
-            spelled = [self.is_device_spelling(each) for each in (parent.body, parent.orelse)]
-            return any(spelled) and not all(spelled)
-        if isinstance(parent, cst.If) and parent.test is child and negated:
-            cpu = (each for each in self.tree.nodes if (text_of(each) or "").startswith("cpu"))
-            return any(parent.body in self.tree.parents(each) for each in cpu)
-        return False
-
-    def _wanted_as_cuda(self, node: cst.CSTNode) -> bool:
-        """Whether it stands below a condition whose name says that CUDA is asked for, such as `if needs_cuda:`."""
-        child = node
-        for around in self.tree.parents(node):
-            if isinstance(around, cst.If) and around.body is child:
-                test = self.tree.module.code_for_node(around.test).replace("torch.cuda", "").replace(".is_cuda", "")
-                if "cuda" in test.lower():
-                    return True
-            child = around
-        return False
-
-    def means_cuda(self, node: cst.CSTNode) -> str:
-        """Why this answer to "is CUDA there" is wanted for CUDA itself; empty where it may be about any accelerator."""
-        if self.chooses_vendor(node):
-            return "the code chooses between vendors by itself"
-        if self.says_so(node):
-            return "a text there is about CUDA"
-        if _OF_KERNELS.search(self._condition(node)):
-            return "the condition is about kernels or libraries of CUDA"
-        if self._cpu_goes_elsewhere(node):
-            return "the CPU is treated in its own way there"
-        if self._wanted_as_cuda(node):
-            return "a condition around it asks for CUDA by name"
-        return self._of_value(node)
-
-    def _of_value(self, node: cst.CSTNode) -> str:
-        """Why the answer may be wanted for CUDA itself, from where it goes; empty where it only guards something."""
-        choice = self.tree.enclosing(node, cst.IfExp, cst.BaseStatement)
-        if isinstance(choice, cst.IfExp) and all(self._is_word(each) for each in (choice.body, choice.orelse)):
-            return "it chooses between words about CUDA"
-        if self.is_test(node):
-            return ""
-        child, parent = node, self.tree.parent(node)
-        while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget):
-            child, parent = parent, self.tree.parent(parent)
-        if isinstance(parent, cst.Arg):
-            found = usage.role(self.tree, child)
-            if found.callee in _PRINTS:
-                return "it is printed or kept as a fact about CUDA"
-            return "what it is given to may mean CUDA"
-        if isinstance(parent, cst.Return):
-            return "callers of the function may mean CUDA"
-        if not isinstance(parent, cst.Assign) or len(parent.targets) != 1:
-            return "it is kept as a fact about CUDA"
-        target = parent.targets[0].target
-        name = usage.last_name(dotted(target) or "")
-        if _FACT.fullmatch(name) and isinstance(target, cst.Name):
-            return f"{name} may stand for CUDA itself"
-        if _KERNEL.search(name):
-            return f"{name} may be about kernels of CUDA"
-        if isinstance(target, cst.Name):
-            if isinstance(self.tree.scope(parent), GlobalScope) and name in self.project.imported:
-                return f"other files take {name} for what it says"
-            uses: list[cst.CSTNode] = list(self.uses(target))
-        else:
-            if (dotted(target) or "self").startswith(("self.", "cls.")) or dotted(target) is None:
-                return f"other code may take {name} for CUDA"
-            uses = self.uses_of_attribute(target)
-        uses = [each for each in uses if parent not in self.tree.parents(each)]  # args.cuda = args.cuda and ...
-        if not uses:
-            return f"other files may take {name} for CUDA"
-        if not all(self.is_test(each) for each in uses):
-            return f"{name} is passed on, and may mean CUDA there"
-        return ""
-
-    def _condition(self, node: cst.CSTNode) -> str:
-        """The code of the condition that the node is a part of."""
-        child, parent = node, self.tree.parent(node)
-        while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
-            child, parent = parent, self.tree.parent(parent)
-        return self.tree.module.code_for_node(child)
-
-    def _is_word(self, node: cst.CSTNode) -> bool:
-        """Whether it is a text other than the name of a device or of a backend."""
-        text = text_of(node)
-        return text is not None and OTHER_DEVICE.fullmatch(text) is None and text not in ("nccl", "gloo", "mpi")
-
-    def is_test(self, node: cst.CSTNode) -> bool:
-        """Whether the value of this expression only decides what runs."""
-        child, parent = node, self.tree.parent(node)
-        while True:
-            negation = isinstance(parent, cst.UnaryOperation) and isinstance(parent.operator, cst.Not)
-            if not negation and not isinstance(parent, cst.BooleanOperation):
-                break
-            child, parent = parent, self.tree.parent(parent)
-        match parent:
-            case cst.If() | cst.IfExp() | cst.While() | cst.Assert() | cst.CompIf():
-                return parent.test is child
-            case cst.Arg():
-                found = usage.role(self.tree, child)
-                if found.names:
-                    return found.names[0] in _OPTIONS_OF_DEVICES
-                return found.position == 0 and usage.last_name(found.callee) in _SKIPS
-        return False
-
-    def is_compared(self, node: cst.CSTNode, follow: bool = True) -> bool:
-        """Whether a number is compared, itself, after some arithmetic or by the name that it is assigned to."""
-        child, parent = node, self.tree.parent(node)
-        while isinstance(parent, cst.BinaryOperation | cst.UnaryOperation):
-            child, parent = parent, self.tree.parent(parent)
-        if isinstance(parent, cst.Comparison | cst.ComparisonTarget):
-            return True
-        if isinstance(parent, cst.Arg):
-            return "assert" in usage.role(self.tree, child).callee.lower()
-        if not follow or not isinstance(parent, cst.Assign) or not isinstance(parent.targets[0].target, cst.Name):
-            return False
-        return any(self.is_compared(each, follow=False) for each in self.uses(parent.targets[0].target))
-
-    def has_another_seed(self, node: cst.Call) -> bool:
-        """Whether torch's generator is seeded in the same function, else in the file, and never with this number."""
-        seeds = [
-            each
-            for each in self.tree.nodes
-            if isinstance(each, cst.Call)
-            and self.tree.imported(each.func) in ("torch.manual_seed", "torch.random.manual_seed")
-        ]
-        around = self.tree.enclosing(node, cst.FunctionDef) or self.tree.module
-        code = self.tree.module.code_for_node
-        own = [code(arg.value) for arg in node.args]
-        beside = [each for each in seeds if around in self.tree.parents(each)] or seeds
-        return bool(beside) and all([code(arg.value) for arg in each.args] != own for each in beside)
-
     def uses_of_attribute(self, target: cst.CSTNode) -> list[cst.CSTNode]:
         """Where the file reads this `a.b`."""
         name = dotted(target)
@@ -372,7 +230,7 @@ class Context:
         """Whether a decorator asked at import before as well, or can be asked at no other time."""
         called = self.tree.imported(_undecorated(decorator)) or dotted(_undecorated(decorator)) or ""
         name = usage.last_name(called)
-        return name in _SKIPS or name in ("custom_fwd", "custom_bwd", "parametrize")
+        return name in SKIPS or name in ("custom_fwd", "custom_bwd", "parametrize")
 
     def raw_cuda(self, node: cst.CSTNode) -> str:
         """What of CUDA's own runtime the function around this node uses; empty for nothing."""
@@ -412,7 +270,7 @@ class Context:
         if name in ("self", "cls"):
             around = self.tree.enclosing(receiver, cst.ClassDef)
             return around.name.value if isinstance(around, cst.ClassDef) and around.name.value in own else ""
-        last = usage.last_name(name).lower()
+        last = usage.last_name(name).lower().replace("_", "")
         known = [each for each in self._classes if each in own]
         known += [each for each in sorted(own) if len(last) > 3 and (last in each.lower() or each.lower() in last)]
         return known[0] if known else ""
@@ -438,26 +296,30 @@ class Context:
 
     @functools.cached_property
     def _classes(self) -> list[str]:
-        """Names of classes that the file defines or imports."""
-        defined = [
-            name
-            for scope in self.tree.scopes
-            if isinstance(scope, GlobalScope)
-            for name, assignments in scope._assignments.items()
-            if assignments
-        ]
+        """Names that the file gives to classes and to all else, in any scope."""
+        defined = {name for scope in self.tree.scopes for name, found in scope._assignments.items() if found}
         return sorted(defined)
 
     @functools.cached_property
-    def own_calls(self) -> dict[str, list[cst.CSTNode]]:
-        """Calls of functions f() and methods self.f() by the name f."""
-        calls: dict[str, list[cst.CSTNode]] = {}
+    def calls(self) -> dict[str, list[cst.Call]]:
+        """Calls by the last name of what is called: f() and x.f() by f."""
+        calls: dict[str, list[cst.Call]] = {}
         for each in self.tree.nodes:
-            if type(each) is cst.Call and (name := dotted(each.func)) is not None:
-                owner, _, last = name.rpartition(".")
-                if owner in ("", "self", "cls"):
-                    calls.setdefault(last, []).append(each)
+            if isinstance(each, cst.Call) and isinstance(each.func, cst.Name | cst.Attribute):
+                name = each.func.value if isinstance(each.func, cst.Name) else each.func.attr.value
+                calls.setdefault(name, []).append(each)
         return calls
+
+    @functools.cached_property
+    def choices(self) -> frozenset[str]:
+        """Options whose choices name CUDA: what they say are words of the command line."""
+        names: set[str] = set()
+        for each in self.calls.get("add_argument", ()):
+            listed = [arg.value for arg in each.args if arg.keyword is not None and arg.keyword.value == "choices"]
+            if any("cuda" in self.tree.module.code_for_node(value) for value in listed):
+                texts = [text_of(arg.value) or "" for arg in each.args if arg.keyword is None]
+                names.update(text.lstrip("-").replace("-", "_") for text in texts)
+        return frozenset(names)
 
     def uses(self, target: cst.Name) -> Iterator[cst.CSTNode]:
         """Where a variable is read, by the scope that it is assigned in."""
@@ -465,44 +327,6 @@ class Context:
             for access in assignment.references:
                 if isinstance(access, Access):
                     yield access.node
-
-    def device_or_index(self, node: cst.CSTNode) -> str:
-        """Whether the value serves as a "device" or as an "index"; empty when it cannot be told."""
-        found = usage.role(self.tree, node)
-        if found.callee.startswith("torch.cuda.") and usage.is_index(self.tree, found):
-            return "index"
-        if usage.is_device(self.tree, found):
-            return self._of_uses(node, found) if found.kind == "assigned" else "device"
-        if found.kind == "assigned":
-            return self._of_uses(node, found)
-        return "index" if usage.is_index(self.tree, found) else ""
-
-    def _of_uses(self, node: cst.CSTNode, found: usage.Role) -> str:
-        assign = self.tree.parent(node)
-        by_name = "index" if usage.is_index(self.tree, found) else ""
-        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
-            return by_name
-        target = assign.targets[0].target
-        if isinstance(target, cst.Name):
-            if len(self.tree.scope(target)[target.value]) != 1:
-                return by_name
-            uses: Iterable[cst.CSTNode] = self.uses(target)
-        else:
-            uses = self.uses_of_attribute(target)
-        kinds = {self._of_use(each) for each in uses} - {"either"}
-        if len(kinds) == 1:
-            return kinds.pop()
-        return by_name if not kinds else ""
-
-    def _of_use(self, node: cst.CSTNode) -> str:
-        found = usage.role(self.tree, node)
-        if found.callee == ".cuda" and found.position == 0:
-            return "either"
-        if found.kind == "assigned":
-            return "index" if usage.is_index(self.tree, found) else ""
-        if usage.is_device(self.tree, found):
-            return "device"
-        return "index" if usage.is_index(self.tree, found) else ""
 
     def calls_cuda(self, region: cst.CSTNode, replaced: set[cst.CSTNode]) -> bool:
         """Whether what is guarded calls or imports something that has CUDA in its name, and is not ported."""
@@ -531,7 +355,7 @@ class Context:
         for node in self.tree.nodes:
             name = ""
             if type(node) is cst.Call:
-                name = usage.last_name(dotted(node.func) or "")
+                name = _OF_NVIDIA.sub("cuda", usage.last_name(dotted(node.func) or ""))
             elif type(node) is cst.ImportFrom or type(node) is cst.Import:
                 name = self.tree.module.code_for_node(node)
                 tried = self.tree.enclosing(node, cst.Try, cst.FunctionDef, cst.If).__class__ is cst.Try

@@ -8,12 +8,13 @@ from typing import Any
 
 import libcst as cst
 
-from anyaccel.port import mixed, tables, usage
+from anyaccel.port import answers, figures, mixed, tables, usage
 from anyaccel.port.candidate import Candidate, Fix
 from anyaccel.port.context import Context
 from anyaccel.port.syntax import (
     attribute,
     bind,
+    both,
     call,
     is_simple,
     keyword,
@@ -159,15 +160,16 @@ def _function(place: _Place, name: str) -> Candidate:
         return place.report("ACC101", "not fixed: a text there is about CUDA", breaks=False)
     if name == "device_count" and place.ctx.beside_vendors(place.call):
         return place.report("ACC101", "not fixed: the code chooses between vendors by itself", breaks=False)
-    if name in ("manual_seed", "manual_seed_all") and place.ctx.has_another_seed(place.call):
+    if name in ("manual_seed", "manual_seed_all") and figures.has_another_seed(place.ctx, place.call):
         why = "on a CPU it is torch's own generator, which the file seeds with another number"
         return place.report("ACC101", f"not fixed: {why}", breaks=False)
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
     processes = usage.is_number_of_processes(place.tree, place.call) or _only_divides(place)
     found.count = name == "device_count" and not processes
-    found.count = found.count or ("memory" in name and place.ctx.is_compared(place.call))
-    found.harmless = name in tables.HARMLESS
+    found.count = found.count or ("memory" in name and figures.is_compared(place.ctx, place.call))
+    seeds = name in ("manual_seed", "manual_seed_all")
+    found.harmless = name in tables.HARMLESS and not (seeds and not figures.is_repeated(place.ctx, place.call))
     return found
 
 
@@ -183,7 +185,7 @@ def _only_divides(place: _Place) -> bool:
 def _availability(place: _Place) -> Candidate:
     if place.call is None:
         return place.report("ACC101", "only its calls can be replaced")
-    why = place.ctx.means_cuda(place.call)
+    why = answers.means_cuda(place.ctx, place.call)
     if why:
         found = place.report("ACC101", f"not fixed: {why}; {ANY_WILL_DO}", breaks=False)
         found.asks = True
@@ -217,12 +219,20 @@ def _bf16(place: _Place) -> Candidate:
     value = bound.get("including_emulation") if bound is not None else None
     if place.call is None or value is None or not _is_false(value.value):
         return place.report("ACC501", _advice("is_bf16_supported"))
+    old_call = place.call
 
     def fix(old: cst.CSTNode) -> cst.CSTNode:
         assert isinstance(old, cst.Call)
-        return old.with_changes(func=place.ctx.method("is_bf16_supported"), args=[])
+        other = cst.ComparisonTarget(cst.NotEqual(), cst.SimpleString('"cpu"'))
+        asked = both(
+            cst.Comparison(call(place.ctx.method("device_name")), [other]), call(place.ctx.method("is_bf16_supported"))
+        )
+        if not isinstance(place.tree.parent(old_call), cst.Assign | cst.Arg | cst.If | cst.Return):
+            return asked.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        return same_parentheses(asked, old)
 
-    return place.fixed("ACC101", "get_accelerator().is_bf16_supported()", fix, place.call)
+    use = 'get_accelerator().device_name() != "cpu" and get_accelerator().is_bf16_supported()'
+    return place.fixed("ACC101", use, fix, place.call, drops=True)
 
 
 def _is_false(node: Expression) -> bool:
@@ -244,7 +254,7 @@ def _current_device(place: _Place) -> Candidate:
 
         use = "torch.device(get_accelerator().current_device_name())"
         return place.fixed("ACC102", use, device, place.call, needs_torch=True)
-    kind = place.ctx.device_or_index(place.call)
+    kind = figures.device_or_index(place.ctx, place.call)
     if not kind:
         return place.report("ACC102", _advice("current_device"))
     if kind == "joined":  # 'cuda:' before it: the rule on device strings writes current_device_name()

@@ -93,7 +93,8 @@ def port_text(
     try:
         spans = tree.locate({candidate.node for candidate in candidates} | {each.replaced for each in candidates})
     except ValueError:
-        raise NotPythonError("1:1: would not be written back as it is (mixed or unusual line ends)") from None
+        why = "mixed or unusual line ends, or tabs and blanks in one indentation"
+        raise NotPythonError(f"1:1: would not be written back as it is ({why})") from None
     kept, suppressed = [], 0
     for candidate in candidates:
         first, last = (tree.position(offset)[0] for offset in spans[candidate.node])
@@ -256,6 +257,8 @@ def _names(ctx: Context, node: cst.Name | cst.Attribute) -> Iterator[Candidate]:
         return
     if type(node) is cst.Attribute and node.attr.value == "is_cuda":
         yield from tensors.find_attribute(ctx, node)
+    elif type(node) is cst.Attribute and node.attr.value == "cuda":
+        yield from tensors.find_method(ctx, node)
     parent = tree.parent(node)
     kind = type(parent)
     # The longest a.b.c that begins an expression; what comes after a call or subscript is another node.

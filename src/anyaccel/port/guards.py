@@ -133,13 +133,23 @@ def governed(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
             yield parent.orelse if negated else parent.body
 
 
-def ends_with_demand(body: cst.BaseSuite) -> bool:
-    """Whether the block ends the program or raises: so code says that it cannot go on without a GPU."""
+def ends_with_demand(body: cst.BaseSuite, well: bool = True) -> bool:
+    """Whether the block ends the program or raises: so code says that it cannot go on without a GPU.
+
+    Args:
+        body: the block.
+        well: count an end that tells the shell of no failure, exit() and exit(0).
+    """
     last = body.body[-1] if body.body else None
     if isinstance(last, cst.SimpleStatementLine):
         last = last.body[-1]
     if isinstance(last, cst.Expr) and isinstance(last.value, cst.Call):
-        return usage.last_name(dotted(last.value.func) or "") in ("exit", "_exit", "abort", "quit")
+        code = last.value.args[0].value if last.value.args else None
+        fails = not (
+            code is None or (isinstance(code, cst.Integer | cst.Name) and code.value in ("0", "None", "False"))
+        )
+        name = usage.last_name(dotted(last.value.func) or "")
+        return name == "abort" or (name in ("exit", "_exit", "quit") and (well or fails))
     return isinstance(last, cst.Raise)
 
 

@@ -38,13 +38,17 @@ def find_device(ctx: Context, node: cst.BaseExpression) -> Iterator[Candidate]:
     if isinstance(parent, cst.Expr | cst.ConcatenatedString):
         return
     found = usage.role(ctx.tree, node)
+    if usage.is_enumerated(ctx.tree, node):
+        why = "the CPU is listed beside it, so it is one of the devices that there may be"
+        yield Candidate(node, "ACC202", f"a CUDA device's name: not fixed: {why}")
+        return
     if found.callee == "torch.device" and found.names in ((), ("type",)) and found.position <= 0:
         yield _device_object(ctx, node, found)
         return
     if found.kind == "comparison":
         yield _compared(ctx, node)
         return
-    if not usage.is_device(ctx.tree, found):
+    if not usage.is_device(ctx.tree, found) or usage.is_beside_foreign(ctx.tree, node, found):
         why = _UNCLEAR.get(found.kind, "it is not clear that this is a device")
         quiet = found.kind in ("key", "text", "annotation")
         yield Candidate(node, "ACC202", f"a CUDA device's name: not fixed: {why}", breaks=not quiet)
@@ -75,6 +79,8 @@ def _compared(ctx: Context, node: cst.BaseExpression) -> Candidate:
             report.fix, report.follows, report.asks, report.drops = _named_device(ctx), spelled, False, True
             report.code = "ACC201"
             report.message = "compared with a device that is named here; use `get_accelerator().device_name(...)`"
+        return report
+    if isinstance(other, cst.Attribute) and other.attr.value in ctx.choices:
         return report
     fits = isinstance(operator, cst.Equal) or (first and isinstance(operator, cst.In))
     if not fits or not is_device_value(other):
@@ -227,8 +233,8 @@ def _environment(ctx: Context, node: cst.BaseExpression) -> bool:
 
 def _is_of_this_process(ctx: Context, node: cst.BaseExpression) -> bool:
     """Whether it is os.environ itself, under its own or another name."""
-    if ctx.tree.imported(node) == "os.environ":
-        return True
+    if ctx.tree.imported(node) == "os.environ" or (dotted(node) == "os.environ" and not ctx.tree.is_bound("os")):
+        return True  # `os` that nothing in the file binds came with `from x import *`
     if not isinstance(node, cst.Name):
         return False
     for assignment in ctx.tree.scope(node)[node.value]:

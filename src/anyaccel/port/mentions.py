@@ -46,18 +46,9 @@ def _typed_by_comment(text: str) -> Iterator[int]:
 
 
 def _words(node: ast.AST) -> Iterator[str]:
-    match node:
-        case ast.Constant(value=str(value)):
-            yield value
-        case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name) | ast.keyword(arg=str(name)):
-            yield name
-        case ast.alias(name=name, asname=other):
-            yield name
-            yield other or ""
-        case ast.ImportFrom(module=name):
-            yield name or ""
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
+    """Every text and every name in a node itself: of variables, attributes, arguments, imports, functions, patterns."""
+    for _, value in ast.iter_fields(node):
+        yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str))
 
 
 def _docstrings(module: ast.Module) -> Iterator[int]:

@@ -26,8 +26,9 @@ def device(ctx: Context, node: cst.IfExp) -> Candidate | None:
     used = usage.role(ctx.tree, node)
     if len(cuda) != 1:
         return None
-    if used.kind in ("text", "comparison", "key"):
-        return Candidate(node, "ACC202", "a device is picked for a text or comparison; not fixed", breaks=False)
+    if used.kind in ("text", "comparison", "key") or usage.is_beside_foreign(ctx.tree, node, used):
+        message = "a device is picked for a text, a comparison or another package; not fixed"
+        return Candidate(node, "ACC202", message, breaks=False)
     chosen = cuda[0]
     if by_name and not isinstance(chosen, cst.SimpleString):
         return None
@@ -114,6 +115,8 @@ def _by_name(ctx: Context, node: cst.IfExp) -> Sequence[cst.BaseExpression] | No
             pass
         case _:
             return None
+    if isinstance(device, cst.Attribute) and device.attr.value in ctx.choices:
+        return None
     return [node.body, node.orelse] if text_of(asked) == "cuda" and is_device_value(device) else None
 
 

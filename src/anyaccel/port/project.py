@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 _CLASS = re.compile(r"^([ \t]*)class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:", re.MULTILINE)
-_METHOD = re.compile(r"^([ \t]+)def[ \t]+(cuda|to|pin_memory)[ \t]*\(", re.MULTILINE)
+_BLOCK = re.compile(r"^([ \t]*)(?:class|(?:async[ \t]+)?def)[ \t]+(\w+)", re.MULTILINE)
+_METHODS = {"cuda", "to", "pin_memory"}
 _IMPORT = re.compile(r"^[ \t]*from[ \t]+[\w.]+[ \t]+import[ \t]+(\([^)]*\)|[^\n#]*)", re.MULTILINE)
 _SHARED = re.compile(r"\w*(?:cuda|gpu|device)\w*", re.IGNORECASE)
 
@@ -20,7 +21,7 @@ class Project:
     Attributes:
         own_cuda: classes that define cuda(), or are derived from one that does, and define no to() beside it; what a
             torch.nn.Module has of Module passes its cuda() by.
-        own_pinning: classes that define pin_memory().
+        own_pinning: classes that define pin_memory(), or are derived from one that does.
         imported: names about devices that a file of the project imports from another.
     """
 
@@ -42,14 +43,21 @@ class Outline:
 
 def outline(text: str) -> Outline:
     """The outline of a module, by its lines: parsing every file of a project would take minutes."""
-    found = []
-    matches = list(_CLASS.finditer(text))
-    for position, match in enumerate(matches):
-        end = matches[position + 1].start() if position + 1 < len(matches) else len(text)
+    classes = {match.start(): match for match in _CLASS.finditer(text)}
+    methods: dict[int, set[str]] = {start: set() for start in classes}
+    above: list[tuple[int, int]] = []  # indents and starts of the blocks around a line; a docstring may have some too
+    for match in _BLOCK.finditer(text) if classes else ():
         indent = len(match[1].expandtabs())
-        methods = {each[2] for each in _METHOD.finditer(text, match.end(), end) if len(each[1].expandtabs()) > indent}
+        while above and above[-1][0] >= indent:
+            above.pop()
+        decorator = text[text.rfind("\n", 0, max(match.start() - 1, 0)) + 1 : match.start()]
+        if match[2] in _METHODS and above and above[-1][1] in methods and "property" not in decorator:
+            methods[above[-1][1]].add(match[2])
+        above.append((indent, match.start()))
+    found = []
+    for start, match in classes.items():
         bases = re.findall(r"(\w+)\s*(?:\[[^\]]*\])?\s*(?:,|$)", re.sub(r"\w+\s*=[^,]*", "", match[3] or ""))
-        found.append((match[2], tuple(bases), frozenset(methods)))
+        found.append((match[2], tuple(bases), frozenset(methods[start])))
     names = {name for match in _IMPORT.finditer(text) for name in _SHARED.findall(match[1])}
     return Outline(tuple(found), frozenset(names))
 
@@ -71,7 +79,9 @@ def join(outlines: Iterable[Outline]) -> Project:
         if any("cuda" in methods.get(each, ()) for each in above)
         and not any("to" in methods.get(each, ()) for each in above)
     )
-    own_pinning = frozenset(name for name, own in methods.items() if "pin_memory" in own)
+    own_pinning = frozenset(
+        name for name in bases if any("pin_memory" in methods.get(each, ()) for each in _above(name, bases))
+    )
     return Project(own_cuda, own_pinning, frozenset(imported))
 
 

@@ -45,15 +45,15 @@ RULES: tuple[Rule, ...] = (
         "a function of torch.cuda that every accelerator has",
         "The accelerator's method has the same meaning. Other keywords follow: `device=` becomes `device_index=`. "
         'A guard that is_available() is becomes `device_name() != "cpu"`, so that a machine without a GPU takes the '
-        "branches that it took; is_available() only where the CPU may go along: moving data, seeding, waiting, and "
-        "where code says that it needs a GPU. It stays where it guards something that still needs CUDA, and where its "
-        "value is printed, returned or passed on.",
+        "branches that it took; is_available() only where the CPU may go along: moving data, waiting, seeding again "
+        "with the number that torch was just seeded with, and where code says that it needs a GPU. It stays where it "
+        "guards something that still needs CUDA, and where its value is printed, returned or passed on.",
         (
             ("torch.cuda.synchronize(device=1)", "get_accelerator().synchronize(device_index=1)"),
             ("peak = torch.cuda.max_memory_allocated()", "peak = get_accelerator().max_memory_allocated()"),
             (
-                "if torch.cuda.is_available():\n    torch.cuda.manual_seed_all(0)",
-                "if get_accelerator().is_available():\n    get_accelerator().manual_seed_all(0)",
+                "if torch.cuda.is_available():\n    torch.cuda.empty_cache()",
+                "if get_accelerator().is_available():\n    get_accelerator().empty_cache()",
             ),
             (
                 "if not torch.cuda.is_available():\n    workers = 1",

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import libcst as cst
 
+from anyaccel.port import usage
 from anyaccel.port.candidate import Candidate
+from anyaccel.port.chosen import leave_picked
 from anyaccel.port.context import Context
 from anyaccel.port.cuda_names import ANY_WILL_DO
 from anyaccel.port.guards import ends_with_demand, governed, guarded, only_sets_cuda
@@ -49,6 +51,9 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
             or _leave_guarded(ctx, candidates)
             or _leave_counts(ctx, candidates)
             or _leave_followers(candidates)
+            or _leave_states(ctx, candidates)
+            or _leave_arguments(ctx, candidates)
+            or leave_picked(ctx, candidates, _by_node(candidates))
         )
     by_node = _by_node(candidates)
     for candidate in candidates:
@@ -77,7 +82,7 @@ def _leave_halves(candidates: Sequence[Candidate]) -> None:
 def _leave_guards(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     breaking: set[cst.CSTNode] = set()
     for candidate in candidates:
-        if candidate.fix is None and candidate.breaks:
+        if candidate.fix is None and (candidate.breaks or _is_demanded(ctx, candidate)):
             breaking |= {candidate.node, *ctx.tree.parents(candidate.node)}
     fixed = [candidate for candidate in candidates if candidate.fix is not None]
     replaced = {node for candidate in fixed for node in (candidate.node, candidate.replaced)}
@@ -93,6 +98,36 @@ def _leave_guards(ctx: Context, candidates: Sequence[Candidate]) -> bool:
             candidate.asks = True
             left = True
     return left
+
+
+def _is_demanded(ctx: Context, candidate: Candidate) -> bool:
+    """Whether a comparison with "cuda" is what an assertion demands, which fails on another accelerator."""
+    return candidate.code == "ACC202" and candidate.asks and ctx.tree.enclosing(candidate.node, cst.Assert) is not None
+
+
+def _leave_states(ctx: Context, candidates: Sequence[Candidate]) -> bool:
+    """Where one use of the state of CUDA's generator stays, the others do: what is saved has to fit what reads it."""
+    own = [each for each in candidates if "rng_state" in usage.last_name(ctx.tree.imported(each.node) or "")]
+    other = any("cuda" in name and "rng_state" in name for name in ctx.calls)  # _set_cuda_rng_state(state)
+    left = [each for each in own if each.fix is not None] if other or any(each.fix is None for each in own) else []
+    for each in left:
+        each.unfixed("the file saves or restores it in another place too, which stays")
+    return bool(left)
+
+
+def _leave_arguments(ctx: Context, candidates: Sequence[Candidate]) -> bool:
+    """What is given to a function of torch.cuda that stays is meant for CUDA: half of a call helps no other device."""
+    calls = {
+        parent
+        for each in candidates
+        if each.fix is None and (ctx.tree.imported(each.node) or "").startswith("torch.cuda.")
+        for parent in [ctx.tree.parent(each.node)]
+        if isinstance(parent, cst.Call) and parent.func is each.node
+    }
+    left = [each for each in candidates if each.fix is not None and calls.intersection(ctx.tree.parents(each.replaced))]
+    for each in left if calls else ():
+        each.unfixed("the function of torch.cuda that it is given to stays")
+    return bool(left)
 
 
 def _why_left(
@@ -212,7 +247,8 @@ def _may_go_along(
             return _is_ported_beside(ctx, candidate, by_node) and not is_caught(ctx, parent)
         case cst.If() if parent.test is child:
             if negated:
-                demand = parent.orelse is None and ends_with_demand(parent.body) and not is_caught(ctx, parent)
+                demand = parent.orelse is None and ends_with_demand(parent.body, well=False)
+                demand = demand and not is_caught(ctx, parent)
                 return demand and candidate.question == "device_there" and _is_ported_beside(ctx, candidate, by_node)
             is_elif = isinstance(tree.parent(parent), cst.If)
             return parent.orelse is None and not is_elif and _is_harmless(parent.body, by_node)

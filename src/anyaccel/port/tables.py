@@ -141,6 +141,9 @@ DEVICE_POSITIONS = {
 }
 DEVICE_POSITIONS |= {f"torch.cuda.{name}": 0 for name, m in FUNCTIONS.items() if m.parameters[:1] == (_DEVICE,)}
 
+# What options are kept in, whose `cuda` and `is_cuda` are flags.
+OPTIONS = {"args", "opt", "opts", "options", "config", "cfg", "hparams", "params", "self", "cls", "flags", "FLAGS"}
+
 # Packages whose device= means CUDA or nothing, so that another device's name would be refused.
 FOREIGN = {
     *("catboost", "ctranslate2", "cuml", "cupy", "dali", "faster_whisper", "faiss", "flax", "haiku", "insightface"),

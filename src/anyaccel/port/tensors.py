@@ -3,17 +3,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import libcst as cst
 
-from anyaccel.port import tables, usage
+from anyaccel.port import mixed, tables, usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
-from anyaccel.port.syntax import bind, call, device_index, dotted, is_simple, keyword, same_parentheses
+from anyaccel.port.syntax import bind, call, device_index, dotted, is_simple, keyword, same_parentheses, text_of
 
 _STORAGE = ("storage", "untyped_storage", "typed_storage")
-_OPTIONS = {"args", "opt", "opts", "options", "config", "cfg", "hparams", "params", "self", "cls", "flags", "FLAGS"}
 
 
 def find_call(ctx: Context, node: cst.Call) -> Iterator[Candidate]:
@@ -43,6 +43,11 @@ def _cuda(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candidate:
         return report(
             f"{own} has its own cuda() and no to(): a tensor has two readings here, to(device_name()) or that method"
         )
+    if _is_replaced(ctx, receiver):
+        return report("the file gives it a cuda() of its own")
+    package = _cuda_only(ctx, receiver)
+    if package:
+        return report(f"it comes from {package}, whose cuda() may do more than to()")
     bound = bind(node.args, ("device", "non_blocking", "memory_format"))
     if bound is None:
         return report("its arguments cannot be told apart")
@@ -87,6 +92,22 @@ def _cuda(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candidate:
     return Candidate(node, "ACC301", f"`.cuda(...)`; use `{use}`", fix, needs_accelerator=not as_it_is, harmless=True)
 
 
+def _is_replaced(ctx: Context, receiver: cst.CSTNode) -> bool:
+    """Whether the file assigns something to cuda of what has this name, as in `model.cuda = lambda: model`."""
+    name = dotted(receiver)
+    stored = (each for each in ctx.tree.attributes if each.attr.value == "cuda" and ctx.is_stored(each))
+    return name is not None and any(dotted(each.value) == name for each in stored)
+
+
+def _cuda_only(ctx: Context, receiver: cst.CSTNode) -> str:
+    """The package that needs CUDA of which one of its classes made this value; empty for none."""
+    for value in mixed.assignments(ctx, receiver):
+        name = (ctx.tree.imported(value.func) or "") if isinstance(value, cst.Call) else ""
+        if (root := name.split(".")[0]) in tables.CUDA_ONLY:
+            return root
+    return ""
+
+
 def find_map_location(ctx: Context, node: cst.Lambda) -> Iterator[Candidate]:
     """`map_location=lambda storage, location: storage.cuda(i)`: storages take another path than tensors do."""
     found = usage.role(ctx.tree, node)
@@ -129,7 +150,7 @@ def _argument_kind(ctx: Context, value: cst.BaseExpression) -> str:
     if isinstance(value, cst.Subscript):
         name = dotted(value.value) or ""
     last = name.rpartition(".")[2]
-    if isinstance(value, cst.Attribute) and last == "device" and name.split(".")[0] not in _OPTIONS:
+    if isinstance(value, cst.Attribute) and last == "device" and name.split(".")[0] not in tables.OPTIONS:
         return "device"
     if tables.INDEX_NAME.fullmatch(last) and last.lower() not in ("id",):
         return "index"
@@ -162,9 +183,31 @@ def find_definition(ctx: Context, node: cst.FunctionDef) -> Iterator[Candidate]:
         )
 
 
+def find_method(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
+    """`x.cuda` that is not called: the method itself, a module of another package, or an option."""
+    parent = ctx.tree.parent(node)
+    called = isinstance(parent, cst.Call) and parent.func is node
+    option = isinstance(node.value, cst.Attribute) or usage.last_name(dotted(node.value) or "") in tables.OPTIONS
+    if called or option or (ctx.tree.imported(node) or "").startswith("torch."):
+        return
+    if ctx.tree.enclosing(node, cst.Import, cst.ImportFrom, cst.BaseStatement).__class__ in (
+        cst.Import,
+        cst.ImportFrom,
+    ):
+        return
+    if ctx.is_stored(node):
+        assign = ctx.tree.enclosing(node, cst.Assign, cst.BaseStatement)
+        if not isinstance(assign, cst.Assign) or not isinstance(assign.value, cst.Lambda):
+            return
+        why = "cuda() is replaced; let it be to(device)"
+    else:
+        why = "it is not called: a method as a value, an option or another package's module"
+    yield Candidate(node, "ACC301", f"`{ctx.tree.module.code_for_node(node)}`: not fixed: {why}", breaks=False)
+
+
 def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
     """x.is_cuda."""
-    if node.attr.value != "is_cuda" or ctx.is_stored(node) or ctx.tree.imported(node) is not None:
+    if node.attr.value != "is_cuda" or ctx.is_stored(node):
         return
 
     def report(why: str) -> Candidate:
@@ -175,7 +218,7 @@ def find_attribute(ctx: Context, node: cst.Attribute) -> Iterator[Candidate]:
     last = name.rpartition(".")[2]
     if isinstance(parent, cst.Call) and parent.func is node:
         yield report("it is called, so it is not a tensor's")
-    elif last in _OPTIONS or "packed" in name.lower():
+    elif last in tables.OPTIONS or "packed" in name.lower():
         yield report(f"{name} need not be a tensor")
     elif _kept_as_cuda(ctx, node):
         yield report("it is kept under a name that says CUDA, so it may choose something of CUDA")
@@ -211,6 +254,24 @@ def _kept_as_cuda(ctx: Context, node: cst.Attribute) -> bool:
     return any("cuda" in ctx.tree.module.code_for_node(target).lower() for target in assign.targets)
 
 
+def _is_asked_for(ctx: Context, receiver: cst.BaseExpression, name: str) -> bool:
+    """Whether the file asks hasattr(receiver, name)."""
+    asked = dotted(receiver)
+    found = (each.args for each in ctx.calls.get("hasattr", ()) if len(each.args) == 2)
+    return any(text_of(key.value) == name and dotted(value.value) == asked is not None for value, key in found)
+
+
+def _annotation(ctx: Context, receiver: cst.CSTNode) -> str:
+    """The code of the annotation of the parameter that the receiver is; empty for none."""
+    function = ctx.tree.enclosing(receiver, cst.FunctionDef)
+    if not isinstance(receiver, cst.Name) or not isinstance(function, cst.FunctionDef):
+        return ""
+    for each in (*function.params.params, *function.params.kwonly_params):
+        if each.name.value == receiver.value and each.annotation is not None:
+            return ctx.tree.module.code_for_node(each.annotation.annotation)
+    return ""
+
+
 def _pin_memory(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candidate:
     def report(why: str) -> Candidate:
         return Candidate(node, "ACC303", f"`.pin_memory(...)`: not fixed: {why}", breaks=False)
@@ -219,6 +280,11 @@ def _pin_memory(ctx: Context, node: cst.Call, function: cst.Attribute) -> Candid
         return report("the accelerator chooses the device; leave its arguments out")
     if _is_super(function.value) or dotted(function.value) in ("self", "cls"):
         return report("a class has its own pin_memory()")
+    if _is_asked_for(ctx, function.value, "pin_memory"):
+        return report("hasattr() asks for it there, so it may be anything that has one")
+    annotated = _annotation(ctx, function.value)
+    if annotated and not re.search(r"\bTensor\b|\bAny\b", annotated):
+        return report(f"by its annotation it is {annotated}, whose pin_memory() may do something else")
     own = ctx.own_class(function.value, ctx.project.own_pinning)
     if own:
         return report(f"{own} has its own pin_memory(), which get_accelerator().pin_memory() does not call")

@@ -59,7 +59,7 @@ def leave_tried(ctx: Context, candidates: Sequence[Candidate]) -> None:
 
 
 def is_caught(ctx: Context, node: cst.CSTNode) -> bool:
-    """Whether an error that is raised here may be caught in the same function, so that another way is gone."""
+    """Whether an error that is raised here may be caught in the same file, so that another way is gone."""
     return next(_caught(ctx, node, None), None) is not None
 
 
@@ -121,11 +121,23 @@ def _caught(ctx: Context, node: cst.CSTNode, candidate: Candidate | None, follow
             case cst.Lambda() if not isinstance(tree.parent(around), cst.Arg):
                 return
             case cst.FunctionDef():
-                uses = ctx.own_calls.get(around.name.value, ()) if follow and candidate is not None else ()
-                for use in uses:
-                    yield from (each for each in _caught(ctx, use, candidate, follow=False) if _is_short(ctx, around))
+                uses = _calls_of(ctx, around, candidate is None) if follow else ()
+                for use in uses if candidate is None or _is_short(ctx, around) else ():
+                    yield from _caught(ctx, use, candidate, follow=False)
                 return
         child = around
+
+
+def _calls_of(ctx: Context, function: cst.FunctionDef, any_owner: bool) -> Iterator[cst.Call]:
+    """Where the file calls this function: f(), self.f(), C() for __init__ of C; x.f() with any owner."""
+    around = ctx.tree.enclosing(function, cst.ClassDef, cst.FunctionDef)
+    if function.name.value == "__init__" and isinstance(around, cst.ClassDef):
+        yield from ctx.calls.get(around.name.value, ())
+        return
+    for each in ctx.calls.get(function.name.value, ()):
+        owner = (dotted(each.func) or ".").rpartition(".")[0]
+        if any_owner or owner in ("self", "cls") or isinstance(each.func, cst.Name):
+            yield each
 
 
 def _is_short(ctx: Context, function: cst.FunctionDef) -> bool:

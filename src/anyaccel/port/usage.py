@@ -14,7 +14,8 @@ from anyaccel.port.syntax import OTHER_DEVICE, dotted, names_in_target, text_of
 from anyaccel.port.tree import Tree
 
 _OPTION_FUNCTIONS = {"add_argument", "option", "Option", "Argument", "argument"}
-_LOOKUPS = {"get": 1, "pop": 1, "setdefault": 1, "getenv": 1, "getattr": 2}
+# What looks up by a key or name -> the position of the default.
+LOOKUPS = {"get": 1, "pop": 1, "setdefault": 1, "getenv": 1, "getattr": 2}
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,13 @@ def last_name(callee: str) -> str:
     return callee.rpartition(".")[2]
 
 
-def _is_foreign(tree: Tree, found: Role) -> bool:
+def is_foreign(tree: Tree, found: Role) -> bool:
     """Whether the value goes to a package whose devices are its own affair."""
     if found.call is None:
         return False
     root = found.callee.split(".")[0]
-    if root in tables.FOREIGN:
-        return True
+    if root in tables.FOREIGN or found.callee.startswith("torch.utils.cpp_extension."):
+        return True  # what is compiled is not for the device in use
     if isinstance(found.call.func, cst.Attribute) and not root:
         base: cst.CSTNode = found.call.func
         while isinstance(base, cst.Attribute | cst.Call | cst.Subscript):
@@ -152,11 +153,37 @@ def _is_foreign(tree: Tree, found: Role) -> bool:
     return False
 
 
+def is_beside_foreign(tree: Tree, node: cst.CSTNode, found: Role) -> bool:
+    """Whether a value of a dict stands in a class or function that uses such a package, to which it may be given."""
+    function = None
+    if found.kind == "value":
+        function = tree.enclosing(node, cst.ClassDef) or tree.enclosing(node, cst.FunctionDef)
+    named = (each for each in tree.nodes if isinstance(each, cst.Name) and each.value in tree.imported_names)
+    return function is not None and any(
+        (tree.imported(each) or "").split(".")[0] in tables.FOREIGN and function in tree.parents(each) for each in named
+    )
+
+
+def is_enumerated(tree: Tree, node: cst.CSTNode) -> bool:
+    """Whether it stands in a list of devices that has the CPU as well, as its name or in torch.device()."""
+    for child in (node, tree.parent(tree.parent(node))):
+        element = tree.parent(child)
+        around = tree.parent(element)
+        if isinstance(element, cst.Element) and isinstance(around, cst.List | cst.Tuple | cst.Set):
+            assign = tree.parent(around)
+            if isinstance(assign, cst.Assign) and isinstance(assign.targets[0].target, cst.Tuple | cst.List):
+                return False  # cuda, cpu = torch.device("cuda"), torch.device("cpu")
+            values = [each.value for each in around.elements]
+            values += [arg.value for each in values if isinstance(each, cst.Call) for arg in each.args[:1]]
+            return any(text_of(each) == "cpu" for each in values)
+    return False
+
+
 def _is_named(tree: Tree, found: Role, single: re.Pattern[str], option: re.Pattern[str], part: str) -> bool:
     """Whether the receiver's name, or the option or key beside the value, says what the value is."""
     if found.kind in ("assigned", "default", "returned", "value"):
         return _called(single, found.names)
-    if found.kind != "argument" or found.call is None or _is_foreign(tree, found):
+    if found.kind != "argument" or found.call is None or is_foreign(tree, found):
         return False
     function = last_name(found.callee)
     strings = [text for arg in found.call.args if arg.keyword is None for text in [text_of(arg.value)] if text]
@@ -170,7 +197,7 @@ def _is_named(tree: Tree, found: Role, single: re.Pattern[str], option: re.Patte
         )
     if found.names:
         return _called(single, found.names)
-    if _LOOKUPS.get(function) == found.position:
+    if LOOKUPS.get(function) == found.position:
         name = text_of(found.call.args[found.position - 1].value)
         return name is not None and part in name.lower() and single.fullmatch(name) is not None
     return False
@@ -179,7 +206,7 @@ def _is_named(tree: Tree, found: Role, single: re.Pattern[str], option: re.Patte
 def is_device(tree: Tree, found: Role) -> bool:
     """Whether a value in this role is a device for sure."""
     if found.kind == "argument" and not found.names and not found.plural:
-        if _is_foreign(tree, found):
+        if is_foreign(tree, found):
             return False
         if found.position == 0 and found.callee in (".to", ".cuda"):
             return True

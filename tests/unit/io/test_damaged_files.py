@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
@@ -192,6 +195,57 @@ def test_a_header_that_nobody_would_read_is_not_written(tmp_path: Path, monkeypa
     with pytest.raises(ModelError, match=r"the header would have \d+ bytes, above 1000"):
         save({"a": torch.zeros(3)}, tmp_path / "m", metadata={"k": "v" * 1000})
     assert load(tmp_path / "m")["a"].sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1]", "not a JSON object"),
+        ("{", "not JSON"),
+        ("[" * 10_000, "not JSON"),
+        ('{"a": 1}', "not an object"),
+        ('{"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}', "'F33' is unknown"),
+        ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "not a list of sizes"),
+        ('{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}', "not a list of sizes"),
+        ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}', "not two offsets"),
+        ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "do not fit shape"),
+        ('{"a": {"dtype": "F32", "shape": [9999999999, 9999999999], "data_offsets": [0, 4]}}', "larger than memory"),
+        (json.dumps({"a": {"dtype": "F32", "shape": [1 << 61] * 60, "data_offsets": [0, 4]}}), "larger than memory"),
+        ('{"a": {"dtype": "U8", "shape": [3], "data_offsets": [1, 4]}}', "begins at byte"),
+        ('{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": {"dtype": "U8", "shape": [2],'
+         ' "data_offsets": [2, 4]}}', "begins at byte"),
+        ('{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "a": {"dtype": "U8", "shape": [2],'
+         ' "data_offsets": [2, 4]}}', "twice"),
+        ('{"__metadata__": {"a": 1}}', "not a map of text"),
+    ],
+)  # fmt: skip
+def test_damaged_headers_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(raw(text, 4))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "m")
+
+
+def test_a_header_length_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m").write_bytes(b"\xff" * 100)
+    with pytest.raises(ModelError, match="this is no safetensors file"):
+        load(tmp_path / "m")
+
+
+@given(st.data())
+@settings(max_examples=100)
+def test_a_changed_header_is_refused_or_read_within_the_file(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "m"
+        save({"a": torch.arange(50, dtype=torch.int32), "b": torch.ones(7)}, file, metadata={"x": "y"})
+        whole = bytearray(file.read_bytes())
+        at = data.draw(st.integers(0, len(whole) - 229))
+        whole[at] = data.draw(st.integers(0, 255))
+        file.write_bytes(whole)
+        try:
+            found = load(file, mmap=data.draw(st.booleans()))
+        except ModelError:
+            return
+        assert sum(tensor.nbytes for tensor in found.values()) == 228
 
 
 # What is no file --------------------------------------------------------------------------------------------------

@@ -357,61 +357,6 @@ def test_a_file_that_is_cut_off_anywhere_is_refused(folder: Path) -> None:
         load(file)
 
 
-def header_file(file: Path, text: str, data: bytes = b"") -> None:
-    file.write_bytes(len(text.encode()).to_bytes(8, "little") + text.encode() + data)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[1]", "not a JSON object"),
-        ("{", "not JSON"),
-        ("[" * 10_000, "not JSON"),
-        ('{"a": 1}', "not an object"),
-        ('{"a": {"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}}', "'F33' is unknown"),
-        ('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "not a list of sizes"),
-        ('{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}', "not a list of sizes"),
-        ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}', "not two offsets"),
-        ('{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', "do not fit shape"),
-        ('{"a": {"dtype": "F32", "shape": [9999999999, 9999999999], "data_offsets": [0, 4]}}', "larger than memory"),
-        (json.dumps({"a": {"dtype": "F32", "shape": [1 << 61] * 60, "data_offsets": [0, 4]}}), "larger than memory"),
-        ('{"a": {"dtype": "U8", "shape": [3], "data_offsets": [1, 4]}}', "begins at byte"),
-        ('{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": {"dtype": "U8", "shape": [2],'
-         ' "data_offsets": [2, 4]}}', "begins at byte"),
-        ('{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "a": {"dtype": "U8", "shape": [2],'
-         ' "data_offsets": [2, 4]}}', "twice"),
-        ('{"__metadata__": {"a": 1}}', "not a map of text"),
-    ],
-)  # fmt: skip
-def test_damaged_headers_are_refused(text: str, message: str, folder: Path) -> None:
-    header_file(folder / "m", text, bytes(4))
-    with pytest.raises(ModelError, match=message):
-        load(folder / "m")
-
-
-def test_a_header_length_that_cannot_be_is_refused(folder: Path) -> None:
-    (folder / "m").write_bytes(b"\xff" * 100)
-    with pytest.raises(ModelError, match="this is no safetensors file"):
-        load(folder / "m")
-
-
-@given(st.data())
-@settings(max_examples=100)
-def test_a_changed_header_is_refused_or_read_within_the_file(data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name) / "m"
-        save({"a": torch.arange(50, dtype=torch.int32), "b": torch.ones(7)}, file, metadata={"x": "y"})
-        whole = bytearray(file.read_bytes())
-        at = data.draw(st.integers(0, len(whole) - 229))
-        whole[at] = data.draw(st.integers(0, 255))
-        file.write_bytes(whole)
-        try:
-            found = load(file, mmap=data.draw(st.booleans()))
-        except ModelError:
-            return
-        assert sum(tensor.nbytes for tensor in found.values()) == 228
-
-
 # Progress ---------------------------------------------------------------------------------------------------------
 
 

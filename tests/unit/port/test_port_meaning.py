@@ -213,7 +213,10 @@ def messages(text: str) -> str:
         ("torch.load(p, map_location=lambda s, l: s.cuda(args.gpu_or_none))", None),
         # Emulated bfloat16 counts for torch.
         ("ok = torch.cuda.is_bf16_supported()", None),
-        ("ok = torch.cuda.is_bf16_supported(including_emulation=False)", "ok = get_accelerator().is_bf16_supported()"),
+        ("ok = torch.cuda.is_bf16_supported(including_emulation=False)",
+         f"ok = {THERE} and get_accelerator().is_bf16_supported()"),
+        ("k = 1 if torch.cuda.is_bf16_supported(including_emulation=False) else 2",
+         f"k = 1 if ({THERE} and get_accelerator().is_bf16_supported()) else 2"),
     ],
 )  # fmt: skip
 def test_the_use_decides(before: str, after: str | None) -> None:
@@ -289,9 +292,21 @@ def test_classes_with_a_cuda_of_their_own() -> None:
     assert "use_gpu = get_accelerator().is_available()" in port(shared)
 
 
+def test_methods_belong_to_the_class_that_they_are_indented_in() -> None:
+    text = 'class Data:\n    """As in\n        class Mine(Data): pass\n    """\n    def pin_memory(self): pass\n'
+    assert join([outline(text)]).own_pinning == {"Data", "Mine"}  # nerfstudio
+    nested = "class A:\n    def f(self):\n        def cuda(): pass\ndef g():\n    def cuda(): pass\n"
+    assert join([outline(nested)]).own_cuda == frozenset()
+    flag = "class A:\n    @property\n    def cuda(self): return False\n"  # gpytorch
+    assert join([outline(flag)]).own_cuda == frozenset()
+
+
 def test_own_pinning_is_left() -> None:
-    project = join([outline("class Data:\n    def pin_memory(self):\n        return self\n")])
+    project = join(
+        [outline("class Data:\n    def pin_memory(self):\n        return self\nclass RayBundle(Data): pass\n")]
+    )
     assert "data.pin_memory()" in port("data = data.pin_memory()\n", project)
+    assert "ray_bundle.pin_memory()" in port("x = ray_bundle.pin_memory()\n", project)  # nerfstudio
 
 
 def test_packages_called_dist_and_build_are_looked_into(tmp_path: Path) -> None:
@@ -318,6 +333,7 @@ def test_lines_that_merely_name_cuda_are_mentioned() -> None:
     told = {each.line for each in port_text(text).findings}
     assert told == {4}
     assert mentions(text, told) == (2, 3, 6)
+    assert mentions("def f():\n    global use_cuda\n    match x:\n        case [*cuda]: pass\n", ()) == (2, 4)
     assert mentions("def f(:\n  cuda", ()) == ()
     assert mentions("def f(x):\n    # type: (Tensor) -> torch.cuda.FloatTensor\n    '# type: a'\n    # a cuda", ()) == (
         2,
