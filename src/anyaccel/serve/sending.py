@@ -25,7 +25,9 @@ B = TypeVar("B", bound=BaseModel)
 logger = logging.getLogger("anyaccel.serve")
 
 _FIRST_SIGN = 1.0  # seconds that an answer may stay without a head: a full queue is to be a status, not an event
-_SIGN = b": the answer has not begun\n\n"
+# An event without fields, which readers of events pass over. Not a comment: vLLM's client strips the end of what it
+# gets, so that the first event would go on the comment's line for it, and be passed over as well.
+_SIGN = b"\n"
 
 
 class ClientGoneError(Exception):
@@ -132,7 +134,7 @@ class Events:
     """An answer as a stream of events.
 
     Its head is sent with the first event, so that an error before it has a status of its own; when the first one does
-    not come soon, then without it, and comments keep those between us and the client from closing the connection.
+    not come soon, then without it, and blank lines keep those between us and the client from closing the connection.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], limits: Limits, done: bytes = DONE) -> None:
