@@ -70,15 +70,23 @@ def converse(page: Page, url: str) -> None:
 
 
 def settings(page: Page) -> None:
+    asked: list[dict[str, Any]] = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
     page.click("#new")
     page.click("#open-settings")
     page.fill("#system", "Answer in French.")
     page.fill("#max_tokens", "9")
-    page.press("#max_tokens", "Tab")
+    page.fill("#temperature", "0")
+    page.press("#temperature", "Tab")
     say(page, "prompt")
     expect(answered(page, 2)).to_have_text("<system>A")
+    assert {"max_tokens": 9, "temperature": 0}.items() <= asked[-1].items(), asked
     page.fill("#max_tokens", "")
-    page.press("#max_tokens", "Tab")
+    page.fill("#temperature", "")
+    page.press("#temperature", "Tab")
+    page.click("text=Regenerate")
+    expect(answered(page, 2)).to_contain_text("Answer in French.")
+    assert set(asked[-1]) == {"messages", "model", "stream", "stream_options"}, asked  # the rest is the model's
     page.click("#open-settings")
     page.click("#theme")
     expect(page.locator("html")).to_have_attribute("data-theme", "light")
@@ -87,6 +95,19 @@ def settings(page: Page) -> None:
     page.click("#theme")
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator(".entry.current .delete").click()
+    expect(page.locator("#list .entry")).to_have_count(1)
+
+
+def former(page: Page) -> None:
+    """What an earlier version of the page has kept: the numbers that it said unasked are nobody's."""
+    kept = '{"temperature": 0.7, "top_p": 0.9, "top_k": 0, "max_tokens": null, "seed": 3, "theme": "dark", "model": ""}'
+    page.evaluate("kept => localStorage.setItem('anyaccel.settings', kept)", kept)
+    page.reload()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    for name, value in {"temperature": "", "top_p": "0.9", "top_k": "", "max_tokens": "", "seed": "3"}.items():
+        expect(page.locator(f"#{name}")).to_have_value(value)
+    page.evaluate("localStorage.removeItem('anyaccel.settings')")
+    page.reload()
     expect(page.locator("#list .entry")).to_have_count(1)
 
 
@@ -147,6 +168,7 @@ def main() -> None:
                 if scheme == "light" and device == "desktop":
                     converse(page, url)
                     settings(page)
+                    former(page)
                     headings(page)
                     key(page, locked)
                 page.goto(url)

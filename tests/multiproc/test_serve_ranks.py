@@ -17,6 +17,7 @@ import family_cases
 import serving
 from anyaccel.errors import UsageError
 from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.serve import ranks
 from anyaccel.serve.contract import EngineStoppedError, GenerationRequest, Sampling
 from anyaccel.serve.engine import open_engine
 from anyaccel.serve.settings import EngineSettings
@@ -95,6 +96,32 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path
                 await asyncio.sleep(0.05)
             found = await _ask(two, prompts[:1])
             assert found[0].tokens == expected[0].tokens
+        finally:
+            await two.close()
+        assert not ranks_below(os.getpid(), "anyaccel.serve.rank")
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_ranks_that_are_stopped_are_killed_and_started_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        two = _open(folder, 2)
+        try:
+            expected = (await serving.answer(two, [5, 6, 7], 8, ignore_end=True)).tokens
+            for stopped in (slice(1, 2), slice(0, 1), slice(0, 2)):
+                victims = ranks_below(os.getpid(), "anyaccel.serve.rank")
+                assert len(victims) == 2
+                for victim in victims[stopped]:
+                    os.kill(victim, signal.SIGSTOP)
+                with monkeypatch.context() as patch:  # only while nothing could be in time
+                    patch.setattr(ranks.Patience, "seconds", lambda _self, _tokens: 0.2)
+                    with pytest.raises(EngineStoppedError, match="a rank hangs"):
+                        await serving.answer(two, [5, 6, 7], 8, ignore_end=True)
+                while not two.ready():
+                    await asyncio.sleep(0.05)
+                assert (await serving.answer(two, [5, 6, 7], 8, ignore_end=True)).tokens == expected
+                assert not set(victims) & set(ranks_below(os.getpid(), "anyaccel.serve.rank"))
         finally:
             await two.close()
         assert not ranks_below(os.getpid(), "anyaccel.serve.rank")

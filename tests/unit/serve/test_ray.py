@@ -31,7 +31,8 @@ def test_options_are_what_the_command_line_of_ray_gives(tmp_path: Path, monkeypa
     engine = options.of_engine()
     assert (engine.max_waiting, engine.prefix_cache, engine.replicas) == (40, False, 1)
     assert (options.of_model().model, options.of_model().group_size) == (str(file), 64)
-    assert Options(model=str(file)).names == ["small", str(file)]
+    assert options.aliases == []
+    assert (Options(model=str(file)).names, Options(model=str(file)).aliases) == (["small"], [str(file)])
     assert pickle.loads(pickle.dumps(options)) == options
 
 

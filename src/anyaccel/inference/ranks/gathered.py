@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FAREWELL = 0.5
 _NOTICE = 5.0
 _LOADING = 1800.0  # seconds that a rank may say nothing, while it converts or packs a large model
+_SLICE = 1.0  # seconds, of a wait
 
 
 class RankError(AnyAccelError):
@@ -118,7 +119,14 @@ class Ranks:
         poller = select.poll()
         for channel in self.channels:
             poller.register(channel.descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poller.poll(None if patience is None else patience * 1000)}
+        ready: set[int] = set()
+        left = float("inf") if patience is None else patience
+        # In slices, as time counts while the ranks could have gone on only: of the hours for which a container was
+        # paused, with this process and the ranks in it, one slice is what they lose.
+        while not ready and left > 0:
+            own = min(left, _SLICE)
+            ready = {descriptor for descriptor, _ in poller.poll(None if patience is None else own * 1000)}
+            left -= own
         if not ready:
             raise CommTimeoutError(f"no rank has said anything for {patience:g} s (ANYACCEL_COMM_TIMEOUT)")
         try:

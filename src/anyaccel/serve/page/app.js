@@ -25,17 +25,15 @@ at("theme").addEventListener("click", () => {
 
 // Settings ----------------------------------------------------------------------------------------------------
 
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
-
 function showSettings() {
-  for (const name of NUMBERS) at(name).value = settings[name] ?? "";
+  for (const name of store.NUMBERS) at(name).value = settings[name] ?? "";
   at("key").value = store.getKey();
   at("system").value = current.system;
 }
-for (const name of NUMBERS) {
+for (const name of store.NUMBERS) {
   at(name).addEventListener("change", (event) => {
-    const value = event.target.value === "" ? store.DEFAULTS[name] : Number(event.target.value);
-    settings[name] = Number.isFinite(value) ? value : store.DEFAULTS[name];
+    const value = event.target.valueAsNumber; // NaN: there is none
+    settings[name] = Number.isFinite(value) ? value : null;
     store.saveSettings();
     showSettings();
   });
@@ -234,11 +232,8 @@ function asked(conversation) {
     .filter((each) => each.content)
     .map(({ role, content }) => ({ role, content }));
   if (conversation.system.trim()) messages.unshift({ role: "system", content: conversation.system });
-  const body = { messages, temperature: settings.temperature, top_p: settings.top_p };
+  const body = { messages, ...store.numbers() };
   if (at("model").value) body.model = at("model").value;
-  if (settings.top_k > 0) body.top_k = settings.top_k;
-  if (settings.max_tokens) body.max_tokens = settings.max_tokens;
-  if (settings.seed !== null) body.seed = settings.seed;
   return body;
 }
 

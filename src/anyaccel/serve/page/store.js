@@ -6,7 +6,11 @@ const SETTINGS = "anyaccel.settings";
 const KEY = "anyaccel.key";
 const MOST = 200;
 
-export const DEFAULTS = { temperature: 0.7, top_p: 1, top_k: 0, max_tokens: null, seed: null, theme: "system", model: "" };
+// What requests say only where somebody has set it: null leaves it to the model.
+export const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
+const DEFAULTS = { ...Object.fromEntries(NUMBERS.map((name) => [name, null])), theme: "system", model: "", version: 2 };
+// The first version kept these beside whatever was set, and its requests said them: nobody has chosen them.
+const UNCHOSEN = { temperature: 0.7, top_p: 1, top_k: 0, max_tokens: 0 };
 
 function read(name, otherwise) {
   try {
@@ -25,8 +29,20 @@ function write(name, value) {
   }
 }
 
-export const settings = { ...DEFAULTS, ...read(SETTINGS, {}) };
+function readSettings() {
+  const kept = { ...read(SETTINGS, {}) };
+  if (kept.version === undefined) {
+    for (const [name, value] of Object.entries(UNCHOSEN)) if (kept[name] === value) delete kept[name];
+  }
+  return { ...DEFAULTS, ...kept, version: DEFAULTS.version };
+}
+
+export const settings = readSettings();
 export const saveSettings = () => write(SETTINGS, settings);
+
+/** The fields of a request that somebody has set. */
+export const numbers = () =>
+  Object.fromEntries(NUMBERS.map((name) => [name, settings[name]]).filter(([, value]) => value !== null));
 
 const found = read(CONVERSATIONS, []);
 export let conversations = Array.isArray(found) ? found.filter((each) => each && Array.isArray(each.messages)) : [];

