@@ -3,7 +3,8 @@
 
 Between two steps all cores would wait until Python has planned the next one. As long as nothing but the same answers
 goes on, there is nothing to plan: the decoder takes step after step, and what they bring is taken from its feed by the
-asyncio loop that waits for it. Whatever comes in ends that after the step under way.
+asyncio loop that waits for it. Whatever comes in ends that after the step under way. All else goes by the outbox, and what
+is on both roads keeps its order.
 """
 
 from __future__ import annotations
@@ -138,3 +139,36 @@ class Feeding:
         except RuntimeError:
             if not loop.is_closed():
                 raise
+
+
+class Outbox:
+    """Pieces of a step, sent to each loop at once.
+
+    Args:
+        feeding: the other road to them, where what is on both keeps its order.
+    """
+
+    def __init__(self, feeding: Feeding) -> None:
+        self._feeding = feeding
+        self._pieces: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Piece]]] = {}
+
+    def add(self, stream: Stream, piece: Piece) -> None:
+        self._pieces.setdefault(stream.loop, []).append((stream, piece))
+
+    def send(self) -> None:
+        """Wake the loops; one that is closed has nobody who waits."""
+        pieces, self._pieces = self._pieces, {}
+        for loop, those in pieces.items():
+            self._feeding.send(loop)
+            try:
+                loop.call_soon_threadsafe(self._deliver, loop, those)
+            except RuntimeError:
+                if not loop.is_closed():
+                    raise
+
+    def _deliver(self, loop: asyncio.AbstractEventLoop, pieces: list[tuple[Stream, Piece]]) -> None:
+        def put() -> None:
+            for stream, piece in pieces:
+                stream.put(piece)
+
+        self._feeding.arrive(loop, put)

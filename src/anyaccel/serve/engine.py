@@ -19,7 +19,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
-from anyaccel.serve.ahead import LONGEST_S, Feeding, Receiver
+from anyaccel.serve.ahead import LONGEST_S, Feeding, Outbox, Receiver
 from anyaccel.serve.checks import check_prompt, check_request, native_options
 from anyaccel.serve.contract import (
     Chunk,
@@ -39,7 +39,7 @@ from anyaccel.serve.replicas import Replicas, Silent
 from anyaccel.serve.scheduler import Entry, Limits, Scheduler
 from anyaccel.serve.settings import EngineSettings
 from anyaccel.serve.slots import Ahead, Outcome, work_of
-from anyaccel.serve.streams import Outbox, Piece, Stream, chunk_of
+from anyaccel.serve.streams import Piece, Stream, chunk_of
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.loading import Watcher

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the engine's thread to those who wait in an asyncio loop, once a step."""
+"""What a step brings for a request, and who waits for it in an asyncio loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from anyaccel.serve.contract import Chunk, Finish, TokenLogprob
-
-if TYPE_CHECKING:
-    from anyaccel.serve.ahead import Feeding
 
 
 @dataclass
@@ -64,39 +60,6 @@ class Stream:
         if whole.error is not None:
             raise whole.error
         return whole
-
-
-class Outbox:
-    """Pieces of a step, sent to each loop at once.
-
-    Args:
-        feeding: the other road to them, where what is on both keeps its order.
-    """
-
-    def __init__(self, feeding: Feeding) -> None:
-        self._feeding = feeding
-        self._pieces: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Piece]]] = {}
-
-    def add(self, stream: Stream, piece: Piece) -> None:
-        self._pieces.setdefault(stream.loop, []).append((stream, piece))
-
-    def send(self) -> None:
-        """Wake the loops; one that is closed has nobody who waits."""
-        pieces, self._pieces = self._pieces, {}
-        for loop, those in pieces.items():
-            self._feeding.send(loop)
-            try:
-                loop.call_soon_threadsafe(self._deliver, loop, those)
-            except RuntimeError:
-                if not loop.is_closed():
-                    raise
-
-    def _deliver(self, loop: asyncio.AbstractEventLoop, pieces: list[tuple[Stream, Piece]]) -> None:
-        def put() -> None:
-            for stream, piece in pieces:
-                stream.put(piece)
-
-        self._feeding.arrive(loop, put)
 
 
 def chunk_of(piece: Piece) -> Chunk:
