@@ -3,7 +3,7 @@
 
 Between two steps all cores would wait until Python has planned the next one. As long as nothing but the same answers
 goes on, there is nothing to plan: the decoder takes step after step, and what they bring is taken from its feed by the
-asyncio loop that waits for it. Whatever comes in ends that after the step under way. All else goes by the outbox, and what
+asyncio loop that waits for it. Whatever comes in ends that after the step under way. All else goes by the outbox; what
 is on both roads keeps its order.
 """
 
