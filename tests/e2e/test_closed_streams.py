@@ -40,7 +40,7 @@ CLOSED, FULL = (">&-", "it is closed"), (">/dev/full", "No space left on device"
 @pytest.mark.parametrize(
     ("redirection", "reason", "arguments"),
     [(*stream, line) for stream in (CLOSED, FULL) for line in (["--version"], ["topo"], ["port", "--help"])]
-    + [(*FULL, ["ops", "--json"])],  # once, since it takes seconds to import torch
+    + [pytest.param(*FULL, ["ops", "--json"], marks=pytest.mark.slow)],  # once, since it takes seconds to import torch
 )
 def test_output_that_cannot_be_written_is_one_line_and_a_failure(redirection, reason, arguments):
     done = command(redirection, *arguments)

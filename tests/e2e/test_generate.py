@@ -67,6 +67,7 @@ def greedy_tokens(folder: str, dtype: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_tokens_of_one_and_of_transformers(smollm2: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -255,6 +256,7 @@ def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
     assert str(kept["text"]).startswith(CLEAR[1])
 
 
+@pytest.mark.slow
 def test_default_model_is_not_converted(tmp_path: Path) -> None:
     """Its weights are packed from the file; only its tokenizer is written in another form."""
     arguments = ("--dtype", "fp32", "--max-new-tokens", "12", "--temperature", "0.9", "--top-p", "0.9")
