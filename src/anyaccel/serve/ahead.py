@@ -90,10 +90,13 @@ class Feeding:
             if tag <= over:
                 del self._calls[tag]
 
-    def arrive(self, loop: asyncio.AbstractEventLoop, put: Callable[[], object]) -> None:
-        """What the outbox has sent has come: `put` gives it to those who wait, in its turn."""
-        way = self._way
-        if way is None or way.loop is not loop:
+    def arrive(self, way: _Way | None, put: Callable[[], object]) -> None:
+        """What the outbox has sent has come: `put` gives it to those who wait, in its turn.
+
+        Args:
+            way: what `send` said when it was sent.
+        """
+        if way is None:
             put()
             return
         self.take()
@@ -103,11 +106,13 @@ class Feeding:
 
     # --- called in the engine's thread
 
-    def send(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The outbox is about to send something to a loop."""
+    def send(self, loop: asyncio.AbstractEventLoop) -> _Way | None:
+        """The outbox is about to send something to a loop. Gives what `arrive` is to get: it may be watched only later."""
         way = self._way
-        if way is not None and way.loop is loop:
-            way.sent += 1
+        if way is None or way.loop is not loop:
+            return None
+        way.sent += 1
+        return way
 
     def begin(self, most: int, receivers: Sequence[Receiver]) -> Ahead | None:
         """Leave for several steps; None where somebody waits in another loop."""
@@ -130,7 +135,7 @@ class Feeding:
 
     def close(self) -> None:
         """Nobody waits any more. The feed's descriptor lives until its loop has let it go."""
-        way, feed, self._way = self._way, self._feed, None
+        way, feed = self._way, self._feed
         if way is None or way.loop.is_closed():
             return
         loop = way.loop
@@ -159,16 +164,16 @@ class Outbox:
         """Wake the loops; one that is closed has nobody who waits."""
         pieces, self._pieces = self._pieces, {}
         for loop, those in pieces.items():
-            self._feeding.send(loop)
+            way = self._feeding.send(loop)
             try:
-                loop.call_soon_threadsafe(self._deliver, loop, those)
+                loop.call_soon_threadsafe(self._deliver, way, those)
             except RuntimeError:
                 if not loop.is_closed():
                     raise
 
-    def _deliver(self, loop: asyncio.AbstractEventLoop, pieces: list[tuple[Stream, Piece]]) -> None:
+    def _deliver(self, way: _Way | None, pieces: list[tuple[Stream, Piece]]) -> None:
         def put() -> None:
             for stream, piece in pieces:
                 stream.put(piece)
 
-        self._feeding.arrive(loop, put)
+        self._feeding.arrive(way, put)

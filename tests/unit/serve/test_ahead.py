@@ -13,11 +13,11 @@ import pytest
 import native_models
 from anyaccel import _llm
 from anyaccel.errors import ModelError
-from anyaccel.serve.ahead import Feeding, Receiver
+from anyaccel.serve.ahead import Feeding, Outbox, Receiver
 from anyaccel.serve.contract import GenerationRequest
 from anyaccel.serve.settings import EngineSettings
 from anyaccel.serve.slots import Ahead
-from anyaccel.serve.streams import Stream
+from anyaccel.serve.streams import Piece, Stream
 from serving import GREEDY, answer, decoder_of, engine, native, run
 
 pytest.importorskip("transformers")
@@ -173,3 +173,34 @@ def test_streams_of_a_second_loop_are_not_fed() -> None:
         await asyncio.sleep(0)
 
     asyncio.run(main())
+
+
+def test_what_was_sent_before_a_loop_watched_does_not_count_for_later(llama: Any) -> None:
+    """It would let tokens of a call overtake what was sent before that call, from then on."""
+    request = _request(llama, [5, 6, 7], 20)
+    first = llama.model.step([request], exact=True)
+
+    async def main() -> list[int]:
+        feeding, stream = Feeding(), Stream()
+        outbox = Outbox(feeding)
+        outbox.add(Stream(), Piece())
+        outbox.send()  # as for embeddings, which nothing is fed to
+        feeding.watch(stream.loop)
+        await asyncio.sleep(0)
+        outbox.add(stream, Piece(tuple(first)))
+        outbox.send()  # it has not arrived when the next call's tokens can be taken
+        ahead = feeding.begin(4, [Receiver(stream, 0, 0.0)])
+        assert ahead is not None
+        tokens, fed = llama.model.steps([request], ahead.most, ahead.feed, ahead.tag)
+        feeding.over(ahead)
+        feeding.take()
+        outbox.add(stream, Piece(tuple(tokens[-1])))
+        feeding.close()  # loses nothing of what is on its way
+        outbox.send()
+        told: list[int] = []
+        while len(told) < 1 + len(tokens):
+            told += (await asyncio.wait_for(stream.next(), 60)).tokens
+        assert (told, fed) == ([*first, *(each[0] for each in tokens)], 3)
+        return told
+
+    assert len(asyncio.run(main())) == 5
