@@ -107,7 +107,7 @@ class Feeding:
     # --- called in the engine's thread
 
     def send(self, loop: asyncio.AbstractEventLoop) -> _Way | None:
-        """The outbox is about to send something to a loop. Gives what `arrive` is to get: it may be watched only later."""
+        """The outbox is about to send something to a loop; returns what `arrive` is to get with it."""
         way = self._way
         if way is None or way.loop is not loop:
             return None

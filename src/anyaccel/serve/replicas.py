@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from anyaccel.serve.contract import Chunk, Engine, GenerationRequest, ModelFacts, Stats
-from anyaccel.serve.routing import Routes
+from anyaccel.serve.routing import Routes, together
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -71,13 +71,7 @@ class Replicas:
             finally:
                 self._open[number] -= 1
 
-        asked = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
-        try:
-            return await asyncio.gather(*asked)
-        finally:
-            for each in asked:  # of those beside one that has failed
-                each.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+        return await together(map(one, prompts))
 
     def stats(self) -> Stats:
         each = [engine.stats() for engine in self._engines]

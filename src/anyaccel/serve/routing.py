@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Coroutine, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from anyaccel.serve.pages import PAGE
@@ -13,6 +14,7 @@ from anyaccel.serve.pages import Sequence as Cached
 _UNEVEN = 4  # so many more open requests than another one an engine may have that has more of a prompt in its cache
 
 K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 class Routes(Generic[K]):
@@ -69,3 +71,14 @@ def _keys(tokens: Sequence[int]) -> list[int]:
     """Of the pages that the tokens fill."""
     cached: Any = Cached(0, list(tokens))
     return [cached.key(page) for page in range(len(tokens) // PAGE)]
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What all calls bring; when one fails, the others are cancelled, and have ended when its error is raised."""
+    asked = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*asked)
+    finally:
+        for each in asked:
+            each.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)

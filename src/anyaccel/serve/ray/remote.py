@@ -27,6 +27,7 @@ from anyaccel.serve.contract import (
     Stats,
 )
 from anyaccel.serve.ray.calls import Call, Failure
+from anyaccel.serve.routing import together
 
 logger = logging.getLogger("ray.serve")
 
@@ -124,13 +125,7 @@ class RemoteEngine:
                 raise said.error()
             return said
 
-        asked = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
-        try:
-            return await asyncio.gather(*asked)
-        finally:
-            for each in asked:  # of those beside one that has failed
-                each.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
+        return await together(map(one, prompts))
 
     def stats(self) -> Stats:
         """Of all replicas together, at the last look; what one that has ended had counted is gone."""
