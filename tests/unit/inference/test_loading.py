@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import anyaccel
 import family_cases
+import fuzz_models
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import generate_tokens
 from anyaccel.inference.checkpoints.slices import Slice
@@ -97,6 +98,17 @@ def test_damaged_gguf_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ModelError, match=r"x\.gguf"):
         converted(tmp_path / "x.gguf")
     assert [path.suffix for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
+
+
+def test_any_rank_of_a_job_converts_a_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers saves nothing in other ranks than the first, and the rank that gets the lock first may be any."""
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "x.gguf").write_bytes(fuzz_models.healthy_gguf("llama").content())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda _group=None: 1)
+    folder = converted(tmp_path / "x.gguf")
+    assert {"config.json", "model.safetensors"} <= {file.name for file in folder.iterdir()}
+    assert skeleton(folder, torch.float32).config.model_type == "llama"
 
 
 def test_model_paths_that_are_none(tmp_path: Path) -> None:

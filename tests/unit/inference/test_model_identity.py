@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_packed_cache import CONFIG, entries, logits, model, write
 
-from anyaccel.inference.checkpoints import identity
+from anyaccel.inference.checkpoints import conversions, identity
 from anyaccel.inference.native.runtime import load_native
 from anyaccel.inference.text import gguf_conversion as gguf
 
@@ -197,6 +197,21 @@ def test_a_tokenizer_of_the_same_size_and_time_is_converted_again(
     assert made == [b"GGUF one", b"GGUF two"]
     if replace is not _linked:  # which is another file's place
         assert [each for each in folder.parent.iterdir() if each.is_dir()] == [folder]
+
+
+def test_hosts_that_share_the_caches_keep_what_others_made_of_their_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host's file has the same path and other numbers, as of a package that each host has on its own disk."""
+    monkeypatch.setenv("ANYACCEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(gguf, "convert_tokenizer", lambda _source, folder, _announce=None: (folder / "a").touch())
+    file = tmp_path / "m.gguf"
+    made = []
+    for host in ("one", "two", "two"):
+        file.write_bytes(f"GGUF {host} {len(made)}".encode())
+        monkeypatch.setattr(conversions.socket, "gethostname", lambda host=host: host)
+        made.append(gguf.converted_tokenizer(file))
+    assert [folder.exists() for folder in made] == [True, False, True]
 
 
 def test_a_file_that_cannot_be_read_only_costs_the_cache(model: Path, caplog: pytest.LogCaptureFixture) -> None:

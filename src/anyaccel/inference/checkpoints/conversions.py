@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -76,13 +77,19 @@ def made_once(source: Path, kind: str, announce: Callable[[str], object] | None,
 
 
 def _remove_former(folder: Path, source: Path) -> None:
-    """Remove what was made of the file that was at `source` before."""
+    """Remove what was made of the file that was at `source` before, on this host.
+
+    Hosts that share the folder of caches need not share the file: each may have one of its own under the same path,
+    and what another host has made of its file is in use there.
+    """
     for other in folder.parent.glob(f"{glob.escape(source.stem)}-*"):
         if other == folder or not (other / _MANIFEST).is_file():
             continue
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            made_from = json.loads((other / _MANIFEST).read_bytes())["made_from"]
-            if made_from["format"] == _FORMAT and made_from["source"]["path"] == str(source):
+            manifest = json.loads((other / _MANIFEST).read_bytes())
+            made_from = manifest["made_from"]
+            here = manifest["host"] == socket.gethostname()
+            if here and made_from["format"] == _FORMAT and made_from["source"]["path"] == str(source):
                 remove_if_free(other)
 
 
@@ -101,7 +108,8 @@ def _make(
         save(source, beside, announce)
         files = [file for file in beside.rglob("*") if file.is_file()]
         checksums = {str(file.relative_to(beside)): _checksum(file) for file in files}
-        (beside / _MANIFEST).write_text(json.dumps({"made_from": fingerprint, "files": checksums}, indent=1))
+        manifest = {"made_from": fingerprint, "host": socket.gethostname(), "files": checksums}
+        (beside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         if folder.exists():
             shutil.rmtree(folder)
         beside.rename(folder)

@@ -91,8 +91,18 @@ def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | 
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    _write_on_any_rank(model)
     model.save_pretrained(folder)
     convert_tokenizer(source, folder, announce)
+
+
+def _write_on_any_rank(model: Any) -> None:
+    """Let transformers write the files of this model in whichever rank of a job converts it.
+
+    Once torch.distributed has started, it writes nothing in all ranks but one, without an error: that of a job that
+    saves what all of them hold together. A conversion is the work of the one rank that has got the lock.
+    """
+    model.should_save_on_this_rank = lambda _is_main_process: True
 
 
 def pad_within_vocabulary(config: Any) -> None:
