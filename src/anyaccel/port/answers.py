@@ -16,7 +16,8 @@ from anyaccel.port.syntax import OTHER_DEVICE, dotted, text_of
 # A variable that says whether CUDA itself is there; use_cuda is about what to use.
 _FACT = re.compile(r"_*(?:(?:is|has|have)_)?(?:torch_)?(?:cuda|gpu)(?:_available|_is_available)?_*", re.IGNORECASE)
 _KERNEL = re.compile("fused|flash|apex|kernel", re.IGNORECASE)
-_PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
+ANY_WILL_DO = 'two readings: leave it where CUDA itself is meant, else `get_accelerator().device_name() != "cpu"`'
+PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 # Arguments that say what to do for a device.
 _OPTIONS_OF_DEVICES = {"enabled", "non_blocking", "pin_memory"}
 _OF_KERNELS = re.compile(r"(?<![a-z])(?:trt|tensorrt|cupy|apex|flash\w*|cudf|cuml|triton|nccl)(?![a-z])", re.IGNORECASE)
@@ -111,7 +112,7 @@ def _of_value(ctx: Context, node: cst.CSTNode) -> str:
         child, parent = parent, ctx.tree.parent(parent)
     if isinstance(parent, cst.Arg):
         found = usage.role(ctx.tree, child)
-        if found.callee in _PRINTS:
+        if found.callee in PRINTS:
             return "it is printed or kept as a fact about CUDA"
         return "what it is given to may mean CUDA"
     if isinstance(parent, cst.Return):
