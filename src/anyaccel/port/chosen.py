@@ -231,7 +231,7 @@ def _chooses(
         return True
     if named:
         lines = getattr(parent.body, "body", []) if isinstance(parent, cst.If) and parent.orelse is None else []
-        aside = (_only_says(ctx, cst.IndentedBlock([each])) or _sets_cuda(ctx, each) for each in lines)
+        aside = (only_says(ctx, cst.IndentedBlock([each])) or sets_cuda(ctx, each) for each in lines)
         return not (lines and all(aside)) and not isinstance(parent, cst.Arg)
     match parent:
         case cst.IfExp() if parent.test is child:
@@ -240,7 +240,7 @@ def _chooses(
             if parent.orelse is None:
                 return leaves_quietly(parent.body)
             other = parent.orelse.body if isinstance(parent.orelse, cst.Else) else None
-            return other is None or not (_only_says(ctx, parent.body) and _only_says(ctx, other))
+            return other is None or not (only_says(ctx, parent.body) and only_says(ctx, other))
     return False
 
 
@@ -263,7 +263,7 @@ def _availabilities(ctx: Context, by_node: Mapping[cst.CSTNode, Candidate]) -> I
             yield each
 
 
-def _only_says(ctx: Context, body: cst.BaseSuite) -> bool:
+def only_says(ctx: Context, body: cst.BaseSuite) -> bool:
     """Whether a block only prints."""
     lines: list[cst.CSTNode] = []
     for line in body.body:
@@ -274,7 +274,7 @@ def _only_says(ctx: Context, body: cst.BaseSuite) -> bool:
     )
 
 
-def _sets_cuda(ctx: Context, statement: cst.CSTNode) -> bool:
+def sets_cuda(ctx: Context, statement: cst.CSTNode) -> bool:
     """Whether it is a setting of cuDNN or of torch.backends.cuda."""
     return (
         re.match(r"\s*(?:torch\.)?(?:backends\.)?(?:cudnn|cuda)\.", ctx.tree.module.code_for_node(statement))

@@ -34,7 +34,7 @@ _RAW = {"cuda_stream", "cudart", "raw_cuda_graph"}
 _RUNTIMES = {"cuda", "cupy", "cupyx", "tensorrt", "pycuda", "numba"}
 _OF_NVIDIA = re.compile(r"nvidia|nv_?link|nvml|nccl|cudnn|cublas", re.IGNORECASE)
 _OF_EVERY_TORCH = re.compile(r"import (?:torch|torch\.distributed)(?: as \w+)?$|import (?:logging|os|sys)$")
-_SETS_UP = re.compile(r"(?:logg\w*|warnings|sys|os|torch|np|numpy|random|matplotlib|plt)\.")
+_SETS_UP = re.compile(r"(?:_*(?:logg|handler|formatter)\w*|warnings|sys|os|torch|np|numpy|random|matplotlib|plt)\.")
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
 
 
@@ -250,9 +250,12 @@ class Context:
         """Whether the module makes an instance of this method's class where it is imported: config = _Config()."""
         around = self.tree.enclosing(function, cst.ClassDef, cst.FunctionDef)
         name = around.name.value if isinstance(around, cst.ClassDef) else ""
-        made = (each for each in self.calls.get(name, ()) if isinstance(each.func, cst.Name))
-        kinds = (cst.FunctionDef, cst.ClassDef, cst.Lambda, cst.If)
-        return self._is_library and any(self.tree.enclosing(each, *kinds) is None for each in made)
+        for each in self.calls.get(name, ()) if self._is_library else ():
+            where = self.tree.enclosing(each, cst.FunctionDef, cst.ClassDef, cst.Lambda, cst.If)
+            within = isinstance(where, cst.FunctionDef) and where.name.value == "__init__" and where is not function
+            if isinstance(each.func, cst.Name) and (where is None or (within and self._is_made_at_import(where))):
+                return True
+        return False
 
     def _asks(self, statement: cst.CSTNode) -> bool:
         """Whether a statement calls is_available(), so that it asked what there is at import before as well."""

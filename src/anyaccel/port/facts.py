@@ -15,6 +15,8 @@ _WORTH_PARSING = re.compile(r"cuda.*device|device.*cuda|cuda\.is_available", re.
 _OWN_DEVICE = re.compile(r"self\._?device(?:_type|_name)?")
 _PORTABLE = {*tables.FUNCTIONS, *tables.CLASSES, "amp", "current_device", "nvtx", "mem_get_info", "graph", "CUDAGraph"}
 _ABOUT_DEVICES = re.compile("cuda|gpu|device|accel", re.IGNORECASE)
+_OF_KERNELS = re.compile("graph|kernel|fused|numba", re.IGNORECASE)
+_PRECISION = re.compile(r"float16|float32|half|fp16|bf16")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -157,7 +159,8 @@ def _demands(function: ast.FunctionDef | ast.AsyncFunctionDef, devices: set[str]
                 if _uses_cuda(node):
                     return True
             case ast.IfExp(test=test) if _asks(test, devices, "cuda"):
-                return True
+                if not _PRECISION.search(_code(node)):
+                    return True
             case ast.Assign(value=value) | ast.Return(value=value) if value is not None:
                 if not isinstance(value, ast.IfExp) and _asks(value, devices, "cuda"):
                     return True
@@ -202,20 +205,16 @@ def _kept(module: ast.Module) -> tuple[frozenset[str], frozenset[str]]:
     for node in ast.walk(module):
         if isinstance(node, ast.If) and any(_is_answer(each) for each in ast.walk(node.test)):
             keeps |= {name for each in node.body for name in _flags(each)}
-        if isinstance(node, ast.Call):
-            keeps |= {
-                f"{each.arg}="
-                for each in node.keywords
-                if re.fullmatch(r"use_(?:cuda|gpu)", each.arg or "") and _is_answer(each.value)
-            }
         value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if value is not None and _is_answer(value):
             keeps |= {_code(each) for each in targets if isinstance(each, ast.Attribute)}
             named |= {each.id for each in targets if isinstance(each, ast.Name) and node in module.body}
-        if isinstance(node, _FUNCTIONS) and _returns_answer(node):
+        if isinstance(node, _FUNCTIONS) and (_returns_answer(node) or _tells_of_gpus(node)):
             keeps.add(f"{node.name}()")
-    return frozenset(each for each in keeps if _ABOUT_DEVICES.search(each)), frozenset(named)
+    return frozenset(each for each in keeps if _ABOUT_DEVICES.search(each) and not _OF_KERNELS.search(each)), frozenset(
+        named
+    )
 
 
 def _returns_answer(function: ast.AST) -> bool:
@@ -236,6 +235,19 @@ def _returns_answer(function: ast.AST) -> bool:
     return False
 
 
+def _tells_of_gpus(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a function by its name tells what GPUs there are, and says that there is none where CUDA is not."""
+    if not re.search("cuda|gpu", function.name, re.IGNORECASE):
+        return False
+    for node in ast.walk(function):
+        if isinstance(node, ast.If) and _is_answer(node.test):
+            ends = [each.value for each in (*node.body, *node.orelse) if isinstance(each, ast.Return)]
+            none = (ast.Constant, ast.Dict, ast.List, ast.Tuple)
+            if any(isinstance(each, none) or (isinstance(each, ast.Call) and not each.args) for each in ends):
+                return True
+    return False
+
+
 def _flags(node: ast.AST) -> Iterator[str]:
     """An attribute about GPUs that a statement sets to True or False: self.use_gpu = True."""
     match node:
@@ -251,7 +263,7 @@ def _is_answer(node: ast.AST) -> bool:
         case ast.UnaryOp(operand=operand):
             return _is_answer(operand)
         case ast.Call(func=function, args=[]):
-            return _code(function) in ("torch.cuda.is_available", "cuda.is_available")
+            return _code(function) == "torch.cuda.is_available"
         case ast.Compare(left=ast.Call(func=function, args=[]), comparators=[ast.Constant()]):
             return _code(function) == "torch.cuda.device_count"
     return False

@@ -10,6 +10,7 @@ import libcst as cst
 
 from anyaccel.port import answers, mixed, usage
 from anyaccel.port.candidate import Candidate
+from anyaccel.port.chosen import only_says, sets_cuda
 from anyaccel.port.context import Context
 from anyaccel.port.guards import ends_with_demand, guarded
 from anyaccel.port.syntax import dotted, text_of
@@ -37,6 +38,7 @@ def leave_halves(ctx: Context, candidates: Sequence[Candidate]) -> bool:
         or _leave_parts(ctx, candidates)
         or _leave_ranks(ctx, candidates)
         or _leave_unknown(ctx, candidates)
+        or _leave_questions(ctx, candidates)
     )
 
 
@@ -213,6 +215,40 @@ def _top(ctx: Context, node: cst.CSTNode) -> cst.CSTNode:
     while isinstance(parent, _OPERATIONS):
         child, parent = parent, ctx.tree.parent(parent)
     return parent if isinstance(parent, cst.IfExp) and parent.test is child else child
+
+
+def _leave_questions(ctx: Context, candidates: Sequence[Candidate]) -> bool:
+    """Leave the questions of a function that go together with one that stays: what they choose belongs together."""
+    stay = [each for each in candidates if _is_answer(each) and each.fix is None and not _only_tells(ctx, each)]
+    functions = {ctx.tree.enclosing(each.node, cst.FunctionDef) for each in stay} - {None}
+    left = False
+    for each in candidates:
+        around = ctx.tree.enclosing(each.node, cst.FunctionDef)
+        if each.fix is None or each.question != "device_there" or around not in functions:
+            continue
+        regions = _regions(ctx, each)
+        inside = [other for other in candidates if any(region in ctx.tree.parents(other.node) for region in regions)]
+        if inside and all(other.harmless and other.code != "ACC301" for other in inside):
+            continue
+        if isinstance(each.target, cst.UnaryOperation) or ctx.tree.enclosing(each.node, cst.Assert) is not None:
+            continue  # a demand
+        each.unfixed(f"the same question stays in this function, and what they choose belongs together; {_HAS_TWO}")
+        each.breaks = False
+        left = True
+    return left
+
+
+def _only_tells(ctx: Context, each: Candidate) -> bool:
+    """Whether what stays only tells people what there is, or sets CUDA's own switches."""
+    node: cst.CSTNode = each.answer
+    if isinstance(called := ctx.tree.parent(node), cst.Call) and called.func is node:
+        node = called
+    child, parent = node, ctx.tree.parent(node)
+    while isinstance(parent, _OPERATIONS):
+        child, parent = parent, ctx.tree.parent(parent)
+    if isinstance(parent, cst.If) and parent.test is child:
+        return all(only_says(ctx, cst.IndentedBlock([line])) or sets_cuda(ctx, line) for line in parent.body.body)
+    return not kept_under(ctx, each.answer) and not isinstance(parent, cst.IfExp)
 
 
 def _is_part_of_text(ctx: Context, node: cst.CSTNode) -> bool:

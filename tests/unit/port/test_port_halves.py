@@ -63,6 +63,11 @@ def messages(text: str, project: Project | None = None) -> str:
         ("if torch.cuda.is_available():\n    kwargs['accelerator'] = 'gpu'", "says GPU to something else"),
         ("install(f\"tensorflow{'' if torch.cuda.is_available() else m or '-cpu'}\")", "a part of a text"),
         ("if torch.cuda.is_available():\n    apply_patches()", "not known to be for any accelerator"),
+        (
+            "def f(kw):\n    if torch.cuda.is_available():\n        kw['accelerator'] = 'gpu'\n"
+            "    if torch.cuda.is_available():\n        kw['devices'] = -1",
+            "what they choose belongs together",
+        ),
         ("if torch.cuda.is_available():\n    dtype = torch.float16\nelse:\n    dtype = None", "chooses a precision"),
         # Halves of a call: DI-engine.
         (
@@ -148,7 +153,10 @@ ANSWER = (
         ("import torch\ndef gpus():\n    return torch.cuda.is_available()\n", "gpus()"),
         ("import torch\ndef device():\n    has = torch.cuda.is_available()\n    return has, 'x'\n", "device()"),
         ("import torch\nif torch.cuda.is_available():\n    a.use_gpu = True\n", "a.use_gpu"),
-        ("import torch\nf(use_cuda=torch.cuda.is_available())\n", "use_cuda="),
+        (
+            "import torch\ndef gpus():\n    if not torch.cuda.is_available():\n        return []\n    return g()\n",
+            "gpus()",
+        ),
     ],
 )
 def test_an_answer_that_another_file_keeps(text: str, name: str) -> None:
