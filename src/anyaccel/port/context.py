@@ -252,8 +252,12 @@ class Context:
         name = around.name.value if isinstance(around, cst.ClassDef) else ""
         for each in self.calls.get(name, ()) if self._is_library else ():
             where = self.tree.enclosing(each, cst.FunctionDef, cst.ClassDef, cst.Lambda, cst.If)
+            if not isinstance(each.func, cst.Name):
+                continue
+            if where is None:
+                return True
             within = isinstance(where, cst.FunctionDef) and where.name.value == "__init__" and where is not function
-            if isinstance(each.func, cst.Name) and (where is None or (within and self._is_made_at_import(where))):
+            if within and isinstance(where, cst.FunctionDef) and self._is_made_at_import(where):
                 return True
         return False
 

@@ -224,9 +224,10 @@ def _leave_questions(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     left = False
     for each in candidates:
         around = ctx.tree.enclosing(each.node, cst.FunctionDef)
-        if each.fix is None or each.question != "device_there" or around not in functions:
+        asks = each.question == "device_there" or each.code == "ACC111"
+        if each.fix is None or not asks or around not in functions:
             continue
-        regions = _regions(ctx, each)
+        regions = _regions(ctx, each) if each.question else []
         inside = [other for other in candidates if any(region in ctx.tree.parents(other.node) for region in regions)]
         if inside and all(other.harmless and other.code != "ACC301" for other in inside):
             continue
@@ -247,7 +248,8 @@ def _only_tells(ctx: Context, each: Candidate) -> bool:
     while isinstance(parent, _OPERATIONS):
         child, parent = parent, ctx.tree.parent(parent)
     if isinstance(parent, cst.If) and parent.test is child:
-        return all(only_says(ctx, cst.IndentedBlock([line])) or sets_cuda(ctx, line) for line in parent.body.body)
+        lines = [line for line in parent.body.body if isinstance(line, cst.BaseStatement)]
+        return all(only_says(ctx, cst.IndentedBlock([line])) or sets_cuda(ctx, line) for line in lines)
     return not kept_under(ctx, each.answer) and not isinstance(parent, cst.IfExp)
 
 
