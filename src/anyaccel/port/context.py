@@ -266,6 +266,11 @@ class Context:
         asked = self.calls.get("is_available", ())
         return any(statement in self.tree.parents(each) for each in asked)
 
+    @property
+    def runs(self) -> bool:
+        """Whether the module is a script, which does something of its own when it is run."""
+        return not self._is_library
+
     @functools.cached_property
     def _is_library(self) -> bool:
         """Whether the module defines something and does nothing else of its own when it is run."""

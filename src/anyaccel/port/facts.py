@@ -203,6 +203,10 @@ def _kept(module: ast.Module) -> tuple[frozenset[str], frozenset[str]]:
     """Attributes and functions, and variables of the module, that hold whether CUDA is there."""
     keeps, named = set(), set()
     for node in ast.walk(module):
+        if isinstance(node, ast.ClassDef):
+            keeps |= {name for each in node.body for name in _counted(each)}
+        if isinstance(node, ast.Assign):
+            keeps |= {name for name in _counted(node) if name.startswith("self.")}
         if isinstance(node, ast.If) and any(_is_answer(each) for each in ast.walk(node.test)):
             keeps |= {name for each in node.body for name in _flags(each)}
         value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
@@ -215,6 +219,17 @@ def _kept(module: ast.Module) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(each for each in keeps if _ABOUT_DEVICES.search(each) and not _OF_KERNELS.search(each)), frozenset(
         named
     )
+
+
+def _counted(node: ast.AST) -> Iterator[str]:
+    """An attribute that holds how many GPUs there are: total_visible_gpus = torch.cuda.device_count()."""
+    value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    if value is None or "torch.cuda.device_count()" not in _code(value):
+        return
+    for each in targets:
+        if isinstance(each, ast.Name | ast.Attribute) and re.search("cuda|gpu", _code(each), re.IGNORECASE):
+            yield _code(each)
 
 
 def _returns_answer(function: ast.AST) -> bool:

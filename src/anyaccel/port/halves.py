@@ -39,6 +39,7 @@ def leave_halves(ctx: Context, candidates: Sequence[Candidate]) -> bool:
         or _leave_ranks(ctx, candidates)
         or _leave_unknown(ctx, candidates)
         or _leave_questions(ctx, candidates)
+        or _leave_passed_counts(ctx, candidates)
     )
 
 
@@ -105,13 +106,27 @@ def _leave_beside_kept(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     if not where:
         return left
     for each in candidates:
-        picked = kept and each.code == "ACC111"
+        picked = each.code == "ACC111" and (kept or _goes_elsewhere(ctx, each))
         if each.fix is None or not (picked or (each.question == "device_there" and _places(ctx, each, candidates))):
             continue
         each.unfixed(f"{where}, and what goes by it would stay on the CPU; {_HAS_TWO}")
         each.breaks = False
         left = True
     return left
+
+
+def _goes_elsewhere(ctx: Context, each: Candidate) -> bool:
+    """Whether other code gets a picked device: by an attribute, a name of the module, a return or a default."""
+    found = usage.role(ctx.tree, each.node)
+    if found.callee == "torch.device" and found.call is not None:
+        found = usage.role(ctx.tree, found.call)
+    if found.kind in ("returned", "default", "value"):
+        return True
+    assign = ctx.tree.enclosing(each.node, cst.Assign, cst.AnnAssign, cst.BaseStatement)
+    targets = [one.target for one in assign.targets] if isinstance(assign, cst.Assign) else []
+    targets += [assign.target] if isinstance(assign, cst.AnnAssign) else []
+    outside = ctx.tree.enclosing(each.node, cst.FunctionDef) is None and not ctx.runs
+    return bool(targets) and (outside or any(not isinstance(one, cst.Name) for one in targets))
 
 
 def _flag_of(ctx: Context, each: Candidate) -> str:
@@ -266,6 +281,25 @@ def _says_gpu(ctx: Context, region: cst.CSTNode) -> bool:
         if says and region in (each, *ctx.tree.parents(each)):
             return True
     return False
+
+
+def _leave_passed_counts(ctx: Context, candidates: Sequence[Candidate]) -> bool:
+    """Leave a number of devices that is passed on under a name about GPUs: nobody here knows what is done for each."""
+    left = False
+    for each in candidates:
+        name = usage.last_name(ctx.tree.imported(each.node) or "")
+        assign = ctx.tree.enclosing(each.node, cst.Assign, cst.BaseStatement)
+        if each.fix is None or name != "device_count" or not isinstance(assign, cst.Assign):
+            continue
+        target = assign.targets[0].target
+        if not isinstance(target, cst.Name) or not _FLAG.search(target.value):
+            continue
+        known = {"range", "int", "str", "min", "max", "len", *answers.PRINTS}
+        found = (usage.role(ctx.tree, use) for use in ctx.uses(target))
+        if any(one.kind == "argument" and one.callee not in known for one in found):
+            each.unfixed("a number of GPUs is passed on, and what is done for each may be for CUDA only")
+            left = True
+    return left
 
 
 def _says_cuda_only(ctx: Context, node: cst.CSTNode) -> bool:

@@ -75,6 +75,10 @@ def messages(text: str, project: Project | None = None) -> str:
             "def g(rank):\n    n = torch.cuda.foo(rank % torch.cuda.device_count())",
             "stays",
         ),
+        (
+            "def f():\n    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0\n    run_on(n_gpus)",
+            "a number of GPUs is passed on",
+        ),
         # What every device but the CPU does: kilosort.
         (
             "def f(device=None):\n    if device is None:\n        if torch.cuda.is_available():\n"
@@ -153,6 +157,7 @@ ANSWER = (
         ("import torch\ndef gpus():\n    return torch.cuda.is_available()\n", "gpus()"),
         ("import torch\ndef device():\n    has = torch.cuda.is_available()\n    return has, 'x'\n", "device()"),
         ("import torch\nif torch.cuda.is_available():\n    a.use_gpu = True\n", "a.use_gpu"),
+        ("import torch\nclass C:\n    total_gpus: int = torch.cuda.device_count()\n", "total_gpus"),
         (
             "import torch\ndef gpus():\n    if not torch.cuda.is_available():\n        return []\n    return g()\n",
             "gpus()",
@@ -165,6 +170,8 @@ def test_an_answer_that_another_file_keeps(text: str, name: str) -> None:
     assert project.keeps == {name}
     assert port(other, project) == other
     assert f"other files ask {name}" in messages(other, project)
+    picks = "import torch\ndef f(self):\n    self.device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+    assert port(picks, project) == picks
     waits = "import torch\nif torch.cuda.is_available():\n    torch.cuda.synchronize()\n"
     assert "get_accelerator().synchronize()" in port(waits, project)
 
