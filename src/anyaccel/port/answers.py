@@ -33,6 +33,8 @@ def means_cuda(ctx: Context, node: cst.CSTNode) -> str:
         return "the condition is about kernels or libraries of CUDA"
     if _asks_for_another_device(ctx, node):
         return "it asks whether this machine lacks the device of something else"
+    if re.search(r"['\"]cuda\b", _condition(ctx, node)):
+        return "the condition names CUDA's device as well"
     if _cpu_goes_elsewhere(ctx, node):
         return "the CPU is treated in its own way there"
     if _wanted_as_cuda(ctx, node):

@@ -207,12 +207,16 @@ def _leave_unknown(ctx: Context, candidates: Sequence[Candidate]) -> bool:
             if other is not each and any(r in (other.replaced, *ctx.tree.parents(other.node)) for r in regions)
         ]
         why = ""
-        if _is_part_of_text(ctx, _top(ctx, each.answer)):
+        if _raises_with_cuda(ctx, each.answer):
+            why = "it raises where CUDA is, which no other device asked for"
+        elif _is_part_of_text(ctx, _top(ctx, each.answer)):
             why = "it chooses a part of a text"
         elif any(_says_gpu(ctx, region) for region in regions):
             why = "a text in what it guards says GPU to something else"
         elif _says_cuda_only(ctx, each.answer):
             why = "a comment there is about CUDA"
+        elif not mine and any(_loads_or_names_cpu(ctx, region) for region in [*regions, *_otherwise(ctx, each.answer)]):
+            why = "without CUDA something is loaded for, or put on, the CPU there"
         elif not mine and any(_calls_unknown(ctx, region) for region in regions):
             why = "what it guards is not known to be for any accelerator"
         elif _chooses_precision(ctx, each.answer) and not _is_placed_beside(ctx, each, fixed):
@@ -317,6 +321,31 @@ def _says_cuda_only(ctx: Context, node: cst.CSTNode) -> bool:
         comments += [line.comment.value for line in getattr(first, "leading_lines", ()) if line.comment is not None]
         comments += [line.comment.value for line in around.body.footer if line.comment is not None]
     return any(_OF_CUDA_ONLY.search(each) for each in comments)
+
+
+def _raises_with_cuda(ctx: Context, node: cst.CSTNode) -> bool:
+    """Whether the answer yes ends in an error: if torch.cuda.is_available() and ...: raise."""
+    child, parent, negated = node, ctx.tree.parent(node), False
+    while isinstance(parent, _OPERATIONS):
+        negated = negated != (isinstance(parent, cst.UnaryOperation) and isinstance(parent.operator, cst.Not))
+        child, parent = parent, ctx.tree.parent(parent)
+    asked = isinstance(parent, cst.If) and parent.test is child and not negated
+    return asked and isinstance(parent, cst.If) and ends_with_demand(parent.body)
+
+
+def _otherwise(ctx: Context, node: cst.CSTNode) -> list[cst.CSTNode]:
+    """What is done where the answer is no: the `else` of the `if` that asks."""
+    around = ctx.tree.enclosing(node, cst.If, cst.BaseSmallStatement)
+    return [around.orelse] if isinstance(around, cst.If) and around.orelse is not None else []
+
+
+def _loads_or_names_cpu(ctx: Context, region: cst.CSTNode) -> bool:
+    """Whether a checkpoint is read there, which may be of tensors on CUDA, or the CPU is named."""
+    if not isinstance(region, cst.BaseSuite | cst.Else | cst.If):
+        return False
+    reads = (each for each in ctx.calls.get("load", ()) if ctx.tree.imported(each.func) == "torch.load")
+    names = (each for each in ctx.tree.nodes if type(each) is cst.SimpleString and text_of(each) == "cpu")
+    return any(region in ctx.tree.parents(each) for each in (*reads, *names))
 
 
 def _calls_unknown(ctx: Context, region: cst.CSTNode) -> bool:

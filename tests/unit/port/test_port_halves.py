@@ -79,6 +79,13 @@ def messages(text: str, project: Project | None = None) -> str:
             "def f():\n    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0\n    run_on(n_gpus)",
             "a number of GPUs is passed on",
         ),
+        ("if torch.cuda.is_available() and n == 1:\n    raise ValueError(n)", "it raises where CUDA is"),
+        # What is read for the CPU, or asks for CUDA by its name: sparseml.
+        (
+            "if torch.cuda.is_available():\n    c = torch.load(p)\nelse:\n    c = torch.load(p, map_location='cpu')",
+            "something is loaded for",
+        ),
+        ("if name != 'cuda' or not torch.cuda.is_available():\n    raise ValueError(name)", "names CUDA's device"),
         # What every device but the CPU does: kilosort.
         (
             "def f(device=None):\n    if device is None:\n        if torch.cuda.is_available():\n"
