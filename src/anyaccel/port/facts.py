@@ -15,7 +15,7 @@ _WORTH_PARSING = re.compile(r"cuda.*device|device.*cuda|cuda\.is_available", re.
 _OWN_DEVICE = re.compile(r"self\._?device(?:_type|_name)?")
 _PORTABLE = {*tables.FUNCTIONS, *tables.CLASSES, "amp", "current_device", "nvtx", "mem_get_info", "graph", "CUDAGraph"}
 _ABOUT_DEVICES = re.compile("cuda|gpu|device|accel", re.IGNORECASE)
-_OF_KERNELS = re.compile("graph|kernel|fused|numba", re.IGNORECASE)
+_OF_KERNELS = re.compile("graph|kernel|fused|numba|info|memory|usage|_str|log|stat", re.IGNORECASE)
 _PRECISION = re.compile(r"float16|float32|half|fp16|bf16")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -159,7 +159,8 @@ def _demands(function: ast.FunctionDef | ast.AsyncFunctionDef, devices: set[str]
                 if _uses_cuda(node):
                     return True
             case ast.IfExp(test=test) if _asks(test, devices, "cuda"):
-                if not _PRECISION.search(_code(node)):
+                kinds = _names(node.body, "cuda") and _names(node.orelse, "cpu")  # which is ported as a whole
+                if not kinds and not _PRECISION.search(_code(node)):
                     return True
             case ast.Assign(value=value) | ast.Return(value=value) if value is not None:
                 if not isinstance(value, ast.IfExp) and _asks(value, devices, "cuda"):

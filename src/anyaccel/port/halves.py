@@ -34,7 +34,8 @@ _HAS_TWO = (
 def leave_halves(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     """Leave what works together with something that stays; whether anything was left now."""
     return (
-        _leave_beside_kept(ctx, candidates)
+        _leave_told(ctx, candidates)
+        or _leave_beside_kept(ctx, candidates)
         or _leave_parts(ctx, candidates)
         or _leave_ranks(ctx, candidates)
         or _leave_unknown(ctx, candidates)
@@ -81,6 +82,32 @@ def _flag_in(ctx: Context, node: cst.If) -> str:
                 if _FLAG.search(name):
                     return name
     return ""
+
+
+def _leave_told(ctx: Context, candidates: Sequence[Candidate]) -> bool:
+    """Leave what other files, or calls of the same one, were told by: a second run has to find what the first found."""
+    left = False
+    for each in candidates:
+        names = []
+        for around in ctx.tree.parents(each.node):
+            if isinstance(around, cst.FunctionDef | cst.ClassDef):
+                names.append(around.name.value)
+        if each.fix is None or not names:
+            continue
+        why = ""
+        if each.code == "ACC202" and each.question == "device" and ctx.project.demanding.intersection(names):
+            why = "the device that the function is given stays where it is called"
+        elif each.question == "device_there" and f"{names[0]}()" in ctx.project.keeps:
+            why = f"callers of {names[0]}() may mean CUDA"
+        elif usage.last_name(ctx.tree.imported(each.node) or "") == "device_count":
+            assign = ctx.tree.enclosing(each.node, cst.Assign, cst.BaseStatement)
+            target = dotted(assign.targets[0].target) if isinstance(assign, cst.Assign) else ""
+            why = f"other code may take {target} for CUDA" if target in ctx.project.keeps else ""
+        if why:
+            each.unfixed(why)
+            each.breaks = False
+            left = True
+    return left
 
 
 def _is_answer(each: Candidate) -> bool:

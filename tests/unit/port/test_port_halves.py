@@ -107,6 +107,12 @@ def messages(text: str, project: Project | None = None) -> str:
             "    if d == 'mps':\n        return torch.device('mps')",
             "other vendors",
         ),
+        # A function of the file that goes two ways, and what it is given.
+        (
+            "def move(x, device):\n    return x.cuda() if device == 'cuda' else x\n"
+            "move(x, 'cuda' if torch.cuda.is_available() else 'cpu')",
+            "stays where it is called",
+        ),
         # Another package's device: skrl. A comparison under a name: pyabsa.
         (
             "import jax\nclass JAX:\n    def __init__(self, rank):\n        self._device = f'cuda:{rank}'\n"
