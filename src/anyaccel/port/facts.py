@@ -268,7 +268,8 @@ def _flags(node: ast.AST) -> Iterator[str]:
     """An attribute about GPUs that a statement sets to True or False: self.use_gpu = True."""
     match node:
         case ast.Assign(targets=[ast.Attribute(attr=name) as target], value=ast.Constant(value=bool())):
-            if re.search("cuda|gpu", name, re.IGNORECASE):
+            # One that is called cuda alone is for its own class; what others ask is more explicit.
+            if re.search("cuda|gpu", name, re.IGNORECASE) and name != "cuda":
                 yield _code(target)
 
 
