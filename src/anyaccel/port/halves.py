@@ -187,7 +187,7 @@ def _leave_parts(ctx: Context, candidates: Sequence[Candidate]) -> bool:
             if inner is outer or (outer.fix is None) == (inner.fix is None) or not _is_part(ctx, inner, outer):
                 continue
             one, other = (outer, inner) if inner.fix is None else (inner, outer)
-            if other.breaks or other.count:
+            if other.breaks or other.count or other.asks:
                 one.unfixed("a part of the same expression stays; port both by hand")
                 left = True
     return left

@@ -86,6 +86,10 @@ def messages(text: str, project: Project | None = None) -> str:
             "something is loaded for",
         ),
         ("if name != 'cuda' or not torch.cuda.is_available():\n    raise ValueError(name)", "names CUDA's device"),
+        (
+            "def f(cfg):\n    device = 'cuda:{}'.format(get_rank() % torch.cuda.device_count()) if cfg.cuda else 'cpu'",
+            "a part of the same expression stays",
+        ),
         # What every device but the CPU does: kilosort.
         (
             "def f(device=None):\n    if device is None:\n        if torch.cuda.is_available():\n"
