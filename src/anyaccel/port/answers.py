@@ -16,7 +16,8 @@ from anyaccel.port.syntax import OTHER_DEVICE, dotted, text_of
 # A variable that says whether CUDA itself is there; use_cuda is about what to use.
 _FACT = re.compile(r"_*(?:(?:is|has|have)_)?(?:torch_)?(?:cuda|gpu)(?:_available|_is_available)?_*", re.IGNORECASE)
 _KERNEL = re.compile("fused|flash|apex|kernel", re.IGNORECASE)
-_PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
+ANY_WILL_DO = 'two readings: leave it where CUDA itself is meant, else `get_accelerator().device_name() != "cpu"`'
+PRINTS = {"print", ".info", ".debug", ".warning", ".warn", ".error", ".write", ".log", ".append", ".format", "str"}
 # Arguments that say what to do for a device.
 _OPTIONS_OF_DEVICES = {"enabled", "non_blocking", "pin_memory"}
 _OF_KERNELS = re.compile(r"(?<![a-z])(?:trt|tensorrt|cupy|apex|flash\w*|cudf|cuml|triton|nccl)(?![a-z])", re.IGNORECASE)
@@ -32,6 +33,8 @@ def means_cuda(ctx: Context, node: cst.CSTNode) -> str:
         return "the condition is about kernels or libraries of CUDA"
     if _asks_for_another_device(ctx, node):
         return "it asks whether this machine lacks the device of something else"
+    if re.search(r"['\"]cuda\b", _condition(ctx, node)):
+        return "the condition names CUDA's device as well"
     if _cpu_goes_elsewhere(ctx, node):
         return "the CPU is treated in its own way there"
     if _wanted_as_cuda(ctx, node):
@@ -111,7 +114,7 @@ def _of_value(ctx: Context, node: cst.CSTNode) -> str:
         child, parent = parent, ctx.tree.parent(parent)
     if isinstance(parent, cst.Arg):
         found = usage.role(ctx.tree, child)
-        if found.callee in _PRINTS:
+        if found.callee in PRINTS:
             return "it is printed or kept as a fact about CUDA"
         return "what it is given to may mean CUDA"
     if isinstance(parent, cst.Return):

@@ -30,16 +30,65 @@ def leave_picked(ctx: Context, candidates: Sequence[Candidate], by_node: Mapping
     for each in candidates:
         if each.fix is None or not (each.code in ("ACC111", "ACC201") or isinstance(each.node, cst.IfExp)):
             continue
-        if any(usage.is_foreign(ctx.tree, usage.role(ctx.tree, use)) for use in _uses(ctx, each.node)):
+        uses = list(_uses(ctx, each.node))
+        if any(usage.is_foreign(ctx.tree, usage.role(ctx.tree, use)) for use in uses):
             each.unfixed("it is given to a package whose devices are its own affair")
             left = True
             continue
+        taker = next((name for use in (_whole(ctx, each.node), *uses) for name in [_doubtful(ctx, use)] if name), "")
+        if taker:
+            each.unfixed(
+                f"{taker} may take cuda and cpu only, or go the CPU's way with other devices; look there first"
+            )
+            left = True
+            continue
         chooses = functools.partial(_chooses, ctx, named=each.code == "ACC201", by_node=by_node, stuck=stuck)
-        if any(_stays_and_chooses(ctx, use, by_node, chooses) for use in _uses(ctx, each.node)):
+        if any(_stays_and_chooses(ctx, use, by_node, chooses) for use in uses):
             each.unfixed('what is compared with "cuda" below stays and chooses another way; port both by hand')
-            each.breaks = False
+            each.breaks = each.code == "ACC201"
+            left = True
+    branches = [branch for branch in _of_every_device(ctx) if branch in stuck]
+    for each in candidates if branches else ():
+        if each.fix is not None and any(branch in ctx.tree.parents(each.node) for branch in branches):
+            each.unfixed("what every device but the CPU does here needs CUDA, by something else that stays")
             left = True
     return left
+
+
+def _of_every_device(ctx: Context) -> Iterator[cst.CSTNode]:
+    """What every device but the CPU does: if device.type != "cpu": ..."""
+    for each in ctx.tree.nodes:
+        if type(each) is not cst.SimpleString or text_of(each) != "cpu":
+            continue
+        test = ctx.tree.enclosing(each, cst.Comparison, cst.BaseStatement)
+        parent = ctx.tree.parent(test) if isinstance(test, cst.Comparison) else None
+        if isinstance(parent, cst.If) and parent.test is test and isinstance(test, cst.Comparison):
+            same = isinstance(test.comparisons[0].operator, cst.Equal)
+            branch = parent.orelse if same else parent.body
+            if branch is not None:
+                yield branch
+
+
+def _whole(ctx: Context, picked: cst.CSTNode) -> cst.CSTNode:
+    """The picked device with the torch.device() around it."""
+    found = usage.role(ctx.tree, picked)
+    return found.call if found.callee == "torch.device" and found.call is not None else picked
+
+
+def _doubtful(ctx: Context, use: cst.CSTNode) -> str:
+    """What takes this device as an argument without it being sure that it takes any; empty for nothing."""
+    found = usage.role(ctx.tree, use)
+    if found.kind != "argument" or found.call is None:
+        return ""
+    full = ctx.tree.imported(found.call.func) or ""
+    name = usage.last_name(full or found.callee)
+    if full.startswith("torch.") or name in ("to", "cuda"):
+        return ""
+    if name in ctx.project.demanding or usage.last_name(found.callee) in ctx.project.demanding:
+        return name
+    root = full.split(".")[0]
+    known = not root or root in tables.TAKES_ANY | ctx.project.roots
+    return "" if known or not (found.names or found.plural or found.position >= 0) else full
 
 
 def _uses(ctx: Context, picked: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -143,7 +192,8 @@ def _comparison(ctx: Context, use: cst.CSTNode) -> cst.CSTNode | None:
     other = comparison.comparisons[0].comparator if comparison.left is node else comparison.left
     if isinstance(other, cst.Call) and ctx.tree.imported(other.func) == "torch.device" and other.args:
         other = other.args[0].value
-    return comparison if device_index(other) is not False or text_of(other) == "nccl" else None
+    named = device_index(other) is not False or text_of(other) in ("nccl", "cpu")
+    return comparison if named else None
 
 
 def _is_ported(ctx: Context, comparison: cst.CSTNode, by_node: Mapping[cst.CSTNode, Candidate]) -> bool:
@@ -175,11 +225,13 @@ def _chooses(
     while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation):
         child, parent = parent, tree.parent(parent)
     alone = tree.parent(comparison) is parent
+    if _is_with_cpu(comparison):  # what every device but the CPU does next may be for CUDA only
+        return isinstance(parent, cst.If) and parent.test is child and (parent.body in stuck or parent.orelse in stuck)
     if not alone and any(child in tree.parents(each) for each in _availabilities(ctx, by_node)):
         return True
     if named:
         lines = getattr(parent.body, "body", []) if isinstance(parent, cst.If) and parent.orelse is None else []
-        aside = (each in stuck or _only_says(ctx, cst.IndentedBlock([each])) or _sets_cuda(ctx, each) for each in lines)
+        aside = (only_says(ctx, cst.IndentedBlock([each])) or sets_cuda(ctx, each) for each in lines)
         return not (lines and all(aside)) and not isinstance(parent, cst.Arg)
     match parent:
         case cst.IfExp() if parent.test is child:
@@ -188,8 +240,16 @@ def _chooses(
             if parent.orelse is None:
                 return leaves_quietly(parent.body)
             other = parent.orelse.body if isinstance(parent.orelse, cst.Else) else None
-            return other is None or not (_only_says(ctx, parent.body) and _only_says(ctx, other))
+            return other is None or not (only_says(ctx, parent.body) and only_says(ctx, other))
     return False
+
+
+def _is_with_cpu(comparison: cst.CSTNode) -> bool:
+    if not isinstance(comparison, cst.Comparison):
+        return False
+    both = (comparison.left, comparison.comparisons[0].comparator)
+    sides = [each.args[0].value if isinstance(each, cst.Call) and each.args else each for each in both]
+    return any(text_of(each) == "cpu" for each in sides)
 
 
 def _availabilities(ctx: Context, by_node: Mapping[cst.CSTNode, Candidate]) -> Iterator[cst.CSTNode]:
@@ -203,16 +263,18 @@ def _availabilities(ctx: Context, by_node: Mapping[cst.CSTNode, Candidate]) -> I
             yield each
 
 
-def _only_says(ctx: Context, body: cst.BaseSuite) -> bool:
+def only_says(ctx: Context, body: cst.BaseSuite) -> bool:
     """Whether a block only prints."""
-    lines = [each for line in body.body for each in getattr(line, "body", [line])]
+    lines: list[cst.CSTNode] = []
+    for line in body.body:
+        lines += line.body if isinstance(line, cst.SimpleStatementLine) else [line]
     return all(
         isinstance(each, cst.Expr) and isinstance(each.value, cst.Call) and _callee(each.value) in _SAYS
         for each in lines
     )
 
 
-def _sets_cuda(ctx: Context, statement: cst.CSTNode) -> bool:
+def sets_cuda(ctx: Context, statement: cst.CSTNode) -> bool:
     """Whether it is a setting of cuDNN or of torch.backends.cuda."""
     return (
         re.match(r"\s*(?:torch\.)?(?:backends\.)?(?:cudnn|cuda)\.", ctx.tree.module.code_for_node(statement))

@@ -12,6 +12,7 @@ from libcst.metadata import Access
 from libcst.metadata.scope_provider import GlobalScope, ImportAssignment
 
 from anyaccel.port import usage
+from anyaccel.port.facts import facts
 from anyaccel.port.project import NO_PROJECT, Project
 from anyaccel.port.syntax import OTHER_DEVICE, attribute, call, device_index, dotted, text_of
 from anyaccel.port.tree import Tree
@@ -33,6 +34,7 @@ _RAW = {"cuda_stream", "cudart", "raw_cuda_graph"}
 _RUNTIMES = {"cuda", "cupy", "cupyx", "tensorrt", "pycuda", "numba"}
 _OF_NVIDIA = re.compile(r"nvidia|nv_?link|nvml|nccl|cudnn|cublas", re.IGNORECASE)
 _OF_EVERY_TORCH = re.compile(r"import (?:torch|torch\.distributed)(?: as \w+)?$|import (?:logging|os|sys)$")
+_SETS_UP = re.compile(r"(?:_*(?:logg|handler|formatter)\w*|warnings|sys|os|torch|np|numpy|random|matplotlib|plt)\.")
 _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused", "ignore", "is_scripting", "interface"}
 
 
@@ -166,6 +168,18 @@ class Context:
             if type(each) is cst.SimpleString and _OTHER_VENDOR.fullmatch(text_of(each) or "") is not None
         ]
 
+    @functools.cached_property
+    def kept_elsewhere(self) -> list[str]:
+        """What holds in other files of the project whether CUDA is there."""
+        own = facts(self.tree.text).keeps if self.project.keeps else frozenset()
+        return sorted(self.project.keeps - own)
+
+    def names_vendors_beside(self, node: cst.CSTNode) -> bool:
+        """Whether the function around this node asks for another vendor's device, or names one, outside of it."""
+        function = self.tree.enclosing(node, cst.FunctionDef)
+        asked = (each for each in self._vendor_questions if node not in self.tree.parents(each))
+        return function is not None and any(function in self.tree.parents(each) for each in asked)
+
     def beside_vendors(self, node: cst.CSTNode) -> bool:
         """Whether the condition that this is in, or one of its alternatives, names another vendor."""
         top = node
@@ -214,6 +228,8 @@ class Context:
         child = node
         for around in self.tree.parents(node):
             match around:
+                case cst.FunctionDef() if around.name.value == "__init__" and self._is_made_at_import(around):
+                    return "a part of an instance that the module makes"
                 case cst.Lambda() | cst.FunctionDef() | cst.Annotation():
                     return ""
                 case cst.Decorator():
@@ -223,8 +239,47 @@ class Context:
                     return "a default" if isinstance(function, cst.FunctionDef) else ""
                 case cst.ClassDef():
                     return "an attribute of a class"
+                case cst.Module() if isinstance(child, cst.SimpleStatementLine) and self._is_library:
+                    # CUDA_0 = torch.device("cuda:0"); wait = torch.cuda.synchronize
+                    named = isinstance(child.body[0], cst.Assign | cst.AnnAssign) and not self._asks(child)
+                    return "a name of the module" if named else ""
             child = around
         return ""
+
+    def _is_made_at_import(self, function: cst.FunctionDef) -> bool:
+        """Whether the module makes an instance of this method's class where it is imported: config = _Config()."""
+        around = self.tree.enclosing(function, cst.ClassDef, cst.FunctionDef)
+        name = around.name.value if isinstance(around, cst.ClassDef) else ""
+        for each in self.calls.get(name, ()) if self._is_library else ():
+            where = self.tree.enclosing(each, cst.FunctionDef, cst.ClassDef, cst.Lambda, cst.If)
+            if not isinstance(each.func, cst.Name):
+                continue
+            if where is None:
+                return True
+            within = isinstance(where, cst.FunctionDef) and where.name.value == "__init__" and where is not function
+            if within and isinstance(where, cst.FunctionDef) and self._is_made_at_import(where):
+                return True
+        return False
+
+    def _asks(self, statement: cst.CSTNode) -> bool:
+        """Whether a statement calls is_available(), so that it asked what there is at import before as well."""
+        asked = self.calls.get("is_available", ())
+        return any(statement in self.tree.parents(each) for each in asked)
+
+    @property
+    def runs(self) -> bool:
+        """Whether the module is a script, which does something of its own when it is run."""
+        return not self._is_library
+
+    @functools.cached_property
+    def _is_library(self) -> bool:
+        """Whether the module defines something and does nothing else of its own when it is run."""
+        body = self.tree.module.body
+        lines = [each for line in body if isinstance(line, cst.SimpleStatementLine) for each in line.body]
+        calls = [each.value for each in lines if isinstance(each, cst.Expr) and isinstance(each.value, cst.Call)]
+        code = self.tree.module.code_for_node
+        runs = [each for each in calls if not _SETS_UP.match(code(each))]
+        return not runs and any(isinstance(each, cst.FunctionDef | cst.ClassDef) for each in body)
 
     def _is_decided_at_import(self, decorator: cst.BaseExpression) -> bool:
         """Whether a decorator asked at import before as well, or can be asked at no other time."""
@@ -346,7 +401,12 @@ class Context:
             and re.search("cuda", usage.last_name(dotted(each.func) or ""), re.IGNORECASE)
             and not {each, each.func} & replaced
         ]
-        return [*asked, *(each for each in self.tree.attributes if each.attr.value == "NCCL")]
+        named = (each for each in self.tree.attributes if each.attr.value in ("NCCL", "CUDA"))
+        compared = (cst.Comparison, cst.ComparisonTarget)
+        return [
+            *asked,
+            *(each for each in named if each.attr.value == "NCCL" or isinstance(self.tree.parent(each), compared)),
+        ]
 
     @functools.cached_property
     def _cuda_calls(self) -> list[cst.CSTNode]:

@@ -125,7 +125,6 @@ class _Place:
         return self.fixed(code, shown, fix, needs_torch=True, needs_accelerator=False)
 
 
-ANY_WILL_DO = 'two readings: leave it where CUDA itself is meant, else `get_accelerator().device_name() != "cpu"`'
 _ASK = {
     "hasattr",
     "getattr",
@@ -157,7 +156,9 @@ def _function(place: _Place, name: str) -> Candidate:
             "ACC501", "record_stream() wants a stream of the tensor's device; skip it where is_synchronized_device()"
         )
     if name == "device_count" and place.ctx.says_so(place.call):
-        return place.report("ACC101", "not fixed: a text there is about CUDA", breaks=False)
+        found = place.report("ACC101", "not fixed: a text there is about CUDA", breaks=False)
+        found.asks = True
+        return found
     if name == "device_count" and place.ctx.beside_vendors(place.call):
         return place.report("ACC101", "not fixed: the code chooses between vendors by itself", breaks=False)
     if name in ("manual_seed", "manual_seed_all") and figures.has_another_seed(place.ctx, place.call):
@@ -165,7 +166,8 @@ def _function(place: _Place, name: str) -> Candidate:
         return place.report("ACC101", f"not fixed: {why}", breaks=False)
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
-    processes = usage.is_number_of_processes(place.tree, place.call) or _only_divides(place)
+    # As a number of processes it is 0 without CUDA, and none was started.
+    processes = usage.is_divisor(place.tree, place.call) or _only_divides(place)
     found.count = name == "device_count" and not processes
     found.count = found.count or ("memory" in name and figures.is_compared(place.ctx, place.call))
     seeds = name in ("manual_seed", "manual_seed_all")
@@ -187,7 +189,7 @@ def _availability(place: _Place) -> Candidate:
         return place.report("ACC101", "only its calls can be replaced")
     why = answers.means_cuda(place.ctx, place.call)
     if why:
-        found = place.report("ACC101", f"not fixed: {why}; {ANY_WILL_DO}", breaks=False)
+        found = place.report("ACC101", f"not fixed: {why}; {answers.ANY_WILL_DO}", breaks=False)
         found.asks = True
         return found
     found = place.method_call("ACC101", tables.FUNCTIONS["is_available"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import libcst as cst
 
-from anyaccel.port import cuda_names, literals, packages, pickers, processes, tables, tensors
+from anyaccel.port import cuda_names, literals, packages, pickers, processes, tables, tensors, usage
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.fstrings import free_quotes, shows_code
@@ -121,6 +121,10 @@ def port_text(
                 candidate.unfixed(f"by its name {own} is about CUDA")
             elif is_for_another_vendor(ctx, candidate.node, candidate.code in _NAMES):
                 candidate.unfixed("the code chooses between vendors by itself")
+            elif candidate.code == "ACC111" and ctx.names_vendors_beside(candidate.node):
+                candidate.unfixed("the function names devices of other vendors too")
+            elif candidate.code in ("ACC111", "ACC201") and usage.is_within_foreign(tree, candidate.node):
+                candidate.unfixed("what is around it uses a package whose devices are its own affair")
             elif candidate.code == "ACC104" and has_newer_way(ctx, candidate.node):
                 candidate.unfixed("it is for older torch; another branch has torch.amp")
             elif candidate.drops and "#" in text[start:end]:

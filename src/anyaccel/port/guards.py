@@ -131,6 +131,10 @@ def governed(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
                 yield from block[block.index(parent) + 1 :] if parent in block else ()
         case cst.IfExp() if parent.test is child:
             yield parent.orelse if negated else parent.body
+        case cst.Assert() if parent.test is child and alone:  # assert torch.cuda.device_count() > rank
+            line = tree.parent(parent)
+            block = getattr(tree.parent(line), "body", ())
+            yield from block[block.index(line) + 1 :] if line in block else ()
 
 
 def ends_with_demand(body: cst.BaseSuite, well: bool = True) -> bool:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
+
+from anyaccel.port.facts import NO_FACTS, Facts, demanding, facts
 
 _CLASS = re.compile(r"^([ \t]*)class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:", re.MULTILINE)
 _BLOCK = re.compile(r"^([ \t]*)(?:class|(?:async[ \t]+)?def)[ \t]+(\w+)", re.MULTILINE)
@@ -23,11 +26,17 @@ class Project:
             torch.nn.Module has of Module passes its cuda() by.
         own_pinning: classes that define pin_memory(), or are derived from one that does.
         imported: names about devices that a file of the project imports from another.
+        keeps: what holds whether CUDA is there, for other files to ask.
+        demanding: functions and classes that take "cuda" and "cpu" only, or pass the device on to one that does.
+        roots: the names of the packages and modules that are ported together.
     """
 
     own_cuda: frozenset[str] = frozenset()
     own_pinning: frozenset[str] = frozenset()
     imported: frozenset[str] = frozenset()
+    keeps: frozenset[str] = frozenset()
+    demanding: frozenset[str] = frozenset()
+    roots: frozenset[str] = frozenset()
 
 
 NO_PROJECT = Project()
@@ -39,6 +48,7 @@ class Outline:
 
     classes: tuple[tuple[str, tuple[str, ...], frozenset[str]], ...] = ()
     imported: frozenset[str] = frozenset()
+    facts: Facts = NO_FACTS
 
 
 def outline(text: str) -> Outline:
@@ -59,11 +69,17 @@ def outline(text: str) -> Outline:
         bases = re.findall(r"(\w+)\s*(?:\[[^\]]*\])?\s*(?:,|$)", re.sub(r"\w+\s*=[^,]*", "", match[3] or ""))
         found.append((match[2], tuple(bases), frozenset(methods[start])))
     names = {name for match in _IMPORT.finditer(text) for name in _SHARED.findall(match[1])}
-    return Outline(tuple(found), frozenset(names))
+    return Outline(tuple(found), frozenset(names), facts(text))
 
 
-def join(outlines: Iterable[Outline]) -> Project:
-    """What the outlines of all files come to."""
+def join(outlines: Iterable[Outline], paths: Iterable[str] = ()) -> Project:
+    """What the outlines of all files come to.
+
+    Args:
+        outlines: of the files.
+        paths: of the files, whose folders are the packages that they make.
+    """
+    outlines = list(outlines)
     bases: dict[str, set[str]] = {}
     methods: dict[str, set[str]] = {}
     imported: set[str] = set()
@@ -82,7 +98,16 @@ def join(outlines: Iterable[Outline]) -> Project:
     own_pinning = frozenset(
         name for name in bases if any("pin_memory" in methods.get(each, ()) for each in _above(name, bases))
     )
-    return Project(own_cuda, own_pinning, frozenset(imported))
+    keeps = {name for each in outlines for name in each.facts.keeps | (each.facts.named & imported)}
+    roots = {part.removesuffix(".py") for path in paths for part in PurePath(path).parts}
+    return Project(
+        own_cuda,
+        own_pinning,
+        frozenset(imported),
+        frozenset(keeps),
+        demanding(each.facts for each in outlines),
+        frozenset(roots),
+    )
 
 
 def _above(name: str, bases: Mapping[str, set[str]]) -> set[str]:

@@ -124,7 +124,7 @@ def look_at_all(
         done: called after each file.
         workers: 0 for as many as there are cores.
     """
-    project = join(_outline(path) for path, _ in files)
+    project = join((_outline(path) for path, _ in files), (os.path.realpath(path) for path, _ in files))
     workers = min(workers or len(os.sched_getaffinity(0)), len(files))
     if workers <= 1 or len(files) <= _FEW or _has_threads():
         for path, config in files:

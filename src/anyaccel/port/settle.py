@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import libcst as cst
 
 from anyaccel.port import usage
+from anyaccel.port.answers import ANY_WILL_DO
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.chosen import leave_picked
 from anyaccel.port.context import Context
-from anyaccel.port.cuda_names import ANY_WILL_DO
 from anyaccel.port.guards import ends_with_demand, governed, guarded, only_sets_cuda
+from anyaccel.port.halves import leave_halves, leave_switches
 from anyaccel.port.pretended import leave_pretended
 from anyaccel.port.syntax import dotted, text_of
 from anyaccel.port.tries import is_caught, leave_tried
@@ -41,7 +42,7 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
     On a machine without a GPU every branch that was taken before is taken afterwards; where the CPU as accelerator may
     take a branch that was meant for GPUs, nothing in it changes what is computed.
     """
-    _leave_halves(candidates)
+    _leave_others(candidates)
     leave_pretended(ctx, candidates)
     leave_tried(ctx, candidates)
     settled = False
@@ -54,6 +55,8 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
             or _leave_states(ctx, candidates)
             or _leave_arguments(ctx, candidates)
             or leave_picked(ctx, candidates, _by_node(candidates))
+            or leave_halves(ctx, candidates)
+            or leave_switches(ctx, candidates)
         )
     by_node = _by_node(candidates)
     for candidate in candidates:
@@ -69,7 +72,7 @@ def _by_node(candidates: Sequence[Candidate]) -> dict[cst.CSTNode, Candidate]:
     return {node: each for each in candidates if each.fix is not None for node in (each.node, each.replaced)}
 
 
-def _leave_halves(candidates: Sequence[Candidate]) -> None:
+def _leave_others(candidates: Sequence[Candidate]) -> None:
     """Where one use of CUDA_VISIBLE_DEVICES or of CUDA's graphs stays, the others go on speaking of the same thing."""
     for code in ("ACC402", "ACC107"):
         own = [each for each in candidates if each.code == code]
@@ -160,12 +163,15 @@ def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
             target = assign.targets[0].target
             asking += list(ctx.uses(target)) if isinstance(target, cst.Name) else []
     for each in candidates:  # is_cuda = device.type == "cuda"; if is_cuda: ...
-        if each.fix is None and each.asks and each.code == "ACC202":
+        if each.fix is None and each.asks:
             asking += _named(ctx, each.answer)
     asking += ctx.questions(
         {node for each in candidates if each.fix is not None for node in (each.node, each.replaced)}
     )
     regions = {region for node in asking for region in governed(ctx, node)}
+    for each in candidates:  # if weight.device.type != "cuda": weight = weight.to("cuda")
+        if each.fix is None and each.asks and each.code in ("ACC202", "ACC302"):
+            regions |= _both_ways(ctx, each.answer)
     for each in candidates:  # with torch.cuda.device(i): ...
         item = (
             ctx.tree.enclosing(each.node, cst.WithItem, cst.BaseStatement) if each.fix is None and each.breaks else None
@@ -182,14 +188,27 @@ def _leave_guarded(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     return left
 
 
+def _both_ways(ctx: Context, node: cst.CSTNode) -> set[cst.CSTNode]:
+    """The branches of the `if` that asks where something is: what is done in either is done with CUDA's kernels."""
+    child, parent = node, ctx.tree.parent(node)
+    while isinstance(parent, cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget):
+        child, parent = parent, ctx.tree.parent(parent)
+    if not isinstance(parent, cst.If) or parent.test is not child:
+        return set()
+    return {parent.body} | ({parent.orelse} if isinstance(parent.orelse, cst.Else) else set())
+
+
 def _named(ctx: Context, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Where the variable is read that a comparison is assigned to, by itself or as a part of a condition."""
     operations = cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget
     parent = ctx.tree.parent(node)
+    if isinstance(parent, cst.Call) and parent.func is node:
+        parent = ctx.tree.parent(parent)
     while isinstance(parent, operations):
         parent = ctx.tree.parent(parent)
-    if isinstance(parent, cst.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0].target, cst.Name):
-        yield from ctx.uses(parent.targets[0].target)
+    if isinstance(parent, cst.Assign) and len(parent.targets) == 1:
+        target = parent.targets[0].target
+        yield from ctx.uses(target) if isinstance(target, cst.Name) else ctx.uses_of_attribute(target)
 
 
 def _leave_counts(ctx: Context, candidates: Sequence[Candidate]) -> bool:

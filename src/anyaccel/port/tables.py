@@ -118,7 +118,6 @@ INDEX_NAME = re.compile(
     re.IGNORECASE,
 )
 # Names that hold how many processes are started, which is what a number of devices may become on every accelerator.
-PROCESSES_NAME = re.compile(r"(?:\w*_)?(?:world_size|n_?procs?|nproc_per_node|num_processes|n?gpus_per_node)")
 BACKEND_NAME = re.compile(r"(?:\w*_)?backend(?:_name)?", re.IGNORECASE)
 
 # Function -> position of its device argument.
@@ -149,6 +148,45 @@ FOREIGN = {
     *("catboost", "ctranslate2", "cuml", "cupy", "dali", "faster_whisper", "faiss", "flax", "haiku", "insightface"),
     *("jax", "lightgbm", "llama_cpp", "mxnet", "numba", "nvidia", "onnxruntime", "openvino", "paddle", "rapidocr"),
     *("spacy", "taichi", "tensorflow", "tensorrt", "tf", "tvm", "vllm", "warp", "xgboost"),
+}
+
+# Packages that take the name of any of torch's devices; of others nobody here knows.
+TAKES_ANY = {
+    *(
+        "accelerate",
+        "anyaccel",
+        "deepspeed",
+        "diffusers",
+        "einops",
+        "gpytorch",
+        "ignite",
+        "kornia",
+        "lightning",
+        "monai",
+    ),
+    *("open_clip", "peft", "pytorch_lightning", "safetensors", "sentence_transformers", "timm", "torch", "torchaudio"),
+    *(
+        "torchmetrics",
+        "torchvision",
+        "transformers",
+        "lightning_fabric",
+        "linear_operator",
+        "botorch",
+        "torch_geometric",
+    ),
+    *(
+        "tensordict",
+        "torchrl",
+        "torchdata",
+        "torchao",
+        "functools",
+        "dataclasses",
+        "os",
+        "copy",
+        "typing",
+        "collections",
+    ),
+    *("argparse", "unittest", "pytest", "click", "typer", "fire", "logging", "multiprocessing", "threading", "numpy"),
 }
 
 # Package -> advice. An import of it is reported.

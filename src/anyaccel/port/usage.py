@@ -164,6 +164,24 @@ def is_beside_foreign(tree: Tree, node: cst.CSTNode, found: Role) -> bool:
     )
 
 
+def is_within_foreign(tree: Tree, node: cst.CSTNode) -> bool:
+    """Whether the method or class around a place uses such a package, and nothing of torch."""
+    around = tree.enclosing(node, cst.ClassDef) or tree.enclosing(node, cst.FunctionDef)
+    if around is None:
+        return False
+    roots = {
+        (tree.imported(each) or "").split(".")[0]
+        for each in tree.nodes
+        if isinstance(each, cst.Name) and each.value in tree.imported_names and around in tree.parents(each)
+    }
+    return bool(roots & tables.FOREIGN) and ("torch" not in roots or _is_assigned_to_self(tree, node))
+
+
+def _is_assigned_to_self(tree: Tree, node: cst.CSTNode) -> bool:
+    assign = tree.enclosing(node, cst.Assign, cst.BaseStatement)
+    return isinstance(assign, cst.Assign) and (dotted(assign.targets[0].target) or "").startswith("self.")
+
+
 def is_enumerated(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether it stands in a list of devices that has the CPU as well, as its name or in torch.device()."""
     for child in (node, tree.parent(tree.parent(node))):
@@ -244,14 +262,6 @@ def starts_processes(found: Role) -> bool:
         return False
     first = last_name(found.callee) != "new_group" and not found.names and found.position == 0
     return first or found.names in (("backend",), ("dist_backend",))
-
-
-def is_number_of_processes(tree: Tree, node: cst.CSTNode) -> bool:
-    """Whether a number of devices says how many processes to start, or which device each of them has."""
-    if is_divisor(tree, node):
-        return True
-    found = role(tree, node)
-    return found.kind in ("argument", "assigned") and _called(tables.PROCESSES_NAME, found.names)
 
 
 def is_divisor(tree: Tree, node: cst.CSTNode) -> bool:

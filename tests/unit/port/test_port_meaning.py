@@ -197,7 +197,7 @@ def messages(text: str) -> str:
         ("if torch.cuda.device_count() > 1:\n    model = DataParallel(model)", None),
         ("torch.cuda.set_device(rank % torch.cuda.device_count())",
          "get_accelerator().set_device(rank % get_accelerator().device_count())"),
-        ("mp.spawn(f, nprocs=torch.cuda.device_count())", "mp.spawn(f, nprocs=get_accelerator().device_count())"),
+        ("mp.spawn(f, nprocs=torch.cuda.device_count())", None),  # 0 without CUDA: none was started
         ("n = torch.cuda.device_count() if torch.cuda.is_available() else 1",
          f"n = get_accelerator().device_count() if {THERE} else 1"),
         # Wrappers of several processes.
