@@ -222,6 +222,17 @@ def test_wrong_values_are_refused_by_name(llama: Any, prompt: list[int], options
     run(main())
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-21, 1e-20])
+def test_the_smallest_temperatures_take_the_likeliest_token_and_harm_nobody(llama: Any, temperature: float) -> None:
+    async def main() -> None:
+        async with engine(llama) as made:
+            likeliest = await answer(made, [5, 6, 7], 5)
+            smallest = Sampling(temperature=temperature, top_p=1e-6, min_p=5e-324, seed=1)
+            assert (await answer(made, [5, 6, 7], 5, sampling=smallest)).tokens == likeliest.tokens
+
+    run(main())
+
+
 def test_a_request_whose_time_is_over_ends(llama: Any) -> None:
     async def main() -> None:
         async with engine(llama, timeout_s=1e-9) as made:
