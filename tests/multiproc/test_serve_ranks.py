@@ -17,7 +17,7 @@ import family_cases
 import serving
 from anyaccel.errors import UsageError
 from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.serve import ranks
+from anyaccel.inference.ranks.patience import Patience
 from anyaccel.serve.contract import EngineStoppedError, GenerationRequest, Sampling
 from anyaccel.serve.engine import open_engine
 from anyaccel.serve.settings import EngineSettings
@@ -115,7 +115,7 @@ def test_ranks_that_are_stopped_are_killed_and_started_again(folder: Path, monke
                 for victim in victims[stopped]:
                     os.kill(victim, signal.SIGSTOP)
                 with monkeypatch.context() as patch:  # only while nothing could be in time
-                    patch.setattr(ranks.Patience, "seconds", lambda _self, _tokens: 0.2)
+                    patch.setattr(Patience, "seconds", lambda _self, _tokens: 0.2)
                     with pytest.raises(EngineStoppedError, match="a rank hangs"):
                         await serving.answer(two, [5, 6, 7], 8, ignore_end=True)
                 while not two.ready():

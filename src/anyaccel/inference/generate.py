@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from anyaccel.inference.engine import InferenceEngine
     from anyaccel.inference.native.runtime import NativeModel
 
+# Below it the likeliest token is all that can be drawn, and single precision, which the decoders have, soon has 0.
+LEAST_TEMPERATURE = 1e-20
+
 
 @dataclass
 class Generation:
@@ -85,7 +88,7 @@ class Sampling:
 
     def native(self) -> dict[str, Any]:
         """Options of a native Request."""
-        sample = self.temperature > 0
+        sample = self.temperature >= LEAST_TEMPERATURE
         return {
             "do_sample": sample,
             "temperature": self.temperature if sample else 1.0,
@@ -167,7 +170,7 @@ class _Sampler:
         if how.repetition_penalty != 1:  # Keskar et al., 2019
             seen = logits_V[history_T]
             logits_V[history_T] = torch.where(seen < 0, seen * how.repetition_penalty, seen / how.repetition_penalty)
-        if how.temperature == 0:
+        if how.temperature < LEAST_TEMPERATURE:
             return logits_V.argmax(dim=-1, keepdim=True)
         # Subtracting the largest first keeps tiny temperatures finite.
         logits_V = (logits_V - logits_V.amax()) / how.temperature

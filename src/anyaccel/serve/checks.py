@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from anyaccel.errors import UsageError
+from anyaccel.inference.generate import LEAST_TEMPERATURE
 from anyaccel.serve.contract import GenerationRequest, ModelFacts, Sampling
 
 MOST_LOGPROBS = 100
@@ -52,7 +53,7 @@ def _check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
 
     within("temperature", 0, 100, "from 0 (greedy) to 100")
     within("top_k", 0, 2**31 - 1, "0 (off) or above")
-    within("top_p", 5e-324, 1, "above 0 and at most 1")
+    within("top_p", 1e-20, 1, "above 0 and at most 1")
     within("min_p", 0, 1, "from 0 to 1")
     within("repetition_penalty", 1e-6, 1e6, "above 0")
     within("frequency_penalty", -2, 2, "from -2 to 2")
@@ -72,7 +73,7 @@ def _check_sampling(sampling: Sampling, facts: ModelFacts) -> None:
 def native_options(request: GenerationRequest) -> dict[str, Any]:
     """Options of `_llm.Request`."""
     how = request.sampling
-    sample = how.temperature > 0
+    sample = how.temperature >= LEAST_TEMPERATURE
     seed = secrets.randbits(64) if how.seed is None else how.seed % 2**64
     return {
         "goal": "answer" if request.max_tokens > 0 else "scores",

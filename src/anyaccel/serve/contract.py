@@ -35,6 +35,9 @@ class EngineStoppedError(AnyAccelError):
 class DeadlineError(AnyAccelError):
     """The request's time was over before its answer was complete; HTTP 504, or the end of a stream."""
 
+    def __init__(self, message: str = "the request's time was over before its answer was complete") -> None:
+        super().__init__(message)
+
 
 class TooLongError(AnyAccelError):
     """Prompt and answer do not fit the model's context or the cache; HTTP 400."""
@@ -149,7 +152,7 @@ class Stats:
 
     Attributes:
         running, waiting: requests.
-        cache_used, cache_total: bytes of keys and values.
+        cache_used, cache_total: bytes of keys and values, of the requests that run and of all that there may be.
         prefix_hits, prefix_queries: tokens of prompts that were in the prefix cache, and all.
         prompt_tokens, generation_tokens: computed so far.
         preemptions: requests put back because the cache was full.

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from anyaccel import host_memory
 from anyaccel.errors import UsageError
 from anyaccel.serve.contract import ModelFacts
-from anyaccel.serve.facts import ONLY_NATIVE, Decoder, context_of, limited, plan_line, shares_of, with_own_ends
+from anyaccel.serve.facts import (
+    ONLY_NATIVE,
+    Decoder,
+    check_pages,
+    context_of,
+    limited,
+    plan_line,
+    shares_of,
+    with_own_ends,
+)
 from anyaccel.serve.pages import PAGE
 from anyaccel.serve.slots import Ahead, Outcome, Slots, Work
 
@@ -31,6 +40,7 @@ class LocalDecoder:
         self._slots: Slots | None = Slots(native.model)
         self.page_bytes = native.model.cache_bytes_per_token() * PAGE
         self.cache_pages = native.model.cache_limit_bytes // self.page_bytes
+        check_pages(self.cache_pages, self.page_bytes)
         self.shares = shares_of(native)
         self.facts = limited(facts, self.cache_pages)
 
@@ -40,6 +50,9 @@ class LocalDecoder:
 
     def check(self) -> None:
         pass  # it ends with this process
+
+    def late(self) -> bool:
+        return False  # what stops it stops this process too
 
     def close(self) -> None:
         if self._slots is not None:

@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,6 +49,7 @@ logger = logging.getLogger(__name__)
 _RESTART_S = (0.5, 30.0)  # before the decoder is loaded again: the first time, and at most
 _IDLE_S = 1.0  # between two looks at a decoder that has nothing to do
 _COUNTERS = ("prefix_hits", "prefix_queries", "prompt_tokens", "generation_tokens", "preemptions", "steps")
+assert {field.name for field in fields(Stats)} >= set(_COUNTERS)
 
 
 class ServingEngine:
@@ -114,7 +114,7 @@ class ServingEngine:
             shares=request.prompt_logprobs is None,
             deadline=self._deadline(request.timeout_s),
         )
-        stream = Stream()
+        stream = Stream(entry.deadline)
         self._feeding.watch(stream.loop)
         opened = Open(entry, options, stream, constraint)
         self._post(lambda: self._submit(opened))
@@ -137,14 +137,14 @@ class ServingEngine:
             raise UsageError(f"pooling={pooling!r}: must be 'mean' or 'last'")
         numbers, streams = [], []
         for prompt in prompts:
-            number, stream = next(self._numbers), Stream()
+            number = next(self._numbers)
             entry = Entry(
                 number, list(prompt), len(prompt), 0, key=key, shares=pooling == "last", deadline=self._deadline(None)
             )
-            opened = Open(entry, {"goal": pooling}, stream, None)
+            opened = Open(entry, {"goal": pooling}, Stream(entry.deadline), None)
             self._post(lambda opened=opened: self._submit(opened))  # type: ignore[misc]
             numbers.append(number)
-            streams.append(stream)
+            streams.append(opened.stream)
         try:
             found = []
             for stream in streams:
@@ -167,6 +167,10 @@ class ServingEngine:
         return self._scheduler.limits.cache_pages
 
     def ready(self) -> bool:
+        return self.alive() and not self._decoder.late()
+
+    def alive(self) -> bool:
+        """The same also while a step is late."""
         return self._ready and not self._draining
 
     async def drain(self, seconds: float) -> None:
@@ -174,8 +178,7 @@ class ServingEngine:
         deadline = time.monotonic() + seconds
         while (self._open or self._inbox) and time.monotonic() < deadline and self._thread.is_alive():
             await asyncio.sleep(0.01)
-        with suppress(EngineStoppedError):
-            self._post(self._abort)
+        self._post(self._abort, quiet=True)
         while (self._open or self._inbox) and self._thread.is_alive():
             await asyncio.sleep(0.01)
 
@@ -344,7 +347,7 @@ class ServingEngine:
         opened = self._open.pop(number)
         piece = piece or Piece(cached_tokens=opened.entry.cached)
         if why == "deadline":
-            error = DeadlineError("the request's time was over before its answer was complete")
+            error = DeadlineError()
         if error is not None:
             piece.error = error
         elif why in ("stop", "length", "abort"):
@@ -445,6 +448,3 @@ def open_engine(
             engine.shut_down()
         raise
     return Replicas(engines, chosen.prefix_cache)
-
-
-assert {field.name for field in fields(Stats)} >= set(_COUNTERS)

@@ -50,6 +50,9 @@ class Decoder(Protocol):
             AnyAccelError: it is of no use any more.
         """
 
+    def late(self) -> bool:
+        """Whether its step takes much longer than those before it; asked in any thread."""
+
     def close(self) -> None:
         """Leave nothing behind."""
 
@@ -60,6 +63,19 @@ def shares_of(native: NativeModel) -> bool:
     With longrope and dynamic NTK, what is in the cache depends on how long the whole text is.
     """
     return not any(rope.long_inv_freq or rope.dynamic_from for rope in native.spec.ropes)
+
+
+def check_pages(pages: int, page_bytes: int) -> None:
+    """What a cache must have room for.
+
+    Raises:
+        UsageError: not even for one page.
+    """
+    if pages < 1:
+        raise UsageError(
+            f"the key/value cache has no room for its smallest part, {PAGE} tokens of {page_bytes} bytes in all; "
+            "--cache-bytes sets its size"
+        )
 
 
 def limited(facts: ModelFacts, cache_pages: int) -> ModelFacts:

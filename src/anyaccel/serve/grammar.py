@@ -43,6 +43,8 @@ class Constraint:
             raise GrammarError(self.param, _short(self.problem))
         if not self.matcher.consume_token(token):
             problem = self.matcher.get_error() or f"token {token} may not come here"
+            if "lexer error" in problem:  # the token was one that may come: the expression has grown too large by it
+                raise GrammarError(self.param, _short(problem))
             raise ModelError(f"the grammar: {_short(problem)}")
         return bool(self.matcher.is_stopped())
 

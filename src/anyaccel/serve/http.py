@@ -7,6 +7,7 @@ import base64
 import functools
 import struct
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -114,6 +115,7 @@ class Api:
             "owned_by": "anyaccel",
             "root": front.root or name,
             "max_model_len": front.engine.facts.context or None,
+            "default_sampling_params": asdict(front.defaults),
         }
 
     async def models(self, request: Request) -> Response:

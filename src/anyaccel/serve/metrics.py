@@ -80,7 +80,7 @@ class Metrics:
         for name, value, meaning in (
             ("num_requests_running", stats.running, "Requests that are computed."),
             ("num_requests_waiting", stats.waiting, "Requests that wait."),
-            ("kv_cache_usage_perc", used, "Part of the cache of keys and values that is used; 1 is all of it."),
+            ("kv_cache_usage_perc", used, "Part of the cache of keys and values that running requests hold; 1: all."),
             ("kv_cache_bytes", stats.cache_total, "Size of the cache of keys and values."),
         ):
             yield from self._family(name, "gauge", meaning, [f"anyaccel:{name}{{{labels}}} {value!r}"])

@@ -131,6 +131,14 @@ class ErrorAnswer(Shape):
     error: ErrorBody
 
 
+class SamplingDefaults(Shape):
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(Shape):
     id: str
     object: Literal["model"]
@@ -138,6 +146,7 @@ class Model(Shape):
     owned_by: str
     root: str
     max_model_len: int | None
+    default_sampling_params: SamplingDefaults
 
 
 class Models(Shape):

@@ -23,6 +23,9 @@ class Replica(Engine, Protocol):
     def cache_pages(self) -> int:
         """How many its cache has room for."""
 
+    def alive(self) -> bool:
+        """Whether it is ready, or a step is late only."""
+
 
 class Silent:
     """A screen for the replicas after the first one, which say the same."""
@@ -80,6 +83,9 @@ class Replicas:
     def ready(self) -> bool:
         return any(engine.ready() for engine in self._engines)
 
+    def alive(self) -> bool:
+        return any(engine.alive() for engine in self._engines)
+
     async def drain(self, seconds: float) -> None:
         await asyncio.gather(*(engine.drain(seconds) for engine in self._engines))
 
@@ -87,12 +93,12 @@ class Replicas:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     def _choose(self, prompt: Sequence[int]) -> int:
-        """Which one is to have it; one that starts again only where all do."""
+        """Which one is to have it; one that starts again, or is late, only where all are."""
         ready = []
         for number, engine in enumerate(self._engines):
             if engine.ready():
                 ready.append(number)
-            else:
+            elif not engine.alive():
                 self._routes.forget(number)
         ready = ready or list(range(len(self._engines)))
         return self._routes.order(prompt, {number: self._open[number] for number in ready})[0]

@@ -164,7 +164,7 @@ class Scheduler:
         return Stats(
             running=len(self._running),
             waiting=self.waiting,
-            cache_used=self.pages.used * page_bytes,
+            cache_used=(self.pages.total - self.pages.available) * page_bytes,
             cache_total=self.limits.cache_pages * page_bytes,
             prefix_hits=self._hits,
             prefix_queries=self._queries,

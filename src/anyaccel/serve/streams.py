@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from dataclasses import dataclass
 
-from anyaccel.serve.contract import Chunk, Finish, TokenLogprob
+from anyaccel.serve.contract import Chunk, DeadlineError, Finish, TokenLogprob
 
 
 @dataclass
@@ -25,10 +26,15 @@ class Piece:
 
 
 class Stream:
-    """What has come for one request, and who waits for it. Everything is called in the loop but `loop`."""
+    """What has come for one request, and who waits for it. Everything is called in the loop but `loop`.
 
-    def __init__(self) -> None:
+    Args:
+        deadline: in time.monotonic(); the engine keeps it between two steps, and the stream while a step hangs.
+    """
+
+    def __init__(self, deadline: float = float("inf")) -> None:
         self.loop = asyncio.get_running_loop()
+        self._deadline = deadline
         self._pieces: deque[Piece] = deque()
         self._come = asyncio.Event()
 
@@ -41,8 +47,16 @@ class Stream:
 
         Raises:
             AnyAccelError: the request ended by it; what came before was given out.
+            DeadlineError: nothing has come by the deadline.
         """
-        await self._come.wait()
+        if not self._pieces:
+            alarm = self.loop.call_later(self._deadline - time.monotonic(), self._come.set)
+            try:
+                await self._come.wait()
+            finally:
+                alarm.cancel()
+            if not self._pieces:
+                raise DeadlineError
         whole = self._pieces.popleft()
         while self._pieces and whole.error is None and self._pieces[0].error is None:
             more = self._pieces.popleft()

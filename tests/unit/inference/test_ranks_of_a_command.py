@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import CommTimeoutError, UsageError
+from anyaccel.inference.generate import Generation, Sampling
 from anyaccel.inference.ranks import command
 from anyaccel.inference.ranks import rank as rank_process
+from anyaccel.inference.ranks.gathered import RankError
 from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.ranks.patience import Patience
 from anyaccel.inference.ranks.wire import Channel
 from anyaccel.topology import read_machine
 
@@ -134,6 +137,39 @@ def test_a_stop_that_comes_too_late_is_answered(two: tuple[list[Channel], list[C
         channel.send(kind="stop", limit=3)
     assert answer(near[0]) == ([], "stopped")
     assert settled(backends, 3)
+
+
+class Stopped:
+    """In place of RankProcesses: ranks that are there, and say nothing."""
+
+    def __init__(self) -> None:
+        pairs = [socket.socketpair() for _ in range(2)]
+        self.channels = [Channel(near.detach(), 60) for near, _ in pairs]
+        self.peers = [far for _, far in pairs]
+
+    def code(self) -> None:
+        return None
+
+    def end(self, _patience: float) -> None:
+        for end in (*self.channels, *self.peers):
+            end.close()
+
+
+@pytest.mark.parametrize("said", [[], ['{"kind": "token", "token": 3}']])
+def test_ranks_that_are_stopped_are_not_waited_for(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Stopped()
+    backend = command.RanksBackend(processes, lasting=True)  # type: ignore[arg-type]
+    try:
+        backend.vocabulary, backend.context, backend.ends, backend.tokenizer = 10, 0, [], None
+        for line in said:
+            processes.peers[0].sendall(line.encode() + b"\n")
+        monkeypatch.setattr(Patience, "seconds", lambda _self, _tokens: 0.01)
+        result = Generation()
+        with pytest.raises(RankError, match="a rank hangs: no step has ended within 0 s; is it stopped"):
+            list(backend.tokens([1, 2], 8, Sampling(), result))
+        assert result.tokens == [3] * len(said)
+    finally:
+        backend.close()
 
 
 def test_more_ranks_than_cpus_are_refused_with_the_number_that_would_do() -> None:

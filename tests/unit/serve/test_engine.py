@@ -222,6 +222,17 @@ def test_wrong_values_are_refused_by_name(llama: Any, prompt: list[int], options
     run(main())
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1e-21, 1e-20])
+def test_the_smallest_temperatures_take_the_likeliest_token_and_harm_nobody(llama: Any, temperature: float) -> None:
+    async def main() -> None:
+        async with engine(llama) as made:
+            likeliest = await answer(made, [5, 6, 7], 5)
+            smallest = Sampling(temperature=temperature, top_p=1e-6, min_p=5e-324, seed=1)
+            assert (await answer(made, [5, 6, 7], 5, sampling=smallest)).tokens == likeliest.tokens
+
+    run(main())
+
+
 def test_a_request_whose_time_is_over_ends(llama: Any) -> None:
     async def main() -> None:
         async with engine(llama, timeout_s=1e-9) as made:
@@ -247,6 +258,7 @@ class Gate:
             setattr(self, name, getattr(inner, name))
 
     goes_ahead = False
+    is_late = False
 
     def apply(self, work: Any) -> Any:
         assert self._steps.acquire(timeout=60)
@@ -258,8 +270,36 @@ class Gate:
         if (error := self._failure()) is not None:
             raise error
 
+    def late(self) -> bool:
+        return self.is_late
+
     def close(self) -> None:
         self._inner.close()
+
+
+def test_a_request_whose_time_is_over_while_a_step_hangs_ends_and_others_go_on(llama: Any) -> None:
+    steps = threading.Semaphore(0)
+    gates: list[Gate] = []
+
+    def load(_check: object) -> Any:
+        gates.append(Gate(decoder_of(llama, EngineSettings()), steps))
+        return gates[0]
+
+    async def main() -> None:
+        async with engine(load) as made:
+            other = asyncio.ensure_future(answer(made, [5, 6, 7], 3, ignore_end=True))
+            while not made.stats().running:
+                await asyncio.sleep(0.001)
+            with pytest.raises(DeadlineError):
+                await answer(made, [5, 6], 5, timeout_s=0.01)
+            gates[0].is_late = True
+            assert not made.ready() and made.alive()
+            gates[0].is_late = False
+            assert made.ready() and not other.done()
+            steps.release(100)
+            assert len((await other).tokens) == 3
+
+    run(main())
 
 
 def test_a_full_queue_refuses_and_draining_aborts(llama: Any) -> None:

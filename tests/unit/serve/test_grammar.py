@@ -140,6 +140,17 @@ def test_an_answer_whose_grammar_leads_nowhere_is_an_error(llama: Any, most: int
     run(main())
 
 
+def test_an_expression_that_grows_too_large_is_the_requests_mistake(llama: Any) -> None:
+    async def main() -> None:
+        async with engine(llama, Text()) as made:
+            grammar = Grammar("regex", "(a{1000}){1000}", "guided_regex")
+            with pytest.raises(GrammarError, match="guided_regex: lexer error: too many expressions"):
+                await answer(made, [40], 5, grammar=grammar, ends=frozenset({_END}))
+            assert len((await answer(made, [40], 5, ignore_end=True)).tokens) == 5
+
+    run(main())
+
+
 def test_blanks_in_json_have_an_end() -> None:
     async def main() -> list[bool]:
         grammars = Grammars("", Text())

@@ -15,6 +15,7 @@ import pytest
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.serve import sending
 from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, TooLongError
+from anyaccel.serve.defaults import Defaults
 from anyaccel.serve.limits import Limits
 from anyaccel.serve.openapi import document
 from anyaccel.serve.protocol import Embeddings, ErrorAnswer, Model, Models
@@ -32,6 +33,10 @@ def test_what_a_server_says_of_itself() -> None:
     told = got("/v1/models").json
     Models.model_validate(told)
     assert [model["id"] for model in told["data"]] == ["fake", "other"]
+    usual = told["data"][1]["default_sampling_params"]
+    assert usual == {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    own = got("/v1/models/fake", defaults=Defaults(0.6, 0.95, 20)).json["default_sampling_params"]
+    assert own == usual | {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     Model.model_validate(got("/v1/models/other").json)
     assert got("/v1/models/a/b").status == 404
     assert got("/health").status == got("/ready").status == 200

@@ -6,12 +6,16 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from anyaccel.errors import UsageError
+from anyaccel.inference.ranks import patience as patience_module
 from anyaccel.inference.ranks.gathered import RankError
 from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.ranks.patience import Patience
 from anyaccel.inference.ranks.wire import Channel
 from anyaccel.serve import ranks
 from anyaccel.serve.settings import EngineSettings
@@ -51,25 +55,56 @@ class Sockets:
             peer.close()
 
 
-def test_ranks_that_take_no_step_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Sockets]:
+    """The ranks of each decoder."""
     made: list[Sockets] = []
     monkeypatch.setattr(ranks, "plan_ranks", lambda *_: (None, ""))
     monkeypatch.setattr(ranks, "RankProcesses", lambda *_: made.append(Sockets()) or made[-1])
+    return made
+
+
+def test_ranks_that_take_no_step_are_given_up(made: list[Sockets], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = ranks.RanksDecoder(ModelOptions("model", tp=2), None, EngineSettings())  # type: ignore[arg-type]
     try:
         for token in (7, 8):
             made[0].say(0, {"kind": "outcome", "outcome": asdict(Outcome(tokens=[token]))})
             assert decoder.apply(STEP).tokens == [token]
-        monkeypatch.setattr(ranks.Patience, "seconds", lambda _self, _tokens: 0.01)
+        assert not decoder.late()
+        monkeypatch.setattr(Patience, "seconds", lambda _self, _tokens: 0.01)
+        monkeypatch.setattr(patience_module, "_LATE_LEAST_S", -1e9)
         with pytest.raises(RankError, match="a rank hangs: no step has ended within 0 s"):
             decoder.apply(STEP)
+        assert decoder.late()  # until there is another decoder
     finally:
         decoder.close()
     assert made[0].ended
 
 
+def test_a_cache_without_room_for_a_page_is_refused(made: list[Sockets], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(READY, "cache_pages", 0)
+    with pytest.raises(UsageError, match="has no room for its smallest part, 64 tokens of 2048 bytes"):
+        ranks.RanksDecoder(ModelOptions("model", tp=2), None, EngineSettings())  # type: ignore[arg-type]
+    assert made[0].ended
+
+
+def test_a_step_is_late_long_before_it_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(patience_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    patience = Patience()
+    for tokens, took, late in ((64, 2, 5 + 4 * 16), (64, 1, 5 + 4 * 2), (128, 4, 5 + 4 * 4), (1, 1, 5 + 4 * 4)):
+        before = now[0]
+        with patience.step(tokens) as hangs:
+            now[0] = before + late - 0.5
+            assert not patience.late()
+            now[0] = before + late + 0.5
+            assert patience.late() and late < hangs
+            now[0] = before + took
+        assert not patience.late()
+
+
 def test_patience_grows_with_what_steps_take() -> None:
-    patience = ranks.Patience()
+    patience = Patience()
     assert patience.seconds(1024) > 3600  # before anything is known: a model may be large, and a machine slow
     patience.took(512, 0.5)
     assert 60 < patience.seconds(1) < 120

@@ -52,6 +52,9 @@ class Engine:
     def ready(self) -> bool:
         return self.is_ready
 
+    def alive(self) -> bool:
+        return self.is_ready
+
     async def drain(self, seconds: float) -> None:
         self.is_ready = False
 

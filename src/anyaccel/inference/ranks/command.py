@@ -167,7 +167,7 @@ class RanksBackend:
                     "generate", ids=ids, max_new_tokens=max_new_tokens, sampling=how, ends=self.ends, limit=limit
                 )
             while True:
-                message = self._ranks.next()[1]
+                message = self._ranks.outcome(1 if result.tokens else len(ids), "token", "done")
                 if message["kind"] == "done":
                     under_way = False
                     return
@@ -192,8 +192,8 @@ class RanksBackend:
             if under_way and not self._closed:
                 with self._uninterrupted():
                     self._ranks.send("stop", limit=limit)
-                    while self._ranks.next()[1]["kind"] != "stopped":
-                        pass  # the ranks' last tokens, which come after the answer's end
+                    # After the ranks' last tokens, which come after the answer's end.
+                    self._ranks.outcome(1 if result.tokens else len(ids), "stopped")
 
     def forget(self) -> None:
         with self._uninterrupted():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommTimeoutError, UsageError
+from anyaccel.inference.ranks.patience import Patience
 from anyaccel.inference.ranks.processes import RankProcesses
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class Ranks:
         self.processes = processes
         self.channels = processes.channels
         self.patience = env.ANYACCEL_COMM_TIMEOUT.get()
+        self.steps = Patience()
         self._uninterrupted = uninterrupted
 
     def send(self, kind: str, **message: Any) -> None:
@@ -114,6 +116,20 @@ class Ranks:
                         self._fail(rank, message)
                     return rank, message
             self._wait(patience)
+
+    def outcome(self, tokens: int, *kinds: str) -> dict[str, Any]:
+        """The next message of one of these kinds, which comes of a step of so many tokens.
+
+        Raises:
+            RankError: a rank failed, died, or hangs. Whoever closes the processes then kills those that do not end.
+        """
+        with self.steps.step(tokens) as seconds:
+            try:
+                while (message := self.next(seconds)[1])["kind"] not in kinds:
+                    pass
+            except CommTimeoutError:
+                raise RankError(f"a rank hangs: no step has ended within {seconds:.0f} s; is it stopped?") from None
+        return message
 
     def _wait(self, patience: float | None) -> None:
         poller = select.poll()

@@ -110,7 +110,7 @@ class Replica:
         Raises:
             RuntimeError: the engine has failed, and has not started again yet.
         """
-        if not self._engine.ready():
+        if not self._engine.alive():  # a step that is late may end yet, and ends its ranks if not
             raise RuntimeError("the engine has failed and is started again")
 
     def __del__(self) -> None:
