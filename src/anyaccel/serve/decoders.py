@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from anyaccel import host_memory
 from anyaccel.errors import UsageError
 from anyaccel.serve.contract import ModelFacts
-from anyaccel.serve.facts import ONLY_NATIVE, Decoder, context_of, limited, plan_line, shares_of, with_own_ends
+from anyaccel.serve.facts import (
+    ONLY_NATIVE,
+    Decoder,
+    context_of,
+    lacking,
+    limited,
+    plan_line,
+    shares_of,
+    with_own_ends,
+)
 from anyaccel.serve.pages import PAGE
 from anyaccel.serve.slots import Ahead, Outcome, Slots, Work
 
@@ -86,7 +95,7 @@ def open_decoder(
     try:
         native = loader(options, screen.progress, check=check)()
     except Unsupported as lack:
-        raise UsageError(f"{ONLY_NATIVE}, and that has no {lack.feature}") from None
+        raise lacking(lack.feature) from None
     describe_weights(native, screen)
     path, spec = Path(options.model), native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
