@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import family_cases
 import serving
 from anyaccel.errors import UsageError
+from anyaccel.inference.ranks.gathered import RankError
 from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.patience import Patience
 from anyaccel.serve.contract import EngineStoppedError, GenerationRequest, Sampling
@@ -195,5 +197,11 @@ def test_what_is_not_native_is_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(UsageError, match="max_context=5000: the model's context has 1024 tokens"):
         open_engine(ModelOptions(str(folder), dtype="fp32", threads=1), Screen(), EngineSettings(max_context=5000))
     family_cases.build("diffllama").save_pretrained(tmp_path / "other")
-    with pytest.raises(UsageError, match="models of the native runtime only in this version, and that has no"):
-        open_engine(ModelOptions(str(tmp_path / "other"), dtype="fp32", threads=1), Screen())
+    other = ModelOptions(str(tmp_path / "other"), dtype="fp32", threads=1)
+    said = "models of the native runtime only in this version, and that has no .*; anyaccel generate"
+    with pytest.raises(UsageError, match=said):
+        open_engine(other, Screen())
+    # Ranks say the same, before they load what they cannot use.
+    with pytest.raises(RankError, match=f"^anyaccel serve has {said}") as ranks:
+        open_engine(replace(other, tp=2), Screen())
+    assert ranks.value.exit_code == 2

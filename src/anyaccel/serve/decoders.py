@@ -16,6 +16,7 @@ from anyaccel.serve.facts import (
     Decoder,
     check_pages,
     context_of,
+    lacking,
     limited,
     plan_line,
     shares_of,
@@ -99,7 +100,7 @@ def open_decoder(
     try:
         native = loader(options, screen.progress, check=check)()
     except Unsupported as lack:
-        raise UsageError(f"{ONLY_NATIVE}, and that has no {lack.feature}") from None
+        raise lacking(lack.feature) from None
     describe_weights(native, screen)
     path, spec = Path(options.model), native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 ONLY_NATIVE = "anyaccel serve has models of the native runtime only in this version"
 
 
+def lacking(feature: str) -> UsageError:
+    """The error for a model that needs what the native runtime does not have."""
+    return UsageError(
+        f"{ONLY_NATIVE}, and that has no {feature}; anyaccel generate and anyaccel chat run other models too, through "
+        "transformers' own code"
+    )
+
+
 class Decoder(Protocol):
     """A model that takes steps.
 

@@ -7,9 +7,8 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from anyaccel.errors import UsageError
 from anyaccel.inference.ranks.rank import main
-from anyaccel.serve.facts import ONLY_NATIVE, shares_of
+from anyaccel.serve.facts import lacking, shares_of
 from anyaccel.serve.pages import PAGE
 from anyaccel.serve.slots import Slots, Work
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 def serve(channel: Channel, rank: int, backend: Model) -> None:
     """Take steps until the engine is gone."""
-    if backend.runtime != "native":
-        raise UsageError(ONLY_NATIVE)
     native = backend.native  # type: ignore[union-attr]
     page_bytes = native.model.cache_bytes_per_token() * PAGE
     channel.send(
@@ -43,4 +40,4 @@ def serve(channel: Channel, rank: int, backend: Model) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], serve))
+    sys.exit(main(sys.argv[1:], serve, lacking))

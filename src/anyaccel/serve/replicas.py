@@ -45,7 +45,10 @@ class Replicas:
         self._open = [0] * len(engines)
         self._routes: Routes[int] = Routes(shares)
         first = engines[0].facts
-        plan = (f"plan: {len(engines)} replicas, each of {first.plan[0].removeprefix('plan: ')}", *first.plan[1:])
+        each = list(dict.fromkeys(engine.facts.plan[0].removeprefix("plan: ") for engine in engines))
+        plan = (f"plan: {len(engines)} replicas, each of {each[0]}", *first.plan[1:])
+        if len(each) > 1:  # the nodes of the machine are not alike
+            plan = (f"plan: {len(engines)} replicas", *(f"  of {one}" for one in each), *first.plan[1:])
         self.facts: ModelFacts = replace(first, plan=plan)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:

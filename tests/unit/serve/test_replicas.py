@@ -11,7 +11,9 @@ import pytest
 
 from anyaccel.errors import UsageError
 from anyaccel.serve.contract import Chunk, GenerationRequest, ModelFacts, Stats
+from anyaccel.serve.pages import PAGE
 from anyaccel.serve.replicas import Replicas
+from anyaccel.serve.routing import Routes
 
 LONG = list(range(200))
 
@@ -139,3 +141,41 @@ def test_without_a_prefix_cache_only_the_load_counts_and_statistics_are_sums() -
         assert replicas.facts.plan == ("plan: 3 replicas, each of one process",)
 
     run(main, shares=False)
+
+
+def test_replicas_that_are_not_alike_are_told_each() -> None:
+    engines = [Engine() for _ in range(3)]
+    engines[2].facts = ModelFacts(1000, 300, frozenset(), 4, "fp32", ("plan: one process of 3 threads",))
+    plan = Replicas(engines).facts.plan  # type: ignore[arg-type]
+    assert plan == ("plan: 3 replicas", "  of one process", "  of one process of 3 threads")
+
+
+def test_who_has_the_longest_beginning_comes_first_then_who_has_least_to_do() -> None:
+    routes: Routes[str] = Routes()
+    text = list(range(10 * PAGE))
+    routes.note("a", text[: 2 * PAGE], 100)
+    routes.note("b", text[: 5 * PAGE + 7], 100)
+    routes.note("c", text[:PAGE] + [-1] * 20 * PAGE, 100)
+    idle = dict.fromkeys("abcd", 0)
+    assert routes.order(text, idle) == ["b", "a", "c", "d"]
+    assert routes.order(text[: 2 * PAGE + 1], {**idle, "a": 1}) == ["b", "a", "c", "d"]  # both have two pages
+    assert routes.order(text[PAGE:], {**idle, "a": 2, "b": 1}) == ["c", "d", "b", "a"]  # the beginning counts alone
+    assert routes.order(text[: PAGE - 1], {**idle, "a": 1}) == ["b", "c", "d", "a"]  # no whole page
+    # What has the most is passed over once it has more than four open requests more than the idlest one has.
+    assert routes.order(text, {**idle, "b": 4})[0] == "b"
+    assert routes.order(text, {**idle, "b": 5}) == ["a", "c", "d", "b"]
+    assert routes.order(text, {"a": 7, "b": 8, "c": 5, "d": 4})[0] == "b"
+    routes.forget("b")
+    assert routes.order(text, idle)[0] == "a"
+
+
+def test_what_a_full_cache_has_dropped_is_not_counted_on() -> None:
+    routes: Routes[str] = Routes()
+    old, new = [1] * 4 * PAGE, [2] * 3 * PAGE
+    routes.note("a", old, 5)
+    routes.note("b", old[: 3 * PAGE], 5)
+    assert routes.order(old, {"a": 1, "b": 0})[0] == "a"
+    routes.note("a", new, 5)  # room for two pages of the old one, its first ones
+    assert routes.order(old, {"a": 0, "b": 1})[0] == "b"
+    assert routes.order(old[: 2 * PAGE], {"a": 0, "b": 1})[0] == "a"
+    assert routes.order(new, {"a": 1, "b": 0})[0] == "a"

@@ -43,15 +43,18 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1) -> tuple[LaunchPlan
     """The plan for so many ranks on this machine, and machine and plan in words.
 
     Args:
-        replica: of so many `replicas`, which have equal parts of the machine.
+        replica: of so many `replicas`, which have a NUMA node each where there are as many, else equal parts of the
+            machine.
 
     Raises:
         UsageError: there are not so many CPUs.
     """
     from anyaccel import launch
+    from anyaccel.launch.plan import Place
+    from anyaccel.launch.planning import free_port
     from anyaccel.topology import read_machine
 
-    machine = read_machine()
+    whole = machine = read_machine()
     if tp * replicas > len(machine.allowed_cpus):
         if replicas > 1:
             raise UsageError(
@@ -65,17 +68,21 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1) -> tuple[LaunchPlan
     wanted = launch.LaunchOptions(
         script="anyaccel",
         module=True,
-        num_accelerators=tp * replicas,
+        num_accelerators=tp,
+        master_port=free_port(),
         # Two hardware threads of one core cannot be two ranks' own cores; they share it unbound.
         bind_cores=tp * replicas <= len(machine.cores()),
         local_rank_argument=False,
     )
-    plan = launch.make_plan(wanted, machine)
-    if replicas > 1:
-        mine = plan.ranks[replica * tp : (replica + 1) * tp]
-        cores = tuple(core for rank in mine for core in rank.cores)
-        plan = launch.make_plan(replace(wanted, num_accelerators=tp, core_list=cores or None), machine)
-    return plan, f"topology: {machine.summary()}\n{plan.render()}"
+    place = Place(world_size=tp, ahead=replica * tp, behind=(replicas - replica - 1) * tp)
+    nodes = list(machine.nodes_with_cores().values())
+    if replicas == len(nodes) and all(len(cores) >= tp for cores in nodes):
+        # Each replica has a node, with all of its cores: replicas do not wait for each other, as ranks do.
+        own = {thread for core in nodes[replica] for thread in core.siblings or (core.id,)}
+        machine = replace(machine, allowed_cpus=tuple(cpu for cpu in machine.allowed_cpus if cpu in own))
+        place = Place()
+    plan = launch.make_plan(wanted, machine, place=place)
+    return plan, f"topology: {whole.summary()}\n{plan.render()}"
 
 
 class Ranks:

@@ -28,12 +28,17 @@ if TYPE_CHECKING:
 _PROGRESS_SECONDS = 0.05
 
 
-def main(argv: list[str], serve: Callable[[Channel, int, Model], object] | None = None) -> int:
+def main(
+    argv: list[str],
+    serve: Callable[[Channel, int, Model], object] | None = None,
+    lacking: Callable[[str], AnyAccelError] | None = None,
+) -> int:
     """Serve until the command is gone.
 
     Args:
         argv: the descriptor of this rank's socket, and those of all.
         serve: what the rank does with its model; None: answers of `generate` and `chat`, one at a time.
+        lacking: makes the error for a model that needs what the native runtime does not have; None: its own code runs.
     """
     own, *everybodys = (int(text) for text in argv)
     for descriptor in everybodys:
@@ -45,7 +50,8 @@ def main(argv: list[str], serve: Callable[[Channel, int, Model], object] | None 
         try:
             # The command speaks as soon as it has started all ranks.
             told = channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())
-            (serve or _serve)(channel, rank, _open(channel, rank, ModelOptions(**told["options"]), told["summary"]))
+            model = _open(channel, rank, ModelOptions(**told["options"]), told["summary"], lacking)
+            (serve or _serve)(channel, rank, model)
         except (AnyAccelError, OSError, MemoryError) as error:
             _send_error(channel, error)
             while channel.receive():  # until the command ends all ranks
@@ -86,7 +92,13 @@ class _Screen:
             self._channel.send(kind="progress", done=done, total=total)
 
 
-def _open(channel: Channel, rank: int, options: ModelOptions, summary: str) -> Model:
+def _open(
+    channel: Channel,
+    rank: int,
+    options: ModelOptions,
+    summary: str,
+    lacking: Callable[[str], AnyAccelError] | None,
+) -> Model:
     """This rank's part of the model, connected to the others'."""
     from anyaccel.inference.ranks.loading import describe_accelerator, host_accelerator, open_engine
     from anyaccel.topology import read_machine
@@ -101,6 +113,8 @@ def _open(channel: Channel, rank: int, options: ModelOptions, summary: str) -> M
         try:
             return _open_native(channel, rank, options, host[0], screen)
         except Unsupported as lack:  # raised on every rank: all of them go on with the engine
+            if lacking is not None:
+                raise lacking(lack.feature) from None
             screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
     return open_engine(options, Path(options.model), screen)
 
