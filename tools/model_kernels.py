@@ -55,7 +55,10 @@ VARIANTS = ("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of the objects; {tokens} in its pattern is the most that a tile of registers holds."""
+    """A function of the objects; {tokens} in its pattern is the most that a tile of registers holds.
+
+    Of those for one and for several blocks at once, that which reads most a pass is taken.
+    """
 
     name: str
     file: str
@@ -65,7 +68,7 @@ class Kernel:
 
 def _gemv(name: str, file: str, kernel: str) -> tuple[Kernel, Kernel]:
     return tuple(  # type: ignore[return-value]
-        Kernel(f"{name}, {count} token{'s'[: count - 1]}", file, rf"run_tile<.*{kernel}, {{tokens}}>\(", count)
+        Kernel(f"{name}, {count} token{'s'[: count - 1]}", file, rf"run_tile<.*{kernel}, {{tokens}}(, \d+)?>\(", count)
         for count in (1, 8)
     )
 

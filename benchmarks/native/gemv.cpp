@@ -6,7 +6,8 @@
 // Weights of more than 600 MB are gone through matrix by matrix, so that each comes from memory; --cached repeats
 // matrices with SmolLM2-135M's shapes instead, which stay in the caches. Each matrix is timed by itself and the best
 // times count: the machine may have other work. --model: all matrices of SmolLM2-135M and of a 1.2 B model one after
-// another with a barrier after each, as in decoding one token: the tokens a second that matrices alone would allow.
+// another with a barrier after each, as in decoding one token, or one of each of several sequences: the tokens a second
+// that matrices alone would allow.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -146,8 +147,8 @@ void run_model(const Kind& kind, const char* name, int layers, const std::vector
     offset += shape.bytes();
   }
   std::memset(start, 0, bytes);  // the values do not matter, pages of their own do
-  const std::vector<float> x = random_floats(static_cast<size_t>(most_cols));
-  std::vector<float> out(static_cast<size_t>(most_rows));
+  const std::vector<float> x = random_floats(static_cast<size_t>(most_cols * kGemvTokens));
+  std::vector<float> out(static_cast<size_t>(most_rows * kGemvTokens));
   for (int threads : {1, 2}) {
     Team team(threads);
     const auto best_of = [&](const auto& fn) {
@@ -164,19 +165,22 @@ void run_model(const Kind& kind, const char* name, int layers, const std::vector
         best_of([&](int thread) { sink = sink + read_all(start + half * static_cast<size_t>(thread), half); });
     std::printf("%-7s %-8s %6.1f MB %d thread%s read %5.1f GB/s;", kind.name, name, static_cast<double>(bytes) * 1e-6,
                 threads, threads == 1 ? " " : "s", static_cast<double>(bytes) / plain * 1e-9);
-    std::vector<Input> inputs(static_cast<size_t>(threads));
-    for (Input& input : inputs)
-      for (const Shape& shape : shapes) input.reserve(shape, 1);
-    const double token = best_of([&](int thread) {
-      Input& input = inputs[static_cast<size_t>(thread)];
-      for (const Matrix& w : weights) {
-        input.prepare(w.shape(), x.data(), w.shape().cols, nullptr, 1, 0, 1);
-        multiply(w, input, {out.data(), most_rows}, thread, threads);
-        if (threads > 1) team.barrier();
-      }
-    });
-    std::printf("  products %5.1f GB/s (%3.0f %%) %5.1f token/s", static_cast<double>(bytes) / token * 1e-9,
-                100 * plain / token, 1 / token);
+    for (int tokens : {1, 2, 4, 8}) {
+      std::vector<Input> inputs(static_cast<size_t>(threads));
+      for (Input& input : inputs)
+        for (const Shape& shape : shapes) input.reserve(shape, tokens);
+      const double seconds = best_of([&](int thread) {
+        Input& input = inputs[static_cast<size_t>(thread)];
+        for (const Matrix& w : weights) {
+          input.prepare(w.shape(), x.data(), w.shape().cols, nullptr, tokens, 0, 1);
+          multiply(w, input, {out.data(), most_rows}, thread, threads);
+          if (threads > 1) team.barrier();
+        }
+      });
+      std::printf("  m=%d %5.1f GB/s (%3.0f %%)", tokens, static_cast<double>(bytes) / seconds * 1e-9,
+                  100 * plain / seconds);
+      if (tokens == 1) std::printf(" %5.1f token/s", 1 / seconds);
+    }
     std::printf("\n");
     std::fflush(stdout);
   }

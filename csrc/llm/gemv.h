@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with few tokens: the weights are read once, as one stream. One table of kernels for each instruction set.
+// Products with few tokens: the weights are read once, as a few streams a thread. One table of kernels for each
+// instruction set.
 //
 // Activations ("x" below) lie in tiles of a few tokens, one tile after another, the tokens divided evenly among them:
 //   f32, f16, bf16   [cols/16][token][16] float

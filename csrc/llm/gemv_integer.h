@@ -22,87 +22,102 @@ inline Ints total(const Many<NibbleSum, kVecs>& sums) {
 
 // --- one block of rows times M tokens
 
-template <bool kGrouped, bool kMinimum, int M>
-inline void i8_block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x_bytes, Floats (&out)[M]) {
+template <bool kGrouped, bool kMinimum, int M, int S>
+inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x_bytes, Floats (&out)[S][M]) {
   const auto* x = reinterpret_cast<const Q8*>(x_bytes);
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
-  const uint8_t* scales = w + layout.scales_offset;
-  for (int t = 0; t < M; ++t) out[t] = all(broadcast(0.0f));
+  const uint8_t* scales[S];
+  for (int s = 0; s < S; ++s) scales[s] = w[s] + layout.scales_offset;
+  for (int s = 0; s < S; ++s)
+    for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
-    Ints sums[M];
+#pragma GCC unroll kStreams
+    for (int s = 0; s < S; ++s) {
+      Ints sums[M];
 #pragma GCC unroll kUnroll
-    for (int t = 0; t < M; ++t) sums[t] = all(broadcast(kShift8 ? params[t].sum_128 : int32_t{0}));
+      for (int t = 0; t < M; ++t) sums[t] = all(broadcast(kShift8 ? params[t].sum_128 : int32_t{0}));
 #pragma GCC unroll kUnroll
-    for (int j = 0; j < kActivationGroup; j += 4) {
-      ask_for(w);
-      const auto line = each<kVecs>([&](int v) { return load_quads(w + v * kVecBytes); });
-      w += kLine;
+      for (int j = 0; j < kActivationGroup; j += 4) {
+        ask_for<S>(w[s]);
+        const auto line = each<kVecs>([&](int v) { return load_quads(w[s] + v * kVecBytes); });
+        w[s] += kLine;
 #pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + j);
-    }
-    if constexpr (kGrouped) {
-      const Floats scale = load_rows_f16(scales);
-      __builtin_prefetch(scales + layout.block_bytes, 0, 3);
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) out[t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[t]);
-      if constexpr (kMinimum) {
-        const Floats minimum = load_rows_f16(scales + kLine / 2);
-#pragma GCC unroll kUnroll
-        for (int t = 0; t < M; ++t) out[t] = fma(minimum, broadcast(params[t].scaled_sum), out[t]);
+        for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + j);
       }
-      scales += layout.scale_stride;
-    } else {
+      if constexpr (kGrouped) {
+        const Floats scale = load_rows_f16(scales[s]);
+        __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
 #pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) out[t] = fma(convert(sums[t]), broadcast(params[t].scale), out[t]);
+        for (int t = 0; t < M; ++t)
+          out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);
+        if constexpr (kMinimum) {
+          const Floats minimum = load_rows_f16(scales[s] + kLine / 2);
+#pragma GCC unroll kUnroll
+          for (int t = 0; t < M; ++t) out[s][t] = fma(minimum, broadcast(params[t].scaled_sum), out[s][t]);
+        }
+        scales[s] += layout.scale_stride;
+      } else {
+#pragma GCC unroll kUnroll
+        for (int t = 0; t < M; ++t) out[s][t] = fma(convert(sums[t]), broadcast(params[t].scale), out[s][t]);
+      }
     }
     x += M * kActivationGroup;
     params += M;
   }
   if constexpr (!kGrouped) {
-    const Floats scale = load_rows(reinterpret_cast<const float*>(scales));
-    for (int t = 0; t < M; ++t) out[t] = mul(out[t], scale);
+    for (int s = 0; s < S; ++s) {
+      const Floats scale = load_rows(reinterpret_cast<const float*>(scales[s]));
+      for (int t = 0; t < M; ++t) out[s][t] = mul(out[s][t], scale);
+    }
   }
 }
 
 // Two groups of weights to one of activations.
-template <bool kMinimum, int M>
-inline void i8_halves_block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x_bytes, Floats (&out)[M]) {
+template <bool kMinimum, int M, int S>
+inline void i8_halves_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x_bytes,
+                             Floats (&out)[S][M]) {
   constexpr int kHalf = kActivationGroup / 2;
   constexpr float kProductScale = kPairs8 ? 256.0f : 1.0f;  // which params' scales are divided by
   const auto* x = reinterpret_cast<const Q8*>(x_bytes);
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
   const auto* first_sums = reinterpret_cast<const int32_t*>(params + layout.padded_cols / kActivationGroup * M);
-  const uint8_t* scales = w + layout.scales_offset;
-  for (int t = 0; t < M; ++t) out[t] = all(broadcast(0.0f));
+  const uint8_t* scales[S];
+  for (int s = 0; s < S; ++s) scales[s] = w[s] + layout.scales_offset;
+  for (int s = 0; s < S; ++s)
+    for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
-    for (int half = 0; half < 2; ++half) {
-      Ints sums[M];
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) {
-        const int32_t first = -128 * first_sums[t];
-        sums[t] = all(broadcast(kShift8 ? (half == 0 ? first : params[t].sum_128 - first) : int32_t{0}));
-      }
-#pragma GCC unroll kUnroll
-      for (int j = 0; j < kHalf; j += 4) {
-        ask_for(w);
-        const auto line = each<kVecs>([&](int v) { return load_quads(w + v * kVecBytes); });
-        w += kLine;
-#pragma GCC unroll kUnroll
-        for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + half * kHalf + j);
-      }
-      const Floats scale = load_rows_f16(scales);
-      __builtin_prefetch(scales + layout.block_bytes, 0, 3);
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) out[t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[t]);
-      if constexpr (kMinimum) {
-        const Floats minimum = load_rows_f16(scales + kLine / 2);
+#pragma GCC unroll kStreams
+    for (int s = 0; s < S; ++s) {
+      for (int half = 0; half < 2; ++half) {
+        Ints sums[M];
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t) {
-          const float first = params[t].scale * kProductScale * static_cast<float>(first_sums[t]);
-          out[t] = fma(minimum, broadcast(half == 0 ? first : params[t].scaled_sum - first), out[t]);
+          const int32_t first = -128 * first_sums[t];
+          sums[t] = all(broadcast(kShift8 ? (half == 0 ? first : params[t].sum_128 - first) : int32_t{0}));
         }
+#pragma GCC unroll kUnroll
+        for (int j = 0; j < kHalf; j += 4) {
+          ask_for<S>(w[s]);
+          const auto line = each<kVecs>([&](int v) { return load_quads(w[s] + v * kVecBytes); });
+          w[s] += kLine;
+#pragma GCC unroll kUnroll
+          for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + half * kHalf + j);
+        }
+        const Floats scale = load_rows_f16(scales[s]);
+        __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
+#pragma GCC unroll kUnroll
+        for (int t = 0; t < M; ++t)
+          out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);
+        if constexpr (kMinimum) {
+          const Floats minimum = load_rows_f16(scales[s] + kLine / 2);
+#pragma GCC unroll kUnroll
+          for (int t = 0; t < M; ++t) {
+            const float first = params[t].scale * kProductScale * static_cast<float>(first_sums[t]);
+            out[s][t] = fma(minimum, broadcast(half == 0 ? first : params[t].scaled_sum - first), out[s][t]);
+          }
+        }
+        scales[s] += layout.scale_stride;
       }
-      scales += layout.scale_stride;
     }
     x += M * kActivationGroup;
     params += M;
@@ -110,43 +125,48 @@ inline void i8_halves_block(const BlockLayout& layout, const uint8_t* w, const u
   }
 }
 
-template <bool kMinimum, int M>
-inline void i4_block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x_bytes, Floats (&out)[M]) {
+template <bool kMinimum, int M, int S>
+inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x_bytes, Floats (&out)[S][M]) {
   const auto* x = reinterpret_cast<const int8_t*>(x_bytes);
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
-  const uint8_t* scales = w + layout.scales_offset;
+  const uint8_t* scales[S];
+  for (int s = 0; s < S; ++s) scales[s] = w[s] + layout.scales_offset;
   const int64_t last = layout.group - kActivationGroup;  // where in its group the last part of it starts
-  for (int t = 0; t < M; ++t) out[t] = all(broadcast(0.0f));
+  for (int s = 0; s < S; ++s)
+    for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
-    Many<NibbleSum, kVecs> sums[M];
+#pragma GCC unroll kStreams
+    for (int s = 0; s < S; ++s) {
+      Many<NibbleSum, kVecs> sums[M];
 #pragma GCC unroll kUnroll
-    for (int t = 0; t < M; ++t) sums[t] = all(NibbleSum::zero());
+      for (int t = 0; t < M; ++t) sums[t] = all(NibbleSum::zero());
 #pragma GCC unroll kUnroll
-    for (int j = 0; j < kActivationGroup; j += 8) {
-      ask_for(w);
-      const auto line = each<kVecs>([&](int v) { return load_nibbles(w + v * kVecBytes); });
-      w += kLine;
+      for (int j = 0; j < kActivationGroup; j += 8) {
+        ask_for<S>(w[s]);
+        const auto line = each<kVecs>([&](int v) { return load_nibbles(w[s] + v * kVecBytes); });
+        w[s] += kLine;
 #pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + j);
-    }
-    const Floats scale = load_rows_f16(scales);
-    // The next block's: they come after its values, which ask_for() is far from.
-    __builtin_prefetch(scales + layout.block_bytes, 0, 3);
-    if constexpr (kMinimum) {
-      const Floats minimum = load_rows_f16(scales + kLine / 2);
-#pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) {
-        const Floats sum = fma(convert(total(sums[t])), mul(scale, broadcast(params[t].scale)), out[t]);
-        out[t] = fma(minimum, broadcast(params[t].scaled_sum), sum);
+        for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + j);
       }
-    } else {
+      const Floats scale = load_rows_f16(scales[s]);
+      // The next block's: they come after its values, which ask_for() is far from.
+      __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
+      if constexpr (kMinimum) {
+        const Floats minimum = load_rows_f16(scales[s] + kLine / 2);
 #pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) {
-        const Floats sum = convert(add(total(sums[t]), broadcast(params[t].sum_8)));
-        out[t] = fma(sum, mul(scale, broadcast(params[t].scale)), out[t]);
+        for (int t = 0; t < M; ++t) {
+          const Floats sum = fma(convert(total(sums[t])), mul(scale, broadcast(params[t].scale)), out[s][t]);
+          out[s][t] = fma(minimum, broadcast(params[t].scaled_sum), sum);
+        }
+      } else {
+#pragma GCC unroll kUnroll
+        for (int t = 0; t < M; ++t) {
+          const Floats sum = convert(add(total(sums[t]), broadcast(params[t].sum_8)));
+          out[s][t] = fma(sum, mul(scale, broadcast(params[t].scale)), out[s][t]);
+        }
       }
+      scales[s] += (k & last) == last ? layout.scale_stride : 0;
     }
-    scales += (k & last) == last ? layout.scale_stride : 0;
     x += M * kActivationGroup;
     params += M;
   }
@@ -154,23 +174,23 @@ inline void i4_block(const BlockLayout& layout, const uint8_t* w, const uint8_t*
 
 template <bool kGrouped, bool kMinimum>
 struct I8Kernel {
-  template <int M>
-  static void block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x, Floats (&out)[M]) {
-    i8_block<kGrouped, kMinimum, M>(layout, w, x, out);
+  template <int M, int S>
+  static void blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x, Floats (&out)[S][M]) {
+    i8_blocks<kGrouped, kMinimum, M>(layout, w, x, out);
   }
 };
 template <bool kMinimum>
 struct I8HalvesKernel {
-  template <int M>
-  static void block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x, Floats (&out)[M]) {
-    i8_halves_block<kMinimum, M>(layout, w, x, out);
+  template <int M, int S>
+  static void blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x, Floats (&out)[S][M]) {
+    i8_halves_blocks<kMinimum, M>(layout, w, x, out);
   }
 };
 template <bool kMinimum>
 struct I4Kernel {
-  template <int M>
-  static void block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x, Floats (&out)[M]) {
-    i4_block<kMinimum, M>(layout, w, x, out);
+  template <int M, int S>
+  static void blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x, Floats (&out)[S][M]) {
+    i4_blocks<kMinimum, M>(layout, w, x, out);
   }
 };
 

@@ -40,10 +40,18 @@ inline Floats load_rows_f16(const uint8_t* p) {
 inline void store_rows(float* p, const Floats& v) {
   for (int i = 0; i < kVecs; ++i) store(p + i * kLanes, v.x[i]);
 }
-// How far ahead of the product weights are asked for: hardware prefetchers stop at the ends of 4 KiB pages.
+// Blocks far from each other that a thread multiplies at once with a single token: a core's own prefetchers serve
+// several streams of weights faster than one, and the sums of one block are too few to hide what an addition takes.
+// With more tokens one block is enough, or as many do not fit the registers.
+constexpr int kStreams = kLanes >= 8 ? 4 : kLanes == 4 ? 2 : 1;
+// How far ahead of the product weights are asked for, all streams together: hardware prefetchers stop at the ends of
+// 4 KiB pages.
 constexpr size_t kAhead = 2048;
 
-void ask_for(const uint8_t* p) { __builtin_prefetch(p + kAhead, 0, 3); }
+template <int S>
+inline void ask_for(const uint8_t* p) {
+  __builtin_prefetch(p + kAhead / S, 0, 3);
+}
 
 using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;
 
@@ -81,30 +89,43 @@ void write(const Output& out, int64_t row, int64_t rows, int token, const Floats
   }
 }
 
-template <class Kernel, int M>
-void run_tile(const GemvProduct& product, int64_t block, int first, const uint8_t* x) {
-  Floats sums[M];
-  Kernel::template block<M>(product.layout, product.weights + static_cast<size_t>(block) * product.layout.block_bytes,
-                            x, sums);
-  for (int t = 0; t < M; ++t) write(product.out, block * kRows, product.rows, first + t, sums[t]);
+// Blocks `block`, `block` + `apart`, ..., S of them, and the M tokens of a tile.
+template <class Kernel, int M, int S>
+void run_tile(const GemvProduct& product, int64_t block, int64_t apart, int first, const uint8_t* x) {
+  const uint8_t* w[S];
+  for (int s = 0; s < S; ++s)
+    w[s] = product.weights + static_cast<size_t>(block + s * apart) * product.layout.block_bytes;
+  Floats sums[S][M];
+  Kernel::template blocks<M>(product.layout, w, x, sums);
+  for (int s = 0; s < S; ++s)
+    for (int t = 0; t < M; ++t) write(product.out, (block + s * apart) * kRows, product.rows, first + t, sums[s][t]);
 }
 
-using Tile = void (*)(const GemvProduct&, int64_t block, int first, const uint8_t* x);
+using Tile = void (*)(const GemvProduct&, int64_t block, int64_t apart, int first, const uint8_t* x);
 template <class Kernel, int M = kTile>
 Tile tile_for(int count) {
   if constexpr (M > 1)
     if (count < M) return tile_for<Kernel, M - 1>(count);
-  return run_tile<Kernel, M>;
+  return run_tile<Kernel, M, 1>;
+}
+
+// The blocks from `begin` on times one token: S at once, each S-th part of them as one stream, then the rest.
+template <class Kernel, int S = kStreams>
+void run_streams(const GemvProduct& product, int64_t begin) {
+  const int64_t each = (product.end - begin) / S;
+  for (int64_t block = begin; block < begin + each; ++block) run_tile<Kernel, 1, S>(product, block, each, 0, product.x);
+  if constexpr (S > 1) run_streams<Kernel, S / 2>(product, begin + each * S);
 }
 
 template <class Kernel>
 void run(const GemvProduct& product) {
+  if (product.tokens == 1) return run_streams<Kernel>(product, product.begin);
   const int tiles = tiles_of(product.tokens);
   const size_t bytes = token_bytes(product.layout);
   for (int64_t block = product.begin; block < product.end; ++block)
     for (int tile = 0; tile < tiles; ++tile) {
       const int first = tile_begin(product.tokens, tile), count = tile_begin(product.tokens, tile + 1) - first;
-      tile_for<Kernel>(count)(product, block, first, product.x + static_cast<size_t>(first) * bytes);
+      tile_for<Kernel>(count)(product, block, 0, first, product.x + static_cast<size_t>(first) * bytes);
     }
 }
 

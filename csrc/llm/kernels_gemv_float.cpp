@@ -32,34 +32,40 @@ struct BF16 {
 
 // --- one block of rows times M tokens
 
-template <class Weights, int M>
-inline void float_block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x_bytes, Floats (&out)[M]) {
+template <class Weights, int M, int S>
+inline void float_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x_bytes,
+                         Floats (&out)[S][M]) {
   const auto* x = reinterpret_cast<const float*>(x_bytes);
-  Floats sums[M][kChains];
-  for (int t = 0; t < M; ++t)
-    for (int c = 0; c < kChains; ++c) sums[t][c] = all(broadcast(0.0f));
+  Floats sums[S][M][kChains];
+  for (int s = 0; s < S; ++s)
+    for (int t = 0; t < M; ++t)
+      for (int c = 0; c < kChains; ++c) sums[s][t][c] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kRows) {
 #pragma GCC unroll kUnroll
     for (int j = 0; j < kRows; j += 2) {
-      for (size_t line = 0; line < Weights::bytes; line += kLine) ask_for(w + line);
-      const FloatPair pair = Weights::load_pair(w);
-      w += Weights::bytes;
+#pragma GCC unroll kStreams
+      for (int s = 0; s < S; ++s) {
+        for (size_t line = 0; line < Weights::bytes; line += kLine) ask_for<S>(w[s] + line);
+        const FloatPair pair = Weights::load_pair(w[s]);
+        w[s] += Weights::bytes;
 #pragma GCC unroll kUnroll
-      for (int t = 0; t < M; ++t) {
-        sums[t][0] = fma(pair.even, broadcast(x[t * kRows + j]), sums[t][0]);
-        sums[t][kChains - 1] = fma(pair.odd, broadcast(x[t * kRows + j + 1]), sums[t][kChains - 1]);
+        for (int t = 0; t < M; ++t) {
+          sums[s][t][0] = fma(pair.even, broadcast(x[t * kRows + j]), sums[s][t][0]);
+          sums[s][t][kChains - 1] = fma(pair.odd, broadcast(x[t * kRows + j + 1]), sums[s][t][kChains - 1]);
+        }
       }
     }
     x += M * kRows;
   }
-  for (int t = 0; t < M; ++t) out[t] = kChains == 1 ? sums[t][0] : add(sums[t][0], sums[t][kChains - 1]);
+  for (int s = 0; s < S; ++s)
+    for (int t = 0; t < M; ++t) out[s][t] = kChains == 1 ? sums[s][t][0] : add(sums[s][t][0], sums[s][t][kChains - 1]);
 }
 
 template <class Weights>
 struct FloatKernel {
-  template <int M>
-  static void block(const BlockLayout& layout, const uint8_t* w, const uint8_t* x, Floats (&out)[M]) {
-    float_block<Weights, M>(layout, w, x, out);
+  template <int M, int S>
+  static void blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x, Floats (&out)[S][M]) {
+    float_blocks<Weights>(layout, w, x, out);
   }
 };
 

@@ -2,7 +2,7 @@
 // Weight matrices in the form that they are multiplied in, and the multiplication.
 //
 // A matrix W[rows, cols] is stored in blocks of 16 rows, one block after another; inside a block the values that one
-// vector load needs lie together, so that a product with few tokens reads the matrix once, as one stream:
+// vector load needs lie together, so that a product with few tokens reads blocks from end to end, and the matrix once:
 //   f32, f16   [k][16 rows]
 //   bf16       [k/2][16 rows][2]                      (the layout of a VDPBF16PS operand and of an AMX B tile)
 //   i8         [k/4][16 rows][4], then 16 f32 scales   (of a VPDPBUSD operand and of an AMX B tile), one scale a row
@@ -32,7 +32,7 @@ inline constexpr FormatRow kFormats[] = {{"f32", 32, {0, -1, -1}},
                                          {"i4", 4, {32, 64, 128}}};
 
 constexpr int64_t kBlockRows = 16;
-// Products with up to this many tokens read the weights as one stream ("gemv"); more are blocked for the caches
+// Products with up to this many tokens read the weights once ("gemv"); more are blocked for the caches
 // ("gemm").
 constexpr int kGemvTokens = 16;
 
