@@ -273,10 +273,10 @@ def _sizes(engine: InferenceEngine) -> tuple[int, int]:
 
 
 def _end_tokens(engine: InferenceEngine) -> set[int]:
+    native = engine.native
     configured: Any
-    files = (engine.native.generation_config or engine.native.config) if engine.native is not None else {}
-    if engine.waits and (files is not engine.native.config or "eos_token_id" in files):
-        configured = files.get("eos_token_id")
+    if native is not None and engine.waits and (native.generation_config or "eos_token_id" in native.config):
+        configured = (native.generation_config or native.config).get("eos_token_id")
     else:  # transformers has tokens of its own for configurations that say nothing
         configured = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
     if configured is None:
