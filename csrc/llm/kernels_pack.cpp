@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loops over 16 rows, or over the values of one, in the innermost place, for the compiler to vectorise. No fused
-// multiply-adds (-ffp-contract=off): all variants give the same bits.
+// Loops over 16 rows, or over the values of one, in the innermost place. No fused multiply-adds (-ffp-contract=off) but
+// of small whole numbers, which are exact: all variants give the same bits.
 #include <cstdint>
 
 #include "llm/pack.h"
@@ -17,9 +17,8 @@ using namespace simd;
 using namespace simd::ANYACCEL_ISA_VARIANT;
 
 constexpr int kRows = 16;
-constexpr int kVecs = kRows / ANYACCEL_LANES;  // of them
-constexpr int kCandidates = 11;                // on each side of the obvious scale
-constexpr float kStep = 0.1f;                  // by which candidates for 1 / scale * largest value differ
+constexpr int kCandidates = 11;  // on each side of the obvious scale
+constexpr float kStep = 0.1f;    // by which candidates for 1 / scale * largest value differ
 
 struct Row {
   float v[kRows];
@@ -38,120 +37,133 @@ float inverse(float x) {
   return magnitude > 1e-30f ? 1.0f / x : 0.0f;
 }
 
-// A float for each of the 16 rows, in as many vectors as that takes.
-using Rows = Many<Vec, kVecs>;
-template <class Fn>
-inline Rows of_rows(const Fn& fn) {
-  return each<kVecs>(fn);
-}
-inline Rows all_rows(float value) {
-  return of_rows([&](int) { return broadcast(value); });
-}
-inline Rows rows_at(const float* p) {
-  return of_rows([&](int i) { return load(p + i * ANYACCEL_LANES); });
-}
-inline void store_rows(Row& to, const Rows& from) {
-  for (int i = 0; i < kVecs; ++i) store(to.v + i * ANYACCEL_LANES, from.x[i]);
-}
-inline Rows inverse(const Rows& x) {
-  return of_rows([&](int i) {
-    return select(less(broadcast(1e-30f), abs(x.x[i])), div(broadcast(1.0f), x.x[i]), broadcast(0.0f));
-  });
-}
+inline Vec inverses(Vec x) { return select(less(broadcast(1e-30f), abs(x)), div(broadcast(1.0f), x), broadcast(0.0f)); }
 // x where it is above zero, else 1.
 inline Vec positive_or_one(Vec x) { return select(less(broadcast(0.0f), x), x, broadcast(1.0f)); }
 
+// Two candidates at a time for each vector of rows: what one is waiting for, the other computes.
+constexpr int kPair = 2;
+using Pair = Many<Vec, kPair>;
 struct Sums {
-  Rows l, ll, xl;
+  Pair l, ll, xl;
 };
-// The sums over a group of q, q * q and x * q, with q = nearest(x * inv + offset) clamped to low .. high.
-inline Sums sums_of(const float* x, int count, const Rows& inv, const Rows& offset, float low, float high) {
-  const Vec magic = broadcast(kMagic), least = broadcast(low), most = broadcast(high);
-  Sums sums{all_rows(0.0f), all_rows(0.0f), all_rows(0.0f)};
+// At which ends of their range whole numbers need a limit: most candidates round none to beyond it.
+enum class Limit : uint8_t { none, above, both };
+
+// The sums over a group of q, q * q and x * q, with q = nearest(x * inv + offset) limited to low .. high. Those of
+// whole numbers are exact, however they are added up.
+template <Limit kLimit, bool kOffset>
+[[gnu::always_inline]] inline Sums sums_of(const float* x, int count, const Pair& inv, const Pair& offset, float low,
+                                           float high) {
+  const Vec least = broadcast(low), most = broadcast(high), zero = broadcast(0.0f);
+  const auto limited = [&](Vec whole) {
+    if constexpr (kLimit == Limit::both) whole = max(whole, least);
+    if constexpr (kLimit != Limit::none) whole = min(whole, most);
+    return whole;
+  };
+  Sums sums{{{zero, zero}}, {{zero, zero}}, {{zero, zero}}};
   for (int k = 0; k < count; ++k) {
-    const Rows value = rows_at(x + k * kRows);
-    const Rows q = of_rows([&](int i) {
-      const Vec whole = sub(add(add(mul(value.x[i], inv.x[i]), offset.x[i]), magic), magic);
-      return min(max(whole, least), most);
-    });
-    sums.l = add(sums.l, q);
-    sums.ll = add(sums.ll, mul(q, q));
-    sums.xl = add(sums.xl, mul(value, q));
+    const Vec value = load(x + k * kRows);
+    Pair at = mul(inv, value);
+    if constexpr (kOffset) at = add(at, offset);
+    const Pair q = each<kPair>([&](int i) { return limited(nearest(at.x[i])); });
+    if constexpr (kOffset) sums.l = add(sums.l, q);
+    sums.ll = fma(q, q, sums.ll);
+    sums.xl = add(sums.xl, mul(q, value));
   }
   return sums;
 }
 
-void best_symmetric(const float* x, int count, Row& scale) {
-  Rows largest = all_rows(0.0f);  // the value with the largest magnitude, with its sign: it becomes -8 * scale
-  for (int k = 0; k < count; ++k)
-    for (int i = 0; i < kVecs; ++i) {
-      const Vec value = load(x + k * kRows + i * ANYACCEL_LANES), old = largest.x[i];
-      largest.x[i] = select(less(abs(old), abs(value)), value, old);
-    }
-  const Rows inv = inverse(largest);
-  Rows best = all_rows(0.0f), found = best;  // the part of the squared sum that is explained, and by which scale
-  for (int c = -kCandidates; c <= kCandidates; ++c) {
-    const Sums sums =
-        sums_of(x, count, mul(broadcast(-(8.0f + kStep * static_cast<float>(c))), inv), all_rows(0.0f), -8.0f, 7.0f);
-    for (int i = 0; i < kVecs; ++i) {
+constexpr int kLastWithin = 4;  // the last candidate that no value is rounded to beyond the end of the range
+// By how much candidate c + i differs from the obvious scale; the last of an odd number is tried twice.
+float step_of(int c, int i) { return kStep * static_cast<float>(c + i < kCandidates ? c + i : kCandidates); }
+
+// The scale of symmetric values of the rows at x.
+Vec best_symmetric(const float* x, int count) {
+  Vec largest = broadcast(0.0f);  // the value with the largest magnitude, with its sign: it becomes -8 * scale
+  for (int k = 0; k < count; ++k) {
+    const Vec value = load(x + k * kRows);
+    largest = select(less(abs(largest), abs(value)), value, largest);
+  }
+  const Vec inv = inverses(largest);
+  Vec best = broadcast(0.0f), found = best;  // the part of the squared sum that is explained, and by which scale
+  const auto try_pair = [&]<Limit kLimit>(int c) {
+    const Pair candidates = each<kPair>([&](int i) { return mul(broadcast(-(8.0f + step_of(c, i))), inv); });
+    const Sums sums = sums_of<kLimit, false>(x, count, candidates, candidates, -8.0f, 7.0f);
+    for (int i = 0; i < kPair; ++i) {
       const Vec candidate = div(sums.xl.x[i], positive_or_one(sums.ll.x[i]));
       const Vec explained = mul(sums.xl.x[i], candidate);
-      const Mask better = less(best.x[i], explained);
-      best.x[i] = select(better, explained, best.x[i]);
-      found.x[i] = select(better, candidate, found.x[i]);
+      const Mask better = less(best, explained);
+      best = select(better, explained, best);
+      found = select(better, candidate, found);
     }
-  }
-  store_rows(scale, found);
+  };
+  int c = -kCandidates;
+  for (; c <= kLastWithin; c += kPair) try_pair.template operator()<Limit::above>(c);
+  for (; c <= kCandidates; c += kPair) try_pair.template operator()<Limit::both>(c);
+  return found;
 }
 
-void best_with_minimum(const float* x, int count, Row& scale, Row& minimum) {
-  Rows low = rows_at(x), high = low, sum = all_rows(0.0f);
-  for (int k = 0; k < count; ++k)
-    for (int i = 0; i < kVecs; ++i) {
-      const Vec value = load(x + k * kRows + i * ANYACCEL_LANES);
-      low.x[i] = min(value, low.x[i]);
-      high.x[i] = max(value, high.x[i]);
-      sum.x[i] = add(sum.x[i], value);
-    }
-  const Rows range = sub(high, low), inv_range = inverse(range);
-  const Rows middle = add(mul(broadcast(0.5f), low), mul(broadcast(0.5f), high));
+// The scale and the minimum of the rows at x.
+Many<Vec, 2> best_with_minimum(const float* x, int count) {
+  Vec low = load(x), high = low, sum = broadcast(0.0f);
+  for (int k = 0; k < count; ++k) {
+    const Vec value = load(x + k * kRows);
+    low = min(value, low);
+    high = max(value, high);
+    sum = add(sum, value);
+  }
+  const Vec range = sub(high, low), inv_range = inverses(range);
+  const Vec middle = add(mul(broadcast(0.5f), low), mul(broadcast(0.5f), high));
   // Where all values are equal, any scale holds them.
-  Rows found = mul(range, broadcast(1.0f / 15.0f)), least = low;
-  Rows best = all_rows(0.0f);  // the part of the variance that is explained, times n
+  Vec found = mul(range, broadcast(1.0f / 15.0f)), l = broadcast(0.0f);
+  Vec best = broadcast(0.0f);  // the part of the variance that is explained, times n
   const Vec n = broadcast(static_cast<float>(count));
-  for (int c = -kCandidates; c <= kCandidates; ++c) {
+  const auto try_pair = [&]<Limit kLimit>(int c) {
     // Candidates keep the middle of the range where it is.
-    const Rows inv = mul(broadcast(15.0f + 2 * kStep * static_cast<float>(c)), inv_range);
-    const Sums sums = sums_of(x, count, inv, sub(broadcast(7.5f), mul(middle, inv)), 0.0f, 15.0f);
-    for (int i = 0; i < kVecs; ++i) {
-      const Vec l = sums.l.x[i];
-      const Vec variance = sub(mul(n, sums.ll.x[i]), mul(l, l));
-      const Vec covariance = sub(mul(n, sums.xl.x[i]), mul(l, sum.x[i]));
+    const Pair inv = each<kPair>([&](int i) { return mul(broadcast(15.0f + 2 * step_of(c, i)), inv_range); });
+    const Pair offset = each<kPair>([&](int i) { return sub(broadcast(7.5f), mul(middle, inv.x[i])); });
+    const Sums sums = sums_of<kLimit, true>(x, count, inv, offset, 0.0f, 15.0f);
+    for (int i = 0; i < kPair; ++i) {
+      const Vec variance = sub(mul(n, sums.ll.x[i]), mul(sums.l.x[i], sums.l.x[i]));
+      const Vec covariance = sub(mul(n, sums.xl.x[i]), mul(sums.l.x[i], sum));
       const Vec candidate = div(covariance, positive_or_one(variance));
       const Vec explained = mul(covariance, candidate);
-      const Mask better = less(best.x[i], explained);
-      best.x[i] = select(better, explained, best.x[i]);
-      found.x[i] = select(better, candidate, found.x[i]);
-      least.x[i] = select(better, div(sub(sum.x[i], mul(candidate, l)), n), least.x[i]);
+      const Mask better = less(best, explained);
+      best = select(better, explained, best);
+      found = select(better, candidate, found);
+      l = select(better, sums.l.x[i], l);
     }
-  }
-  store_rows(scale, found);
-  store_rows(minimum, least);
+  };
+  // Values that are far from zero by their range lose what is to be rounded in x * inv, and may leave the range by
+  // more.
+  constexpr float kNear = 512.0f;
+  const Vec farthest = mul(max(abs(low), abs(high)), inv_range);
+  int c = -kCandidates;
+  if (lanes(less(farthest, broadcast(kNear))) == (1u << ANYACCEL_LANES) - 1)
+    for (; c <= kLastWithin; c += kPair) try_pair.template operator()<Limit::none>(c);
+  for (; c <= kCandidates; c += kPair) try_pair.template operator()<Limit::both>(c);
+  const Vec least = div(sub(sum, mul(found, l)), n);
+  return {{found, select(less(broadcast(0.0f), best), least, low)}};
 }
 
 void quantise4(const float* x, int count, uint32_t* lines, uint16_t* scales, uint16_t* minima) {
   constexpr int kColumns = 8;  // of a line
-  Row scale, minimum{}, bad;
-  Rows zeros = all_rows(0.0f);  // NaN where a value is not finite
-  for (int k = 0; k < count; ++k) zeros = add(zeros, mul(rows_at(x + k * kRows), broadcast(0.0f)));
-  store_rows(bad, zeros);
-  if (minima != nullptr)
-    best_with_minimum(x, count, scale, minimum);
-  else
-    best_symmetric(x, count, scale);
+  Row scale, minimum{};
+  for (int r = 0; r < kRows; r += ANYACCEL_LANES) {
+    Vec bad = broadcast(0.0f);  // NaN where a value is not finite
+    for (int k = 0; k < count; ++k) bad = add(bad, mul(load(x + k * kRows + r), broadcast(0.0f)));
+    if (minima != nullptr) {
+      const auto [found, least] = best_with_minimum(x + r, count).x;
+      store(scale.v + r, add(found, bad));
+      store(minimum.v + r, least);
+    } else {
+      store(scale.v + r, add(best_symmetric(x + r, count), bad));
+    }
+  }
   Row inv, offset;
   for (int r = 0; r < kRows; ++r) {
-    const uint16_t bits = to_f16(scale.v[r] + bad.v[r]);
+    const uint16_t bits = to_f16(scale.v[r]);
     scales[r] = bits;
     inv.v[r] = inverse(from_f16(bits));
     offset.v[r] = 8.0f;

@@ -76,7 +76,6 @@ inline float largest(Vec v) {
 }
 inline Vec iota() { return Vec{0, 1, 2, 3}; }
 inline Vec convert(IVec v) { return __builtin_convertvector(v, Vec); }
-// Rounds to the nearest integer; |v| must be below 2^22.
 inline Vec nearest(Vec v) { return (v + 12582912.0f) - 12582912.0f; }
 inline Vec limited_power(Vec n) { return min(broadcast(128.0f), max(broadcast(-126.0f), n)); }
 // In two steps: n may be 128.

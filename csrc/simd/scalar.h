@@ -46,6 +46,7 @@ inline float sum(Vec v) { return v; }
 inline float largest(Vec v) { return v; }
 inline Vec iota() { return 0; }
 inline Vec convert(IVec v) { return static_cast<float>(v); }
+inline Vec nearest(Vec v) { return (v + 12582912.0f) - 12582912.0f; }
 
 // There are no pairs of lanes here: these three are named by code that is not run.
 inline Vec load_twice(const float* p) { return *p; }

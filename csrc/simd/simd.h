@@ -13,7 +13,7 @@
 //   sign                 -1 or 1; zero for zero, NaN for NaN
 //   select(m, yes, no)   either(m, n) a mask; lanes(m) a number with a bit for each lane
 //   sum, largest         of all lanes
-//   nearest              to the nearest whole number, ties to even
+//   nearest              to the nearest whole number, ties to even, of |v| below 2^22; larger ones stay as large
 //   times_power(v, n)    v * 2^n for whole n that limited_power() has seen; with a mask, zero in the other lanes
 //   load_twice(p)        each of kLanes / 2 floats in two neighbouring lanes; swap_pairs(v) changes these two over;
 //                        fma_addsub(a, b, c) is a * b - c in even and a * b + c in odd lanes

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +21,7 @@ from anyaccel.inference.generic.loading import model_folder, native_skeleton, sk
 from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
 from anyaccel.inference.hf.group import in_step, one_host, together, tp_group
+from anyaccel.inference.hf.later import Later, MadeLater
 from anyaccel.inference.hf.precision import PrecisionMethods
 from anyaccel.inference.modules.stand_in import StandIn
 
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
 
+# What transformers' models are made of. Until it is imported, which takes seconds, nobody can have replaced their code.
+_MODELS = "transformers.modeling_utils"
+
 
 class InferenceEngine(PrecisionMethods, nn.Module):
     """A model that is ready for inference on this rank; call it as the Hugging Face model.
@@ -37,7 +42,8 @@ class InferenceEngine(PrecisionMethods, nn.Module):
     Whatever it does not have itself is the model's: it can be a pipeline's model, or another one's assistant.
 
     Attributes:
-        module: the Hugging Face model; its layers run natively, or hold this rank's shards.
+        module: the Hugging Face model; its layers run natively, or hold this rank's shards. Of a native engine from a
+            path it is made when it is asked for first.
         plan: which parts of its own weights those are; nothing is planned where the native runtime divides them.
         dtype: of the logits, and of the weights unless those are quantised.
         settings: what was asked for.
@@ -48,7 +54,7 @@ class InferenceEngine(PrecisionMethods, nn.Module):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Later,
         plan: TensorParallelPlan,
         settings: InferenceConfig,
         group: dist.ProcessGroup | None,
@@ -57,7 +63,6 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         native: NativeModel | None = None,
     ) -> None:
         super().__init__()
-        self.module = module
         self.plan = plan
         self.settings = settings
         self.dtype = settings.torch_dtype
@@ -65,7 +70,21 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         self.runtime = runtime
         self.why = why
         self.native = native
+        if isinstance(module, Later):
+            vars(self)["_later"] = module
+            self.__class__ = _waiting_as(module.name)
+        else:
+            self._arrive(module)
+
+    def _arrive(self, module: nn.Module) -> None:
+        self.module = module
         self.__class__ = _named_as(type(module).__name__)
+        vars(self).pop("_later", None)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the Hugging Face model is still to be made."""
+        return "_later" in vars(self)
 
     def _get_name(self) -> str:
         return InferenceEngine.__name__
@@ -157,6 +176,12 @@ def _named_as(name: str) -> type[InferenceEngine]:
     return type(name, (InferenceEngine,), {"__module__": __name__, "__doc__": InferenceEngine.__doc__})
 
 
+@functools.cache
+def _waiting_as(name: str) -> type[InferenceEngine]:
+    """The same for an engine whose model is still to be made."""
+    return type(name, (MadeLater, InferenceEngine), {"__module__": __name__, "__doc__": InferenceEngine.__doc__})
+
+
 def init_inference(
     model: nn.Module | str | Path,
     config: Mapping[str, object] | None = None,
@@ -238,16 +263,17 @@ def _native_engine(
     Raises:
         Unsupported: the native runtime lacks something that the model needs.
     """
-    from anyaccel.inference.hf.frozen import shapes_of
-    from anyaccel.inference.hf.model import make_native, untie_head
-    from anyaccel.inference.modules.code import check_code
     from anyaccel.inference.native.runtime import load_native
     from anyaccel.inference.spec.mapping import Unsupported
 
     tp_size = settings.tensor_parallel.tp_size
     if not one_host(group):
         raise Unsupported("tensor parallelism over several hosts")
-    shapes = shapes_of(model) if isinstance(model, nn.Module) else {}
+    shapes: dict[int, torch.Size] = {}
+    if isinstance(model, nn.Module):
+        from anyaccel.inference.hf.frozen import shapes_of
+
+        shapes = shapes_of(model)
     try:
         native = together(
             group,
@@ -269,14 +295,50 @@ def _native_engine(
         if isinstance(model, nn.Module):
             _forbid_use(model, shapes)
         raise
+    later = not isinstance(model, nn.Module) and tp_size == 1 and _MODELS not in sys.modules
+    if later:
+        from anyaccel.inference.modules.code import is_torch_genuine
+
+        later = is_torch_genuine()
+    module: nn.Module | Later
+    if later:
+        kinds = native.config.get("architectures") or [InferenceEngine.__name__]
+        module = Later(lambda: _native_module(model, native, settings, group, shapes, later), str(kinds[0]))
+    else:
+        module = _native_module(model, native, settings, group, shapes, later)
+    return InferenceEngine(module, TensorParallelPlan(rank, tp_size), settings, group, "native", "", native)
+
+
+def _native_module(
+    model: nn.Module | str | Path,
+    native: NativeModel,
+    settings: InferenceConfig,
+    group: dist.ProcessGroup | None,
+    shapes: Mapping[int, torch.Size],
+    later: bool,
+) -> nn.Module:
+    """The Hugging Face model that `native` computes.
+
+    Raises:
+        Unsupported: code that it runs was replaced; UsageError where the engine was there before, `later`.
+    """
+    from anyaccel.inference.hf.frozen import ADVICE
+    from anyaccel.inference.hf.model import make_native, untie_head
+    from anyaccel.inference.modules.code import check_code
+    from anyaccel.inference.spec.mapping import Unsupported
+
     if isinstance(model, nn.Module):
-        module = model
+        module: Any = model
     else:
         module = native_skeleton(Path(model).expanduser(), native, settings.torch_dtype)
-        check_code(module)
+        try:
+            check_code(module)
+        except Unsupported as lack:
+            if not later:
+                raise
+            raise UsageError(f"{lack.feature} after the native runtime had packed the model; {ADVICE}") from lack
         untie_head(module, native)
-    make_native(module, native, settings.torch_dtype, group, shapes)
-    return InferenceEngine(module, TensorParallelPlan(rank, tp_size), settings, group, "native", "", native)
+    return make_native(module, native, settings.torch_dtype, group, shapes)
 
 
 def _forbid_use(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:

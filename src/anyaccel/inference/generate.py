@@ -219,9 +219,8 @@ def generate_tokens(
     if input_ids.dim() != 1:
         raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
     ids = [whole_number("a token of the prompt", token) for token in input_ids.tolist()]
-    config = engine.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None) or 0
-    check_prompt(ids, max_new_tokens, config.vocab_size, limit)
+    vocabulary, limit = _sizes(engine)
+    check_prompt(ids, max_new_tokens, vocabulary, limit)
     result = Generation() if result is None else result
     result.prompt_tokens = len(ids)
     if engine.native is not None:
@@ -268,8 +267,21 @@ def request_steps(native: NativeModel, request: _llm.Request, result: Generation
         yield token
 
 
+def _sizes(engine: InferenceEngine) -> tuple[int, int]:
+    """The vocabulary and the longest context of an engine's model, 0 for any."""
+    if engine.native is not None and engine.waits:
+        return engine.native.whole_spec.vocab, engine.native.whole_spec.max_tokens
+    config = engine.config.get_text_config()
+    return config.vocab_size, getattr(config, "max_position_embeddings", None) or 0
+
+
 def _end_tokens(engine: InferenceEngine) -> set[int]:
-    configured = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
+    native = engine.native
+    configured: Any
+    if native is not None and engine.waits and (native.generation_config or "eos_token_id" in native.config):
+        configured = (native.generation_config or native.config).get("eos_token_id")
+    else:  # transformers has tokens of its own for configurations that say nothing
+        configured = getattr(getattr(engine.module, "generation_config", None), "eos_token_id", None)
     if configured is None:
         return set()
     return {configured} if isinstance(configured, int) else set(configured)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 import re
 import sys
@@ -18,14 +19,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from anyaccel.inference.spec.mapping import Unsupported
 
-_TORCH, _TRANSFORMERS = (str(Path(str(each.__file__)).parent) for each in (torch, transformers))
+
+def _folder(package: str) -> str:
+    """Where a package is, which need not be imported for it."""
+    found = importlib.util.find_spec(package)
+    if found is None:
+        raise ModuleNotFoundError(f"{package} is not installed", name=package)
+    return str(Path(str(found.origin)).parent)
+
+
+_TORCH, _TRANSFORMERS = _folder("torch"), _folder("transformers")
 _INSTALLED = (_TORCH + "/", _TRANSFORMERS + "/", sysconfig.get_path("stdlib") + "/", "<frozen ", "<__array_function__")
 _MODELS = f"{_TRANSFORMERS}/models/"
 # The modules of transformers that every model takes its caches, masks, positions and activations from.
@@ -54,6 +61,8 @@ def is_genuine(value: Any, name: str) -> bool:
 
 def replaced_in_torch() -> str:
     """The first part of torch's code that packed layers stand in for and that was replaced or hooked; else empty."""
+    from transformers.pytorch_utils import Conv1D
+
     machinery: Any = nn.modules.module
     if machinery._global_forward_hooks or machinery._global_forward_pre_hooks:
         return "hooks of all modules"
@@ -96,15 +105,27 @@ def has_own_experts(config: Any) -> bool:
     return function is None or _is_installed(function)
 
 
+def is_torch_genuine() -> bool:
+    """Whether no layer or function of torch was replaced, and none is hooked: what `check_code` would say of these."""
+    try:
+        _check_hooks()
+        _check_module(nn.functional)
+        for kind in vars(nn).values():
+            # Old names warn in a __new__ that was made for them.
+            if isinstance(kind, type) and issubclass(kind, nn.Module) and "__new__" not in vars(kind):
+                _check_class(kind)
+    except Unsupported:
+        return False
+    return True
+
+
 def check_code(model: nn.Module) -> None:
     """Look at the classes of all modules, the files that they are from, and what those take from transformers.
 
     Raises:
         Unsupported: a class or a function is not what was installed, or there are hooks of all modules.
     """
-    machinery: Any = nn.modules.module
-    if machinery._global_forward_hooks or machinery._global_forward_pre_hooks:
-        raise Unsupported("code for hooks of all modules")
+    _check_hooks()
     kinds = {
         base for kind in {type(module) for module in model.modules()} for base in kind.__mro__ if base is not object
     }
@@ -135,6 +156,12 @@ def check_implementations(config: Any, where: str) -> None:
         function = registry.get(name, None)
         if function is not None and not _is_installed(function):
             raise Unsupported(f"code for {name!r}{where}, for which another function was registered")
+
+
+def _check_hooks() -> None:
+    machinery: Any = nn.modules.module
+    if machinery._global_forward_hooks or machinery._global_forward_pre_hooks:
+        raise Unsupported("code for hooks of all modules")
 
 
 def _check_module(module: types.ModuleType) -> None:

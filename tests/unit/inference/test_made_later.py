@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of a path in a process that has not imported transformers' models: they make theirs when it is asked for."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anyaccel
+import family_cases
+from anyaccel.errors import UsageError
+from anyaccel.inference import InferenceEngine, generate_tokens
+from anyaccel.inference import engine as engines
+
+PROMPT = torch.tensor([5, 17, 99, 3, 64])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("later") / "model"
+    family_cases.build("llama").save_pretrained(path)
+    return path
+
+
+def _engine(folder: Path) -> InferenceEngine:
+    return anyaccel.init_inference(folder, dtype="fp32", runtime="native")
+
+
+@pytest.fixture
+def engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> InferenceEngine:
+    monkeypatch.setattr(engines, "_MODELS", "nobody.has_imported_it")
+    made = _engine(folder)
+    assert made.waits
+    return made
+
+
+def test_native_tokens_do_not_need_the_model(engine: InferenceEngine, folder: Path, monkeypatch: Any) -> None:
+    tokens = list(generate_tokens(engine, PROMPT, max_new_tokens=6))
+    assert engine.waits
+    with pytest.raises(UsageError, match="outside the model's vocabulary"):
+        generate_tokens(engine, torch.tensor([1 << 30]), max_new_tokens=1)
+    assert engine.waits
+    monkeypatch.undo()
+    at_once = _engine(folder)
+    assert not at_once.waits
+    assert list(generate_tokens(at_once, PROMPT, max_new_tokens=6)) == tokens
+    assert engine.generate(PROMPT[None], max_new_tokens=6)[0, 5:].tolist() == tokens
+    assert not engine.waits
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda engine: engine.module,
+        lambda engine: engine.config,
+        lambda engine: engine.generation_config,
+        lambda engine: engine(PROMPT[None]),
+        lambda engine: list(engine.parameters()),
+        lambda engine: engine.eval(),
+        lambda engine: repr(engine),
+        lambda engine: dir(engine),
+        lambda engine: engine.can_generate(),
+        lambda engine: hasattr(engine, "no_such_name"),
+        lambda engine: copy.copy(engine),
+        lambda engine: engine.to("cpu"),
+    ],
+)
+def test_what_needs_the_model_makes_it(engine: InferenceEngine, folder: Path, monkeypatch: Any, ask: Any) -> None:
+    assert isinstance(engine, nn.Module) and isinstance(engine, InferenceEngine)
+    assert type(engine).__name__ == "LlamaForCausalLM"
+    ask(engine)
+    assert not engine.waits
+    monkeypatch.undo()
+    assert type(engine) is type(_engine(folder))
+    assert dict(engine.named_children()) == {"module": engine.module}
+    assert engine.generation_config is engine.module.generation_config
+
+
+def test_ends_that_the_caller_gives_count(engine: InferenceEngine) -> None:
+    first = next(generate_tokens(engine, PROMPT, max_new_tokens=6))
+    engine.generation_config.eos_token_id = first
+    assert list(generate_tokens(engine, PROMPT, max_new_tokens=6)) == [first]
+
+
+def test_the_model_is_made_outside_of_inference_mode(engine: InferenceEngine) -> None:
+    with torch.inference_mode():
+        made: Any = engine.module
+    assert not any(parameter.is_inference() for parameter in made.parameters())
+
+
+def test_code_that_was_replaced_since_is_told(engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: x)
+    with pytest.raises(UsageError, match=r"LlamaMLP\.forward, which was replaced after the native runtime had packed"):
+        engine.generate(PROMPT[None], max_new_tokens=1)
+    assert engine.waits
+
+
+def _hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(nn.modules.module._global_forward_hooks, 1 << 40, lambda *_: None)
+
+
+def _replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: x)
+
+
+def _replace_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.functional, "silu", lambda x: x)
+
+
+@pytest.mark.parametrize("change", [_hook, _replace, _replace_function])
+def test_with_another_torch_the_model_is_made_at_once(folder: Path, monkeypatch: Any, change: Any) -> None:
+    monkeypatch.setattr(engines, "_MODELS", "nobody.has_imported_it")
+    change(monkeypatch)
+    made = anyaccel.init_inference(folder, dtype="bf16")
+    assert made.runtime != "native" and not made.waits
+
+
+FIRST_TOKEN = """
+import sys
+import torch
+import anyaccel
+from anyaccel.inference import generate_tokens
+
+engine = anyaccel.init_inference(sys.argv[1], dtype="fp32")
+next(generate_tokens(engine, torch.tensor([1, 2, 3]), max_new_tokens=1))
+assert "transformers" not in sys.modules
+assert type(engine.config).__name__ == "LlamaConfig"
+"""
+
+
+@pytest.mark.slow
+def test_a_first_token_imports_no_transformers(folder: Path) -> None:
+    subprocess.run([sys.executable, "-c", FIRST_TOKEN, str(folder)], check=True, timeout=300)
