@@ -247,6 +247,7 @@ void bind_request(nb::module_& m) {
             self.set_mask(std::move(words));
           },
           nb::arg("mask"))
+      .def_prop_ro("drafts", &Request::drafts, no_gil)
       .def("take_scores", [](Request& self) { return scores(self.take_scores()); })
       .def("prompt_scores", [](const Request& self) { return scores(self.prompt_scores()); })
       .def("embedding", &Request::embedding, no_gil)

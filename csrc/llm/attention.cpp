@@ -92,7 +92,7 @@ void pieces(const Query& query, const Division& d, const AttentionShape& shape, 
 // One token, all heads of a KV head in one task: the task that has the end of the context writes the token's key and
 // value itself, since no other reads them.
 bool appends_itself(const Query& query, const AttentionShape& shape) {
-  return query.tokens == 1 && shape.heads / shape.kv_heads <= kPrefillRows;
+  return query.tokens == 1 && !query.shared && shape.heads / shape.kv_heads <= kPrefillRows;
 }
 
 const AppendKernels& append_kernels() noexcept {
@@ -112,6 +112,19 @@ void append_tokens(const AttentionStep& step, const Query& query, int kv_head, i
                            step.k + row * step.k_stride + kv_head * shape.head_dim,
                            step.v + row * step.v_stride + kv_head * shape.value_dim, step.k_stride, step.v_stride,
                            query.position + first, static_cast<int>(count)});
+}
+
+// Calls fn(query) for what append() writes: shared queries of one sequence that follow each other are one, since one
+// thread writes what is in the same block of 16 tokens.
+template <class Fn>
+void appended(const std::vector<Query>& queries, const AttentionShape& shape, Fn&& fn) {
+  for (size_t i = 0; i < queries.size();) {
+    Query query = queries[i++];
+    while (query.shared && i < queries.size() && queries[i].shared && queries[i].sequence == query.sequence &&
+           queries[i].position == query.position + query.tokens && queries[i].row == query.row + query.tokens)
+      query.tokens += queries[i++].tokens;
+    if (query.tokens > 0 && !appends_itself(query, shape)) fn(query);
+  }
 }
 
 size_t thread_scratch_floats(const HeadLayout& layout) { return (task_scratch_floats(layout) + 31) / 16 * 16; }
@@ -145,20 +158,18 @@ bool needs_append(const AttentionStep& step) noexcept {
 void append(const AttentionStep& step, int thread, int threads) noexcept {
   const AttentionShape& shape = shape_of(step);
   // Units: 16 tokens of one block and one KV head.
-  const auto blocks = [&](const Query& query) {
-    return query.tokens > 0 && !appends_itself(query, shape)
-               ? divide_up(query.position + query.tokens, 16) - query.position / 16
-               : 0;
+  const auto blocks = [](const Query& query) {
+    return divide_up(query.position + query.tokens, 16) - query.position / 16;
   };
   int64_t units = 0;
-  for (const Query& query : *step.queries) units += blocks(query) * shape.kv_heads;
+  appended(*step.queries, shape, [&](const Query& query) { units += blocks(query) * shape.kv_heads; });
   const int64_t begin = units * thread / threads, end = units * (thread + 1) / threads;
   int64_t unit = 0;
-  for (const Query& query : *step.queries) {
+  appended(*step.queries, shape, [&](const Query& query) {
     const int64_t count = blocks(query);
     if (unit >= end || unit + count * shape.kv_heads <= begin) {
       unit += count * shape.kv_heads;
-      continue;
+      return;
     }
     for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head, unit += count) {
       const int64_t from = std::max<int64_t>(0, begin - unit), to = std::min(count, end - unit);
@@ -168,7 +179,7 @@ void append(const AttentionStep& step, int thread, int threads) noexcept {
       const int64_t last = std::min<int64_t>(query.tokens, (block + to) * 16 - query.position);
       append_tokens(step, query, kv_head, first, last - first);
     }
-  }
+  });
 }
 
 void attend(const AttentionStep& step, AttentionScratch& scratch, int thread, int threads) noexcept {

@@ -84,8 +84,9 @@ struct Query {
   int sequence;
   int64_t position;  // of the first one: the sequence's length before extend()
   int tokens;
-  int row;             // of the first one among the step's tokens
-  bool whole = false;  // however few they are, the context is not divided: as a part of a long prompt
+  int row;              // of the first one among the step's tokens
+  bool whole = false;   // however few they are, the context is not divided: as a part of a long prompt
+  bool shared = false;  // another query of the step sees these tokens, so they are in the cache before any attends
 };
 
 // One layer's part of a step, shared by the threads of a team. Vectors are sized before the threads start.
@@ -112,8 +113,8 @@ struct AttentionScratch {
 };
 
 // Call these on every thread of the team. Between each two a barrier is needed, and one after the last.
-// Writes the new keys and values into the cache, but for queries of one token: attend() does that for those, so that
-// decoding needs no barrier. Nothing to do when needs_append() is false.
+// Writes the new keys and values into the cache, but for queries of one token that no other query sees: attend() does
+// that for those, so that decoding needs no barrier. Nothing to do when needs_append() is false.
 bool needs_append(const AttentionStep& step) noexcept;
 void append(const AttentionStep& step, int thread, int threads) noexcept;
 // Attention of every query; long contexts are divided among threads (Flash-Decoding, Dao et al., 2023), so that one

@@ -110,6 +110,7 @@ class Model {
   template <class Kind, class Done>
   void process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done);
   void step_some(const std::vector<Request*>& requests, bool exact, StepResult& result);
+  void draft(const std::vector<Request*>& requests);
   std::vector<Work> work_of(const std::vector<Request*>& requests);
   void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
   void choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result);

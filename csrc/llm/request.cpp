@@ -34,6 +34,8 @@ void check_options(const RequestOptions& options) {
     if (!std::isfinite(bias)) wrong("bias", static_cast<double>(bias), "a number");
   if (options.max_new_tokens < 0)
     wrong("max_new_tokens", static_cast<double>(options.max_new_tokens), "0 (as many as the context takes) or more");
+  if (options.draft_tokens < 0)
+    wrong("draft_tokens", static_cast<double>(options.draft_tokens), "0 (no drafts) or more");
   if (options.min_new_tokens < 0) wrong("min_new_tokens", static_cast<double>(options.min_new_tokens), "0 or more");
 }
 
@@ -91,6 +93,7 @@ void Request::finish() {
   if (sequence_ >= 0) model_->cache_.destroy(sequence_);
   sequence_ = -1;
   cached_ = 0;
+  ahead_.clear();
   if (finished_ == Finish::no) finished_ = Finish::stopped;
 }
 
@@ -103,6 +106,7 @@ void Request::extend(const std::vector<int64_t>& tokens, int64_t max_new_tokens)
   if (!answering() || options_.prompt_logprobs >= 0) throw UsageError("extend: the request is of a prompt only");
   if (tokens_.size() == static_cast<size_t>(cached_) && tokens.empty())
     throw UsageError("extend: no tokens to go on with");
+  drop_ahead();
   tokens_.insert(tokens_.end(), tokens.begin(), tokens.end());
   prompt_ = static_cast<int64_t>(tokens_.size());
   if (max_new_tokens > 0) options_.max_new_tokens = max_new_tokens;
@@ -155,6 +159,7 @@ void Request::shrink(int64_t tokens) {
   const auto held = model_->lock();
   if (sequence_ < 0) throw UsageError("shrink: the request was finished with finish()");
   if (tokens < 0 || tokens > cached_) throw UsageError("shrink: " + std::to_string(cached_) + " tokens are there");
+  ahead_.clear();
   model_->cache_.truncate(sequence_, tokens);
   cached_ = tokens;
 }
@@ -170,7 +175,68 @@ void Request::set_mask(std::vector<uint32_t> mask) {
     throw UsageError("set_mask: " + std::to_string(mask.size()) + " words, and the vocabulary has " +
                      std::to_string(words));
   const auto held = model_->lock();
+  drop_ahead();
   mask_ = std::move(mask);
+}
+
+std::pair<int64_t, int64_t> Request::drafts() const {
+  const auto held = model_->lock();
+  return {drafts_.drafted(), drafts_.accepted()};
+}
+
+void Request::add_drafts(int64_t most) {
+  if (options_.draft_tokens == 0 || keep_logits_ || !mask_.empty()) return;
+  const auto length = static_cast<int64_t>(tokens_.size());
+  most = std::min(most, options_.draft_tokens);
+  // The next token itself is no draft.
+  if (options_.max_new_tokens > 0) most = std::min(most, options_.max_new_tokens - (length - prompt_) - 1);
+  if (const int64_t context = model_->spec().max_tokens; context > 0) most = std::min(most, context - length - 1);
+  if (most <= 0) return;
+  for (const RopeSpec& rope : model_->spec().ropes)
+    if (!rope.long_inv_freq.empty() && RopeTable(rope).changes_between(length, length + most)) return;
+  const std::vector<int64_t> draft = drafts_.propose(tokens_, most);
+  tokens_.insert(tokens_.end(), draft.begin(), draft.end());
+  drafted_ = static_cast<int64_t>(draft.size());
+}
+
+void Request::drop_drafts() {
+  tokens_.resize(tokens_.size() - static_cast<size_t>(drafted_));
+  drafted_ = 0;
+}
+
+void Request::take(std::vector<ChosenToken> chosen) {
+  if (drafted_ > 0) {
+    const auto accepted = static_cast<int64_t>(chosen.size()) - 1;
+    drafts_.report(drafted_, accepted);
+    drop_drafts();
+    model_->cache_.truncate(sequence_, cached_ + accepted);
+  }
+  for (ChosenToken& one : chosen) ahead_.push_back(std::move(one));
+  --cached_;  // next() counts a token of the cache for each token that it gives
+}
+
+int64_t Request::next() {
+  ChosenToken one = std::move(ahead_.front());
+  ahead_.pop_front();
+  ++cached_;
+  random_ = one.random;
+  tokens_.push_back(one.token);
+  mask_.clear();
+  if (options_.logprobs >= 0) scores_.push_back(std::move(one.score));
+  const auto& ends = options_.end_tokens;
+  const auto count = static_cast<int64_t>(tokens_.size());
+  const int64_t most = options_.max_new_tokens, context = model_->spec().max_tokens;
+  if (!options_.ignore_end && std::find(ends.begin(), ends.end(), one.token) != ends.end())
+    finished_ = Finish::end;
+  else if ((most > 0 && count - prompt_ >= most) || (context > 0 && count >= context))
+    finished_ = Finish::length;
+  return one.token;
+}
+
+void Request::drop_ahead() {
+  if (ahead_.empty()) return;
+  ahead_.clear();
+  model_->cache_.truncate(sequence_, cached_);
 }
 
 std::vector<TokenScore> Request::take_scores() {

@@ -3,9 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "llm/draft.h"
 #include "llm/sampling.h"
 
 namespace anyaccel::llm {
@@ -27,6 +30,16 @@ struct RequestOptions {
   // For each token of the answer, and of the prompt: how many of the likeliest tokens are told beside it, with their
   // log-probabilities before any sampling option; 0: only its own; -1: nothing.
   int logprobs = -1, prompt_logprobs = -1;
+  // The most tokens of a draft that a step verifies beside choosing the next one; 0: none. The answer is the same
+  // with and without. Requests that keep their logits or have a mask get no drafts, nor do long batches.
+  int64_t draft_tokens = 0;
+};
+
+// A token that has been chosen, and the state of the generator after it.
+struct ChosenToken {
+  int64_t token;
+  Random random;
+  TokenScore score;
 };
 
 class Request {
@@ -63,6 +76,8 @@ class Request {
   int64_t cached() const;
   // Which tokens may come in the next step, see sample(); of vocab bits. Throws UsageError.
   void set_mask(std::vector<uint32_t> mask);
+  // How many tokens have been drafted, and how many of them were right.
+  std::pair<int64_t, int64_t> drafts() const;
   // The log-probabilities of the answer's tokens that were chosen since the last call.
   std::vector<TokenScore> take_scores();
   // The log-probabilities of the prompt's tokens from the second on: nothing predicts the first one.
@@ -80,6 +95,15 @@ class Request {
   // they are computed again, are passed over.
   void pool(const float* hidden, int64_t width, int64_t position, int64_t count);
   void share_prefix();
+  // Drafts stand behind the tokens while a step runs: at most `most`.
+  void add_drafts(int64_t most);
+  void drop_drafts();
+  // What a step has chosen; the drafts go, from the cache too as far as they were wrong.
+  void take(std::vector<ChosenToken> chosen);
+  // The next token of those that have been taken, which is the answer's from then on.
+  int64_t next();
+  // Forgets what was chosen and is not the answer's yet.
+  void drop_ahead();
 
   const std::shared_ptr<Model> model_;
   RequestOptions options_;
@@ -94,6 +118,11 @@ class Request {
   std::vector<float> logits_;
   int64_t context_ = 0;  // the sequence's length when its cache was computed, which longrope's angles depend on
   int64_t passing_ = 0;  // tokens that the step under way computes
+  int64_t drafted_ = 0;  // tokens at the end of tokens_ that are drafts, while a step runs
+  NgramDrafts drafts_;
+  // Chosen, but not the answer's yet: each of the next steps gives one, without computing anything. Their keys and
+  // values, but for the last one's, are in the cache behind those of tokens_.
+  std::deque<ChosenToken> ahead_;
   std::vector<uint32_t> mask_;
   std::vector<TokenScore> scores_, prompt_scores_;
   std::vector<double> pooled_;  // sum of hidden states

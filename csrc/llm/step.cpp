@@ -1,37 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Steps of many sequences together: which tokens pass in which run, and what becomes of their logits.
+#include "llm/step.h"
+
 #include <algorithm>
 #include <exception>
 #include <unordered_set>
 
 #include "llm/errors.h"
 #include "llm/feed.h"
-#include "llm/model.h"
-#include "llm/request.h"
 
 namespace anyaccel::llm {
-
-// New tokens of one sequence.
-struct Model::Work {
-  int sequence;
-  const int64_t* tokens;
-  int64_t count;
-  int64_t context = 0;  // the sequence's length that rotary positions are of; 0: that after the call
-  int64_t start = 0;    // the sequence's length before
-};
-
-// How tokens are put into runs; `exact` and `prompt` are those of StepTokens.
-struct Model::Pass {
-  int64_t most;  // tokens of a run
-  bool exact = false, prompt = false;
-};
-
-// A token of a request whose logits or hidden state are wanted.
-struct Model::Wanted {
-  int64_t index;  // among all tokens of the pass
-  Request* request;
-  int64_t position;  // in its sequence
-};
 
 namespace {
 
@@ -41,18 +19,6 @@ enum class Row : uint8_t { none, logits, hidden };
 constexpr size_t kMostRows = 128;
 
 }  // namespace
-
-// The tokens that a step has chosen. Requests get them only once nothing can fail any more.
-struct StepResult {
-  struct One {
-    Request* request;
-    int64_t token;
-    Random random;
-    TokenScore score;
-  };
-  const std::vector<Request*>& asked;  // the requests of the step, in the caller's order
-  std::vector<One> ones;
-};
 
 void Model::check_room(const std::vector<Work>& work) const {
   size_t needed = 0;
@@ -94,8 +60,16 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
           tokens_.tokens.push_back(static_cast<int32_t>(one.tokens[taken + count]));
         }
         if (count > 0) {
-          tokens_.queries.push_back({one.sequence, one.start + taken, static_cast<int>(count), row, pass.prompt});
-          tokens_.contexts.push_back(one.context > 0 ? one.context : one.start + one.count);
+          const int64_t position = one.start + taken;
+          if (one.apart) {
+            for (int i = 0; i < static_cast<int>(count); ++i) {
+              tokens_.queries.push_back({one.sequence, position + i, 1, row + i, pass.prompt, true});
+              tokens_.contexts.push_back(position + i + 1);
+            }
+          } else {
+            tokens_.queries.push_back({one.sequence, position, static_cast<int>(count), row, pass.prompt});
+            tokens_.contexts.push_back(one.context > 0 ? one.context : one.start + one.count);
+          }
           cache_.extend(one.sequence, count);
           index += count;
           taken += count;
@@ -184,20 +158,22 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
     request->passing_ = limits.empty() || limits[i] <= 0 ? INT64_MAX : limits[i];
   }
   for (Request* request : requests) {
-    if (request->finished_ != Request::Finish::no) continue;
+    if (request->finished_ != Request::Finish::no || !request->ahead_.empty()) continue;
     const Request* prefix = request->prefix_.get();
     const bool waits = prefix != nullptr && prefix->cached_ == 0 && seen.contains(prefix) &&
                        prefix->finished_ == Request::Finish::no && prefix->prefix_ == nullptr;
     (waits ? second : first).push_back(request);
   }
+  if (second.empty()) draft(first);
   StepResult result{requests, {}};
   result.ones.reserve(requests.size());
   try {
     step_some(first, exact, result);
     // The second wave can share what the first one has put into the cache.
-    for (Request* request : first) request->cached_ += request->passing_;
+    for (Request* request : first) request->cached_ += request->passing_ - request->drafted_;
     step_some(second, exact, result);
   } catch (...) {
+    for (Request* request : first) request->drop_drafts();
     // The first wave's last tokens are computed again in the next step, as is all of a wave that failed.
     for (Request* request : first)
       if (request->pending() == 0) --request->cached_;
@@ -207,31 +183,33 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
     throw;
   }
   for (Request* request : second) request->cached_ += request->passing_;
+  for (StepResult::One& one : result.ones) one.request->take(std::move(one.chosen));
 
   std::vector<int64_t> tokens(requests.size(), -1);
   for (size_t i = 0; i < requests.size(); ++i) {
     Request& request = *requests[i];
     if (request.finished_ != Request::Finish::no) continue;
     tokens[i] = -2;
+    if (!request.ahead_.empty()) tokens[i] = request.next();
     if (!request.answering() && request.pending() == 0) request.finished_ = Request::Finish::length;
   }
-  for (StepResult::One& one : result.ones) {
-    Request& request = *one.request;
-    request.random_ = one.random;
-    request.tokens_.push_back(one.token);
-    request.mask_.clear();
-    if (request.options_.logprobs >= 0) request.scores_.push_back(std::move(one.score));
-    const auto& ends = request.options_.end_tokens;
-    const auto count = static_cast<int64_t>(request.tokens_.size());
-    const int64_t most = request.options_.max_new_tokens;
-    if (!request.options_.ignore_end && std::find(ends.begin(), ends.end(), one.token) != ends.end())
-      request.finished_ = Request::Finish::end;
-    else if ((most > 0 && count - request.prompt_ >= most) || (spec_.max_tokens > 0 && count >= spec_.max_tokens))
-      request.finished_ = Request::Finish::length;
-    const auto index = std::find(requests.begin(), requests.end(), one.request) - requests.begin();
-    tokens[static_cast<size_t>(index)] = one.token;
-  }
   return tokens;
+}
+
+// Puts drafts behind the tokens of requests that are all in their answers, as far as a run of few tokens and the cache
+// have room for them.
+void Model::draft(const std::vector<Request*>& requests) {
+  const auto count = static_cast<int64_t>(requests.size());
+  if (count == 0 || 2 * count > kGemvTokens) return;
+  const bool answers = std::all_of(requests.begin(), requests.end(), [](const Request* request) {
+    return request->answering() && request->cached_ >= request->prompt_ && request->pending() == 1;
+  });
+  if (!answers) return;
+  for (Request* request : requests) request->add_drafts(kGemvTokens / count - 1);
+  size_t needed = 0;
+  for (const Request* request : requests) needed += cache_.extend_bytes(request->sequence_, request->pending());
+  if (needed + cache_.used_bytes() > cache_.limit_bytes())
+    for (Request* request : requests) request->drop_drafts();
 }
 
 Steps Model::steps(const std::vector<Request*>& requests, int64_t most, TokenFeed& feed, int64_t tag) {
@@ -258,7 +236,7 @@ void Model::step_some(const std::vector<Request*>& requests, bool exact, StepRes
   for (Request* request : requests) {
     request->share_prefix();
     // As transformers does with longrope: the cache is made anew when the context grows beyond the short factors.
-    const auto length = static_cast<int64_t>(request->tokens_.size());
+    const int64_t length = static_cast<int64_t>(request->tokens_.size()) - request->drafted_;
     for (const RopeSpec& rope : spec_.ropes) {
       if (rope.long_inv_freq.empty() || request->cached_ == 0) continue;
       if (!RopeTable(rope).changes_between(request->context_, length)) continue;
@@ -266,12 +244,14 @@ void Model::step_some(const std::vector<Request*>& requests, bool exact, StepRes
       request->cached_ = 0;
     }
     request->context_ = length;
-    request->passing_ = std::min(request->passing_, request->pending());
+    request->passing_ = request->drafted_ > 0 ? request->pending() : std::min(request->passing_, request->pending());
   }
-  if (!exact) return pass(requests, {forward_.most_tokens()}, result);
+  const bool drafted = std::any_of(requests.begin(), requests.end(), [](const Request* r) { return r->drafted_ > 0; });
+  if (!exact && !drafted) return pass(requests, {forward_.most_tokens()}, result);
   std::vector<Request*> few, prompts;
   for (Request* request : requests)
-    (request->cached_ >= request->prompt_ && request->pending() == 1 ? few : prompts).push_back(request);
+    (request->cached_ >= request->prompt_ && request->pending() == 1 + request->drafted_ ? few : prompts)
+        .push_back(request);
   check_room(work_of(requests));
   pass(few, {kGemvTokens, true, false}, result);
   pass(prompts, {forward_.most_tokens(), true, true}, result);
@@ -281,7 +261,7 @@ std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests) {
   std::vector<Work> work;
   for (const Request* request : requests)
     work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->passing_,
-                    static_cast<int64_t>(request->tokens_.size())});
+                    static_cast<int64_t>(request->tokens_.size()), request->drafted_ > 0});
   return work;
 }
 
@@ -299,7 +279,9 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
     if (options.goal == RequestOptions::Goal::mean)
       for (int64_t position = begin; position < end; ++position)
         hidden.push_back({first + position - begin, request, position});
-    if (end == length && request->answering()) logits.push_back({first + end - 1 - begin, request, end - 1});
+    if (end == length && request->answering())
+      for (int64_t position = end - 1 - request->drafted_; position < end; ++position)
+        logits.push_back({first + position - begin, request, position});
     if (end == length && options.goal == RequestOptions::Goal::last)
       hidden.push_back({first + end - 1 - begin, request, 0});
     first += request->passing_;
@@ -344,74 +326,6 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
         return Row::none;
       },
       Done{*this, logits, hidden, result});
-}
-
-// Takes what is wanted of rows first, first + 1, ..., whose logits have been computed: the next token of an answer, or,
-// within a prompt, the log-probability of the prompt's next token.
-void Model::choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result) {
-  const size_t begin = result.ones.size();
-  std::vector<size_t> places(count, SIZE_MAX);  // in result.ones
-  for (size_t i = 0; i < count; ++i) {
-    Request* request = rows[first + i].request;
-    if (rows[first + i].position + 1 < static_cast<int64_t>(request->tokens_.size())) continue;
-    places[i] = result.ones.size();
-    result.ones.push_back({request, -1, request->random_, {}});
-  }
-  std::exception_ptr failure;
-  std::mutex failed;
-  const Request* wrong = nullptr;
-  const auto one_row = [&](size_t i, SamplingScratch& scratch) {
-    const Wanted& row = rows[first + i];
-    Request& request = *row.request;
-    const RequestOptions& options = request.options_;
-    float* logits = logits_.data() + i * static_cast<size_t>(spec_.vocab);
-    if (places[i] == SIZE_MAX) {
-      TokenScore& told = request.prompt_scores_[static_cast<size_t>(row.position)];
-      return score(logits, spec_.vocab, request.tokens_[static_cast<size_t>(row.position + 1)], options.prompt_logprobs,
-                   scratch, told);
-    }
-    StepResult::One& one = result.ones[places[i]];
-    if (request.keep_logits_) request.logits_.assign(logits, logits + spec_.vocab);
-    if (options.logprobs >= 0) scratch.kept.assign(logits, logits + spec_.vocab);
-    const auto length = static_cast<int64_t>(request.tokens_.size());
-    const auto& ends = options.end_tokens;
-    const bool goes_on = length - request.prompt_ < options.min_new_tokens;
-    one.token = sample(logits, spec_.vocab, options.sampling, request.tokens_.data(), length, request.prompt_,
-                       ends.data(), goes_on ? static_cast<int64_t>(ends.size()) : 0, one.random, scratch,
-                       request.mask_.empty() ? nullptr : request.mask_.data());
-    if (one.token < 0) return false;
-    return options.logprobs < 0 ||
-           score(scratch.kept.data(), spec_.vocab, one.token, options.logprobs, scratch, one.score);
-  };
-  const auto choose_part = [&](int thread, int threads) {
-    try {
-      for (auto i = static_cast<size_t>(thread); i < count; i += static_cast<size_t>(threads)) {
-        if (one_row(i, scratch_[static_cast<size_t>(thread)])) continue;
-        const std::lock_guard<std::mutex> lock(failed);
-        wrong = rows[first + i].request;
-      }
-    } catch (...) {
-      const std::lock_guard<std::mutex> lock(failed);
-      failure = std::current_exception();
-    }
-  };
-  profile_.start();
-  if (count > 1)
-    team_.run([&](int thread) { choose_part(thread, team_.size()); });
-  else if (count == 1)
-    choose_part(0, 1);
-  profile_.mark(anyaccel::llm::Work::sample);
-  if (failure) std::rethrow_exception(failure);
-  if (wrong == nullptr) return;
-  for (size_t i = begin; i < result.ones.size(); ++i)  // threads have found several in any order: name the first
-    if (result.ones[i].token < 0) {
-      wrong = result.ones[i].request;
-      break;
-    }
-  const auto index = std::find(result.asked.begin(), result.asked.end(), wrong);
-  throw ModelError("the model's logits are NaN or infinite, for request " +
-                   std::to_string(index - result.asked.begin()) +
-                   " of the step: its weights may be damaged; or try another dtype, such as fp32");
 }
 
 }  // namespace anyaccel::llm

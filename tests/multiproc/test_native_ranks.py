@@ -49,6 +49,8 @@ def _generated(model: Any) -> list[list[int]]:
         _llm.Request(model, prompt, {"max_new_tokens": 6, "do_sample": index == 1, "seed": 3})
         for index, prompt in enumerate(PROMPTS)
     ]
+    # One with drafts, of which all ranks have to make the same ones.
+    requests.append(_llm.Request(model, [5, 6, 7, 8] * 6, {"max_new_tokens": 20, "draft_tokens": 5}))
     while not all(request.finished for request in requests):
         model.step([request for request in requests if not request.finished])
     return [request.tokens for request in requests]

@@ -107,8 +107,24 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="above 1 makes what was said already less likely (default: 1)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    add(
+        "--draft",
+        dest="draft_tokens",
+        type=_drafts,
+        default=0,
+        metavar="ngram[:N]",
+        help="guess up to N tokens (default: 15) from what followed the same words before, verify them in one pass: "
+        "the same text, sooner where it repeats itself (native runtime; default: no drafts)",
+    )
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
+
+
+def _drafts(text: str) -> int:
+    kind, colon, count = text.partition(":")
+    if kind != "ngram" or (colon and not (count.isascii() and count.isdigit() and 0 < int(count) < 2**31)):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be ngram or ngram:N, N from 1 on")
+    return int(count) if colon else 15
 
 
 def check_numbers(options: argparse.Namespace) -> None:

@@ -55,6 +55,10 @@ class Generation:
 class Sampling:
     """How the next token is chosen, under Hugging Face's names; temperature 0 takes the likeliest.
 
+    Attributes:
+        draft_tokens: the most tokens that are guessed from prompt and answer and verified in one pass, in the native
+            runtime; 0: none. The tokens that are chosen are the same with and without.
+
     Raises:
         UsageError: a value is out of its range.
     """
@@ -65,16 +69,19 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+    draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise UsageError(f"{name}={value!r}: must be a number")
-        for name in ("top_k", "seed"):
+        for name in ("top_k", "seed", "draft_tokens"):
             whole_number(name, getattr(self, name))
         if not 0 <= self.temperature < float("inf"):
             raise UsageError(f"temperature={self.temperature}: must be 0 (greedy) or above")
+        if not 0 <= self.draft_tokens < 2**31:
+            raise UsageError(f"draft_tokens={self.draft_tokens}: must be 0 (none) or above, and below 2**31")
         if not 0 <= self.top_k < 2**31:
             raise UsageError(f"top_k={self.top_k}: must be 0 (off) or above, and below 2**31")
         if not 0 < self.top_p <= 1:
@@ -97,6 +104,7 @@ class Sampling:
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "seed": self.seed % 2**64,
+            "draft_tokens": self.draft_tokens,
         }
 
 
@@ -197,6 +205,7 @@ def generate_tokens(
     top_k: int = 0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
+    draft_tokens: int = 0,
     result: Generation | None = None,
 ) -> Iterator[int]:
     """Generate from one prompt and yield each token id as it comes; every rank of the engine must iterate.
@@ -210,12 +219,14 @@ def generate_tokens(
         top_k: sample from so many most likely tokens; 0: from all.
         min_p: sample from tokens at least this likely, relative to the likeliest.
         repetition_penalty: above 1 makes tokens of prompt and answer less likely.
+        draft_tokens: guess up to so many tokens from what followed the same words before, and verify them in one pass:
+            the same tokens, sooner where the text repeats itself. Other runtimes than the native one do without.
         result: receives tokens and timings.
 
     Raises:
         UsageError: an argument is out of range, or prompt and answer exceed the model's context.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed, draft_tokens)
     if input_ids.dim() != 1:
         raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
     ids = [whole_number("a token of the prompt", token) for token in input_ids.tolist()]

@@ -41,7 +41,7 @@ _KNOWN = frozenset((
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size",
     "num_return_sequences", "output_logits", "output_scores", "use_cache", "return_dict_in_generate",
-    "pad_token_id", "bos_token_id", "eos_token_id",
+    "pad_token_id", "bos_token_id", "eos_token_id", "prompt_lookup_num_tokens",
 ))
 # Those that have an effect only with beams, drafts or a compiler, each of which another argument asks for; and those
 # that describe the file.
@@ -273,6 +273,7 @@ def _prepare(
     least = config.min_new_tokens or 0
     options["min_new_tokens"] = least if config.min_new_tokens else max(0, (config.min_length or 0) - columns)
     options["end_tokens"] = ends
+    options["draft_tokens"] = config.prompt_lookup_num_tokens or 0
     stop = None
     if config.stop_strings:
         if tokenizer is None:

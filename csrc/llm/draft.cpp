@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "llm/draft.h"
+
+#include <algorithm>
+
+namespace anyaccel::llm {
+namespace {
+
+constexpr int64_t kLongest = 32;  // tokens that are compared at most
+// Two tokens that came together before often go on in another way; of three, drafts pay in most texts.
+constexpr int64_t kShortest = 3, kShortestAfterSuccess = 2;
+constexpr int64_t kMostWidth = 16, kMostWait = 64;
+
+// How many tokens before and with `at` are those before and with the end.
+int64_t common_end(const std::vector<int64_t>& tokens, int64_t at) {
+  const int64_t last = static_cast<int64_t>(tokens.size()) - 1;
+  int64_t length = 0;
+  while (length <= at && length < kLongest &&
+         tokens[static_cast<size_t>(at - length)] == tokens[static_cast<size_t>(last - length)])
+    ++length;
+  return length;
+}
+
+}  // namespace
+
+std::vector<int64_t> NgramDrafts::propose(const std::vector<int64_t>& tokens, int64_t most) {
+  if (skipped_ > 0) {
+    --skipped_;
+    return {};
+  }
+  const auto count = static_cast<int64_t>(tokens.size());
+  int64_t best = (wait_ > 0 || drafted_ == 0 ? kShortest : kShortestAfterSuccess) - 1, found = -1;
+  for (int64_t at = count - 2; at >= best && best < kLongest; --at) {
+    const int64_t length = common_end(tokens, at);
+    if (length <= best) continue;
+    best = length;
+    found = at;
+  }
+  std::vector<int64_t> draft;
+  if (found < 0) return draft;
+  // Where the occurrence reaches into the end, the text repeats itself, and so does the draft.
+  const int64_t distance = count - 1 - found;
+  for (int64_t i = 0; i < std::min(most, width_); ++i)
+    draft.push_back(i < distance ? tokens[static_cast<size_t>(found + 1 + i)]
+                                 : draft[static_cast<size_t>(i - distance)]);
+  return draft;
+}
+
+void NgramDrafts::report(int64_t drafted, int64_t accepted) {
+  drafted_ += drafted;
+  accepted_ += accepted;
+  if (accepted == drafted)
+    width_ = std::min(kMostWidth, std::max(width_, 2 * drafted));
+  else
+    width_ = std::max<int64_t>(1, accepted);
+  wait_ = accepted > 0 ? 0 : std::min(kMostWait, std::max<int64_t>(1, 2 * wait_));
+  skipped_ = wait_;
+}
+
+}  // namespace anyaccel::llm

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the parts of a step hand to each other.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "llm/model.h"
+#include "llm/request.h"
+
+namespace anyaccel::llm {
+
+// New tokens of one sequence.
+struct Model::Work {
+  int sequence;
+  const int64_t* tokens;
+  int64_t count;
+  int64_t context = 0;  // the sequence's length that rotary positions are of; 0: that after the call
+  // Each token passes as if it were the last one: with drafts, whose results must have the same bits as without.
+  bool apart = false;
+  int64_t start = 0;  // the sequence's length before
+};
+
+// How tokens are put into runs; `exact` and `prompt` are those of StepTokens.
+struct Model::Pass {
+  int64_t most;  // tokens of a run
+  bool exact = false, prompt = false;
+};
+
+// A token of a request whose logits or hidden state are wanted.
+struct Model::Wanted {
+  int64_t index;  // among all tokens of the pass
+  Request* request;
+  int64_t position;  // in its sequence
+};
+
+// The tokens that a step has chosen. Requests get them only once nothing can fail any more.
+struct StepResult {
+  struct One {
+    Request* request;
+    std::vector<ChosenToken> chosen;  // the next token, and those after it that were chosen behind right drafts
+    bool open = true;                 // another one may follow
+  };
+  const std::vector<Request*>& asked;  // the requests of the step, in the caller's order
+  std::vector<One> ones;
+};
+
+}  // namespace anyaccel::llm
