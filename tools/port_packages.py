@@ -42,7 +42,7 @@ RESULTS = ROOT / "docs" / "data" / "port_packages.json"
 SEEDS, DRAWN = (902115, 553311), 150
 
 CORPUS = ROOT / "docs" / "data" / "port_corpus.tsv"
-PARTS = ("first", "rules", "shut", "unseen", "unseen2")
+PARTS = ("first", "rules", "shut", "unseen", "unseen2", "unseen3")
 
 
 def packages(parts: Sequence[str] = ()) -> list[tuple[str, str, tuple[str, ...]]]:
