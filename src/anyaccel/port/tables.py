@@ -226,6 +226,9 @@ EXTENSIONS = {
 }
 EXTENSION_LOADERS = {"torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_inline"}
 
+# Begins a cell where the cells of a notebook are one module.
+CELL_MARK = "# anyaccel-cell:"
+
 # A file in which none of these occurs has nothing to port.
 WORDS = re.compile(
     r"cuda|nccl|device_ids|pin_memory|triton|nvidia|pynvml|py3nvml|GPUtil|gpustat|nvitop|bitsandbytes|flash_attn|flashinfer|apex|"

@@ -127,6 +127,7 @@ def messages(text: str, project: Project | None = None) -> str:
         # Chosen at import.
         ("CUDA_0 = torch.device('cuda:0')\ndef f():\n    pass", "when the module is imported"),
         ("synchronize = torch.cuda.synchronize\ndef f():\n    pass", "when the module is imported"),
+        ("torch.cuda.empty_cache()\ndef f():\n    pass", "as a call at the top of the module"),  # textattack
         (
             "class C:\n    def __init__(self):\n        self.device = f'cuda:{self.rank}'\nconfig = C()",
             "when the module is imported",
@@ -152,6 +153,14 @@ def test_halves_stay(code: str, why: str) -> None:
          f"device = torch.device({NAME})\nmodel.to(device)\ntrain(model)"),
         ("if device.type != 'cpu':\n    torch.cuda.synchronize()\nx.to('cuda')",
          f"if device.type != 'cpu':\n    get_accelerator().synchronize()\nx.to({NAME})"),
+        # What a script does when it is run, not when it is imported.
+        ("torch.cuda.empty_cache()\nx = 1", "get_accelerator().empty_cache()\nx = 1"),
+        ("def f():\n    pass\nif __name__ == '__main__':\n    torch.cuda.synchronize()",
+         "def f():\n    pass\nif __name__ == '__main__':\n    get_accelerator().synchronize()"),
+        ("def f():\n    pass\ntorch.cuda.synchronize()\nmain()",
+         "def f():\n    pass\nget_accelerator().synchronize()\nmain()"),
+        ("# anyaccel-cell:1\ntorch.cuda.empty_cache()\ndef f():\n    pass",
+         "# anyaccel-cell:1\nget_accelerator().empty_cache()\ndef f():\n    pass"),
     ],
 )  # fmt: skip
 def test_what_is_whole_is_ported(before: str, after: str) -> None:
