@@ -111,6 +111,20 @@ def messages(text: str, project: Project | None = None) -> str:
             "    if d == 'mps':\n        return torch.device('mps')",
             "other vendors",
         ),
+        # A default that is compared with the CPU's name: funasr.
+        (
+            "def f(kw):\n    d = kw.get('device', 'cuda')\n    n = 1 if d == 'cpu' else 2",
+            'a default that is compared with "cpu"',
+        ),
+        (
+            "def f(o):\n    d = getattr(o, 'device', 'cuda:0')\n    if d != 'cpu':\n        n = 1",
+            "take the CPU's way now",
+        ),
+        ("def f(kw):\n    if kw.pop('device', 'cuda') == 'cpu':\n        n = 1", "take the CPU's way now"),
+        (
+            "def f(self, y):\n    self.device = y or 'cuda'\n    if self.device is 'cpu':\n        n = 1",
+            "take the CPU's way now",
+        ),
         # A function of the file that goes two ways, and what it is given.
         (
             "def move(x, device):\n    return x.cuda() if device == 'cuda' else x\n"
@@ -153,6 +167,9 @@ def test_halves_stay(code: str, why: str) -> None:
          f"device = torch.device({NAME})\nmodel.to(device)\ntrain(model)"),
         ("if device.type != 'cpu':\n    torch.cuda.synchronize()\nx.to('cuda')",
          f"if device.type != 'cpu':\n    get_accelerator().synchronize()\nx.to({NAME})"),
+        ("def f(kw):\n    device = kw.get('device', 'cuda')\n    x.to(device)",
+         f"def f(kw):\n    device = kw.get('device', {NAME})\n    x.to(device)"),
+        ("device = 'cuda'\nif device != 'cpu':\n    n = 1", f"device = {NAME}\nif device != 'cpu':\n    n = 1"),
         # What a script does when it is run, not when it is imported.
         ("torch.cuda.empty_cache()\nx = 1", "get_accelerator().empty_cache()\nx = 1"),
         ("def f():\n    pass\nif __name__ == '__main__':\n    torch.cuda.synchronize()",
