@@ -146,6 +146,16 @@ def messages(text: str, project: Project | None = None) -> str:
             "class C:\n    def __init__(self):\n        self.device = f'cuda:{self.rank}'\nconfig = C()",
             "when the module is imported",
         ),
+        # Packages that know CUDA and the CPU only, in the file or the function: alignn, neuromancer, rfdetr.
+        ("import dgl\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'", "dgl, which is used here"),
+        (
+            "device = 'cpu'\nif torch.cuda.is_available():\n    device = torch.device('cuda')\n"
+            "g = Graph.atom_dgl_multigraph(a)\nmodel(g.to(device))",
+            "dgl, which is used here",
+        ),
+        ("class A:\n    def f(self):\n        from dgl import g\n    def h(self):\n        x.cuda()", "dgl, which"),
+        ("from numba import cuda\nx.to('cuda')", "numba.cuda, which is used here"),
+        ("def f(t):\n    return cp.fromDlpack(to_dlpack(t.cuda()))", "cupy, which is used here"),
         # What an unknown package takes.
         ("import unknown\nm = unknown.load(device='cuda')", "may take cuda and cpu only"),
     ],
@@ -170,6 +180,10 @@ def test_halves_stay(code: str, why: str) -> None:
         ("def f(kw):\n    device = kw.get('device', 'cuda')\n    x.to(device)",
          f"def f(kw):\n    device = kw.get('device', {NAME})\n    x.to(device)"),
         ("device = 'cuda'\nif device != 'cpu':\n    n = 1", f"device = {NAME}\nif device != 'cpu':\n    n = 1"),
+        ("def f():\n    import dgl\n    dgl.g()\ndef g():\n    x.cuda()",
+         f"def f():\n    import dgl\n    dgl.g()\ndef g():\n    x.to({NAME})"),
+        ("import warpctc\nimport numba\nx.cuda()", f"import warpctc\nimport numba\nx.to({NAME})"),
+        ("from .dgl import *\nx.cuda()", f"from .dgl import *\nx.to({NAME})"),
         # What a script does when it is run, not when it is imported.
         ("torch.cuda.empty_cache()\nx = 1", "get_accelerator().empty_cache()\nx = 1"),
         ("def f():\n    pass\nif __name__ == '__main__':\n    torch.cuda.synchronize()",
