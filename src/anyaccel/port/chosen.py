@@ -42,6 +42,10 @@ def leave_picked(ctx: Context, candidates: Sequence[Candidate], by_node: Mapping
             )
             left = True
             continue
+        if _is_default(ctx, each) and any(_meets_cpu(ctx, use) for use in (ctx.tree.parent(each.node), *uses)):
+            each.unfixed('a default that is compared with "cpu": without a GPU it would take the CPU\'s way now')
+            left = True
+            continue
         chooses = functools.partial(_chooses, ctx, named=each.code == "ACC201", by_node=by_node, stuck=stuck)
         if any(_stays_and_chooses(ctx, use, by_node, chooses) for use in uses):
             each.unfixed('what is compared with "cuda" below stays and chooses another way; port both by hand')
@@ -120,6 +124,21 @@ def _uses(ctx: Context, picked: cst.CSTNode) -> Iterator[cst.CSTNode]:
         yield from (each for each in read if _holds_options(ctx, each.value))
     elif usage.last_name(found.callee) in usage.LOOKUPS and found.position == 0:
         yield value  # {"cuda": 1}.get("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _is_default(ctx: Context, each: Candidate) -> bool:
+    """Whether a name stands for what is not given: kwargs.get("device", "cuda"), device or "cuda"."""
+    around = ctx.tree.parent(each.node)
+    if isinstance(around, cst.BooleanOperation):
+        return each.code == "ACC201" and isinstance(around.operator, cst.Or) and around.right is each.node
+    found = usage.role(ctx.tree, each.node)
+    return each.code == "ACC201" and usage.LOOKUPS.get(usage.last_name(found.callee)) == found.position
+
+
+def _meets_cpu(ctx: Context, use: cst.CSTNode) -> bool:
+    """Whether this use, or the look-up whose argument it is, is compared with the CPU's name."""
+    comparison = _comparison(ctx, ctx.tree.parent(use) if isinstance(use, cst.Arg) else use)
+    return comparison is not None and _is_with_cpu(comparison)
 
 
 def _holds_options(ctx: Context, node: cst.BaseExpression) -> bool:

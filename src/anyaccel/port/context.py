@@ -11,7 +11,7 @@ import libcst as cst
 from libcst.metadata import Access
 from libcst.metadata.scope_provider import GlobalScope, ImportAssignment
 
-from anyaccel.port import usage
+from anyaccel.port import tables, usage
 from anyaccel.port.facts import facts
 from anyaccel.port.project import NO_PROJECT, Project
 from anyaccel.port.syntax import OTHER_DEVICE, attribute, call, device_index, dotted, text_of
@@ -241,8 +241,12 @@ class Context:
                     return "an attribute of a class"
                 case cst.Module() if isinstance(child, cst.SimpleStatementLine) and self._is_library:
                     # CUDA_0 = torch.device("cuda:0"); wait = torch.cuda.synchronize
-                    named = isinstance(child.body[0], cst.Assign | cst.AnnAssign) and not self._asks(child)
-                    return "a name of the module" if named else ""
+                    if isinstance(child.body[0], cst.Assign | cst.AnnAssign) and not self._asks(child):
+                        return "a name of the module"
+                    # torch.cuda.empty_cache()
+                    called = isinstance(child.body[0], cst.Expr) and not self._asks(child)
+                    notebook = tables.CELL_MARK in self.tree.text
+                    return "a call at the top of the module" if called and not notebook else ""
             child = around
         return ""
 

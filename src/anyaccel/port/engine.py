@@ -26,6 +26,7 @@ _IGNORED = re.compile(r"#\s*ignore-cuda\b", re.IGNORECASE)
 _NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
 _OF_TENSORS = {"ACC301", "ACC303"}
 _NAMES = {"ACC102", "ACC201", "ACC401"}
+_PLACES = {"ACC102", "ACC106", "ACC111", "ACC201", "ACC301"}
 _METHODS = {"cuda", "pin_memory"}
 _ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension", "CUDA"}
 _NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
@@ -96,6 +97,7 @@ def port_text(
         why = "mixed or unusual line ends, or tabs and blanks in one indentation"
         raise NotPythonError(f"1:1: would not be written back as it is ({why})") from None
     kept, suppressed = [], 0
+    limited = usage.of_cuda_and_cpu(tree, ctx.project.roots)
     for candidate in candidates:
         first, last = (tree.position(offset)[0] for offset in spans[candidate.node])
         if not wanted(candidate.code) or _is_suppressed(tree, candidate.code, {first, last}):
@@ -125,6 +127,10 @@ def port_text(
                 candidate.unfixed("the function names devices of other vendors too")
             elif candidate.code in ("ACC111", "ACC201") and usage.is_within_foreign(tree, candidate.node):
                 candidate.unfixed("what is around it uses a package whose devices are its own affair")
+            elif candidate.code in _PLACES and (
+                package := next((limited[each] for each in tree.parents(candidate.node) if each in limited), "")
+            ):
+                candidate.unfixed(f"{package}, which is used here, knows CUDA, and at most the CPU")
             elif candidate.code == "ACC104" and has_newer_way(ctx, candidate.node):
                 candidate.unfixed("it is for older torch; another branch has torch.amp")
             elif candidate.drops and "#" in text[start:end]:

@@ -13,8 +13,8 @@ from libcst.metadata.scope_provider import ImportAssignment
 from anyaccel.port.candidate import Candidate, Fix
 from anyaccel.port.context import GET_ACCELERATOR, Context
 from anyaccel.port.syntax import dotted
+from anyaccel.port.tables import CELL_MARK
 
-CELL_MARK = "# anyaccel-cell:"
 PACKAGE = "anyaccel"
 
 

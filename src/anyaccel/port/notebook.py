@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 
 from anyaccel.port.source import UnreadableError
+from anyaccel.port.tables import CELL_MARK
 
-CELL_MARK = "# anyaccel-cell:"
 _MAGIC = re.compile(r"(?P<indent>[ \t]*)(?:[%!?]|[\w.]+\?{1,2}\s*$|[\w.,() \t]+=\s*[%!])")
 _MASK = re.compile(r"pass  # anyaccel-line:(\d+)\n?")
 _SPACE = re.compile(r"[ \t\r\n]*")

@@ -150,6 +150,11 @@ FOREIGN = {
     *("spacy", "taichi", "tensorflow", "tensorrt", "tf", "tvm", "vllm", "warp", "xgboost"),
 }
 
+# Packages that know tensors of CUDA and of the CPU only, or of CUDA only: what a file that uses one picks is for it.
+CUDA_OR_CPU = {"cupy", "cupyx", "dgl", "numba.cuda", "nvalchemiops", "pycuda", "tensorrt", "warp"}
+# In the names of what makes or takes DGL's graphs, by whatever package: Graph.atom_dgl_multigraph.
+OF_DGL = re.compile(r"\w+_dgl(?:_\w+)?|dgl_\w+")
+
 # Packages that take the name of any of torch's devices; of others nobody here knows.
 TAKES_ANY = {
     *(
@@ -225,6 +230,9 @@ EXTENSIONS = {
     "torch.utils.cpp_extension._find_cuda_home",
 }
 EXTENSION_LOADERS = {"torch.utils.cpp_extension.load", "torch.utils.cpp_extension.load_inline"}
+
+# Begins a cell where the cells of a notebook are one module.
+CELL_MARK = "# anyaccel-cell:"
 
 # A file in which none of these occurs has nothing to port.
 WORDS = re.compile(

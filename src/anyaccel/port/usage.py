@@ -177,6 +177,34 @@ def is_within_foreign(tree: Tree, node: cst.CSTNode) -> bool:
     return bool(roots & tables.FOREIGN) and ("torch" not in roots or _is_assigned_to_self(tree, node))
 
 
+def of_cuda_and_cpu(tree: Tree, own: frozenset[str]) -> dict[cst.CSTNode, str]:
+    """Where a package that knows CUDA and the CPU only may get what is placed: the file, a class, a function, a call.
+
+    Args:
+        tree: of the file.
+        own: the names of the packages and modules that are ported, which are no others.
+    """
+    found: dict[cst.CSTNode, str] = {}
+    for node in tree.nodes:
+        names: list[str] = []
+        if type(node) is cst.Import:
+            names = [dotted(each.name) or "" for each in node.names]
+        elif type(node) is cst.ImportFrom and node.module is not None and not node.relative:
+            module = dotted(node.module) or ""
+            parts = () if isinstance(node.names, cst.ImportStar) else node.names
+            names = [module, *(f"{module}.{dotted(each.name)}" for each in parts)]
+        elif type(node) is cst.Name and tables.OF_DGL.fullmatch(node.value):
+            found[tree.module] = "dgl"  # Graph.atom_dgl_multigraph(...)
+        elif type(node) is cst.Call and last_name(dotted(node.func) or "") == "fromDlpack":
+            found[node] = "cupy"
+        for name in names:
+            package = next((each for each in tables.CUDA_OR_CPU if f"{name}.".startswith(f"{each}.")), "")
+            if package and name.split(".")[0] not in own:
+                function = tree.enclosing(node, cst.FunctionDef) or tree.module
+                found[tree.enclosing(function, cst.ClassDef) or function] = package
+    return found
+
+
 def _is_assigned_to_self(tree: Tree, node: cst.CSTNode) -> bool:
     assign = tree.enclosing(node, cst.Assign, cst.BaseStatement)
     return isinstance(assign, cst.Assign) and (dotted(assign.targets[0].target) or "").startswith("self.")

@@ -101,7 +101,7 @@ def test_a_name_that_is_something_else_is_left() -> None:
     ],
 )
 def test_the_import_has_its_sorted_place(before: str, after: str) -> None:
-    assert port(f"{before}torch.cuda.synchronize()\n") == f"{after}get_accelerator().synchronize()\n"
+    assert port(f"{before}torch.cuda.synchronize()\nrun()\n") == f"{after}get_accelerator().synchronize()\nrun()\n"
 
 
 def test_the_import_comes_before_the_first_use() -> None:
@@ -127,7 +127,7 @@ def test_an_import_that_is_there_is_used() -> None:
 
 
 def test_another_get_accelerator_keeps_its_name() -> None:
-    ported = port("import torch\ndef get_accelerator():\n    pass\ntorch.cuda.synchronize()\n")
+    ported = port("import torch\ndef get_accelerator():\n    pass\ntorch.cuda.synchronize()\nrun()\n")
     assert "from anyaccel import get_accelerator as get_anyaccel_accelerator\n" in ported
     assert "get_anyaccel_accelerator().synchronize()\n" in ported
 

@@ -111,6 +111,20 @@ def messages(text: str, project: Project | None = None) -> str:
             "    if d == 'mps':\n        return torch.device('mps')",
             "other vendors",
         ),
+        # A default that is compared with the CPU's name: funasr.
+        (
+            "def f(kw):\n    d = kw.get('device', 'cuda')\n    n = 1 if d == 'cpu' else 2",
+            'a default that is compared with "cpu"',
+        ),
+        (
+            "def f(o):\n    d = getattr(o, 'device', 'cuda:0')\n    if d != 'cpu':\n        n = 1",
+            "take the CPU's way now",
+        ),
+        ("def f(kw):\n    if kw.pop('device', 'cuda') == 'cpu':\n        n = 1", "take the CPU's way now"),
+        (
+            "def f(self, y):\n    self.device = y or 'cuda'\n    if self.device is 'cpu':\n        n = 1",
+            "take the CPU's way now",
+        ),
         # A function of the file that goes two ways, and what it is given.
         (
             "def move(x, device):\n    return x.cuda() if device == 'cuda' else x\n"
@@ -127,10 +141,21 @@ def messages(text: str, project: Project | None = None) -> str:
         # Chosen at import.
         ("CUDA_0 = torch.device('cuda:0')\ndef f():\n    pass", "when the module is imported"),
         ("synchronize = torch.cuda.synchronize\ndef f():\n    pass", "when the module is imported"),
+        ("torch.cuda.empty_cache()\ndef f():\n    pass", "as a call at the top of the module"),  # textattack
         (
             "class C:\n    def __init__(self):\n        self.device = f'cuda:{self.rank}'\nconfig = C()",
             "when the module is imported",
         ),
+        # Packages that know CUDA and the CPU only, in the file or the function: alignn, neuromancer, rfdetr.
+        ("import dgl\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'", "dgl, which is used here"),
+        (
+            "device = 'cpu'\nif torch.cuda.is_available():\n    device = torch.device('cuda')\n"
+            "g = Graph.atom_dgl_multigraph(a)\nmodel(g.to(device))",
+            "dgl, which is used here",
+        ),
+        ("class A:\n    def f(self):\n        from dgl import g\n    def h(self):\n        x.cuda()", "dgl, which"),
+        ("from numba import cuda\nx.to('cuda')", "numba.cuda, which is used here"),
+        ("def f(t):\n    return cp.fromDlpack(to_dlpack(t.cuda()))", "cupy, which is used here"),
         # What an unknown package takes.
         ("import unknown\nm = unknown.load(device='cuda')", "may take cuda and cpu only"),
     ],
@@ -152,6 +177,21 @@ def test_halves_stay(code: str, why: str) -> None:
          f"device = torch.device({NAME})\nmodel.to(device)\ntrain(model)"),
         ("if device.type != 'cpu':\n    torch.cuda.synchronize()\nx.to('cuda')",
          f"if device.type != 'cpu':\n    get_accelerator().synchronize()\nx.to({NAME})"),
+        ("def f(kw):\n    device = kw.get('device', 'cuda')\n    x.to(device)",
+         f"def f(kw):\n    device = kw.get('device', {NAME})\n    x.to(device)"),
+        ("device = 'cuda'\nif device != 'cpu':\n    n = 1", f"device = {NAME}\nif device != 'cpu':\n    n = 1"),
+        ("def f():\n    import dgl\n    dgl.g()\ndef g():\n    x.cuda()",
+         f"def f():\n    import dgl\n    dgl.g()\ndef g():\n    x.to({NAME})"),
+        ("import warpctc\nimport numba\nx.cuda()", f"import warpctc\nimport numba\nx.to({NAME})"),
+        ("from .dgl import *\nx.cuda()", f"from .dgl import *\nx.to({NAME})"),
+        # What a script does when it is run, not when it is imported.
+        ("torch.cuda.empty_cache()\nx = 1", "get_accelerator().empty_cache()\nx = 1"),
+        ("def f():\n    pass\nif __name__ == '__main__':\n    torch.cuda.synchronize()",
+         "def f():\n    pass\nif __name__ == '__main__':\n    get_accelerator().synchronize()"),
+        ("def f():\n    pass\ntorch.cuda.synchronize()\nmain()",
+         "def f():\n    pass\nget_accelerator().synchronize()\nmain()"),
+        ("# anyaccel-cell:1\ntorch.cuda.empty_cache()\ndef f():\n    pass",
+         "# anyaccel-cell:1\nget_accelerator().empty_cache()\ndef f():\n    pass"),
     ],
 )  # fmt: skip
 def test_what_is_whole_is_ported(before: str, after: str) -> None:
