@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from anyaccel.bench import worker
 from anyaccel.bench.contenders import parse_peer, runs_in
 from anyaccel.errors import UsageError
 
@@ -60,3 +61,8 @@ def test_a_signal_ends_the_command_and_not_only_one_contender(name: str, code: i
     done = subprocess.run([sys.executable, "-c", _TWO, engine], capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr == "round 1 of 1: hf bf16\n"
     assert done.returncode == code
+
+
+def test_rates_of_a_batch_that_cannot_be_are_noise() -> None:
+    assert worker._possible([840.4, 50.0, 86.0], 8, [10.7, 10.8]) == [50.0, 86.0]
+    assert worker._possible([840.4], 8, []) == [840.4]

@@ -179,7 +179,8 @@ def measure(generate: Generate, settings: dict[str, Any], started: float) -> dic
         if seconds > 0:  # else the machine was busy with something else meanwhile
             figures[name].append(tokens / seconds)
 
-    new, batch, batch_new = settings["new"], settings["batch"], max(settings["new"] // 4, 2)
+    # The rate of a batch is a difference of two times, most of which its prompts take: enough tokens make it count.
+    new, batch, batch_new = settings["new"], settings["batch"], max(settings["new"] // 2, 16)
     figures: dict[str, list[float]] = {"decode": [], "prefill": [], "batch_decode": []}
     generate(fresh(settings["prompt"]), 1)
     figures["cold_start"] = [time.time() - started]
@@ -198,8 +199,14 @@ def measure(generate: Generate, settings: dict[str, Any], started: float) -> dic
             first = _seconds(generate, fresh(settings["prompt"], batch), 1)
             whole = _seconds(generate, fresh(settings["prompt"], batch), batch_new)
             add_rate("batch_decode", batch * (batch_new - 1), whole - first)
+    figures["batch_decode"] = _possible(figures["batch_decode"], batch, figures["decode"])
     figures["peak_memory_mb"] = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
     return {name: values for name, values in figures.items() if values}
+
+
+def _possible(rates: list[float], batch: int, alone: list[float]) -> list[float]:
+    """The rates of a batch that can be: no step of several sequences takes less time than a step of one."""
+    return [rate for rate in rates if not alone or rate <= batch * max(alone)]
 
 
 def measure_llama_cpp(settings: dict[str, Any]) -> dict[str, list[float]]:
@@ -220,7 +227,7 @@ def measure_llama_cpp(settings: dict[str, Any]) -> dict[str, list[float]]:
         figures["prefill"] = bench("-p", str(settings["long"]), "-n", "0")[0]["samples_ts"]
     batched = folder / "llama-batched-bench"
     if settings["batch"] > 1 and batched.exists():
-        new, count = str(max(settings["new"] // 4, 2)), str(settings["batch"])
+        new, count = str(max(settings["new"] // 2, 16)), str(settings["batch"])
         command = [str(batched), "-m", model, "-t", threads, "-c", "4096", "-npp", str(settings["prompt"])]
         command += ["-ntg", ",".join([new] * settings["repeats"]), "-npl", count, "--output-format", "jsonl"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
