@@ -191,9 +191,13 @@ void Request::add_drafts(int64_t most) {
   // The next token itself is no draft.
   if (options_.max_new_tokens > 0) most = std::min(most, options_.max_new_tokens - (length - prompt_) - 1);
   if (const int64_t context = model_->spec().max_tokens; context > 0) most = std::min(most, context - length - 1);
+  // Drafts stay on the page that the next token is on, so that they never take memory which the answer does not need
+  // itself. Ranks, which may have different room, must draft alike.
+  most = std::min(most, kPageTokens - 1 - (length - 1) % kPageTokens);
   if (most <= 0) return;
+  // The angles are those of a cache of context_ tokens, and must be those of a cache with all drafts.
   for (const RopeSpec& rope : model_->spec().ropes)
-    if (!rope.long_inv_freq.empty() && RopeTable(rope).changes_between(length, length + most)) return;
+    if (!rope.long_inv_freq.empty() && RopeTable(rope).changes_between(context_, length + most)) return;
   const std::vector<int64_t> draft = drafts_.propose(tokens_, most);
   tokens_.insert(tokens_.end(), draft.begin(), draft.end());
   drafted_ = static_cast<int64_t>(draft.size());

@@ -196,8 +196,7 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   return tokens;
 }
 
-// Puts drafts behind the tokens of requests that are all in their answers, as far as a run of few tokens and the cache
-// have room for them.
+// Puts drafts behind the tokens of requests that are all in their answers, as far as a run of few tokens has room.
 void Model::draft(const std::vector<Request*>& requests) {
   const auto count = static_cast<int64_t>(requests.size());
   if (count == 0 || 2 * count > kGemvTokens) return;
@@ -206,10 +205,6 @@ void Model::draft(const std::vector<Request*>& requests) {
   });
   if (!answers) return;
   for (Request* request : requests) request->add_drafts(kGemvTokens / count - 1);
-  size_t needed = 0;
-  for (const Request* request : requests) needed += cache_.extend_bytes(request->sequence_, request->pending());
-  if (needed + cache_.used_bytes() > cache_.limit_bytes())
-    for (Request* request : requests) request->drop_drafts();
 }
 
 Steps Model::steps(const std::vector<Request*>& requests, int64_t most, TokenFeed& feed, int64_t tag) {

@@ -93,6 +93,21 @@ def test_formats_and_windows(case: str, weight: str, group: int, cache: str) -> 
     assert accepted > 0
 
 
+@pytest.mark.parametrize("case", ["llama-longrope", "phi3-longrope", "llama-dynamic"])
+def test_angles_that_change_with_the_length(case: str) -> None:
+    """Where the cache is made anew for them, and where each token has its own."""
+    model = native_models.native(case, positions=256)
+    accepted = 0
+    for seed in range(12):
+        for count in range(3, 15):
+            prompt = _prompt(seed, count)
+            *wanted, _ = _answer(model, prompt, 0, max_new_tokens=24)
+            *found, drafts = _answer(model, prompt, 15, max_new_tokens=24)
+            assert found == wanted, (seed, count)
+            accepted += drafts[1]
+    assert accepted > 0
+
+
 def test_requests_in_company_and_with_events_answer_as_without_drafts(llama: Any) -> None:
     """Batches change at random; requests go on with more prompt, forget a part, get masks, and are shared."""
 
