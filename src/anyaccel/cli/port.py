@@ -49,6 +49,7 @@ def build_parser() -> Parser:
     add("--select", metavar="RULE,...", help="only these rules, or how they begin; default: all")
     add("--ignore", metavar="RULE,...", help="not these rules, or how they begin")
     add("--exclude", metavar="PATTERN", action="append", default=[], help="leave out files and folders like this one")
+    add("--partial", action="store_true", help="also fix single places of files in which a question about CUDA stays")
     add("--rules", action="store_true", help="list the rules and exit")
     return parser
 
@@ -194,7 +195,7 @@ def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[
     skipped: list[Skipped] = []
     seen = set()
     for path in options.paths:
-        settings = config.find(path).changed(options.select, options.ignore)
+        settings = config.find(path).changed(options.select, options.ignore, options.partial)
         for each in find([path], [*settings.exclude, *options.exclude]):
             if isinstance(each, Skipped):
                 skipped.append(each)

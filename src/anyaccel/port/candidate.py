@@ -33,6 +33,7 @@ class Candidate:
         start: the expression whose value is the answer, when it is not what the fix replaces.
         exact: a fix whose answer is "no" where the CPU is the accelerator.
         follows: names of devices; it is left where one of them is.
+        allowed: a comment of the file says that it is to stay, so nothing else has to wait for it.
         count: a number that is 0 without CUDA and at least 1 on every accelerator, used in a way where that matters.
     """
 
@@ -52,6 +53,7 @@ class Candidate:
     start: cst.CSTNode | None = None
     exact: Fix | None = None
     count: bool = False
+    allowed: bool = False
     follows: tuple[cst.CSTNode, ...] = ()
 
     @property

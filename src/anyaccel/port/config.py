@@ -8,11 +8,12 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from anyaccel.errors import UsageError
 from anyaccel.port.rules import RULES
 
-_KEYS = ("select", "ignore", "exclude")
+_KEYS = ("select", "ignore", "exclude", "partial")
 
 
 @dataclass(frozen=True)
@@ -22,23 +23,25 @@ class Config:
     Attributes:
         select, ignore: codes of rules or how they begin, such as ACC2; ignore wins.
         exclude: patterns of paths that are left out.
+        partial: also fix single places of a file in which a question about CUDA stays.
     """
 
     select: tuple[str, ...] = ("ACC",)
     ignore: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    partial: bool = False
 
     def wants(self, code: str) -> bool:
         """Whether the rule of this code is applied."""
         return code.startswith(self.select) and not (self.ignore and code.startswith(self.ignore))
 
-    def changed(self, select: str | None, ignore: str | None) -> Config:
+    def changed(self, select: str | None, ignore: str | None, partial: bool = False) -> Config:
         """A copy in which options of the command line replace those of the file.
 
         Raises:
             UsageError: a rule that is not there.
         """
-        changes = {}
+        changes: dict[str, Any] = {"partial": True} if partial else {}
         if select is not None:
             changes["select"] = checked(select.split(","), "--select")
         if ignore is not None:
@@ -87,10 +90,15 @@ def _find(folder: Path) -> Config:
 def _parse(table: object, where: str) -> Config:
     if not isinstance(table, dict):
         raise UsageError(f"{where} must be a table")
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in _KEYS:
             raise UsageError(f"{where}: unknown key {key!r}; there are {', '.join(_KEYS)}")
+        if key == "partial":
+            if not isinstance(value, bool):
+                raise UsageError(f"{where}: partial = {value!r} must be true or false")
+            values[key] = value
+            continue
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
             raise UsageError(f"{where}: {key} = {value!r} must be a list of strings")
         values[key] = tuple(value) if key == "exclude" else checked(value, f"{where}: {key}")

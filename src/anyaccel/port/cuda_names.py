@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,7 @@ from anyaccel.port.syntax import (
 )
 
 Expression = cst.BaseExpression
+_ASKS_FOR_GRAPHS = re.compile(r"""\.has\(["']graphs["']\)""")
 
 
 def find(ctx: Context, node: cst.Name | cst.Attribute, full: str) -> Iterator[Candidate]:
@@ -60,7 +62,7 @@ def find(ctx: Context, node: cst.Name | cst.Attribute, full: str) -> Iterator[Ca
     elif first in tables.CLASSES:
         yield _class(place, first)
     elif first in tables.GRAPH_FUNCTIONS:
-        yield place.method_call("ACC107", tables.GRAPH_FUNCTIONS[first])
+        yield _graph(place, first)
     elif first in ("mem_get_info", "get_device_properties"):
         yield _memory_size(place, first)
     elif first == "is_bf16_supported":
@@ -71,6 +73,17 @@ def find(ctx: Context, node: cst.Name | cst.Attribute, full: str) -> Iterator[Ca
         found = place.report("ACC501", _advice(first))
         found.asks = first == "is_initialized"
         yield found
+
+
+def _graph(place: _Place, name: str) -> Candidate:
+    """A graph: on a device without them a replay does nothing, so the program has to ask whether there are some."""
+    found = place.method_call("ACC107", tables.GRAPH_FUNCTIONS[name])
+    if found.fix is not None and not _ASKS_FOR_GRAPHS.search(place.tree.text):
+        found.unfixed(
+            "where a device has no graphs a replay does nothing, and the values of the capture stay: write the way "
+            'without a graph behind `if get_accelerator().has("graphs"):` and run again'
+        )
+    return found
 
 
 def _advice(name: str) -> str:

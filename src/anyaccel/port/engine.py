@@ -21,6 +21,7 @@ from anyaccel.port.project import Project, join, outline
 from anyaccel.port.settle import settle
 from anyaccel.port.transform import apply
 from anyaccel.port.tree import AMBIGUOUS, Tree
+from anyaccel.port.whole import asks_where
 
 _IGNORED = re.compile(r"#\s*ignore-cuda\b", re.IGNORECASE)
 _NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
@@ -51,11 +52,17 @@ class Found:
 
 @dataclass(frozen=True)
 class Ported:
-    """What came of a text: the findings, and the text with all fixes made."""
+    """What came of a text: the findings, and the text with all fixes made.
+
+    Attributes:
+        suppressed: findings that a comment silences.
+        asks: a question stays whether something is on CUDA.
+    """
 
     findings: tuple[Found, ...]
     text: str
     suppressed: int = 0
+    asks: bool = False
 
 
 class NotPythonError(Exception):
@@ -67,6 +74,7 @@ def port_text(
     wanted: Callable[[str], bool] = lambda code: True,
     removes_imports: bool = True,
     project: Project | None = None,
+    partial: bool = False,
 ) -> Ported:
     """Look at a module, and make the fixes.
 
@@ -75,6 +83,7 @@ def port_text(
         wanted: whether a rule, by its code, is to be applied.
         removes_imports: drop imports from torch.cuda that have no use any more.
         project: the files that are ported together; None for this one alone.
+        partial: also fix single places of a file in which a question about CUDA stays.
 
     Raises:
         NotPythonError: it cannot be parsed, or not be written back exactly.
@@ -87,7 +96,7 @@ def port_text(
         raise NotPythonError(_place_of(text) or f"{error.raw_line}:1: {_first_line(error.message)}") from None
     except RecursionError:
         raise NotPythonError("1:1: nested too deeply to be read") from None
-    ctx = Context(tree, project if project is not None else join([outline(text)]))
+    ctx = Context(tree, project if project is not None else join([outline(text)]), partial)
     candidates = list(_unique(_candidates(ctx)))
     if not candidates:
         return Ported((), text)
@@ -102,6 +111,7 @@ def port_text(
         first, last = (tree.position(offset)[0] for offset in spans[candidate.node])
         if not wanted(candidate.code) or _is_suppressed(tree, candidate.code, {first, last}):
             candidate.fix = None
+            candidate.allowed = wanted(candidate.code)
             suppressed += wanted(candidate.code)
         else:
             kept.append(candidate)
@@ -150,7 +160,8 @@ def port_text(
         start = spans[candidate.node][0]
         line, column = tree.position(start)
         findings.append(Found(start, line, column, candidate.code, candidate.message, candidate.fix is not None))
-    return Ported(tuple(sorted(findings, key=lambda each: (each.start, each.code))), ported, suppressed)
+    findings.sort(key=lambda each: (each.start, each.code))
+    return Ported(tuple(findings), ported, suppressed, asks_where(ctx, candidates))
 
 
 def _place_of(text: str) -> str:

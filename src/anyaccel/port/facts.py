@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from anyaccel.port import tables
 
 _WORTH_PARSING = re.compile(r"cuda.*device|device.*cuda|cuda\.is_available", re.DOTALL)
+# if x.is_cuda:, on_gpu = device.type == "cuda"
+_ASKS = re.compile(
+    r"""(?:\b(?:if|and|or|assert|not|while|return)\s|=\s)[^\n#]*(?:\.is_cuda\b|[!=]=\s*["']cuda["']|startswith\(["']cuda["']\))"""
+)
 _OWN_DEVICE = re.compile(r"self\._?device(?:_type|_name)?")
 _PORTABLE = {*tables.FUNCTIONS, *tables.CLASSES, "amp", "current_device", "nvtx", "mem_get_info", "graph", "CUDAGraph"}
 _ABOUT_DEVICES = re.compile("cuda|gpu|device|accel", re.IGNORECASE)
@@ -29,12 +33,14 @@ class Facts:
         named: variables of the module that do.
         demands: functions and classes that know the devices "cuda" and "cpu" only, or go another way for others.
         passes: functions and classes -> what they call with the device that they were given.
+        asks: it asks whether something is on CUDA, which may be ported.
     """
 
     keeps: frozenset[str] = frozenset()
     named: frozenset[str] = frozenset()
     demands: frozenset[str] = frozenset()
     passes: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    asks: bool = False
 
 
 NO_FACTS = Facts()
@@ -42,14 +48,17 @@ NO_FACTS = Facts()
 
 def facts(text: str) -> Facts:
     """The facts of a module; none where it cannot be parsed, or is about no device of CUDA."""
-    if "cuda" not in text or not _WORTH_PARSING.search(text):
+    if "cuda" not in text:
         return NO_FACTS
+    asks = _ASKS.search(text) is not None
+    if not _WORTH_PARSING.search(text):
+        return Facts(asks=asks)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return NO_FACTS
+        return Facts(asks=asks)
     demands: set[str] = set()
     passes: dict[str, set[str]] = {}
     for function, owner in _functions(module):
@@ -62,7 +71,8 @@ def facts(text: str) -> Facts:
         for name in names:
             passes.setdefault(name, set()).update(called - {name})
     keeps, named = _kept(module)
-    return Facts(keeps, named, frozenset(demands), {name: frozenset(each) for name, each in passes.items() if each})
+    passing = {name: frozenset(each) for name, each in passes.items() if each}
+    return Facts(keeps, named, frozenset(demands), passing, asks)
 
 
 def demanding(all_facts: Iterable[Facts]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from anyaccel.port.context import Context
 from anyaccel.port.guards import ends_with_demand, guarded
 from anyaccel.port.syntax import dotted, text_of
 
-_PLACES = {"ACC102", "ACC106", "ACC111", "ACC201", "ACC301", "ACC401"}
+PLACES = {"ACC102", "ACC106", "ACC111", "ACC201", "ACC301", "ACC401"}
 _OPERATIONS = cst.BooleanOperation | cst.UnaryOperation | cst.Comparison | cst.ComparisonTarget
 _FLAG = re.compile(r"cuda|gpu", re.IGNORECASE)
 _PRECISION = re.compile(r"float16|bfloat16|\bhalf\b|fp16|bf16|float32", re.IGNORECASE)
@@ -133,7 +133,7 @@ def _leave_beside_kept(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     if not where:
         return left
     for each in candidates:
-        picked = each.code == "ACC111" and (kept or _goes_elsewhere(ctx, each))
+        picked = each.code == "ACC111" and (kept or goes_elsewhere(ctx, each))
         if each.fix is None or not (picked or (each.question == "device_there" and _places(ctx, each, candidates))):
             continue
         each.unfixed(f"{where}, and what goes by it would stay on the CPU; {_HAS_TWO}")
@@ -142,7 +142,7 @@ def _leave_beside_kept(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     return left
 
 
-def _goes_elsewhere(ctx: Context, each: Candidate) -> bool:
+def goes_elsewhere(ctx: Context, each: Candidate) -> bool:
     """Whether other code gets a picked device: by an attribute, a name of the module, a return or a default."""
     found = usage.role(ctx.tree, each.node)
     if found.callee == "torch.device" and found.call is not None:
@@ -173,7 +173,7 @@ def _regions(ctx: Context, each: Candidate) -> list[cst.CSTNode]:
 def _places(ctx: Context, each: Candidate, candidates: Sequence[Candidate]) -> bool:
     """Whether something below this question is put on a device, other than by a demand for one."""
     regions = _regions(ctx, each)
-    placed = (other for other in candidates if other.fix is not None and other.code in _PLACES)
+    placed = (other for other in candidates if other.fix is not None and other.code in PLACES)
     return any(region in (other.replaced, *ctx.tree.parents(other.node)) for other in placed for region in regions)
 
 
@@ -265,7 +265,7 @@ def _top(ctx: Context, node: cst.CSTNode) -> cst.CSTNode:
 
 def _leave_questions(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     """Leave the questions of a function that go together with one that stays: what they choose belongs together."""
-    stay = [each for each in candidates if _is_answer(each) and each.fix is None and not _only_tells(ctx, each)]
+    stay = [each for each in candidates if _is_answer(each) and each.fix is None and not only_tells(ctx, each)]
     functions = {ctx.tree.enclosing(each.node, cst.FunctionDef) for each in stay} - {None}
     left = False
     for each in candidates:
@@ -285,7 +285,7 @@ def _leave_questions(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     return left
 
 
-def _only_tells(ctx: Context, each: Candidate) -> bool:
+def only_tells(ctx: Context, each: Candidate) -> bool:
     """Whether what stays only tells people what there is, or sets CUDA's own switches."""
     node: cst.CSTNode = each.answer
     if isinstance(called := ctx.tree.parent(node), cst.Call) and called.func is node:
@@ -403,7 +403,7 @@ def _chooses_precision(ctx: Context, node: cst.CSTNode) -> bool:
 
 def _is_placed_beside(ctx: Context, each: Candidate, fixed: Sequence[Candidate]) -> bool:
     function = ctx.tree.enclosing(each.node, cst.FunctionDef) or ctx.tree.module
-    return any(other.code in _PLACES and function in ctx.tree.parents(other.node) for other in fixed)
+    return any(other.code in PLACES and function in ctx.tree.parents(other.node) for other in fixed)
 
 
 def leave_switches(ctx: Context, candidates: Sequence[Candidate]) -> bool:

@@ -29,6 +29,7 @@ class Project:
         keeps: what holds whether CUDA is there, for other files to ask.
         demanding: functions and classes that take "cuda" and "cpu" only, or pass the device on to one that does.
         roots: the names of the packages and modules that are ported together.
+        asking: one of the files goes on asking whether something is on CUDA.
     """
 
     own_cuda: frozenset[str] = frozenset()
@@ -37,6 +38,7 @@ class Project:
     keeps: frozenset[str] = frozenset()
     demanding: frozenset[str] = frozenset()
     roots: frozenset[str] = frozenset()
+    asking: bool = False
 
 
 NO_PROJECT = Project()

@@ -140,14 +140,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ACC107",
         "CUDA graphs",
-        "On a device without graphs the captured work runs at once and a replay does nothing: ask "
-        '`get_accelerator().has("graphs")` where the replay matters.',
+        "On a device without graphs the captured work runs at once and a replay does nothing, so they are replaced "
+        'only in a file that asks `get_accelerator().has("graphs")`: write the way without a graph first.',
         (
             (
-                "g = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g, stream=s):\n    y = model(x)",
-                "g = get_accelerator().create_graph()\n"
-                "with get_accelerator().capture_to_graph(g, stream=s):\n    y = model(x)",
+                'if not get_accelerator().has("graphs"):\n    y = model(x)\nelse:\n'
+                "    g = torch.cuda.CUDAGraph()\n    with torch.cuda.graph(g, stream=s):\n        y = model(x)",
+                'if not get_accelerator().has("graphs"):\n    y = model(x)\nelse:\n'
+                "    g = get_accelerator().create_graph()\n"
+                "    with get_accelerator().capture_to_graph(g, stream=s):\n        y = model(x)",
             ),
+            _left("g = torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g, stream=s):\n    y = model(x)"),
         ),
     ),
     Rule(

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anyaccel.port import notebook, source, tables
@@ -41,6 +41,7 @@ class Outcome:
         suppressed: findings that a comment of the file silences.
         mentions: lines that merely name CUDA, in a variable or in a text for people; of modules only.
         line, column: of the error, where it has a place.
+        asks: a question stays whether something is on CUDA.
     """
 
     path: str
@@ -53,6 +54,7 @@ class Outcome:
     mentions: tuple[int, ...] = ()
     line: int = 0
     column: int = 0
+    asks: bool = False
 
 
 def look(path: str, config: Config, project: Project = NO_PROJECT) -> Outcome:
@@ -79,7 +81,7 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
 
     file = source.decode(data)
     try:
-        ported = port_text(file.text, config.wants, Path(path).name != "__init__.py", project)
+        ported = port_text(file.text, config.wants, Path(path).name != "__init__.py", project, config.partial)
     except NotPythonError as error:
         line, column, reason = str(error).split(":", 2)
         return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
@@ -88,7 +90,7 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
     changed = after != data
     named = mentions(file.text, {each.line for each in findings})
     before, new = (data, after) if changed else (None, None)
-    return Outcome(path, "", findings, before, new, True, ported.suppressed, named)
+    return Outcome(path, "", findings, before, new, True, ported.suppressed, named, asks=ported.asks)
 
 
 def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) -> Outcome:
@@ -100,7 +102,7 @@ def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) 
         raise source.UnreadableError(f"not valid utf-8: {error.reason}") from None
     book = notebook.read(text)
     try:
-        ported = port_text(book.module, config.wants, project=project)
+        ported = port_text(book.module, config.wants, project=project, partial=config.partial)
     except NotPythonError as error:
         raise source.UnreadableError(str(error).split(":", 2)[2].strip()) from None
     findings = []
@@ -109,9 +111,8 @@ def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) 
         findings.append(Finding(path, line, each.column, each.code, each.message, each.fixable, cell))
     after = book.with_module(ported.text).encode("utf-8") if ported.text != book.module else data
     changed = after != data
-    return Outcome(
-        path, "", tuple(findings), data if changed else None, after if changed else None, True, ported.suppressed
-    )
+    before, new = (data, after) if changed else (None, None)
+    return Outcome(path, "", tuple(findings), before, new, True, ported.suppressed, asks=ported.asks)
 
 
 def look_at_all(
@@ -124,21 +125,42 @@ def look_at_all(
         done: called after each file.
         workers: 0 for as many as there are cores.
     """
-    project = join((_outline(path) for path, _ in files), (os.path.realpath(path) for path, _ in files))
-    workers = min(workers or len(os.sched_getaffinity(0)), len(files))
-    if workers <= 1 or len(files) <= _FEW or _has_threads():
-        for path, config in files:
-            yield look(path, config, project)
-            done()
-        return
-    ready: dict[int, Outcome] = {}
-    following = 0
-    for index, outcome in _in_workers(files, project, workers):
+    outlines = [_outline(path) for path, _ in files]
+    project = join(outlines, (os.path.realpath(path) for path, _ in files))
+    # What asks whether something is on CUDA comes first: where that stays, devices that other code gets stay, in all
+    # files.
+    asking = [index for index, each in enumerate(outlines) if each.facts.asks]
+    ready = {}
+    for index, outcome in _look_at(files, asking, project, workers):
         ready[index] = outcome
         done()
+    if any(outcome.asks for outcome in ready.values()):
+        project = replace(project, asking=True)
+        ready = {index: outcome for index, outcome in ready.items() if outcome.asks}  # in those nothing else changes
+    following = 0
+    for index, outcome in _look_at(files, [each for each in range(len(files)) if each not in ready], project, workers):
+        ready[index] = outcome
+        if not outlines[index].facts.asks:
+            done()
         while following in ready:
             yield ready.pop(following)
             following += 1
+    while following in ready:
+        yield ready.pop(following)
+        following += 1
+
+
+def _look_at(
+    files: Sequence[tuple[str, Config]], wanted: Sequence[int], project: Project, workers: int
+) -> Generator[tuple[int, Outcome], None, None]:
+    """Look at the files with these indices, in the order in which they get done."""
+    workers = min(workers or len(os.sched_getaffinity(0)), len(wanted))
+    if workers <= 1 or len(wanted) <= _FEW or _has_threads():
+        for index in wanted:
+            yield index, look(*files[index], project)
+        return
+    for place, outcome in _in_workers([files[index] for index in wanted], project, workers):
+        yield wanted[place], outcome
 
 
 def _outline(path: str) -> Outline:

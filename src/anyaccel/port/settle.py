@@ -17,6 +17,7 @@ from anyaccel.port.halves import leave_halves, leave_switches
 from anyaccel.port.pretended import leave_pretended
 from anyaccel.port.syntax import dotted, text_of
 from anyaccel.port.tries import is_caught, leave_tried
+from anyaccel.port.whole import leave_parts_of_files
 
 _TENSOR_HAS_TWO = (
     "two readings: `get_accelerator().on_accelerator(x)`, true on a CPU that is the accelerator, "
@@ -57,6 +58,7 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
             or leave_picked(ctx, candidates, _by_node(candidates))
             or leave_halves(ctx, candidates)
             or leave_switches(ctx, candidates)
+            or leave_parts_of_files(ctx, candidates)
         )
     by_node = _by_node(candidates)
     for candidate in candidates:

@@ -166,7 +166,7 @@ def test_other_comments_do_not_count(comment: str) -> None:
     ("before", "after"),
     [
         ("d = torch.cuda.current_device()\nx.to(d)", "current_device_name()"),
-        ("d = torch.cuda.current_device()\nx.cuda(d)\ny.to(device=d)", "current_device_name()"),
+        ("d = torch.cuda.current_device()\nx.cuda(d)\ny.to(device=d)", None),
         ("d = torch.cuda.current_device()\nprint(d + 1)", "current_device()"),
         ("d = torch.cuda.current_device()\nx.to(d)\nprint(d + 1)", None),
         ("f(torch.cuda.current_device())", None),
