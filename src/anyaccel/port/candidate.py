@@ -34,6 +34,7 @@ class Candidate:
         exact: a fix whose answer is "no" where the CPU is the accelerator.
         follows: names of devices; it is left where one of them is.
         allowed: a comment of the file says that it is to stay, so nothing else has to wait for it.
+        waits: it is left for another place that stays.
         count: a number that is 0 without CUDA and at least 1 on every accelerator, used in a way where that matters.
     """
 
@@ -54,6 +55,7 @@ class Candidate:
     exact: Fix | None = None
     count: bool = False
     allowed: bool = False
+    waits: bool = False
     follows: tuple[cst.CSTNode, ...] = ()
 
     @property

@@ -32,9 +32,7 @@ _APART = {
     "seed_all",
 }
 _WHERE = {"ACC202", "ACC302"}  # device.type == "cuda", x.is_cuda
-_SETTLE = (
-    "settle that first (by hand, or with `# ignore-cuda` where CUDA itself is meant) and run again, or use --partial"
-)
+_SETTLE = "settle that first (by hand, or `# ignore-cuda` where CUDA itself is meant), or use --partial"
 
 
 def leave_parts_of_files(ctx: Context, candidates: Sequence[Candidate]) -> bool:
@@ -42,8 +40,13 @@ def leave_parts_of_files(ctx: Context, candidates: Sequence[Candidate]) -> bool:
     if ctx.partial or not any(each.fix is not None for each in candidates):
         return False
     stay = [each for each in candidates if each.fix is None and not each.allowed]
+    stay.sort(key=lambda each: each.waits)  # the report names what the others wait for
     of_file = next((each for each in stay if _holds_file(ctx, each)), None)
-    failing = {ctx.tree.enclosing(each.node, cst.FunctionDef): each for each in stay if each.breaks and not each.count}
+    failing = {
+        ctx.tree.enclosing(each.node, cst.FunctionDef): each
+        for each in reversed(stay)
+        if each.breaks and not each.count
+    }
     apart = _apart(ctx, candidates)
     left = False
     for each in candidates:
@@ -54,7 +57,7 @@ def leave_parts_of_files(ctx: Context, candidates: Sequence[Candidate]) -> bool:
         if held is not None:
             shown = " ".join(ctx.tree.module.code_for_node(held.node).split())
             where = "file" if held is of_file else "function"
-            each.unfixed(f"the {where} is ported as a whole, and `{shown[:60]}` stays in it; {_SETTLE}")
+            each.unfixed(f"it waits for `{shown[:60]}`, which stays in this {where}; {_SETTLE}")
         elif each.code in ("ACC111", "ACC201") and ctx.project.asking and goes_elsewhere(ctx, each):
             each.unfixed(
                 "other code gets this device, and other files ask whether something is on CUDA (`is_cuda`, "
@@ -62,6 +65,7 @@ def leave_parts_of_files(ctx: Context, candidates: Sequence[Candidate]) -> bool:
             )
         else:
             continue
+        each.waits = True
         if each.guard:
             each.asks, each.breaks = True, False
         left = True

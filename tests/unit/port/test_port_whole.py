@@ -31,7 +31,7 @@ def test_a_file_that_goes_on_asking_for_cuda_keeps_its_devices(body: str) -> Non
     ported = port_text(text)
     assert PICK in ported.text
     told = next(each.message for each in ported.findings if each.code == "ACC111")
-    assert "ported as a whole" in told and "ignore-cuda" in told and "--partial" in told
+    assert "waits for `" in told and "ignore-cuda" in told and "--partial" in told
     assert f"device = torch.device({NAME})" in port_text(text, partial=True).text
 
 
