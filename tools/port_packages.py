@@ -185,7 +185,7 @@ def port(folder: Path, parts: Sequence[str], only: list[str], imports: bool) -> 
         row: dict[str, object] = {"version": version}
         row |= {key: summary[key] for key in ("files", "without_cuda", "changed", "fixed", "not_fixable", "suppressed")}
         row |= {"failed": report["problems"], "fixed_by_rule": dict(sorted(fixed.items())), "found_by_rule": rules}
-        row["second_run_changes"] = _run(after, "--diff", *map(str, changed(before, after)))["summary"]["changed"]
+        row["second_run_changes"] = _run(after, "--diff")["summary"]["changed"]
         row["no_longer_parse"] = _broken(before, after)
         own = roots or tuple(each.name.removesuffix(".py") for each in before.iterdir())
         row |= {"unreported": list(_unreported(after))}
@@ -209,7 +209,11 @@ def _run(folder: Path, mode: str, *paths: str) -> dict[str, Any]:
 def _unreported(folder: Path) -> Iterator[str]:
     """Uses, names and texts of CUDA in ported files that a second report passes over."""
     report = _run(folder, "--check")
-    told = {(each["path"].removeprefix("./"), each["line"]) for each in report["findings"]}
+    told = {
+        (each["path"].removeprefix("./"), line)
+        for each in report["findings"]
+        for line in range(each["line"], each["end_line"] + 1)
+    }
     named = {(each["path"].removeprefix("./"), each["line"]) for each in report["mentions"]}
     failed = {each.split(":")[0].removeprefix("./") for each in report["problems"]}
     for file in sorted(Path(each) for each in find([str(folder)]) if isinstance(each, str) and each.endswith(".py")):

@@ -40,7 +40,7 @@ _PROGRAMS = re.compile(
 
 @dataclass(frozen=True)
 class Found:
-    """A finding in a text; offsets are of characters."""
+    """A finding in a text; offsets are of characters, `end_line` is the last line of the code that it is about."""
 
     start: int
     line: int
@@ -48,6 +48,7 @@ class Found:
     code: str
     message: str
     fixable: bool
+    end_line: int = 0
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,11 @@ def port_text(
         _check(text, ported)
     findings = []
     for candidate in kept:
-        start = spans[candidate.node][0]
+        start, end = spans[candidate.node]
         line, column = tree.position(start)
-        findings.append(Found(start, line, column, candidate.code, candidate.message, candidate.fix is not None))
+        last, _ = tree.position(end)
+        told = (candidate.code, candidate.message, candidate.fix is not None)
+        findings.append(Found(start, line, column, *told, last))
     findings.sort(key=lambda each: (each.start, each.code))
     return Ported(tuple(findings), ported, suppressed, asks_where(ctx, candidates))
 

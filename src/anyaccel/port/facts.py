@@ -16,6 +16,7 @@ _WORTH_PARSING = re.compile(r"cuda.*device|device.*cuda|cuda\.is_available", re.
 _ASKS = re.compile(
     r"""(?:\b(?:if|and|or|assert|not|while|return)\s|=\s)[^\n#]*(?:\.is_cuda\b|[!=]=\s*["']cuda["']|startswith\(["']cuda["']\))"""
 )
+_LEFT = re.compile(r"#\s*(?:noqa|ignore-cuda)", re.IGNORECASE)
 _OWN_DEVICE = re.compile(r"self\._?device(?:_type|_name)?")
 _PORTABLE = {*tables.FUNCTIONS, *tables.CLASSES, "amp", "current_device", "nvtx", "mem_get_info", "graph", "CUDAGraph"}
 _ABOUT_DEVICES = re.compile("cuda|gpu|device|accel", re.IGNORECASE)
@@ -50,7 +51,7 @@ def facts(text: str) -> Facts:
     """The facts of a module; none where it cannot be parsed, or is about no device of CUDA."""
     if "cuda" not in text:
         return NO_FACTS
-    asks = _ASKS.search(text) is not None
+    asks = any(not _LEFT.search(text, each.end(), _line_end(text, each.end())) for each in _ASKS.finditer(text))
     if not _WORTH_PARSING.search(text):
         return Facts(asks=asks)
     try:
@@ -73,6 +74,11 @@ def facts(text: str) -> Facts:
     keeps, named = _kept(module)
     passing = {name: frozenset(each) for name, each in passes.items() if each}
     return Facts(keeps, named, frozenset(demands), passing, asks)
+
+
+def _line_end(text: str, start: int) -> int:
+    end = text.find("\n", start)
+    return len(text) if end < 0 else end
 
 
 def demanding(all_facts: Iterable[Facts]) -> frozenset[str]:

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. Lines and columns count from 1; `cell` of a notebook too, 0 in a file."""
+    """One line of the report. Lines and columns count from 1; `cell` of a notebook too, 0 in a file.
+
+    `end_line` is the last line of the code that it is about.
+    """
 
     path: str
     line: int
@@ -17,6 +20,7 @@ class Finding:
     message: str
     fixable: bool
     cell: int = 0
+    end_line: int = 0
 
     @property
     def place(self) -> str:

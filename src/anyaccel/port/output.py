@@ -48,6 +48,7 @@ def as_dict(finding: Finding, fixed: bool) -> dict[str, Any]:
         "cell": finding.cell or None,
         "line": finding.line,
         "column": finding.column,
+        "end_line": finding.end_line,
         "code": finding.code,
         "rule": BY_CODE[finding.code].title,
         "message": finding.message,

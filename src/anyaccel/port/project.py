@@ -21,6 +21,8 @@ _SHARED = re.compile(r"\w*(?:cuda|gpu|device)\w*", re.IGNORECASE)
 class Project:
     """What is known of all files that are ported together.
 
+    Modules of the same packages that are not ported with them count as well, as far as their outlines say.
+
     Attributes:
         own_cuda: classes that define cuda(), or are derived from one that does, and define no to() beside it; what a
             torch.nn.Module has of Module passes its cuda() by.

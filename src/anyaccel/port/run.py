@@ -18,6 +18,7 @@ from pathlib import Path
 
 from anyaccel.port import notebook, source, tables
 from anyaccel.port.config import Config
+from anyaccel.port.files import beside
 from anyaccel.port.finding import Finding
 from anyaccel.port.mentions import mentions
 from anyaccel.port.project import NO_PROJECT, Outline, Project, join, outline
@@ -85,7 +86,9 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
     except NotPythonError as error:
         line, column, reason = str(error).split(":", 2)
         return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
-    findings = tuple(Finding(path, f.line, f.column, f.code, f.message, f.fixable) for f in ported.findings)
+    findings = tuple(
+        Finding(path, f.line, f.column, f.code, f.message, f.fixable, end_line=f.end_line) for f in ported.findings
+    )
     after = file.encode(ported.text)
     changed = after != data
     named = mentions(file.text, {each.line for each in findings})
@@ -108,7 +111,8 @@ def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) 
     findings = []
     for each in ported.findings:
         cell, line = book.cell_of(each.line)
-        findings.append(Finding(path, line, each.column, each.code, each.message, each.fixable, cell))
+        _, end = book.cell_of(each.end_line)
+        findings.append(Finding(path, line, each.column, each.code, each.message, each.fixable, cell, end))
     after = book.with_module(ported.text).encode("utf-8") if ported.text != book.module else data
     changed = after != data
     before, new = (data, after) if changed else (None, None)
@@ -126,10 +130,13 @@ def look_at_all(
         workers: 0 for as many as there are cores.
     """
     outlines = [_outline(path) for path, _ in files]
-    project = join(outlines, (os.path.realpath(path) for path, _ in files))
+    others = beside([path for path, _ in files])
+    around = [_outline(path) for path in others]
+    project = join([*outlines, *around], (os.path.realpath(path) for path in (*(path for path, _ in files), *others)))
+    project = replace(project, asking=any(each.facts.asks for each in around))
     # What asks whether something is on CUDA comes first: where that stays, devices that other code gets stay, in all
     # files.
-    asking = [index for index, each in enumerate(outlines) if each.facts.asks]
+    asking = [index for index, each in enumerate(outlines) if each.facts.asks and not project.asking]
     ready = {}
     for index, outcome in _look_at(files, asking, project, workers):
         ready[index] = outcome
@@ -140,7 +147,7 @@ def look_at_all(
     following = 0
     for index, outcome in _look_at(files, [each for each in range(len(files)) if each not in ready], project, workers):
         ready[index] = outcome
-        if not outlines[index].facts.asks:
+        if index not in asking:
             done()
         while following in ready:
             yield ready.pop(following)

@@ -106,3 +106,23 @@ def test_the_configuration_and_the_option_say_so(tmp_path: Path) -> None:
     files = [(path, Config(partial=True)) for path, _ in write(tmp_path, {"a.py": lines(TENSOR)})]
     (outcome,) = run.look_at_all(files)
     assert outcome.after is not None and f"torch.device({NAME})".encode() in outcome.after
+
+
+def test_a_file_that_is_named_alone_is_ported_as_with_its_package(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    files = {
+        "__init__.py": "",
+        "own.py": "class Own:\n    def cuda(self):\n        return self\n",
+        "kernels.py": TENSOR,
+        "models/__init__.py": "",
+        "models/a.py": GIVEN,
+        "models/b.py": "import torch\nfrom own import Own\n\n\ndef f():\n    Own().cuda()\n",
+    }
+    write(tmp_path, files)
+    alone = [next(run.look_at_all([(str(tmp_path / name), Config())])).after for name in files]
+    whole = [each.after for each in run.look_at_all([(str(tmp_path / name), Config()) for name in files])]
+    assert alone == whole
+    assert whole == [None] * len(files)
+    (tmp_path / "kernels.py").write_text(TENSOR.replace("is_cuda:", "is_cuda:  # ignore-cuda"))
+    (again,) = run.look_at_all([(str(tmp_path / "models/a.py"), Config())])
+    assert again.after is not None
