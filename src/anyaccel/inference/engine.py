@@ -171,8 +171,8 @@ class InferenceEngine(PrecisionMethods, nn.Module):
                 from anyaccel.inference.hf.native_generate import seeded
 
                 with seeded(seed, generator):
-                    return self.module.generate(*args, **kwargs)  # type: ignore[operator]
-        return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+                    return self.module.generate(*args, **kwargs)
+        return self.module.generate(*args, **kwargs)
 
 
 def _blank() -> InferenceEngine:
