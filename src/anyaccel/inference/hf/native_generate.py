@@ -119,13 +119,14 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
 
 
 def _warn_once(argument: str) -> None:
-    _say_once(f"generate: {argument} is not part of the native loop; Hugging Face's own runs, on the native model")
+    text = "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model"
+    _say_once(argument, text, argument)
 
 
-def _say_once(text: str) -> None:
-    if text not in _warned_of:
-        _warned_of.add(text)
-        logger.warning("%s", text)
+def _say_once(argument: str, text: str, *told: str) -> None:
+    if argument not in _warned_of:
+        _warned_of.add(argument)
+        logger.warning(text, *told)
 
 
 def _strange_arguments(call: Call, inputs: Any) -> str:
@@ -186,7 +187,9 @@ def _through_hugging_face(
         # Their drafts take one row only, hand several tokens at once to streamers and criteria, and choose between
         # logits of other kernels than without drafts: the answer is to be the same.
         kwargs["prompt_lookup_num_tokens"] = None
-        _say_once("generate: Hugging Face's own loop runs without the drafts of prompt_lookup_num_tokens here")
+        _say_once(
+            "drafts", "generate: Hugging Face's own loop runs without the drafts of prompt_lookup_num_tokens here"
+        )
     given = {"logits_processor": call.logits_processor, "tokenizer": tokenizer, "streamer": call.streamer}
     kwargs |= {name: value for name, value in given.items() if value is not None}
     in_step(kwargs, module._native_group)
