@@ -77,7 +77,7 @@ class InferenceEngine(PrecisionMethods, nn.Module):
             self._arrive(module)
 
     def _arrive(self, module: nn.Module) -> None:
-        self.module = module
+        super().__setattr__("module", module)
         self.__class__ = _named_as(type(module).__name__)
         vars(self).pop("_later", None)
 
@@ -106,6 +106,15 @@ class InferenceEngine(PrecisionMethods, nn.Module):
             if module is None:
                 raise
             return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The model's, too: what is put there has its effect on what the model computes, or is the model's error."""
+        own = name in vars(self) or hasattr(type(self), name) or "native" not in vars(self)  # all are in __init__
+        module: Any = None if own or name in self._modules else self._modules.get("module")
+        if module is not None and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def tp_size(self) -> int:
@@ -162,8 +171,8 @@ class InferenceEngine(PrecisionMethods, nn.Module):
                 from anyaccel.inference.hf.native_generate import seeded
 
                 with seeded(seed, generator):
-                    return self.module.generate(*args, **kwargs)  # type: ignore[operator]
-        return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+                    return self.module.generate(*args, **kwargs)
+        return self.module.generate(*args, **kwargs)
 
 
 def _blank() -> InferenceEngine:

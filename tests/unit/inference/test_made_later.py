@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +83,47 @@ def test_what_needs_the_model_makes_it(engine: InferenceEngine, folder: Path, mo
     assert type(engine) is type(_engine(folder))
     assert dict(engine.named_children()) == {"module": engine.module}
     assert engine.generation_config is engine.module.generation_config
+
+
+def test_the_folder_counts_as_it_was_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another model under the same name, none, or another working directory: the engine's is the one it has packed."""
+    monkeypatch.setattr(engines, "_MODELS", "nobody.has_imported_it")
+    shutil.copytree(folder, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    waiting = [_engine(Path("model")) for _ in range(3)]
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"num_hidden_layers": 5, "eos_token_id": 7}))
+    assert waiting[0].config.num_hidden_layers == config["num_hidden_layers"] == len(waiting[0].model.layers)
+    assert waiting[0].config.eos_token_id == config["eos_token_id"]
+    monkeypatch.chdir("/")
+    assert waiting[1].config.to_dict() == waiting[0].config.to_dict()
+    shutil.rmtree(tmp_path / "model")
+    assert waiting[2].generate(PROMPT[None], max_new_tokens=3).shape == (1, 8)
+    assert waiting[2].name_or_path == waiting[2].config.name_or_path == "model"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_is_put_on_an_engine_counts(engine: InferenceEngine, asked: bool) -> None:
+    if asked:
+        assert engine.config
+    engine.note = 3
+    with pytest.raises(UsageError, match=r"lm_head: a change here would do nothing"):
+        engine.lm_head = nn.Linear(48, 131)
+    calls = []
+    prepare = engine.prepare_inputs_for_generation
+    engine.prepare_inputs_for_generation = lambda *given, **named: (calls.append(1), prepare(*given, **named))[1]
+    engine.generate(PROMPT[None], max_new_tokens=3)
+    assert len(calls) == 3 and engine.note == 3 and not hasattr(engine.module, "note")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_another_module_in_the_place_of_the_model_stays(engine: InferenceEngine, asked: bool) -> None:
+    if asked:
+        assert engine.config
+    other = nn.Identity()
+    engine.module = other
+    assert engine.module is other and dict(engine.named_children()) == {"module": other}
+    assert engine(PROMPT) is PROMPT
 
 
 def test_ends_that_the_caller_gives_count(engine: InferenceEngine) -> None:

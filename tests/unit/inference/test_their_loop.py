@@ -68,6 +68,27 @@ def test_stop_strings_in_their_loop(
     assert torch.equal(engine.generate(IDS, max_new_tokens=6, stop_strings=[stop], **options), want)
 
 
+@pytest.mark.parametrize("place", ["argument", "config", "model"])
+@pytest.mark.parametrize("more", [{"bad_words_ids": [[7]]}, {"use_cache": False}, {"output_scores": True}])
+def test_drafts_by_lookup_change_no_answer(
+    more: dict[str, Any], place: str, engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several rows, scores and runs without a cache go on as without drafts, which transformers refuses."""
+    options = dict(OPTIONS, max_new_tokens=6, repetition_penalty=1.1, return_dict_in_generate=True, **more)
+    rows = IDS.repeat(2, 1)
+    want = engine.generate(rows, **options)
+    if place == "argument":
+        options["prompt_lookup_num_tokens"] = 3
+    elif place == "config":
+        options["generation_config"] = transformers.GenerationConfig(prompt_lookup_num_tokens=3)
+    else:
+        monkeypatch.setattr(engine.generation_config, "prompt_lookup_num_tokens", 3)
+    got = engine.generate(rows, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    assert (got.scores is None) == (want.scores is None)
+    assert all(map(torch.equal, got.scores or (), want.scores or ()))
+
+
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_cache_of_the_whole_prompt_is_an_error_that_says_so(count: int, engine: InferenceEngine) -> None:
     cache = engine(IDS, use_cache=True).past_key_values

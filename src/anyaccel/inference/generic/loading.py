@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +56,8 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     check_folder(folder, lambda: Checkpoint(folder).shapes())
-    _check_dtype(folder / "config.json")
+    where = folder / "config.json"
+    _check_dtype(read_json(where), f"{where}: ")
     config: Any
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -78,26 +81,23 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
 def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     """The model of a folder or GGUF file that the native runtime computes: structure and configuration only.
 
+    Nothing is read from `path`, which may be another model by now, or gone.
+
     Raises:
         ModelError: transformers does not know the architecture.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
-    if path.is_dir():
-        _check_dtype(path / "config.json")
+    _check_dtype(native.config, f"{path / 'config.json'}: ")
     try:
-        if path.is_dir():
-            config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        else:
-            values = dict(native.config)
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        config = _configuration(native.config)
         if getattr(config, "quantization_config", None) is not None:
             del config.quantization_config  # the native runtime has unpacked it
         pad_within_vocabulary(config)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         model.eval()
-        model.name_or_path = str(path)
+        model.name_or_path = config.name_or_path = str(path)
         if native.generation_config:
             model.generation_config = GenerationConfig.from_dict(native.generation_config)
     except Exception as error:  # a configuration can be wrong in any way
@@ -105,9 +105,18 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     return model
 
 
-def _check_dtype(path: Path) -> None:
+def _configuration(values: Mapping[str, Any]) -> Any:
+    """The configuration that transformers makes of the content of a config.json."""
+    from transformers import AutoConfig
+
+    with tempfile.TemporaryDirectory(prefix="anyaccel-") as folder:  # it takes files only
+        (Path(folder) / "config.json").write_text(json.dumps(values))
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def _check_dtype(given: Any, where: str) -> None:
     """Raise ModelError for a config.json with a dtype that torch has not: transformers asks torch for it."""
-    config = Values(read_json(path), f"{path}: ")
+    config = Values(given, where)
     for values in (config, config.mapping("text_config")):
         name = "dtype" if values.has("dtype") else "torch_dtype"
         given = values.required(name) if values.has(name) else None

@@ -119,11 +119,14 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
 
 
 def _warn_once(argument: str) -> None:
+    text = "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model"
+    _say_once(argument, text, argument)
+
+
+def _say_once(argument: str, text: str, *told: str) -> None:
     if argument not in _warned_of:
         _warned_of.add(argument)
-        logger.warning(
-            "generate: %s is not part of the native loop; Hugging Face's own runs, on the native model", argument
-        )
+        logger.warning(text, *told)
 
 
 def _strange_arguments(call: Call, inputs: Any) -> str:
@@ -179,6 +182,14 @@ def _through_hugging_face(
     module: Any, call: Call, own: Callable[..., Any], seed: Any, generator: Any, tokenizer: Any
 ) -> Any:
     kwargs = dict(call.kwargs)
+    places = (kwargs, *(vars(one) for one in (call.generation_config, module.generation_config) if one is not None))
+    if any(place.get("prompt_lookup_num_tokens") is not None for place in places):
+        # Their drafts take one row only, hand several tokens at once to streamers and criteria, and choose between
+        # logits of other kernels than without drafts: the answer is to be the same.
+        kwargs["prompt_lookup_num_tokens"] = None
+        _say_once(
+            "drafts", "generate: Hugging Face's own loop runs without the drafts of prompt_lookup_num_tokens here"
+        )
     given = {"logits_processor": call.logits_processor, "tokenizer": tokenizer, "streamer": call.streamer}
     kwargs |= {name: value for name, value in given.items() if value is not None}
     in_step(kwargs, module._native_group)
