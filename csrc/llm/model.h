@@ -69,8 +69,9 @@ class Model {
   // them where that is 0, or no limits are given), then a token is chosen. Returns it; -1 for a request that had
   // finished; -2 for one whose prompt goes on in the next step, or has no answer. Throws UsageError, ModelError (logits
   // that are not numbers), OutOfCache.
-  // `exact`: a request's logits have the same bits whatever else is in the step and wherever its prompt is divided;
-  // tokens of prompts and of answers pass apart then.
+  // `exact`: a request's logits have the same bits whatever else is in the step, wherever its prompt is divided, and
+  // however much of it is forgotten (Request::shrink) and computed again; tokens of prompts and of answers pass apart
+  // then, and where both are computed again, the answer's do so from the next step on.
   std::vector<int64_t> step(const std::vector<Request*>& requests, const std::vector<int64_t>& limits = {},
                             bool exact = false);
   // At most `most` exact steps of requests that are all in their answers. As long as another one follows, a step's
@@ -111,7 +112,7 @@ class Model {
   void process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done);
   void step_some(const std::vector<Request*>& requests, bool exact, StepResult& result);
   void draft(const std::vector<Request*>& requests);
-  std::vector<Work> work_of(const std::vector<Request*>& requests);
+  std::vector<Work> work_of(const std::vector<Request*>& requests, const Pass& how);
   void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
   void choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result);
   // Called by a request that ends, on any thread. A step may be running, so the next call frees the sequence.

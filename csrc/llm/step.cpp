@@ -64,7 +64,7 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
           if (one.apart) {
             for (int i = 0; i < static_cast<int>(count); ++i) {
               tokens_.queries.push_back({one.sequence, position + i, 1, row + i, pass.prompt, true});
-              tokens_.contexts.push_back(position + i + 1);
+              tokens_.contexts.push_back(one.context > 0 ? one.context : position + i + 1);
             }
           } else {
             tokens_.queries.push_back({one.sequence, position, static_cast<int>(count), row, pass.prompt});
@@ -240,28 +240,41 @@ void Model::step_some(const std::vector<Request*>& requests, bool exact, StepRes
     }
     request->context_ = length;
     request->passing_ = request->drafted_ > 0 ? request->pending() : std::min(request->passing_, request->pending());
+    // What is computed again has the bits of the first time: a prompt's tokens as many, an answer's as few.
+    if (exact && request->cached_ < request->prompt_)
+      request->passing_ = std::min(request->passing_, request->prompt_ - request->cached_);
   }
   const bool drafted = std::any_of(requests.begin(), requests.end(), [](const Request* r) { return r->drafted_ > 0; });
   if (!exact && !drafted) return pass(requests, {forward_.most_tokens()}, result);
   std::vector<Request*> few, prompts;
   for (Request* request : requests)
-    (request->cached_ >= request->prompt_ && request->pending() == 1 + request->drafted_ ? few : prompts)
+    (request->cached_ >= request->prompt_ && (exact || request->pending() == 1 + request->drafted_) ? few : prompts)
         .push_back(request);
-  check_room(work_of(requests));
-  pass(few, {kGemvTokens, true, false}, result);
-  pass(prompts, {forward_.most_tokens(), true, true}, result);
+  const Pass as_few{kGemvTokens, true, false}, as_many{forward_.most_tokens(), true, true};
+  std::vector<Work> work = work_of(few, as_few);
+  const std::vector<Work> others = work_of(prompts, as_many);
+  work.insert(work.end(), others.begin(), others.end());
+  check_room(work);
+  pass(few, as_few, result);
+  pass(prompts, as_many, result);
 }
 
-std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests) {
+std::vector<Model::Work> Model::work_of(const std::vector<Request*>& requests, const Pass& how) {
+  const bool whole = std::any_of(spec_.ropes.begin(), spec_.ropes.end(),
+                                 [](const RopeSpec& rope) { return !rope.long_inv_freq.empty(); });
   std::vector<Work> work;
-  for (const Request* request : requests)
-    work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->passing_,
-                    static_cast<int64_t>(request->tokens_.size()), request->drafted_ > 0});
+  for (const Request* request : requests) {
+    const bool apart = how.exact && !how.prompt && request->passing_ > 1;
+    int64_t context = static_cast<int64_t>(request->tokens_.size());
+    // But for longrope, whose cache is made anew when they change, angles are those of the first time.
+    if (how.exact && !whole) context = apart ? 0 : std::max(request->prompt_, request->cached_ + request->passing_);
+    work.push_back({request->sequence_, request->tokens_.data() + request->cached_, request->passing_, context, apart});
+  }
   return work;
 }
 
 void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result) {
-  std::vector<Work> work = work_of(requests);
+  std::vector<Work> work = work_of(requests, how);
   std::vector<Wanted> logits, hidden;
   int64_t first = 0;
   for (Request* request : requests) {

@@ -15,8 +15,10 @@ struct Model::Work {
   int sequence;
   const int64_t* tokens;
   int64_t count;
-  int64_t context = 0;  // the sequence's length that rotary positions are of; 0: that after the call
-  // Each token passes as if it were the last one: with drafts, whose results must have the same bits as without.
+  // The sequence's length that rotary positions are of; 0: that after the call, or after each token that passes apart.
+  int64_t context = 0;
+  // Each token passes as if it were the last one: drafts, whose results must have the same bits as without, and the
+  // part of an answer that is computed again.
   bool apart = false;
   int64_t start = 0;  // the sequence's length before
 };

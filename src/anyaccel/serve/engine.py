@@ -447,4 +447,4 @@ def open_engine(
         for engine in engines:
             engine.shut_down()
         raise
-    return Replicas(engines, chosen.prefix_cache)
+    return Replicas(engines, chosen.prefix_cache, chosen.timeout_s)

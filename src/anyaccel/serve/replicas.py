@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
-from anyaccel.serve.contract import Chunk, Engine, GenerationRequest, ModelFacts, Stats
+from anyaccel.serve.contract import Chunk, Engine, EngineStoppedError, GenerationRequest, ModelFacts, Stats
 from anyaccel.serve.routing import Routes, together
 
 if TYPE_CHECKING:
@@ -38,10 +39,18 @@ class Silent:
 
 
 class Replicas:
-    """See `contract.Engine`; `routing.Routes` says which of them gets a request."""
+    """See `contract.Engine`; `routing.Routes` says which of them gets a request.
 
-    def __init__(self, engines: Sequence[Replica], shares: bool = True) -> None:
+    One whose engine fails before anything has come of its answer goes to another engine, if one is ready. One whose
+    answer has begun ends with EngineStoppedError.
+
+    Args:
+        timeout_s: of a request that does not say its own.
+    """
+
+    def __init__(self, engines: Sequence[Replica], shares: bool = True, timeout_s: float = float("inf")) -> None:
         self._engines = tuple(engines)
+        self._timeout_s = timeout_s
         self._open = [0] * len(engines)
         self._routes: Routes[int] = Routes(shares)
         first = engines[0].facts
@@ -52,7 +61,25 @@ class Replicas:
         self.facts: ModelFacts = replace(first, plan=plan)
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        number = self._choose(request.prompt)
+        end = time.monotonic() + (self._timeout_s if request.timeout_s is None else request.timeout_s)
+        failed: set[int] = set()
+        while True:
+            number = self._choose(request.prompt, failed)
+            begun = False
+            try:
+                async with aclosing(self._answer(number, request)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        yield chunk
+                return
+            except EngineStoppedError:
+                failed.add(number)
+                if begun or not self._others(failed) or time.monotonic() > end:
+                    raise
+            if end != float("inf"):
+                request = replace(request, timeout_s=max(0.001, end - time.monotonic()))
+
+    async def _answer(self, number: int, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self._note(number, request.prompt)
         tokens = list(request.prompt)
         self._open[number] += 1
@@ -64,18 +91,25 @@ class Replicas:
                     yield chunk
         finally:
             self._open[number] -= 1
-            self._note(number, tokens)  # the conversation's next turn begins with it
+            if self._engines[number].alive():
+                self._note(number, tokens)  # the conversation's next turn begins with it
 
     async def embed(
         self, prompts: Sequence[Sequence[int]], pooling: Literal["mean", "last"], key: str = ""
     ) -> list[list[float]]:
         async def one(prompt: Sequence[int]) -> list[float]:
-            number = self._choose(())
-            self._open[number] += 1
-            try:
-                return (await self._engines[number].embed([prompt], pooling, key))[0]
-            finally:
-                self._open[number] -= 1
+            failed: set[int] = set()
+            while True:
+                number = self._choose((), failed)
+                self._open[number] += 1
+                try:
+                    return (await self._engines[number].embed([prompt], pooling, key))[0]
+                except EngineStoppedError:
+                    failed.add(number)
+                    if not self._others(failed):
+                        raise
+                finally:
+                    self._open[number] -= 1
 
         return await together(map(one, prompts))
 
@@ -95,16 +129,17 @@ class Replicas:
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
-    def _choose(self, prompt: Sequence[int]) -> int:
+    def _choose(self, prompt: Sequence[int], failed: Collection[int]) -> int:
         """Which one is to have it; one that starts again, or is late, only where all are."""
-        ready = []
         for number, engine in enumerate(self._engines):
-            if engine.ready():
-                ready.append(number)
-            elif not engine.alive():
+            if not engine.alive():
                 self._routes.forget(number)
-        ready = ready or list(range(len(self._engines)))
+        ready = self._others(failed) or list(range(len(self._engines)))
         return self._routes.order(prompt, {number: self._open[number] for number in ready})[0]
+
+    def _others(self, failed: Collection[int]) -> list[int]:
+        """Engines that are ready, but for those that have failed."""
+        return [number for number, engine in enumerate(self._engines) if number not in failed and engine.ready()]
 
     def _note(self, number: int, tokens: Sequence[int]) -> None:
         self._routes.note(number, tokens, self._engines[number].cache_pages)

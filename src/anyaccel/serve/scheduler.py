@@ -78,6 +78,22 @@ class Entry:
         return len(self.tokens) - self.sequence.cached
 
     @property
+    def part(self) -> int:
+        """Tokens that the next step may take: of an answer that is computed again, none beside its prompt's.
+
+        The decoder passes these as few and those as many, so that they have the bits of the first time.
+        """
+        return self.left if self.sequence.cached >= self.prompt else self.prompt - self.sequence.cached
+
+    @property
+    def shareable(self) -> int:
+        """Pages that it may begin with, though others have computed them.
+
+        None of its answer: for another one, the same tokens may have been a prompt's.
+        """
+        return min(len(self.tokens) - 1, self.prompt) // PAGE
+
+    @property
     def answers(self) -> bool:
         """Whether its next token takes one token of work."""
         return self.left == 1 and self.sequence.cached >= self.prompt
@@ -310,13 +326,13 @@ class Scheduler:
         """Who has more of its beginning in the cache than itself, and how many pages."""
         if not entry.shares or not self.limits.keep:
             return None, 0
-        source, count = self.pages.match(entry.sequence, (len(entry.tokens) - 1) // PAGE)
+        source, count = self.pages.match(entry.sequence, entry.shareable)
         return (source, count) if count * PAGE > entry.sequence.cached else (None, 0)
 
     def _waits_for_another(self, entry: Entry) -> bool:
         if not entry.shares or not self.limits.keep:
             return False
-        most = (len(entry.tokens) - 1) // PAGE
+        most = entry.shareable
         _, count = self.pages.match(entry.sequence, most)
         return count < most and entry.sequence.key(count) in self._computing
 
@@ -348,7 +364,7 @@ class Scheduler:
 
     def _take_part(self, entry: Entry, left: int, plan: Plan) -> int:
         """As much of a prompt as may pass and has room."""
-        count = min(entry.left, left)
+        count = min(entry.part, left)
         while count > 0 and not self._room(self.pages.missing(entry.sequence, count), plan):
             # As much as fits the pages that there are.
             count = (pages_of(entry.sequence.cached + count) - 1) * PAGE - entry.sequence.cached

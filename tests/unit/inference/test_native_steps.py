@@ -42,8 +42,8 @@ def _alone(model: Any, prompt: list[int], **options: Any) -> tuple[list[int], li
     request = _request(model, prompt, keep=True, **options)
     seen = []
     while not request.finished:
-        model.step([request], exact=True)
-        seen.append(_logits(request))
+        if model.step([request], exact=True)[0] >= 0:  # else the next step goes on with what is computed anew
+            seen.append(_logits(request))
     return request.tokens, seen
 
 
@@ -131,6 +131,45 @@ def test_what_a_request_forgets_is_computed_again(llama: Any) -> None:
     other.share(request, 64)
     request.finish()
     assert llama.step([other]) == [_alone(llama, prompt[:100], max_new_tokens=1)[0][0]]
+
+
+@pytest.mark.parametrize(
+    ("case", "weight", "group", "cache", "length"),
+    [
+        ("llama", "f32", 0, "f32", 150),
+        ("llama", "bf16", 0, "bf16", 150),
+        ("llama-64", "i8", 0, "i8", 150),
+        ("llama-64", "i4", 32, "bf16", 150),
+        ("gemma3", "bf16", 0, "bf16", 70),
+        # Their angles change with the length: those of the first time are meant.
+        ("llama-dynamic", "bf16", 0, "bf16", 9),
+        ("llama-longrope", "bf16", 0, "bf16", 9),
+        ("phi3-longrope", "bf16", 0, "bf16", 9),
+    ],
+)
+def test_exact_steps_compute_what_was_forgotten_with_the_same_bits(
+    case: str, weight: str, group: int, cache: str, length: int
+) -> None:
+    model = native_models.native(case, positions=1024, weight=weight, group=group, cache=cache)
+    generator = random.Random(6)
+    prompt, answer = _prompt(generator, length), 45
+    tokens, expected = _alone(model, prompt, max_new_tokens=answer)
+    beside = [_request(model, _prompt(generator, count)) for count in (5, 20)]
+    differing = []
+    for _ in range(4):
+        forgotten, turn = _request(model, prompt, keep=True, max_new_tokens=answer), 0
+        while not forgotten.finished:
+            if turn > 1 and generator.random() < 0.2:
+                left = generator.choice([0, length // 2, length, generator.randrange(forgotten.cached + 1)])
+                forgotten.shrink(min(left, forgotten.cached))
+            company = generator.sample(beside, generator.randrange(3))
+            limits = [generator.choice([0, 3, 16, 100]) for _ in range(1 + len(company))]
+            if model.step([forgotten, *company], limits, exact=True)[0] >= 0:
+                if _logits(forgotten) != expected[turn]:
+                    differing.append(turn)
+                turn += 1
+        assert forgotten.tokens == tokens
+    assert not differing
 
 
 def test_scores_are_those_of_transformers(llama: Any) -> None:

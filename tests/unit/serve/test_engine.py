@@ -86,17 +86,21 @@ def test_greedy_answers_are_the_same_alone_and_while_others_come_and_go(
     run(main())
 
 
-def test_a_cache_too_small_for_all_answers_all(llama: Any) -> None:
-    small = native(cache_limit=10 * 64 * llama.model.cache_bytes_per_token())
+def test_a_cache_too_small_for_all_answers_all_with_the_bits_of_a_large_one() -> None:
+    large = native("llama-64", weight="i8", cache="i8")
+    small = native("llama-64", weight="i8", cache="i8", cache_limit=10 * 64 * large.model.cache_bytes_per_token())
     generator = random.Random(4)
-    prompts = [prompt_of(generator, generator.randrange(20, 120)) for _ in range(8)]
-    expected = [_alone(llama, prompt, 150) for prompt in prompts]
+    prompts = [prompt_of(generator, generator.randrange(20, 120)) for _ in range(7)]
+    asked = {"sampling": Sampling(temperature=0.0, logprobs=0), "ignore_end": True}
 
     async def main() -> None:
+        async with engine(large) as made:
+            expected = [await answer(made, prompt, 100, **asked) for prompt in prompts]
         async with engine(small) as made:
             assert made.facts.context == 640
-            found = await asyncio.gather(*(answer(made, prompt, 150, ignore_end=True) for prompt in prompts))
-            assert [each.tokens for each in found] == expected
+            found = await asyncio.gather(*(answer(made, prompt, 100, **asked) for prompt in prompts))
+            assert [each.tokens for each in found] == [each.tokens for each in expected]
+            assert [each.logprobs for each in found] == [each.logprobs for each in expected]
             assert made.stats().preemptions > 0
             assert made.stats().cache_used <= made.stats().cache_total
             with pytest.raises(TooLongError):

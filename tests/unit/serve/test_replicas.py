@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from anyaccel.errors import UsageError
-from anyaccel.serve.contract import Chunk, GenerationRequest, ModelFacts, Stats
+from anyaccel.serve.contract import Chunk, EngineStoppedError, GenerationRequest, ModelFacts, Stats
 from anyaccel.serve.pages import PAGE
 from anyaccel.serve.replicas import Replicas
 from anyaccel.serve.routing import Routes
@@ -29,13 +29,23 @@ class Engine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.is_ready = True
+        self.fails = ""  # "before" anything has come of an answer, or "after" its first token
+        self.told: list[float | None] = []  # what time each request may take
         self.open = 0
+
+    def fail(self, when: str) -> None:
+        if self.fails == when:
+            self.is_ready = False
+            raise EngineStoppedError("a rank has died")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         self.asked.append(list(request.prompt))
+        self.told.append(request.timeout_s)
         self.open += 1
         try:
+            self.fail("before")
             yield Chunk((1,))
+            self.fail("after")
             await self.gate.wait()
             yield Chunk(tuple([2] * 100), finish="length")
         finally:
@@ -44,6 +54,7 @@ class Engine:
     async def embed(self, prompts: Any, pooling: str, key: str = "") -> list[list[float]]:
         self.asked.append(list(prompts[0]))
         await asyncio.sleep(0)
+        self.fail("before")
         if prompts[0] == [-1]:
             raise UsageError("prompt")
         return [[float(prompts[0][0])]]
@@ -121,6 +132,36 @@ def test_a_replica_that_is_too_busy_or_starts_again_is_passed_over() -> None:
         await ask(replicas, [1])  # one of them says why not
         await replicas.close()
         assert [engine.cache_pages for engine in engines] == [0, 0, 0]
+
+    run(main)
+
+
+def test_a_request_whose_replica_fails_before_its_answer_begins_goes_to_another_one() -> None:
+    async def main(engines: list[Engine], replicas: Replicas) -> None:
+        engines[0].fails = engines[1].fails = "before"
+        expected = [1] + [2] * 100
+        chunks = [chunk.tokens async for chunk in replicas.generate(GenerationRequest([5], 101, timeout_s=60.0))]
+        assert [token for tokens in chunks for token in tokens] == expected
+        assert [len(engine.asked) for engine in engines] == [1, 1, 1]
+        first, second, third = (engine.told[0] for engine in engines)
+        assert first == 60.0 and second is not None and third is not None and 60.0 >= second >= third > 0
+        engines[0].is_ready = True
+        assert await replicas.embed([[5]], "last") == [[5.0]]
+        assert [len(engine.asked) for engine in engines] == [2, 1, 2]
+        # Where no other one is ready, and where the answer has begun, its client is told.
+        engines[0].is_ready, engines[2].is_ready = True, False
+        with pytest.raises(EngineStoppedError, match="a rank has died"):
+            await ask(replicas, [5])
+        with pytest.raises(EngineStoppedError):
+            engines[0].is_ready = True
+            await replicas.embed([[5]], "last")
+        engines[0].fails = "after"
+        engines[0].is_ready = engines[2].is_ready = True
+        answer = replicas.generate(GenerationRequest([5], 101))
+        assert (await anext(answer)).tokens == (1,)
+        with pytest.raises(EngineStoppedError):
+            await anext(answer)
+        assert len(engines[2].asked) == 2
 
     run(main)
 

@@ -104,9 +104,14 @@ class Machine:
         self._note(plan.ended)
         assert plan.answers <= sum(self.entries[number].answers for number in plan.run)
         self.decoder.apply(plan)
+        # What has been put back gets the bits of the first time: nothing of its answer passes with its prompt, or comes
+        # from others, who may have had it in their prompts.
+        for change in plan.changes:
+            assert not isinstance(change, Share) or change.tokens <= self.entries[change.id].prompt
         tokens = []
         for number, count in plan.run.items():
             entry = self.entries[number]
+            assert entry.sequence.cached >= entry.prompt or entry.sequence.cached + count <= entry.prompt
             whole = entry.left == count
             tokens.append(self._token(entry) if whole and entry.max_tokens else -2)
         self.now += 1
@@ -202,6 +207,25 @@ def test_a_full_cache_puts_the_youngest_back_and_none_fails() -> None:
     assert [machine.answers[number] for number in numbers] == expected
     # The oldest was never put back: it ended first.
     assert next(iter(machine.ended)) == numbers[0]
+
+
+def test_an_answer_that_was_put_back_takes_nothing_of_it_from_others() -> None:
+    machine = Machine(max_batch=1, cache_pages=10)
+    number = machine.submit(_prompt(machine, 60), 150, key="much")
+    while len(machine.answers[number]) < 100:
+        machine.step()
+    told = list(machine.entries[number].tokens)
+    plan = Plan()
+    machine.scheduler._put_back(machine.entries[number], plan)
+    assert machine.scheduler._room(10, plan)  # all that it had is forgotten
+    machine.decoder.apply(plan)
+    turn = machine.submit([*told, 9], 1, key="little")
+    machine.scheduler._shares.add("much", 1)  # so that it comes later
+    machine.run()
+    assert machine.ended == {turn: "length", number: "length"}
+    assert list(machine.ended) == [turn, number]
+    assert machine.entries[turn].cached == 0
+    assert machine.answers[number][:100] == told[60:]
 
 
 def test_prompts_that_fill_the_cache_together_do_not_wait_for_each_other() -> None:
