@@ -14,6 +14,9 @@ namespace {
 
 constexpr int kPassTokens = 1024;  // few enough that their results stay in a cache between passes over the columns
 constexpr size_t kScratchBytes = size_t{640} << 10;
+// Blocks of bfloat16 that panels are multiplied with in turn where they are. A pass over them takes the same few sets
+// of the L2 cache of each, since they are a power of two apart in most models: fewer than that cache has ways.
+constexpr int64_t kLineBlocks = 4;
 
 // Unpacked weights. Static memory, so that no call can fail for want of it.
 alignas(64) thread_local uint8_t scratch[kScratchBytes];
@@ -107,11 +110,14 @@ void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const
   // Passes over the columns, of nearly equal size.
   const int64_t total = layout.padded_cols / kUnit;
   const int64_t pass = divide_up(total, divide_up(total, kernels.units));
+  const bool own_lines = shape.format == Format::bf16 && kernels.multiply_bf16 != nullptr;
+  const bool in_place = own_lines || (kernels.operands == GemmKernels::Operands::pairs && shape.format == Format::bf16);
+  const auto multiply = own_lines ? kernels.multiply_bf16 : kernels.multiply;
   const int64_t fitting =
-      static_cast<int64_t>(std::min(kernels.cache_bytes, kScratchBytes)) / (pass * kernels.weight_bytes);
+      own_lines ? kLineBlocks
+                : static_cast<int64_t>(std::min(kernels.cache_bytes, kScratchBytes)) / (pass * kernels.weight_bytes);
   const int64_t chunk = std::max<int64_t>(fitting / kernels.tile_blocks, 1) * kernels.tile_blocks;
   const int64_t panels_a_pass = std::max(kPassTokens / kernels.panel_tokens, 1);
-  const bool in_place = kernels.operands == GemmKernels::Operands::pairs && shape.format == Format::bf16;
 
   if (kernels.begin != nullptr) kernels.begin();
   for (int64_t group = my_panels.begin; group < my_panels.end; group += panels_a_pass)
@@ -122,7 +128,7 @@ void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const
         const uint8_t* weights = scratch;
         int64_t weight_stride = units * kernels.weight_bytes;
         if (in_place) {
-          weights = w.block(block) + unit * kernels.weight_bytes;
+          weights = w.block(block) + unit * kUnit * kBlockRows * 2;
           weight_stride = static_cast<int64_t>(layout.block_bytes);
         } else {
           for (int64_t b = 0; b < blocks; ++b)
@@ -139,8 +145,8 @@ void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const
           to.next_panel = data + (p + 1 < group_end ? p + 1 : group) * panel_bytes(kernels, shape);
           const int first = panels.begin(static_cast<int>(p)), last = panels.begin(static_cast<int>(p) + 1);
           to.out = out.data + first * out.stride + block * kBlockRows;
-          kernels.multiply(data + p * panel_bytes(kernels, shape), last - first, total, unit, units, weights,
-                           weight_stride, blocks, to);
+          multiply(data + p * panel_bytes(kernels, shape), last - first, total, unit, units, weights, weight_stride,
+                   blocks, to);
         }
       }
     }

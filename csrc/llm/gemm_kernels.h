@@ -49,6 +49,8 @@ struct GemmKernels {
   // Before the first and after the last multiply() of a thread; may be null.
   void (*begin)();
   void (*end)();
+  // As multiply(), of a bfloat16 matrix's own blocks; null: they are unpacked, or are what multiply() reads.
+  decltype(multiply) multiply_bf16 = nullptr;
 };
 
 // The table as it is is that of products in float. Those of fewer instruction sets multiply something else.

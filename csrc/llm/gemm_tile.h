@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The register tile of gemm: some tokens times some blocks of 16 rows, summed over the steps of a pass while
 // all sums stay in registers (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
-// Math says what a step is: operand() and broadcast_operand() read what fma() multiplies.
+// Math says what a step is: operand() and broadcast_operand() read what fma() multiplies. A line of weights is one
+// step, or several that operand<step>() takes out of it.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ using namespace simd::ANYACCEL_ISA_VARIANT;
 constexpr int kRows = 16;                   // of a block
 constexpr int kBlockVecs = kRows / kLanes;  // vectors of them
 constexpr int64_t kLineBytes = 64;          // of a step of a block
-constexpr int64_t kAhead = 8;  // steps: weights come from the L2 cache, which hides its latency badly by itself
+constexpr int64_t kCacheAhead = 8;  // lines: weights come from the L2 cache, which hides its latency badly by itself
 
 // out = scale * (sums + bias), or added to it: for the last rows of a matrix.
 template <int kWidth>
@@ -60,11 +61,44 @@ inline void write(const Vec (&sums)[kTokens][Math::kBlocks * kBlockVecs], const 
     }
 }
 
+template <class Math>
+constexpr int kLineSteps = 1;
+
+template <class Math, int kStep>
+inline auto operand_of(const uint8_t* p) {
+  if constexpr (kLineSteps<Math> == 1)
+    return Math::operand(p);
+  else
+    return Math::template operand<kStep>(p);
+}
+
+// Adds a step of some tokens, whose activations are at `x`.
+template <class Math, int kStep, int kTokens>
+[[gnu::always_inline]] inline void multiply_step(const uint8_t* x, const uint8_t* weights, int64_t weight_stride,
+                                                 Vec (&sums)[kTokens][Math::kBlocks * kBlockVecs]) {
+  constexpr int kVecs = Math::kBlocks * kBlockVecs;
+  constexpr int64_t kVecBytes = kLineBytes / kBlockVecs;
+  typename Math::Operand w[kVecs];
+#pragma GCC unroll 16
+  for (int b = 0; b < Math::kBlocks; ++b) {
+    if (kStep == 0) __builtin_prefetch(weights + b * weight_stride + Math::kAhead * kLineBytes);
+#pragma GCC unroll 16
+    for (int v = 0; v < kBlockVecs; ++v)
+      w[b * kBlockVecs + v] = operand_of<Math, kStep>(weights + b * weight_stride + v * kVecBytes);
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t) {
+    const auto value = Math::broadcast_operand(x + t * 4);
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; ++v) sums[t][v] = Math::fma(value, w[v], sums[t][v]);
+  }
+}
+
+// `lines`: of a block.
 template <class Math, int kTokens>
-inline void multiply_tile(const uint8_t* x, int64_t steps, const uint8_t* weights, int64_t weight_stride,
+inline void multiply_tile(const uint8_t* x, int64_t lines, const uint8_t* weights, int64_t weight_stride,
                           const uint8_t* ahead, int64_t ahead_step, const GemmTile& to) {
   constexpr int kBlocks = Math::kBlocks, kVecs = kBlocks * kBlockVecs;
-  constexpr int64_t kVecBytes = kLineBytes / kBlockVecs;
   Vec sums[kTokens][kVecs];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t) {
@@ -74,24 +108,12 @@ inline void multiply_tile(const uint8_t* x, int64_t steps, const uint8_t* weight
     for (int b = 0; b < kBlocks; ++b) __builtin_prefetch(out + b * kRows, 1);
   }
 #pragma GCC unroll 2
-  for (int64_t s = 0; s < steps; ++s) {
-    typename Math::Operand w[kVecs];
-#pragma GCC unroll 16
-    for (int b = 0; b < kBlocks; ++b) {
-      __builtin_prefetch(weights + b * weight_stride + kAhead * kLineBytes);
-#pragma GCC unroll 16
-      for (int v = 0; v < kBlockVecs; ++v)
-        w[b * kBlockVecs + v] = Math::operand(weights + b * weight_stride + v * kVecBytes);
-    }
-#pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t) {
-      const auto value = Math::broadcast_operand(x + t * 4);
-#pragma GCC unroll 16
-      for (int v = 0; v < kVecs; ++v) sums[t][v] = Math::fma(value, w[v], sums[t][v]);
-    }
+  for (int64_t line = 0; line < lines; ++line) {
+    multiply_step<Math, 0>(x, weights, weight_stride, sums);
+    if constexpr (kLineSteps<Math> == 2) multiply_step<Math, 1>(x + kTokens * 4, weights, weight_stride, sums);
     __builtin_prefetch(ahead, 0, 2);
     ahead += ahead_step;
-    x += kTokens * 4;
+    x += kLineSteps<Math> * kTokens * 4;
     weights += kLineBytes;
   }
   write<Math, kTokens>(sums, to);
@@ -99,15 +121,15 @@ inline void multiply_tile(const uint8_t* x, int64_t steps, const uint8_t* weight
 
 // The last block of a matrix may have no second one: it is multiplied twice, and written once.
 template <class Math, int kTokens>
-void multiply_panel(const uint8_t* x, int64_t steps, const uint8_t* weights, int64_t weight_stride, int64_t blocks,
+void multiply_panel(const uint8_t* x, int64_t lines, const uint8_t* weights, int64_t weight_stride, int64_t blocks,
                     const uint8_t* ahead, GemmTile to) {
   // Each tile fetches its share of the next panel: the L1 cache would wait for it else, at every panel's start.
   const int64_t tiles = (blocks + Math::kBlocks - 1) / Math::kBlocks;
-  const int64_t ahead_step = (kTokens * 4 + tiles - 1) / tiles;
+  const int64_t ahead_step = (kLineSteps<Math> * kTokens * 4 + tiles - 1) / tiles;
   for (int64_t b = 0; b < blocks; b += Math::kBlocks) {
-    multiply_tile<Math, kTokens>(x, steps, weights, blocks - b >= Math::kBlocks ? weight_stride : 0, ahead, ahead_step,
+    multiply_tile<Math, kTokens>(x, lines, weights, blocks - b >= Math::kBlocks ? weight_stride : 0, ahead, ahead_step,
                                  to);
-    ahead += steps * ahead_step;
+    ahead += lines * ahead_step;
     weights += Math::kBlocks * weight_stride;
     to.out += Math::kBlocks * kRows;
     to.rows -= Math::kBlocks * kRows;
@@ -122,8 +144,8 @@ void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_
   constexpr int64_t kUnitSteps = kUnit / Math::kColumns;
   if (tokens == kTokens) {
     const int64_t offset = unit * kUnitSteps * kTokens * 4;
-    multiply_panel<Math, kTokens>(static_cast<const uint8_t*>(panel) + offset, units * kUnitSteps, weights,
-                                  weight_stride, blocks, to.next_panel + offset, to);
+    multiply_panel<Math, kTokens>(static_cast<const uint8_t*>(panel) + offset, units * kUnitSteps / kLineSteps<Math>,
+                                  weights, weight_stride, blocks, to.next_panel + offset, to);
   } else if constexpr (kTokens > 1)
     multiply<Math, kTokens - 1>(panel, tokens, total, unit, units, weights, weight_stride, blocks, to);
 }
@@ -199,12 +221,13 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
 
 template <class Math>
 constexpr GemmKernels kernels_of(GemmKernels::Operands operands, int64_t units, size_t cache_bytes,
-                                 decltype(GemmKernels::unpack) unpack) {
+                                 decltype(GemmKernels::unpack) unpack,
+                                 decltype(GemmKernels::multiply) multiply_bf16 = nullptr) {
   constexpr int64_t kUnitSteps = kUnit / Math::kColumns;
   return {operands, false,       Math::kTokens,  Math::kBlocks,
           units,    cache_bytes, kUnitSteps * 4, kUnitSteps * kLineBytes,
           8,        pack<Math>,  unpack,         multiply<Math>,
-          nullptr,  nullptr};
+          nullptr,  nullptr,     multiply_bf16};
 }
 
 }  // namespace

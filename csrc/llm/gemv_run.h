@@ -18,9 +18,10 @@ constexpr int kRows = 16;              // of a block
 constexpr int kVecs = kRows / kLanes;  // of them
 constexpr size_t kLine = 64;           // bytes of a step of a block
 constexpr size_t kVecBytes = kLine / kVecs;
-// kTile: tokens whose sums fit the registers. kChains: sums a token, to hide the latency of an addition. kUnroll: of
-// the loops over tokens and over the lines of a group.
+// kTile: tokens whose sums fit the registers, kFloatTile: beside weights of one column of floats. kChains: sums a
+// token, to hide the latency of an addition. kUnroll: of the loops over tokens and over the lines of a group.
 constexpr int kTile = kLanes == 16 ? 8 : kLanes == 8 ? 4 : kLanes == 4 ? 2 : 1;
+constexpr int kFloatTile = kLanes == 8 ? 6 : kTile;
 constexpr int kChains = kLanes == 16 ? 2 : 1;
 constexpr int kUnroll = kLanes >= 8 ? 8 : 1;
 
@@ -55,9 +56,12 @@ inline void ask_for(const uint8_t* p) {
 
 using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;
 
-int tiles_of(int tokens) { return (tokens + kTile - 1) / kTile; }
-int tile_begin(int tokens, int tile) { return tokens * tile / tiles_of(tokens); }
 bool is_float(Format format) { return format == Format::f32 || format == Format::f16 || format == Format::bf16; }
+int tiles_of(Format format, int tokens) {
+  const int most = is_float(format) ? kFloatTile : kTile;
+  return (tokens + most - 1) / most;
+}
+int tile_begin(int tokens, int tile, int tiles) { return tokens * tile / tiles; }
 size_t value_bytes(Format format) {
   return is_float(format) ? sizeof(float) : format == Format::i8 ? sizeof(Q8) : sizeof(int8_t);
 }
@@ -120,11 +124,12 @@ void run_streams(const GemvProduct& product, int64_t begin) {
 template <class Kernel>
 void run(const GemvProduct& product) {
   if (product.tokens == 1) return run_streams<Kernel>(product, product.begin);
-  const int tiles = tiles_of(product.tokens);
+  const int tiles = tiles_of(product.layout.format, product.tokens);
   const size_t bytes = token_bytes(product.layout);
   for (int64_t block = product.begin; block < product.end; ++block)
     for (int tile = 0; tile < tiles; ++tile) {
-      const int first = tile_begin(product.tokens, tile), count = tile_begin(product.tokens, tile + 1) - first;
+      const int first = tile_begin(product.tokens, tile, tiles);
+      const int count = tile_begin(product.tokens, tile + 1, tiles) - first;
       tile_for<Kernel>(count)(product, block, 0, first, product.x + static_cast<size_t>(first) * bytes);
     }
 }

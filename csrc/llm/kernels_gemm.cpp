@@ -3,6 +3,8 @@
 #include "llm/gemm_tile.h"
 #if ANYACCEL_LANES == 16
 #include "llm/gemm_avx512.h"
+#elif ANYACCEL_LANES == 8
+#include "llm/bf16_columns.h"
 #endif
 
 namespace anyaccel::llm {
@@ -13,6 +15,7 @@ struct Float {
   // What registers hold: of 32, 28 sums, 2 weights and an activation, 28 multiplications for 16 loads; of 16, 12 sums.
   static constexpr int kTokens = kLanes == 16 ? 14 : kLanes == 8 ? 6 : kLanes == 4 ? 3 : 1;
   static constexpr int kBlocks = kLanes == 16 ? 2 : 1, kColumns = 1;
+  static constexpr int64_t kAhead = kCacheAhead;
   static Operand operand(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
   static Operand broadcast_operand(const uint8_t* p) { return broadcast(*reinterpret_cast<const float*>(p)); }
   static Vec fma(Operand a, Operand b, Vec c) { return simd::ANYACCEL_ISA_VARIANT::fma(a, b, c); }
@@ -20,6 +23,23 @@ struct Float {
   static IVec lanes(const float* p, int64_t count) { return _mm512_castps_si512(load_first(p, count)); }
 #endif
 };
+
+#if ANYACCEL_LANES == 8
+// Lines of bfloat16 as they are, of which each has two columns: making floats of them here is free beside the
+// multiplications of six tokens, and their way through the caches is half as long. They come from memory.
+struct Bf16Lines : Float {
+  static constexpr int64_t kAhead = 32;
+  template <int kStep>
+  static Vec operand(const uint8_t* p) {
+    return column_of_pairs<kStep>(p);
+  }
+};
+template <>
+constexpr int kLineSteps<Bf16Lines> = 2;
+constexpr auto multiply_bf16 = multiply<Bf16Lines>;
+#else
+constexpr decltype(GemmKernels::multiply) multiply_bf16 = nullptr;
+#endif
 
 #if ANYACCEL_LANES == 16
 constexpr int64_t kUnits = 16;                // 28 KiB of activations
@@ -37,7 +57,8 @@ constexpr size_t kCache = size_t{160} << 10;  // of an L2 cache of at least 256 
 constexpr decltype(GemmKernels::unpack) unpack_quantised = nullptr;
 #endif
 
-constexpr GemmKernels kKernels = kernels_of<Float>(GemmKernels::Operands::floats, kUnits, kCache, unpack_quantised);
+constexpr GemmKernels kKernels =
+    kernels_of<Float>(GemmKernels::Operands::floats, kUnits, kCache, unpack_quantised, multiply_bf16);
 
 }  // namespace
 }  // namespace anyaccel::llm

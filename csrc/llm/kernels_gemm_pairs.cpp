@@ -10,6 +10,7 @@ namespace {
 struct Pairs {
   using Operand = IVec;
   static constexpr int kTokens = 14, kBlocks = 2, kColumns = 2;
+  static constexpr int64_t kAhead = kCacheAhead;
   static Operand operand(const uint8_t* p) { return load_ints(p); }
   static Operand broadcast_operand(const uint8_t* p) { return quad_at(p); }
   static Vec fma(Operand a, Operand b, Vec c) { return dot_bf16(c, a, b); }

@@ -98,9 +98,9 @@ void prepare_floats(const GemvInput& in, const float* x, float* base, int at, in
 }
 
 void prepare(const GemvInput& in) {
-  const int tiles = tiles_of(in.tokens);
+  const int tiles = tiles_of(in.layout.format, in.tokens);
   for (int tile = 0; tile < tiles; ++tile) {
-    const int first = tile_begin(in.tokens, tile), count = tile_begin(in.tokens, tile + 1) - first;
+    const int first = tile_begin(in.tokens, tile, tiles), count = tile_begin(in.tokens, tile + 1, tiles) - first;
     uint8_t* base = in.data + static_cast<size_t>(first) * token_bytes(in.layout);
     for (int t = 0; t < count; ++t) {
       const float* x = in.x + (in.rows != nullptr ? in.rows[first + t] : first + t) * in.stride;

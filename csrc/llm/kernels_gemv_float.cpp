@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products with few tokens (gemv) of float weights, and weights as floats.
+#include <cstring>
+
 #include "llm/gemv_integer.h"
 #include "llm/gemv_run.h"
+#if ANYACCEL_LANES == 8
+#include "llm/bf16_columns.h"
+#endif
 
 namespace anyaccel::llm {
 namespace {
@@ -61,6 +66,81 @@ inline void float_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], cons
     for (int t = 0; t < M; ++t) out[s][t] = kChains == 1 ? sums[s][t][0] : add(sums[s][t][0], sums[s][t][kChains - 1]);
 }
 
+// --- one block of rows times several tiles of tokens
+
+#if ANYACCEL_LANES == 8
+// Columns of a block that all tiles of tokens are multiplied with in turn, while they and the activations are in the L1
+// cache.
+constexpr int64_t kPart = 128;
+
+// One of the two columns that are together.
+template <class Weights, int kColumn>
+inline Floats load_column(const uint8_t* p) {
+  if constexpr (std::is_same_v<Weights, BF16>)
+    return each<kVecs>([&](int v) { return column_of_pairs<kColumn>(p + v * kVecBytes); });
+  else if constexpr (std::is_same_v<Weights, F16>)
+    return load_rows_f16(p + kColumn * kLine / 2);
+  else
+    return load_rows(reinterpret_cast<const float*>(p) + kColumn * kRows);
+}
+
+template <class Weights, int kColumn, int M>
+[[gnu::always_inline]] inline void add_column(const uint8_t* w, const float* x, Floats (&sums)[M]) {
+  const Floats column = load_column<Weights, kColumn>(w);
+#pragma GCC unroll 8
+  for (int t = 0; t < M; ++t) sums[t] = fma(column, broadcast(x[t * kRows + kColumn]), sums[t]);
+}
+
+// Adds some columns to the sums of M tokens, which are in memory between two parts of the columns, and asks for weights
+// of the next part: `ask` bytes for two columns.
+template <class Weights, int M>
+void add_part(const uint8_t* w, const float* x, int64_t cols, const uint8_t* next, size_t ask, float* kept) {
+  Floats sums[M];
+#pragma GCC unroll 8
+  for (int t = 0; t < M; ++t) sums[t] = load_rows(kept + t * kRows);
+  for (int64_t k = 0; k < cols; k += kRows) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kRows; j += 2) {
+      for (size_t line = 0; line < Weights::bytes; line += kLine) __builtin_prefetch(next + line, 0, 3);
+      next += ask;
+      add_column<Weights, 0>(w, x + j, sums);
+      add_column<Weights, 1>(w, x + j, sums);
+      w += Weights::bytes;
+    }
+    x += M * kRows;
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < M; ++t) store_rows(kept + t * kRows, sums[t]);
+}
+
+template <class Weights>
+void run_parts(const GemvProduct& product) {
+  constexpr decltype(&add_part<Weights, 1>) kAdd[] = {add_part<Weights, 3>, add_part<Weights, 4>, add_part<Weights, 5>,
+                                                      add_part<Weights, 6>};
+  constexpr int kLeast = 3;  // of a tile, where there are several or a large one
+  const int tiles = tiles_of(product.layout.format, product.tokens);
+  const int64_t cols = product.layout.padded_cols;
+  alignas(64) float kept[kGemvTokens][kRows];
+  for (int64_t block = product.begin; block < product.end; ++block) {
+    const uint8_t* w = product.weights + static_cast<size_t>(block) * product.layout.block_bytes;
+    std::memset(kept, 0, sizeof kept);
+    for (int64_t k = 0; k < cols; k += kPart) {
+      const int64_t part = cols - k < kPart ? cols - k : kPart;
+      const uint8_t* next = w + static_cast<size_t>(part / 2) * Weights::bytes;  // after the last part, the next block
+      const size_t ask = Weights::bytes / static_cast<size_t>(tiles);
+      for (int tile = 0; tile < tiles; ++tile) {
+        const int first = tile_begin(product.tokens, tile, tiles);
+        const int count = tile_begin(product.tokens, tile + 1, tiles) - first;
+        const float* x = reinterpret_cast<const float*>(product.x) + first * cols + k * count;
+        kAdd[count - kLeast](w, x, part, next + static_cast<size_t>(tile * part / 2) * ask, ask, kept[first]);
+      }
+      w = next;
+    }
+    for (int t = 0; t < product.tokens; ++t) write(product.out, block * kRows, product.rows, t, load_rows(kept[t]));
+  }
+}
+#endif
+
 template <class Weights>
 struct FloatKernel {
   template <int M, int S>
@@ -69,14 +149,22 @@ struct FloatKernel {
   }
 };
 
+template <class Weights>
+void multiply_as(const GemvProduct& product) {
+#if ANYACCEL_LANES == 8
+  if (product.tokens > kTile) return run_parts<Weights>(product);
+#endif
+  run<FloatKernel<Weights>>(product);
+}
+
 void multiply_floats(const GemvProduct& product) {
   switch (product.layout.format) {
     case Format::f32:
-      return run<FloatKernel<F32>>(product);
+      return multiply_as<F32>(product);
     case Format::f16:
-      return run<FloatKernel<F16>>(product);
+      return multiply_as<F16>(product);
     case Format::bf16:
-      return run<FloatKernel<BF16>>(product);
+      return multiply_as<BF16>(product);
     case Format::i8:
     case Format::i4:
       return;  // not floats

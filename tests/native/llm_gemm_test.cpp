@@ -244,6 +244,31 @@ void alone_or_together() {
   }
 }
 
+// Blocks of bfloat16 give the same bits where they are and unpacked.
+void where_they_are_or_unpacked() {
+  std::mt19937 random(5);
+  std::normal_distribution<float> normal;
+  const Case c({Format::bf16, 100, 1100, 0, false}, random);
+  std::vector<float> x(40 * 1100);
+  for (float& value : x) value = normal(random);
+  for (const Isa isa : kIsas) {
+    if (!runs(isa)) continue;
+    const GemmKernels& kernels = gemm_kernels(isa, c.shape);
+    if (kernels.multiply_bf16 == nullptr) continue;
+    GemmKernels unpacking = kernels;
+    unpacking.multiply_bf16 = nullptr;
+    const GemvKernels& gemv = anyaccel::pick<GemvKernels>(std::min(isa, selected_isa()));
+    for (const int tokens : {16, 21, 40}) {
+      std::vector<float> there(40 * 100), unpacked(40 * 100);
+      const Memory input = aligned(gemm_bytes_on(kernels, c.shape, tokens));
+      gemm_prepare_on(kernels, c.shape, x.data(), 1100, nullptr, tokens, input.get(), 0, 1);
+      gemm_multiply_on(kernels, gemv, c.matrix, input.get(), tokens, {there.data(), 100}, 0, 1);
+      gemm_multiply_on(unpacking, gemv, c.matrix, input.get(), tokens, {unpacked.data(), 100}, 0, 1);
+      CHECK(there == unpacked);
+    }
+  }
+}
+
 // What is not a number stays so, and only in its own token and row.
 void not_finite() {
   std::mt19937 random(4);
@@ -276,6 +301,7 @@ int main() {
   every_kind_and_size();
   many_passes();
   alone_or_together();
+  where_they_are_or_unpacked();
   not_finite();
   return 0;
 }
