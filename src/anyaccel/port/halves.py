@@ -153,7 +153,10 @@ def goes_elsewhere(ctx: Context, each: Candidate) -> bool:
     targets = [one.target for one in assign.targets] if isinstance(assign, cst.Assign) else []
     targets += [assign.target] if isinstance(assign, cst.AnnAssign) else []
     outside = ctx.tree.enclosing(each.node, cst.FunctionDef) is None and not ctx.runs
-    return bool(targets) and (outside or any(not isinstance(one, cst.Name) for one in targets))
+    named = [one for one in targets if isinstance(one, cst.Name)]
+    if not targets or outside or len(named) < len(targets):
+        return bool(targets)
+    return any(isinstance(ctx.tree.parent(use), cst.Return) for one in named for use in ctx.uses(one))
 
 
 def _flag_of(ctx: Context, each: Candidate) -> str:

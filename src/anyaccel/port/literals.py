@@ -14,6 +14,7 @@ from anyaccel.port.context import Context
 from anyaccel.port.syntax import bind, call, device_index, dotted, same_parentheses, text_of
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OF_ROCM = re.compile("(?:ROCR|HIP)_VISIBLE_DEVICES")
 _UNCLEAR = {
     "comparison": "a comparison may mean CUDA itself; ask on_accelerator(tensor) or has(...)",
     "key": "a key has to be what others look up",
@@ -41,6 +42,10 @@ def find_device(ctx: Context, node: cst.BaseExpression) -> Iterator[Candidate]:
     if usage.is_enumerated(ctx.tree, node):
         why = "the CPU is listed beside it, so it is one of the devices that there may be"
         yield Candidate(node, "ACC202", f"a CUDA device's name: not fixed: {why}")
+        return
+    if usage.is_supported(ctx.tree, node):
+        why = "a list that is called devices may say what is supported"
+        yield Candidate(node, "ACC202", f"a CUDA device's name: not fixed: {why}", breaks=False)
         return
     if found.callee == "torch.device" and found.names in ((), ("type",)) and found.position <= 0:
         yield _device_object(ctx, node, found)
@@ -292,6 +297,10 @@ def _lookup(ctx: Context, node: cst.SimpleString, arg: cst.Arg) -> Candidate | N
 
 
 def _any_set(ctx: Context, node: cst.SimpleString, test: cst.Comparison) -> Candidate:
+    if _OF_ROCM.search(ctx.tree.text):
+        why = "not fixed: it stands beside a variable of ROCm, and the two may be told apart"
+        return Candidate(node, "ACC402", f"`{VISIBLE}` is looked for: {why}", breaks=False, asks=True)
+
     def fix(old: cst.CSTNode) -> cst.CSTNode:
         assert isinstance(old, cst.Comparison)
         each = old.with_changes(left=cst.Name("name"), lpar=[], rpar=[])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from anyaccel.port import tables
-from anyaccel.port.syntax import OTHER_DEVICE, dotted, names_in_target, text_of
+from anyaccel.port.syntax import OTHER_DEVICE, device_index, dotted, names_in_target, text_of
 from anyaccel.port.tree import Tree
 
 _OPTION_FUNCTIONS = {"add_argument", "option", "Option", "Argument", "argument"}
@@ -223,6 +223,17 @@ def is_enumerated(tree: Tree, node: cst.CSTNode) -> bool:
             values += [arg.value for each in values if isinstance(each, cst.Call) for arg in each.args[:1]]
             return any(text_of(each) == "cpu" for each in values)
     return False
+
+
+def is_supported(tree: Tree, node: cst.CSTNode) -> bool:
+    """Whether it is alone in a list that is passed as `devices=` or `device_types=`: register(devices=("cuda",))."""
+    element = tree.parent(node)
+    around = tree.parent(element)
+    if not isinstance(element, cst.Element) or not isinstance(around, cst.List | cst.Tuple | cst.Set):
+        return False
+    arg = tree.parent(around)
+    named = isinstance(arg, cst.Arg) and arg.keyword is not None and arg.keyword.value in ("devices", "device_types")
+    return named and len(around.elements) == 1 and device_index(node) is None
 
 
 def _is_named(tree: Tree, found: Role, single: re.Pattern[str], option: re.Pattern[str], part: str) -> bool:

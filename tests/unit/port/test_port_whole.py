@@ -126,3 +126,28 @@ def test_a_file_that_is_named_alone_is_ported_as_with_its_package(tmp_path: Path
     (tmp_path / "kernels.py").write_text(TENSOR.replace("is_cuda:", "is_cuda:  # ignore-cuda"))
     (again,) = run.look_at_all([(str(tmp_path / "models/a.py"), Config())])
     assert again.after is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nregister(name='cute', devices=('cuda',), path='x')\nx = 1\n",
+        "import os\nimport torch\nwhere = os.environ\n"
+        "if 'CUDA_VISIBLE_DEVICES' in os.environ and 'ROCR_VISIBLE_DEVICES' in where:\n    f()\n",
+    ],
+)
+def test_what_is_said_of_cuda_and_rocm_themselves_stays(text: str) -> None:
+    ported = port_text(text, partial=True)
+    assert ported.text == text and ported.findings
+
+
+def test_a_device_that_is_returned_under_a_name_is_for_other_code(tmp_path: Path) -> None:
+    picked = (
+        "import torch\n\n\ndef pick(cuda):\n    if cuda:\n        device = torch.device('cuda')\n    return device\n"
+    )
+    files = write(
+        tmp_path, {"device.py": picked.replace("cuda):", "gpu):").replace("if cuda", "if gpu"), "k.py": TENSOR}
+    )
+    assert [each.after for each in run.look_at_all(files)] == [None, None]
+    (tmp_path / "k.py").write_text("x = 1\n")
+    assert next(run.look_at_all(files)).after is not None
