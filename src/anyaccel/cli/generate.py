@@ -106,7 +106,8 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
-            f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB{where}"
+            + (f"{result.right} of {result.drafted} drafted tokens right; " if options.draft_tokens else "")
+            + f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB{where}"
         )
     return 0
 
@@ -134,6 +135,8 @@ def _summary(options: argparse.Namespace, backend: Backend, result: Generation, 
         "generated_tokens": len(result.tokens),
         "prompt_tokens_per_second": result.prompt_tokens_per_second,
         "generated_tokens_per_second": result.tokens_per_second,
+        "drafted_tokens": result.drafted,
+        "drafted_tokens_right": result.right,
         "peak_memory_bytes": sum(peaks) + backend.beside(),
         "peak_memory_bytes_by_rank": peaks,
         "accelerator": backend.accelerator,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 _WEIGHT = 0.2  # of the newest step
 _FEW = 16  # tokens of a prompt in a step: what costs little more than one does
-# Of fewer tokens the rate is far lower, as all weights are read for them: the least, where they take no longer than so
-# many seconds.
-_ENOUGH, _ENOUGH_S = 64, 0.5
+# Of fewer tokens the rate is lower, as all weights are read for them: the least is the first of these that takes no
+# longer than so many seconds.
+_ENOUGH, _ENOUGH_S = (64, 32), 0.5
 _START = 200.0  # prompt tokens a second, before any were measured
 
 
@@ -66,4 +66,4 @@ class Rates:
 
     @property
     def _least(self) -> int:
-        return _ENOUGH if self._prompt_rate * _ENOUGH_S >= _ENOUGH else _FEW
+        return next((each for each in _ENOUGH if self._prompt_rate * _ENOUGH_S >= each), _FEW)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from anyaccel import _llm
 from anyaccel.cli._model_options import sampling_of
 from anyaccel.cli.generate import build_parser
 from anyaccel.errors import UsageError
+from anyaccel.inference.generate import Generation, request_steps
 
 pytest.importorskip("transformers")
 
@@ -176,3 +178,11 @@ def test_an_option_that_cannot_be(text: str) -> None:
 def test_a_number_of_drafts_that_cannot_be(llama: Any) -> None:
     with pytest.raises(UsageError, match="draft_tokens is -1"):
         _request(llama, [5], -1)
+
+
+def test_a_generation_tells_how_many_were_right(llama: Any) -> None:
+    native: Any = SimpleNamespace(model=llama, saving=None, dtype="fp32")
+    result = Generation()
+    request = _request(llama, [5, 6, 7, 8] * 12, 15)
+    assert list(request_steps(native, request, result)) == request.tokens
+    assert (result.drafted, result.right) == request.drafts and 0 < result.right <= result.drafted

@@ -388,6 +388,8 @@ def test_rates_follow_what_was_measured() -> None:
     assert Rates(longest_step_s=1e-9).prompt_tokens(3) == 64
     slow = Rates(longest_step_s=1e-9)
     slow.add(64, 0, 1.0)
+    assert slow.prompt_tokens(3) == 32
+    slow.add(64, 0, 8.0)  # now 53 a second
     assert slow.prompt_tokens(3) == 16
     # More answers than ever before: what they take is not taken for the prompts' time.
     rates.add(64, 8, 0.1 + 64 / 400)
