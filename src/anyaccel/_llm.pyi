@@ -32,6 +32,8 @@ class Request:
     @property
     def prompt_length(self) -> int: ...
     @property
+    def drafts(self) -> tuple[int, int]: ...  # how many tokens have been drafted, and how many of them were right
+    @property
     def finished(self) -> str: ...  # "", "end" (an end token), "length", "stopped" (finish() was called before)
     def finish(self) -> None: ...  # no more steps; frees its cache
     # Goes on after `finished` with more prompt (a chat's next turn): `tokens` and `prompt_length` are of this turn
