@@ -60,7 +60,8 @@ class Model {
   void finish();
 
   // --- tensor parallelism, see ParallelRanks
-  std::string create_segment(double timeout_s, bool anonymous = false);
+  std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
+                             const std::vector<std::string>& addresses = {});
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
   void unlink();
 
