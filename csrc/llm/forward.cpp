@@ -115,6 +115,14 @@ void Forward::run(const StepTokens& step) {
   }
 }
 
+uint64_t Forward::shared(uint64_t value) {
+  if (ranks_ == nullptr) return value;
+  const unsigned turn = turn_++;
+  ranks_->signature(spec_.rank, turn) = value;
+  ranks_->exchange(turn, {});
+  return ranks_->signature(0, turn);
+}
+
 Worker::Worker(Forward& forward, const StepTokens& step, int thread)
     : forward_(forward),
       spec_(forward.spec_),

@@ -157,6 +157,12 @@ void Model::unlink() {
   if (ranks_ != nullptr) ranks_->unlink();
 }
 
+uint64_t Model::shared(uint64_t value) {
+  const auto held = lock();
+  check_ready();
+  return forward_.shared(value);
+}
+
 // --- checks
 
 void Model::check_ready() const {

@@ -37,7 +37,7 @@ def main() -> None:
     comm.init_distributed()
     rank, size = comm.get_rank(), comm.get_world_size()
     engine = anyaccel.init_inference(
-        default_model_file(), dtype="bf16", runtime="native", tensor_parallel={"tp_size": size}
+        default_model_file(), dtype="bf16", runtime="native", threads=1, tensor_parallel={"tp_size": size}
     )
     ids = torch.tensor([PROMPT])
     greedy = engine.generate(ids, max_new_tokens=given.tokens, min_new_tokens=given.tokens, do_sample=False)

@@ -30,7 +30,8 @@ def answers(
     hosts: Hosts, folder: Path, slots: list[int], cache: dict[str, str], *words: object
 ) -> list[dict[str, Any]]:
     file = hosts.hostfile(folder, slots=slots, hosts=len(slots))
-    done = hosts.run("ssh", file, "--bind_cores_to_rank", GENERATING, *words, timeout=400, variables=cache)
+    bind = ["--bind_cores_to_rank"] if max(slots) <= (os.cpu_count() or 1) else []
+    done = hosts.run("ssh", file, *bind, GENERATING, *words, timeout=400, variables=cache)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "native runtime has no" not in done.stderr
     return lines(done.stdout)

@@ -69,6 +69,15 @@ def test_several_hosts_have_the_bits_of_one(name: str, hosts: list[int]) -> None
         assert tokens == answers
 
 
+def test_what_rank_0_says_goes_to_all() -> None:
+    models = ranks("llama", [0, 0, 1])
+    for value in (2**64 - 1, 5, 0):
+        with ThreadPoolExecutor(len(models)) as pool:
+            told = list(pool.map(lambda model, own: model.shared(own), models, (value, 7, 8)))
+        assert told == [value] * 3
+    assert native_models.native("llama").shared(2**64 - 1) == 2**64 - 1
+
+
 def test_the_smallest_cache_limits_all_ranks() -> None:
     """Else one rank would refuse what the others begin with."""
     models = [

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from anyaccel import comm
@@ -73,14 +72,6 @@ def together(
     if group is None:
         return work()
     return joining.together(lambda value: shm.exchange_objects(group, value), work, hosts=hosts)
-
-
-def shared_seed(seed: int, group: dist.ProcessGroup | None) -> int:
-    """Rank 0's seed, 64 bits."""
-    if group is None:
-        return seed % 2**64
-    tensor = torch.tensor([seed % 2**63])
-    return int(comm.inference_broadcast(tensor, group=group))
 
 
 def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:
