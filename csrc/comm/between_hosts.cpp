@@ -19,8 +19,10 @@ namespace {
 constexpr uint32_t kMagic = 0x61636d31;
 // How long a host looks without giving up its core, and how long it then yields it before it sleeps. Parts of a step
 // take tens of microseconds, and so do the networks that this is for; sleeping and being woken costs as much again.
+// After a millisecond that is little, and on a machine with more to do than cores it is better to be woken than to
+// look.
 constexpr int64_t kSpinNs = 200'000;
-constexpr int64_t kYieldNs = 20'000'000;
+constexpr int64_t kYieldNs = 1'000'000;
 constexpr int kSleepMs = 50;
 constexpr size_t kMostPieces = 1024;  // of one system call (IOV_MAX)
 constexpr size_t kMostText = 1000;    // bytes of an error that another host tells
