@@ -65,7 +65,7 @@ def native(name: str, positions: int = 0, **options: Any) -> Any:
     return fill(empty(spec, **options), spec, values)
 
 
-def rank_of(name: str, rank: int, size: int, threads: int = 1) -> Any:
+def rank_of(name: str, rank: int, size: int, threads: int = 1, **options: Any) -> Any:
     """One rank's model; it is not connected yet."""
     _, spec, values = whole(name)
     own = dict(values)
@@ -79,7 +79,7 @@ def rank_of(name: str, rank: int, size: int, threads: int = 1) -> Any:
             value = value[:, part.cols.start : part.cols.stop]
         own[weight] = (torch.zeros_like(value) if part.zero else value).contiguous()
     sharded = shard.shard(spec, rank, size)
-    return fill(empty(sharded, threads), sharded, own)
+    return fill(empty(sharded, threads, **options), sharded, own)
 
 
 def logits_of(model: Any, vocab: int, sequences: Sequence[int], news: Sequence[Sequence[int]]) -> torch.Tensor:

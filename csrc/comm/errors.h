@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstdio>
 #include <stdexcept>
 #include <string>
 
@@ -12,5 +13,11 @@ struct CommError : std::runtime_error {
   CommError(Kind k, const std::string& what) : std::runtime_error(what), kind(k) {}
   Kind kind;
 };
+
+inline std::string seconds_text(double value) {
+  char text[32];
+  snprintf(text, sizeof text, "%.3g s", value);
+  return text;
+}
 
 }  // namespace anyaccel::comm

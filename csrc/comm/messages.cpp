@@ -2,12 +2,12 @@
 #include "comm/messages.h"
 
 #include <sched.h>
-#include <time.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <stdexcept>
+
+#include "common/waiting.h"
 
 namespace anyaccel::comm {
 namespace {
@@ -20,12 +20,6 @@ constexpr int64_t kYieldNs = 2'000'000;
 constexpr int64_t kSleepNs = 50'000;
 constexpr int64_t kLookNs = 1'000'000;
 constexpr int64_t kInterruptCheckNs = 50'000'000;
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
-}
 
 }  // namespace
 
@@ -252,11 +246,9 @@ void Messages::look_around() {
         if (peer != rank() && message->peer == peer) group_.check_peer(peer, describe(*message));
       const double waited = static_cast<double>(now - message->posted_ns) * 1e-9;
       if (waited > group_.timeout()) {
-        char text[32];
-        snprintf(text, sizeof text, "%.3g s", group_.timeout());
         throw CommError(CommError::Kind::timeout, (message->peer == -1 ? "no rank" : group_.peer_name(message->peer)) +
-                                                      " did not come within the timeout of " + text + " for " +
-                                                      describe(*message));
+                                                      " did not come within the timeout of " +
+                                                      seconds_text(group_.timeout()) + " for " + describe(*message));
       }
     } catch (const CommError& error) {
       if (step()) return;  // messages that a peer sent before it ended are still received

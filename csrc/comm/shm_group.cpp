@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <ctime>
 #include <new>
 #include <stdexcept>
@@ -16,6 +15,7 @@
 
 #include "comm/errors.h"
 #include "comm/shm_call.h"
+#include "common/waiting.h"
 
 namespace anyaccel::comm {
 namespace {
@@ -30,26 +30,6 @@ constexpr int64_t kYieldNs = 20'000'000;
 constexpr int64_t kSleepNs = 50'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;
 constexpr int64_t kInterruptCheckNs = 50'000'000;
-
-int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1'000'000'000LL + t.tv_nsec;
-}
-
-void cpu_pause() {
-#ifdef ANYACCEL_X86
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
-std::string seconds_text(double value) {
-  char text[32];
-  snprintf(text, sizeof text, "%.3g s", value);
-  return text;
-}
 
 // Gives the interpreter's lock to others for as long as it lives.
 class Idle {
@@ -272,9 +252,13 @@ void ShmGroup::time_out() const {
                                                 " for " + describe(current_));
 }
 
+std::string ShmGroup::number(int rank) const {
+  return std::to_string(numbers_.empty() ? rank : numbers_[static_cast<size_t>(rank)]);
+}
+
 std::string ShmGroup::peer_name(int peer) const {
   const int pid = watched_[peer]->pid();
-  return "rank " + std::to_string(peer) + (pid > 0 ? " (pid " + std::to_string(pid) + ")" : "");
+  return "rank " + number(peer) + (pid > 0 ? " (pid " + std::to_string(pid) + ")" : "");
 }
 
 void ShmGroup::check_peer(int peer, const std::string& doing) const {
@@ -282,7 +266,7 @@ void ShmGroup::check_peer(int peer, const std::string& doing) const {
     throw CommError(CommError::Kind::broken, "the group was aborted while this rank waited in " + doing);
   const uint32_t code = control(peer).gave_up.load(std::memory_order_acquire);
   if (code != 0) {
-    const std::string cause = std::to_string(code >> 16);
+    const std::string cause = number(static_cast<int>(code >> 16));
     std::string why;
     switch (static_cast<Fate>(code & 0xffff)) {
       case Fate::left:
@@ -319,7 +303,7 @@ std::string ShmGroup::describe(const Descriptor& d) const {
   const std::string elements = std::to_string(pairs ? d.count / 2 : d.count) + " " + dtype;
   const std::string with =
       d.reduce_op == 0 ? "" : std::string(" with ") + reduce_op_name(static_cast<ReduceOp>(d.reduce_op));
-  const std::string root = " rank " + std::to_string(d.root);
+  const std::string root = " rank " + number(d.root);
   switch (d.op) {
     case Op::all_reduce:
       return "all_reduce of " + elements + with;
@@ -351,9 +335,8 @@ void ShmGroup::check_descriptors() const {
   for (int peer = 0; peer < size_; ++peer) {
     const Descriptor& theirs = control(peer).descriptor[sequence_ & 1];
     if (theirs == current_) continue;
-    throw CommError(CommError::Kind::broken, "ranks disagree: rank " + std::to_string(rank_) + " called " +
-                                                 describe(current_) + ", rank " + std::to_string(peer) + " called " +
-                                                 describe(theirs));
+    throw CommError(CommError::Kind::broken, "ranks disagree: rank " + number(rank_) + " called " + describe(current_) +
+                                                 ", rank " + number(peer) + " called " + describe(theirs));
   }
 }
 

@@ -66,6 +66,8 @@ class ShmGroup {
 
   // Called about every 50 ms of waiting; may throw, which breaks the group.
   void set_interrupt_check(std::function<void()> check) { interrupt_check_ = std::move(check); }
+  // What errors call the ranks, where these are a part of more; their own numbers without it.
+  void set_numbers(std::vector<int> numbers) { numbers_ = std::move(numbers); }
   void set_idle_hooks(IdleHooks hooks) { idle_hooks_ = hooks; }
   void set_timeout(double timeout_s);
   double timeout() const { return timeout_s_.load(std::memory_order_relaxed); }
@@ -179,6 +181,7 @@ class ShmGroup {
   };
   friend class Turn;
   bool is_forked() const;
+  std::string number(int rank) const;
 
   // Why a rank is no longer in the group.
   enum class Fate : uint32_t { here, left, peer_lost, timed_out, aborted, error };
@@ -231,6 +234,7 @@ class ShmGroup {
   std::vector<char*> buffers_;
   std::vector<std::shared_ptr<const Peer>> watched_;
   std::function<void()> interrupt_check_;
+  std::vector<int> numbers_;
   IdleHooks idle_hooks_{nullptr, nullptr};
   std::mutex one_call_;  // of Turn; callers run without the interpreter's lock
   std::atomic<std::thread::id> inside_{};

@@ -8,19 +8,13 @@
 #include <sched.h>
 #endif
 
+#include "common/waiting.h"
+
 namespace anyaccel {
 namespace {
 
 // A pause is some 40 to 140 cycles: about 50 us between two steps, and as long in a barrier before yielding.
 constexpr int64_t kSpin = 1500;
-
-void cpu_pause() noexcept {
-#ifdef ANYACCEL_X86
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
 
 }  // namespace
 

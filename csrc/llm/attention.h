@@ -53,6 +53,8 @@ class KvCache {
   size_t used_bytes() const;      // pages in use
   size_t reserved_bytes() const;  // memory taken from the system
   size_t limit_bytes() const;
+  // Lowers the limit; one that is lower already stays.
+  void set_limit_pages(size_t pages);
 
   // A sequence without tokens.
   int create();

@@ -192,7 +192,7 @@ void Worker::rotate_standard(size_t index, AttentionStep& step) noexcept {
     for (int64_t t = tokens.begin; t < tokens.end; ++t) turn(t);
   if (across) {
     sums_of_squares(index, heads, qkv_stride_, tokens);
-    exchange(Work::heads);
+    exchange(Work::heads, {8 * tokens_, 0});
   }
   for (int64_t t = tokens.begin; t < tokens.end; ++t) {
     float* q = heads + t * qkv_stride_;

@@ -137,6 +137,9 @@ size_t KvCache::page_bytes() const { return impl_->page_bytes; }
 size_t KvCache::used_bytes() const { return impl_->used_pages * impl_->page_bytes; }
 size_t KvCache::reserved_bytes() const { return impl_->reserved_bytes; }
 size_t KvCache::limit_bytes() const { return impl_->limit_bytes; }
+void KvCache::set_limit_pages(size_t pages) {
+  if (pages < impl_->limit_pages()) impl_->limit_bytes = pages * impl_->page_bytes;
+}
 bool KvCache::exists(int sequence) const { return impl_->sequences.count(sequence) != 0; }
 size_t KvCache::sequences() const { return impl_->sequences.size(); }
 int64_t KvCache::length(int sequence) const { return impl_->at(sequence).length; }

@@ -18,9 +18,6 @@ constexpr int64_t kMostTokens = 1024;
 // Floats that one exchange among ranks can hold: containers often have no more than 64 MiB of shared memory.
 constexpr int64_t kSlotFloats = int64_t{1} << 20;
 
-// Room at the end of a rank's slot for a hash of the run's tokens, which goes with the first exchange of a run.
-constexpr int64_t kSignatureFloats = 16;
-
 uint64_t signature(const StepTokens& step) {
   Fnv1a hash;
   for (const Query& query : step.queries) {
@@ -79,7 +76,7 @@ Forward::Forward(const DecoderSpec& spec, const Weights& weights, KvCache& cache
 size_t Forward::slot_floats() const {
   const int64_t of_tokens = 2 * most_tokens_ * padded_stride(spec_.hidden);
   const int64_t of_vocabulary = (spec_.vocab / spec_.size + 256) * 2;
-  return static_cast<size_t>(std::max(of_tokens, of_vocabulary)) + kSignatureFloats;
+  return static_cast<size_t>(std::max(of_tokens, of_vocabulary));
 }
 
 void Forward::run(const StepTokens& step) {
@@ -116,6 +113,14 @@ void Forward::run(const StepTokens& step) {
     failure_ = nullptr;
     std::rethrow_exception(failure);
   }
+}
+
+uint64_t Forward::shared(uint64_t value) {
+  if (ranks_ == nullptr) return value;
+  const unsigned turn = turn_++;
+  ranks_->signature(spec_.rank, turn) = value;
+  ranks_->exchange(turn, {});
+  return ranks_->signature(0, turn);
 }
 
 Worker::Worker(Forward& forward, const StepTokens& step, int thread)
@@ -158,8 +163,8 @@ void Worker::embed() noexcept {
     }
   }
   if (divided) {
-    if (thread_ == 0) sign();
-    exchange(Work::embed);
+    if (thread_ == 0) forward_.ranks_->signature(spec_.rank, turn_) = signature(step_);
+    exchange(Work::embed, {tokens_ * hidden_stride_, 0});
     if (thread_ == 0) check_signatures();
     const size_t bytes = static_cast<size_t>(spec_.hidden) * sizeof(float);
     for (int64_t t = mine_.begin; t < mine_.end; ++t) std::memset(residual_ + t * hidden_stride_, 0, bytes);
@@ -180,20 +185,11 @@ void Worker::embed() noexcept {
   mark(Work::embed);
 }
 
-void Worker::sign() noexcept {
-  const uint64_t own = signature(step_);
-  std::memcpy(forward_.ranks_->slot(spec_.rank, turn_) + forward_.ranks_->slot_floats() - kSignatureFloats, &own,
-              sizeof own);
-}
-
 // Ranks that were asked for different things would wait for each other in vain, or compute nonsense.
 void Worker::check_signatures() noexcept {
   const ParallelRanks& ranks = *forward_.ranks_;
   for (int rank = 0; rank < ranks.size() && !forward_.failure_; ++rank) {
-    const auto at = ranks.slot_floats() - kSignatureFloats;
-    if (std::memcmp(ranks.slot(rank, pending_turn_) + at, ranks.slot(spec_.rank, pending_turn_) + at,
-                    sizeof(uint64_t)) == 0)
-      continue;
+    if (ranks.signature(rank, pending_turn_) == ranks.signature(spec_.rank, pending_turn_)) continue;
     forward_.failure_ = std::make_exception_ptr(comm::CommError(
         comm::CommError::Kind::broken, "ranks disagree: rank " + std::to_string(rank) +
                                            " processes other tokens than rank " + std::to_string(spec_.rank)));
@@ -207,19 +203,19 @@ void Worker::layer(size_t index) noexcept {
   advance(weights.attn_norm, spec.residual_from_norm);
   if (spec.parallel) {
     attention(index);  // computes the MLP too, which reads the same input
-    exchange(Work::down);
+    exchange(Work::down, {2 * tokens_ * hidden_stride_, 0});
     pend(2, Norm{}, scale);
     return;
   }
   attention(index);
-  exchange(Work::out);
+  exchange(Work::out, {tokens_ * hidden_stride_, 0});
   pend(1, weights.attn_post_norm, scale);
   advance(weights.mlp_norm, spec.residual_from_norm);
   if (spec.moe)
     experts(index);
   else
     mlp(weights.mlp, delta(0), false);
-  exchange(Work::down);
+  exchange(Work::down, {tokens_ * hidden_stride_, 0});
   pend(1, weights.mlp_post_norm, scale);
 }
 
@@ -234,13 +230,13 @@ void Worker::pend(int count, const Norm& post, float scale) noexcept {
   pending_scale_ = scale;
 }
 
-void Worker::exchange(Work kind) noexcept {
+void Worker::exchange(Work kind, const ParallelRanks::Parts& parts) noexcept {
   barrier(kind);
   if (forward_.ranks_ == nullptr) return;
   // After an error the step goes on without waiting, so that all threads come to its end, and throws there.
   if (thread_ == 0 && !forward_.failure_) {
     try {
-      forward_.ranks_->synchronise();
+      forward_.ranks_->exchange(turn_, parts);
     } catch (...) {
       forward_.failure_ = std::current_exception();
     }
@@ -345,7 +341,7 @@ void Worker::head() noexcept {
     ParallelRanks& ranks = *forward_.ranks_;
     int64_t widest = 1;
     for (int rank = 0; rank < ranks.size(); ++rank) widest = std::max(widest, ranks.header(rank).vocab_count);
-    const int64_t room = static_cast<int64_t>(ranks.slot_floats()) - kSignatureFloats;
+    const auto room = static_cast<int64_t>(ranks.slot_floats());
     at_once = std::min(at_once, std::max<int64_t>(room / widest, 1));
   }
   for (int64_t first = 0; first < count; first += at_once) logits_of(w, x_, first, std::min(at_once, count - first));
@@ -377,7 +373,7 @@ void Worker::logits_of(const Matrix& w, const float* x, int64_t first, int64_t c
     mark(Work::head);
     return;  // all threads meet at the end of the run, before anybody reads the logits
   }
-  exchange(Work::head);
+  exchange(Work::head, {0, count});
   for (int rank = 0; rank < forward_.ranks_->size(); ++rank) {
     const ParallelRanks::Header& header = forward_.ranks_->header(rank);
     const float* part = forward_.ranks_->slot(rank, pending_turn_);

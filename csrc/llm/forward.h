@@ -56,6 +56,8 @@ class Forward {
   // The caller has made room in the cache for every query (KvCache::extend). Throws std::bad_alloc, comm::CommError and
   // what the ranks' interrupt check throws; the new tokens in the cache and the logits are then rubbish.
   void run(const StepTokens& step);
+  // Rank 0's value, on every rank; all call it. Throws as run() does.
+  uint64_t shared(uint64_t value);
 
  private:
   friend class Worker;

@@ -115,7 +115,8 @@ void Model::finish() {
 
 // --- tensor parallelism
 
-std::string Model::create_segment(double timeout_s, bool anonymous) {
+std::string Model::create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
+                                  const std::vector<std::string>& addresses) {
   const auto held = lock();
   if (spec_.size == 1) throw UsageError("create_segment: the model has one rank");
   if (ranks_ != nullptr) throw UsageError("create_segment: called before");
@@ -124,9 +125,10 @@ std::string Model::create_segment(double timeout_s, bool anonymous) {
     throw UsageError("rank " + std::to_string(spec_.rank) + " has " + std::to_string(spec_.own_vocab()) + " of " +
                      std::to_string(spec_.vocab) + " rows of the vocabulary, more than its share");
   const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
-                                     spec_.own_vocab()};
+                                     spec_.own_vocab(),
+                                     static_cast<int64_t>(cache_.limit_bytes() / cache_.page_bytes())};
   const auto kind = anonymous ? comm::ShmSegment::Kind::memfd : comm::ShmSegment::Kind::posix;
-  ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind);
+  ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind, hosts, addresses);
   ranks_->set_interrupt_check(interrupt_check_);
   return ranks_->name();
 }
@@ -135,22 +137,30 @@ void Model::connect(const std::vector<std::string>& names, const std::vector<int
   const auto held = lock();
   if (ranks_ == nullptr) throw UsageError("connect: create_segment() comes first");
   ranks_->connect(names, pids);
-  int64_t next = 0;
+  int64_t next = 0, pages = INT64_MAX;
   for (int rank = 0; rank < spec_.size; ++rank) {
     const ParallelRanks::Header& header = ranks_->header(rank);
     if (header.vocab_first != next || header.vocab_count < 0 || header.vocab_count > spec_.vocab - next)
       throw UsageError("the ranks' rows of the vocabulary are not one after another");
     next += header.vocab_count;
+    pages = std::min(pages, header.cache_pages);
   }
   if (next != spec_.vocab)
     throw UsageError("the ranks have " + std::to_string(next) + " of " + std::to_string(spec_.vocab) +
                      " rows of the vocabulary");
+  cache_.set_limit_pages(static_cast<size_t>(pages));  // so that all ranks refuse the same
   forward_.set_ranks(ranks_.get());
 }
 
 void Model::unlink() {
   const auto held = lock();
   if (ranks_ != nullptr) ranks_->unlink();
+}
+
+uint64_t Model::shared(uint64_t value) {
+  const auto held = lock();
+  check_ready();
+  return forward_.shared(value);
 }
 
 // --- checks

@@ -60,9 +60,12 @@ class Model {
   void finish();
 
   // --- tensor parallelism, see ParallelRanks
-  std::string create_segment(double timeout_s, bool anonymous = false);
+  std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
+                             const std::vector<std::string>& addresses = {});
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
   void unlink();
+  // Rank 0's value, on every rank; all call it between steps.
+  uint64_t shared(uint64_t value);
 
   // --- generation
   // One step of each request: what is not in the cache yet is processed, at most limits[i] tokens of request i (all of

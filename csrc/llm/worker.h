@@ -24,7 +24,6 @@ class Worker {
  private:
   // --- forward.cpp
   void embed() noexcept;
-  void sign() noexcept;
   void check_signatures() noexcept;
   void layer(size_t index) noexcept;
   void head() noexcept;
@@ -64,7 +63,7 @@ class Worker {
     mark(Work::wait);
   }
   // Waits for all threads, then exchanges deltas among ranks: after it, the deltas of all of them can be read.
-  void exchange(Work kind) noexcept;
+  void exchange(Work kind, const ParallelRanks::Parts& parts) noexcept;
   void mark(Work kind) noexcept {
     if (thread_ == 0) forward_.profile_.mark(kind);
   }

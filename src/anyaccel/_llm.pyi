@@ -91,9 +91,13 @@ class Model:
     def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
     # Tensor parallelism: each rank makes its segment, the names and pids of all go to connect(), then unlink().
     # `anonymous`: memory that is in no file system, for ranks that see each other's process ids.
-    def create_segment(self, timeout_s: float, anonymous: bool = False) -> str: ...
+    # `hosts`: each rank's, numbered as they come; `addresses`: where the ranks of others reach this one's.
+    def create_segment(
+        self, timeout_s: float, anonymous: bool = False, hosts: Sequence[int] = (), addresses: Sequence[str] = ()
+    ) -> str: ...
     def connect(self, names: Sequence[str], pids: Sequence[int]) -> None: ...
     def unlink(self) -> None: ...
+    def shared(self, value: int) -> int: ...  # rank 0's, 64 bits without a sign; every rank calls it, between steps
     # Generation: one call a step. Prompts not yet in the cache are processed (in chunks), the others decode one token;
     # returns the new token of each request, -1 for one that had finished, -2 for one whose prompt goes on.
     # `limits`: the most tokens of each request's prompt in this step, 0: all. `exact`: see csrc/llm/model.h.

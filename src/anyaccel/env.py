@@ -108,9 +108,10 @@ ANYACCEL_COMM_TIMEOUT = EnvVar(
 )
 ANYACCEL_BETWEEN_HOSTS = EnvVar(
     "ANYACCEL_BETWEEN_HOSTS",
-    _one_of("gloo", "ccl"),
-    "gloo",
-    "what a group of backend shm uses between hosts: gloo or ccl",
+    _one_of("tcp", "gloo", "ccl"),
+    "tcp",
+    "what goes between hosts: tcp (a native model's own connections; in groups of backend shm, gloo's), gloo (the "
+    "same) or ccl (in groups; models keep their own connections)",
 )
 ANYACCEL_COMMS_LOG = EnvVar(
     "ANYACCEL_COMMS_LOG", _is_one, False, "1 records collectives from the start, for anyaccel.comm.log_summary()"

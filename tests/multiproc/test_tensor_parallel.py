@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import anyaccel
 import family_cases
 import ranks
 from anyaccel import comm
+from anyaccel.comm import shm
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import InferenceEngine, generate_tokens
 
@@ -152,6 +154,19 @@ def test_native_and_packed_ranks_give_what_the_whole_model_gives(family: str, wo
             error, same = found
             assert error < 1e-4
             assert same
+
+
+def as_if_on_hosts(family: str) -> tuple[float, bool]:
+    """`another_runtime` where each rank is told that it is alone on its host."""
+    shm.host_identity = lambda: f"host {comm.get_rank()}"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return another_runtime(family, "native")
+
+
+def test_native_ranks_of_several_hosts_give_what_the_whole_model_gives() -> None:
+    for error, same in ranks.run(as_if_on_hosts, 2, "llama"):
+        assert error < 1e-4
+        assert same
 
 
 def save(folder: Path, family: str, **options: Any) -> None:

@@ -20,7 +20,7 @@ from anyaccel.inference.config import QUANTISED, InferenceConfig
 from anyaccel.inference.generic.loading import model_folder, native_skeleton, skeleton, weights_for
 from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
-from anyaccel.inference.hf.group import in_step, one_host, together, tp_group
+from anyaccel.inference.hf.group import hosts_of, in_step, together, tp_group
 from anyaccel.inference.hf.later import Later, MadeLater
 from anyaccel.inference.hf.precision import PrecisionMethods
 from anyaccel.inference.modules.stand_in import StandIn
@@ -273,11 +273,9 @@ def _native_engine(
         Unsupported: the native runtime lacks something that the model needs.
     """
     from anyaccel.inference.native.runtime import load_native
-    from anyaccel.inference.spec.mapping import Unsupported
 
     tp_size = settings.tensor_parallel.tp_size
-    if not one_host(group):
-        raise Unsupported("tensor parallelism over several hosts")
+    hosts = hosts_of(group)
     shapes: dict[int, torch.Size] = {}
     if isinstance(model, nn.Module):
         from anyaccel.inference.hf.frozen import shapes_of
@@ -292,6 +290,7 @@ def _native_engine(
                 group=settings.group_size,
                 rank=rank,
                 size=tp_size,
+                on_host=hosts.count(hosts[rank]) if hosts else 1,
                 threads=settings.threads,
                 cache_dtype=settings.cache_dtype,
                 cache_limit=settings.cache_bytes,
@@ -299,6 +298,7 @@ def _native_engine(
                 beside=tp_size == 1,
                 release=True,
             ),
+            hosts,
         )
     except BaseException:
         if isinstance(model, nn.Module):

@@ -80,6 +80,16 @@ def address_of_first(connections: Sequence[str]) -> str:
     return address
 
 
+def addresses_of_interface(name: str) -> list[str]:
+    """The IPv4 address of a network interface; [] where it has none, or is not there."""
+    request = struct.pack("256s", os.fsencode(name)[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])]
+        except OSError:
+            return []
+
+
 def interface_towards(address: str) -> str | None:
     """The network interface whose own IPv4 address reaches `address`; None where that cannot be told."""
     for family, target in _addresses(address):
@@ -90,15 +100,9 @@ def interface_towards(address: str) -> str | None:
                 probe.connect((target, 9))
                 own = probe.getsockname()[0]
                 for _, name in socket.if_nameindex():
-                    request = struct.pack("256s", os.fsencode(name)[:15])
-                    try:
-                        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                    except OSError:
-                        continue  # an interface without an address
-                    if socket.inet_ntoa(answer[20:24]) == own and own != target:
+                    # Where the target is ours, the way to it is the loopback, and others come in at its interface.
+                    if addresses_of_interface(name) in ([target], [own] if own != target else [target]):
                         return name
-                    if socket.inet_ntoa(answer[20:24]) == target:
-                        return name  # ours: the way to it is the loopback, others come in here
             except OSError:
                 continue
     return None

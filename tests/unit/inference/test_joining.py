@@ -19,8 +19,8 @@ class Model:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def create_segment(self, timeout: float, anonymous: bool) -> str:
-        self.calls.append(anonymous)
+    def create_segment(self, timeout: float, anonymous: bool, hosts: list[int], addresses: list[str]) -> str:
+        self.calls.append((anonymous, hosts, bool(addresses)))
         return "mine"
 
     def connect(self, names: list[str], pids: list[int]) -> None:
@@ -53,7 +53,7 @@ def test_ranks_learn_names_and_the_pids_that_mean_something() -> None:
     for there, pid in ((space, 7), ("pid:[1]", 0)):
         native: Any = Native()
         assert together(with_other([["theirs", 7, there], "", ""], ""), lambda native=native: native) is native
-        assert native.model.calls == [False, (["mine", "theirs"], [os.getpid(), pid]), "unlink"]
+        assert native.model.calls == [(False, [], False), (["mine", "theirs"], [os.getpid(), pid]), "unlink"]
 
 
 def test_an_error_of_one_rank_is_the_error_of_all() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from anyaccel import comm
@@ -16,7 +15,7 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.native import joining
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from anyaccel.inference.native.runtime import NativeModel
 
@@ -53,13 +52,18 @@ def tp_group(tp_size: int) -> tuple[dist.ProcessGroup | None, int]:
     return groups[tp_size], comm.get_rank() % tp_size
 
 
-def one_host(group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks of the group can share memory; a collective call."""
-    return group is None or len(set(shm.exchange_objects(group, shm.host_identity()))) == 1
+def hosts_of(group: dist.ProcessGroup | None) -> list[str]:
+    """The host of each rank: equal for ranks that can share memory; a collective call."""
+    return [] if group is None else [str(host) for host in shm.exchange_objects(group, shm.host_identity())]
 
 
-def together(group: dist.ProcessGroup | None, work: Callable[[], NativeModel]) -> NativeModel:
+def together(
+    group: dist.ProcessGroup | None, work: Callable[[], NativeModel], hosts: Sequence[str] = ()
+) -> NativeModel:
     """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
+
+    Args:
+        hosts: what `hosts_of` says; () where all ranks are on one.
 
     Raises:
         AnyAccelError: this rank's own error.
@@ -67,15 +71,7 @@ def together(group: dist.ProcessGroup | None, work: Callable[[], NativeModel]) -
     """
     if group is None:
         return work()
-    return joining.together(lambda value: shm.exchange_objects(group, value), work)
-
-
-def shared_seed(seed: int, group: dist.ProcessGroup | None) -> int:
-    """Rank 0's seed, 64 bits."""
-    if group is None:
-        return seed % 2**64
-    tensor = torch.tensor([seed % 2**63])
-    return int(comm.inference_broadcast(tensor, group=group))
+    return joining.together(lambda value: shm.exchange_objects(group, value), work, hosts=hosts)
 
 
 def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:

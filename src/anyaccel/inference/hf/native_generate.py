@@ -25,7 +25,7 @@ from anyaccel.inference.hf.generate_checks import (
     sampling_options,
 )
 from anyaccel.inference.hf.generate_code import replaced
-from anyaccel.inference.hf.group import in_step, shared_seed
+from anyaccel.inference.hf.group import in_step
 from anyaccel.inference.hf.native_loop import Job, run
 from anyaccel.inference.native.runtime import check_memory
 from anyaccel.inference.text.stopping import StopStrings
@@ -114,7 +114,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
     if module._native_group is not None and config.max_time is not None:
         raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
     job = _prepare(module, call, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
-    job.seed = shared_seed(_seed(config, seed, generator), module._native_group)
+    job.seed = module._native.model.shared(_seed(config, seed, generator) % 2**64)
     return run(module._native, job)
 
 

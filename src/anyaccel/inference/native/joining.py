@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommError, ModelError
 from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.launch.address import addresses_of_interface, own_addresses
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -22,7 +24,13 @@ class OtherRankError(ModelError):
     """What went wrong on another rank, told to this one."""
 
 
-def together(exchange: Exchange, work: Callable[[], NativeModel], *, anonymous: bool = False) -> NativeModel:
+def together(
+    exchange: Exchange,
+    work: Callable[[], NativeModel],
+    *,
+    anonymous: bool = False,
+    hosts: Sequence[str] = (),
+) -> NativeModel:
     """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
 
     Args:
@@ -30,6 +38,7 @@ def together(exchange: Exchange, work: Callable[[], NativeModel], *, anonymous: 
         work: loads this rank's part.
         anonymous: the ranks see each other's process ids, so that their shared memory needs no name in /dev/shm, where
             a rank that is killed just then would leave it.
+        hosts: the host of each rank, by any name that is equal for ranks which can share memory; () for one host.
 
     Raises:
         Unsupported: the native runtime lacks something that a rank's part needs, and nothing else is wrong anywhere.
@@ -41,9 +50,11 @@ def together(exchange: Exchange, work: Callable[[], NativeModel], *, anonymous: 
     card: list[Any] = ["", 0, ""]
     try:
         native = work()
-        segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get(), anonymous)
+        numbers = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
+        addresses = addresses_for_others() if len(set(numbers)) > 1 else []
+        segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get(), anonymous, numbers, addresses)
         card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid")]  # noqa: PTH115
-    except (AnyAccelError, OSError, MemoryError) as problem:
+    except (AnyAccelError, OSError, MemoryError, ValueError) as problem:
         error = problem
     told = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
     lacks = [feature for _, _, feature in told if feature]
@@ -56,11 +67,29 @@ def together(exchange: Exchange, work: Callable[[], NativeModel], *, anonymous: 
     try:
         # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
         model.connect([name for name, _, _ in cards], [pid if space == card[2] else 0 for _, pid, space in cards])
-    except (AnyAccelError, OSError) as problem:
-        error = CommError(f"shared memory of the ranks cannot be mapped: {problem}")
+    except (AnyAccelError, OSError, ValueError) as problem:
+        error = problem if isinstance(problem, CommError) else CommError(f"the ranks cannot be connected: {problem}")
     _raise_any(error, exchange(_text(error)))
     model.unlink()  # every rank has mapped every segment
     return native
+
+
+def addresses_for_others() -> list[str]:
+    """Where ranks of other hosts reach this host.
+
+    At the interfaces of GLOO_SOCKET_IFNAME; else at the address from which it reaches rank 0, as all hosts do.
+
+    Raises:
+        CommError: there is none.
+    """
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME", ""):
+        found = [address for name in interfaces.split(",") for address in addresses_of_interface(name.strip())]
+        if not found:
+            raise CommError(
+                f"GLOO_SOCKET_IFNAME={interfaces}: there is no such interface here that has an IPv4 address"
+            )
+        return found
+    return own_addresses([os.environ.get("MASTER_ADDR") or socket.gethostname()])
 
 
 def _text(error: BaseException | None) -> str:

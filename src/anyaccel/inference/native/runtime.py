@@ -84,6 +84,7 @@ def load_native(
     asymmetric: bool = True,
     rank: int = 0,
     size: int = 1,
+    on_host: int = 0,
     threads: int = 0,
     cache_dtype: str = "bf16",
     cache_limit: int = 0,
@@ -100,6 +101,7 @@ def load_native(
         config: of a TensorSource or a model in memory that has none; as config.json.
         dtype: fp32, bf16, fp16, int8, int4; None or "auto": the precision that the file has.
         group, asymmetric: of int4: columns that share a scale; a minimum beside it.
+        on_host: ranks that share this host's memory; 0: all.
         threads: 0 for the CPUs of this process.
         cache_dtype: of keys and values: bf16, int8, fp32.
         cache_limit: most bytes of keys and values; 0: three quarters of what memory is available then and not promised
@@ -123,7 +125,8 @@ def load_native(
     precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
     if cache_dtype not in _CACHE_FORMATS:
         raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8 or fp32")
-    settings = _Settings(precision, rank, size, threads, _CACHE_FORMATS[cache_dtype], cache_limit, progress, check)
+    cache_format = _CACHE_FORMATS[cache_dtype]
+    settings = _Settings(precision, rank, size, on_host or size, threads, cache_format, cache_limit, progress, check)
     if not isinstance(model, str | Path):
         from anyaccel.inference.native.in_memory import checkpoint_in_memory
 
@@ -162,6 +165,7 @@ class _Settings:
     precision: Precision
     rank: int
     size: int
+    on_host: int
     threads: int
     cache_format: str
     cache_limit: int
@@ -186,7 +190,7 @@ def _make(spec: DecoderSpec, shapes: Mapping[str, Any], settings: _Settings) -> 
         promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
         available = host_memory.available()
         free = max(available - promised, available // 4)  # most models never use all that they were promised
-        limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.size)
+        limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.on_host)
     try:
         return _llm.Model(spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit)
     except (MemoryError, ValueError, RuntimeError) as error:

@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/between_hosts.h"
+
+#include <poll.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+
+#include "comm/errors.h"
+#include "common/waiting.h"
+
+namespace anyaccel::comm {
+namespace {
+
+constexpr uint32_t kMagic = 0x61636d31;
+// How long a host looks without giving up its core, and how long it then yields it before it sleeps. Parts of a step
+// take tens of microseconds, and so do the networks that this is for; sleeping and being woken costs as much again.
+// After a millisecond that is little, and on a machine with more to do than cores it is better to be woken than to
+// look.
+constexpr int64_t kSpinNs = 200'000;
+constexpr int64_t kYieldNs = 1'000'000;
+constexpr int kSleepMs = 50;
+constexpr size_t kMostPieces = 1024;  // of one system call (IOV_MAX)
+constexpr size_t kMostText = 1000;    // bytes of an error that another host tells
+constexpr int64_t kTextNs = 1'000'000'000;
+
+size_t total_bytes(const std::vector<iovec>& pieces) {
+  size_t sum = 0;
+  for (const iovec& piece : pieces) sum += piece.iov_len;
+  return sum;
+}
+
+bool would_wait(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
+
+}  // namespace
+
+void BetweenHosts::Pieces::begin(Header* header, const std::vector<iovec>& rest) {
+  pieces_.clear();
+  pieces_.push_back({header, sizeof *header});
+  for (const iovec& piece : rest)
+    if (piece.iov_len > 0) pieces_.push_back(piece);
+  at_ = moved_ = 0;
+}
+
+msghdr BetweenHosts::Pieces::message() {
+  msghdr message{};
+  message.msg_iov = pieces_.data() + at_;
+  message.msg_iovlen = std::min(pieces_.size() - at_, kMostPieces);
+  return message;
+}
+
+void BetweenHosts::Pieces::advance(size_t bytes) {
+  moved_ += bytes;
+  while (bytes > 0) {
+    iovec& piece = pieces_[at_];
+    const size_t part = std::min(bytes, piece.iov_len);
+    piece.iov_base = static_cast<char*>(piece.iov_base) + part;
+    piece.iov_len -= part;
+    bytes -= part;
+    if (piece.iov_len == 0) ++at_;
+  }
+}
+
+BetweenHosts::BetweenHosts(int host, int hosts, const std::vector<std::string>& addresses, double timeout_s)
+    : host_(host), timeout_s_(timeout_s), meeting_(host, hosts, addresses), peers_(static_cast<size_t>(hosts)) {
+  set_timeout(timeout_s);
+}
+
+void BetweenHosts::set_timeout(double timeout_s) {
+  if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be above 0");
+  timeout_s_ = timeout_s;
+}
+
+void BetweenHosts::connect(const std::vector<std::string>& cards, const std::vector<std::string>& ranks) {
+  if (cards.size() != peers_.size() || ranks.size() != peers_.size())
+    throw std::invalid_argument("connect: needs one card a host, of " + std::to_string(peers_.size()));
+  std::vector<std::string> names;
+  for (size_t host = 0; host < cards.size(); ++host)
+    names.push_back(ranks[host] + " on " + HostMeeting::name_of(cards[host]));
+  std::vector<Descriptor> found = meeting_.connect(cards, names, timeout_s_, interrupt_check_);
+  for (size_t host = 0; host < peers_.size(); ++host) {
+    peers_[host].name = names[host];
+    peers_[host].fd = std::move(found[host]);
+  }
+}
+
+void BetweenHosts::exchange(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken) {
+  if (!broken_.empty())
+    throw CommError(CommError::Kind::broken,
+                    "the connections between hosts are broken by an earlier error: " + broken_);
+  try {
+    move_all(given, taken);
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  } catch (...) {
+    fail("it was interrupted");
+    throw;
+  }
+}
+
+void BetweenHosts::move_all(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken) {
+  ++sequence_;
+  const size_t bytes = total_bytes(given);
+  for (size_t host = 0; host < peers_.size(); ++host) {
+    if (!is_other(host)) continue;
+    Peer& peer = peers_[host];
+    peer.out = {kMagic, Kind::data, sequence_, bytes};
+    peer.sending.begin(&peer.out, given);
+    peer.receiving.begin(&peer.in, taken[host]);
+    peer.checked = false;
+  }
+  const int64_t start = now_ns();
+  int64_t checked = start;
+  for (;;) {
+    bool done = true;
+    for (size_t host = 0; host < peers_.size(); ++host) {
+      if (!is_other(host)) continue;
+      const bool sent = push(peers_[host]);
+      const bool came = pull(peers_[host], taken[host]);
+      done = done && sent && came;
+    }
+    if (done) return;
+    const int64_t now = now_ns();
+    if (now - start < kSpinNs) {
+      cpu_pause();
+      continue;
+    }
+    if (now - start < kYieldNs)
+      sched_yield();
+    else
+      sleep();
+    if (interrupt_check_ && now - checked > int64_t{kSleepMs} * 1'000'000) {
+      checked = now;
+      interrupt_check_();
+    }
+    if (static_cast<double>(now - start) * 1e-9 > timeout_s_ + grace()) time_out();
+  }
+}
+
+bool BetweenHosts::push(Peer& peer) {
+  while (!peer.sending.done()) {
+    const msghdr message = peer.sending.message();
+    const ssize_t sent = sendmsg(peer.fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent >= 0) {
+      peer.sending.advance(static_cast<size_t>(sent));
+    } else if (would_wait(errno)) {
+      return false;
+    } else if ((errno == EPIPE || errno == ECONNRESET) && !peer.receiving.done()) {
+      return false;  // it may have said why before it left, which pull() finds
+    } else if (errno != EINTR) {
+      gone(peer, errno);
+    }
+  }
+  return true;
+}
+
+bool BetweenHosts::pull(Peer& peer, const std::vector<iovec>& taken) {
+  while (!peer.receiving.done()) {
+    msghdr message = peer.receiving.message();
+    const ssize_t came = recvmsg(peer.fd.get(), &message, MSG_DONTWAIT);
+    if (came > 0) {
+      peer.receiving.advance(static_cast<size_t>(came));
+      if (!peer.checked && peer.receiving.moved() >= sizeof(Header)) check_header(peer, taken);
+    } else if (came < 0 && would_wait(errno)) {
+      return false;
+    } else if (came == 0 || errno != EINTR) {
+      gone(peer, came == 0 ? ECONNRESET : errno);
+    }
+  }
+  return true;
+}
+
+void BetweenHosts::check_header(Peer& peer, const std::vector<iovec>& taken) {
+  const Header& header = peer.in;
+  peer.checked = true;
+  if (header.magic == kMagic && header.kind == Kind::error) pass_on(peer, taken);
+  if (header.magic != kMagic || header.kind != Kind::data || header.sequence != sequence_)
+    throw CommError(CommError::Kind::broken, peer.name + " sent what is no message of this job");
+  const size_t expected = total_bytes(taken);
+  if (header.bytes != expected)
+    throw CommError(CommError::Kind::broken,
+                    "ranks disagree: " + peer.name + " processes other tokens than this one (" +
+                        std::to_string(header.bytes) + " bytes came, " + std::to_string(expected) + " were expected)");
+}
+
+// The other host's error: what came of it lies in the pieces, the rest is on its way.
+void BetweenHosts::pass_on(Peer& peer, const std::vector<iovec>& taken) {
+  const size_t length = std::min<size_t>(peer.in.bytes, kMostText);
+  std::string text;
+  size_t there = peer.receiving.moved() - sizeof(Header);
+  for (const iovec& piece : taken) {
+    const size_t part = std::min(there, piece.iov_len);
+    text.append(static_cast<const char*>(piece.iov_base), part);
+    there -= part;
+  }
+  const int64_t until = now_ns() + kTextNs;
+  while (text.size() < length && now_ns() < until) {
+    char more[kMostText];
+    pollfd state{peer.fd.get(), POLLIN, 0};
+    poll(&state, 1, kSleepMs);
+    const ssize_t came = recv(peer.fd.get(), more, length - text.size(), MSG_DONTWAIT);
+    if (came > 0) text.append(more, static_cast<size_t>(came));
+    if (came == 0) break;
+  }
+  text.resize(std::min(text.size(), length));
+  throw CommError(CommError::Kind::broken, peer.name + " gave up: " + text);
+}
+
+void BetweenHosts::gone(const Peer& peer, int error) const {
+  const bool closed = error == ECONNRESET || error == EPIPE;
+  throw CommError(CommError::Kind::peer_lost,
+                  peer.name +
+                      (closed ? " ended or left: the connection was closed"
+                              : std::string(" cannot be reached any more: ") + std::strerror(error)) +
+                      ", while this rank waited for it");
+}
+
+void BetweenHosts::sleep() const {
+  std::vector<pollfd> looked_at;
+  for (const Peer& peer : peers_) {
+    const int events = (peer.sending.done() ? 0 : POLLOUT) | (peer.receiving.done() ? 0 : POLLIN);
+    if (peer.fd && events != 0) looked_at.push_back({peer.fd.get(), static_cast<short>(events), 0});
+  }
+  poll(looked_at.data(), looked_at.size(), kSleepMs);
+}
+
+void BetweenHosts::time_out() const {
+  std::string missing;
+  for (size_t host = 0; host < peers_.size(); ++host)
+    if (is_other(host) && !(peers_[host].sending.done() && peers_[host].receiving.done()))
+      missing += (missing.empty() ? "" : ", ") + peers_[host].name;
+  throw CommError(CommError::Kind::timeout,
+                  missing + " did not come within the timeout of " + seconds_text(timeout_s_));
+}
+
+void BetweenHosts::fail(const std::string& why) noexcept {
+  if (!broken_.empty()) return;
+  try {
+    broken_ = why.empty() ? "an error" : why;
+    const std::string text = broken_.substr(0, kMostText);
+    Header header{kMagic, Kind::error, sequence_, text.size()};
+    for (Peer& peer : peers_) {
+      if (!peer.fd) continue;
+      if (!peer.sending.begun() || peer.sending.done()) {  // else it would be taken for a part of the message
+        iovec pieces[] = {{&header, sizeof header}, {const_cast<char*>(text.data()), text.size()}};
+        msghdr message{};
+        message.msg_iov = pieces;
+        message.msg_iovlen = 2;
+        sendmsg(peer.fd.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+      }
+      shutdown(peer.fd.get(), SHUT_WR);
+    }
+  } catch (...) {  // no memory for the words: the connections still end with this object
+    broken_ = "!";
+  }
+}
+
+}  // namespace anyaccel::comm

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// What hosts tell each other in the middle of a computation: each sends the same pieces of memory to all others, and
+// takes theirs. One TCP connection a pair of hosts, used by one rank of each, its leader; small messages, of which the
+// time on the way is what counts: no piece is copied on its way to the kernel, and who waits looks again and again
+// before it sleeps.
+//
+// A message is a header and the pieces, without gaps. A host that cannot go on says why to all others before it closes
+// its connections, so that they need not wait for their deadline, and pass it on.
+#pragma once
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/host_meeting.h"
+#include "common/descriptor.h"
+
+namespace anyaccel::comm {
+
+class BetweenHosts {
+ public:
+  // A host waits at most `timeout_s` seconds for another. Throws as HostMeeting.
+  BetweenHosts(int host, int hosts, const std::vector<std::string>& addresses, double timeout_s);
+
+  // How much longer than the timeout a host waits for another: where a rank is late, those of its own host shall notice
+  // first, since they know which one it is.
+  double grace() const { return std::min(timeout_s_ * 0.1, 1.0); }
+  const std::string& card() const { return meeting_.card(); }
+
+  // Call it on every host, with the cards of all. `ranks`: which ranks each host has, for errors ("rank 2"). Throws as
+  // HostMeeting::connect.
+  void connect(const std::vector<std::string>& cards, const std::vector<std::string>& ranks);
+  // What host `host` is called: its ranks and its name. After connect().
+  const std::string& name(int host) const { return peers_[static_cast<size_t>(host)].name; }
+
+  void set_timeout(double timeout_s);
+
+  // Called about every 50 ms of waiting; may throw, which ends the connections.
+  void set_interrupt_check(std::function<void()> check) { interrupt_check_ = std::move(check); }
+
+  // Sends `given` to each other host, and fills taken[host] with what comes from there, for each host but this one; the
+  // sizes must be what is sent. All memory is free for use when it returns. Called by one thread at a time. Throws
+  // CommError, what the interrupt check throws; after that the connections stay broken.
+  void exchange(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken);
+
+  // This host cannot go on: tells the others why. From then on all calls throw.
+  void fail(const std::string& why) noexcept;
+
+ private:
+  enum class Kind : uint32_t { data = 1, error = 2 };
+  struct Header {
+    uint32_t magic;
+    Kind kind;
+    uint64_t sequence;
+    uint64_t bytes;  // that follow
+  };
+  // Pieces of memory that are sent or filled one after another; the header is the first one.
+  class Pieces {
+   public:
+    void begin(Header* header, const std::vector<iovec>& rest);
+    bool done() const { return at_ == pieces_.size(); }
+    bool begun() const { return moved_ > 0; }
+    size_t moved() const { return moved_; }
+    msghdr message();
+    void advance(size_t bytes);
+
+   private:
+    std::vector<iovec> pieces_;
+    size_t at_ = 0, moved_ = 0;
+  };
+  struct Peer {
+    std::string name;
+    Descriptor fd;
+    Header out, in;
+    Pieces sending, receiving;
+    bool checked = false;  // the header that came
+  };
+
+  bool is_other(size_t host) const { return static_cast<int>(host) != host_; }
+  void move_all(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken);
+  // True once all is sent, or has come.
+  bool push(Peer& peer);
+  bool pull(Peer& peer, const std::vector<iovec>& taken);
+  void check_header(Peer& peer, const std::vector<iovec>& taken);
+  [[noreturn]] void pass_on(Peer& peer, const std::vector<iovec>& taken);
+  [[noreturn]] void gone(const Peer& peer, int error) const;
+  void sleep() const;
+  [[noreturn]] void time_out() const;
+
+  const int host_;
+  double timeout_s_;
+  HostMeeting meeting_;
+  std::vector<Peer> peers_;
+  std::function<void()> interrupt_check_;
+  uint64_t sequence_ = 0;
+  std::string broken_;
+};
+
+}  // namespace anyaccel::comm

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One model over the ranks of several hosts, natively: the embedded one, through `anyaccel run`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_hosts import Hosts, lines
+
+from waiting import wait_for
+
+GENERATING = Path(__file__).parent / "generating.py"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A cache of models that the tests share, as hosts share a file system."""
+    yield {"ANYACCEL_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+
+
+def answers(
+    hosts: Hosts, folder: Path, slots: list[int], cache: dict[str, str], *words: object
+) -> list[dict[str, Any]]:
+    file = hosts.hostfile(folder, slots=slots, hosts=len(slots))
+    bind = ["--bind_cores_to_rank"] if max(slots) <= (os.cpu_count() or 1) else []
+    done = hosts.run("ssh", file, *bind, GENERATING, *words, timeout=400, variables=cache)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "native runtime has no" not in done.stderr
+    return lines(done.stdout)
+
+
+@pytest.mark.parametrize("slots", [[1, 1], [2, 2]], ids=str)
+def test_hosts_answer_as_one_host_does(hosts: Hosts, tmp_path: Path, slots: list[int], cache: dict[str, str]) -> None:
+    (expected, *_) = answers(hosts, tmp_path, [sum(slots)], cache)
+    found = answers(hosts, tmp_path, slots, cache)
+    assert [line["host"] for line in found] == [f"node{n + 1}" for n, count in enumerate(slots) for _ in range(count)]
+    for line in found:
+        assert line["runtime"] == "native"
+        for what in ("greedy", "sampled", "logits"):
+            assert line[what] == expected[what], what
+
+
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_a_host_that_is_lost_is_named(hosts: Hosts, tmp_path: Path, how: str, cache: dict[str, str]) -> None:
+    """Without a launcher, which would end the job by itself: the ranks have to notice."""
+    children = []
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = hosts.environment("ssh", **cache) | {
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": "29611",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_SIZE": "1",
+        "ANYACCEL_COMM_TIMEOUT": "20",
+    }
+    for rank in range(2):
+        command = [sys.executable, str(GENERATING), "--rounds", "100000", "--warm", str(tmp_path)]
+        environment["RANK"] = str(rank)
+        children.append(hosts[rank].popen(command, text=True, env=dict(environment), **pipes))
+    try:
+        wait_for(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)), "both ranks answer", 300)
+        if how == "killed":
+            os.kill(children[1].pid, signal.SIGKILL)
+        else:
+            hosts[1].disconnect()
+        errors = [child.communicate(timeout=100)[1] for child in children]
+    finally:
+        hosts[1].reconnect()
+        for child in children:
+            child.kill()
+            child.communicate()
+    assert "rank 1 on node2" in errors[0]
+    assert children[0].returncode == 1
+    if how == "killed":
+        assert "PeerLostError" in errors[0]
+    else:
+        assert "CommTimeoutError" in errors[0]
+        assert "rank 0 on node1 did not come within the timeout of 20 s" in errors[1]
+    for host in hosts.cluster:
+        assert host.run(["ls", "/dev/shm"]).stdout.split() == []

@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+// What goes between hosts: here these are threads of one process, with TCP over the loopback between them.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "comm/between_hosts.h"
+#include "comm/errors.h"
+#include "common/descriptor.h"
+#include "llm/errors.h"
+#include "llm/parallel_ranks.h"
+
+namespace {
+
+using namespace anyaccel;
+using namespace anyaccel::comm;
+using llm::ParallelRanks;
+
+constexpr double kTimeout = 60;
+const std::vector<std::string> kLoopback{"127.0.0.1"};
+
+// Calls work(i) on a thread each.
+void together(int count, const std::function<void(int)>& work) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i) threads.emplace_back(work, i);
+  for (std::thread& thread : threads) thread.join();
+}
+
+std::string error_of(const std::function<void()>& call, CommError::Kind kind) {
+  try {
+    call();
+  } catch (const CommError& error) {
+    if (error.kind != kind) std::fprintf(stderr, "kind %d: %s\n", static_cast<int>(error.kind), error.what());
+    CHECK(error.kind == kind);
+    return error.what();
+  }
+  std::fprintf(stderr, "no error was thrown\n");
+  std::abort();
+}
+
+bool has(const std::string& text, const std::string& part) {
+  if (text.find(part) == std::string::npos) std::fprintf(stderr, "no '%s' in '%s'\n", part.c_str(), text.c_str());
+  return text.find(part) != std::string::npos;
+}
+
+using Hosts = std::vector<std::unique_ptr<BetweenHosts>>;
+
+Hosts make(int count, double timeout_s) {
+  Hosts hosts;
+  for (int host = 0; host < count; ++host)
+    hosts.push_back(std::make_unique<BetweenHosts>(host, count, kLoopback, timeout_s));
+  return hosts;
+}
+
+std::vector<std::string> cards_of(const Hosts& hosts) {
+  std::vector<std::string> cards;
+  for (const auto& host : hosts) cards.push_back(host->card());
+  return cards;
+}
+
+std::vector<std::string> ranks_of(size_t count) {
+  std::vector<std::string> ranks;
+  for (size_t host = 0; host < count; ++host) ranks.push_back("rank " + std::to_string(host));
+  return ranks;
+}
+
+Hosts connected(int count) {
+  Hosts hosts = make(count, kTimeout);
+  const auto cards = cards_of(hosts);
+  together(count, [&](int host) { hosts[static_cast<size_t>(host)]->connect(cards, ranks_of(cards.size())); });
+  return hosts;
+}
+
+// Sends so many bytes in two pieces, and checks what comes.
+void exchange(BetweenHosts& self, int host, int hosts, size_t bytes, int round) {
+  const auto value = [&](int from, size_t at) { return static_cast<uint8_t>(from * 31 + round * 7 + at * 13); };
+  std::vector<uint8_t> own(bytes);
+  for (size_t i = 0; i < bytes; ++i) own[i] = value(host, i);
+  const size_t cut = bytes / 3;
+  const auto pieces = [&](std::vector<uint8_t>& memory) {
+    return std::vector<iovec>{{memory.data(), cut}, {memory.data() + cut, bytes - cut}};
+  };
+  std::vector<std::vector<uint8_t>> got(static_cast<size_t>(hosts), std::vector<uint8_t>(bytes));
+  std::vector<std::vector<iovec>> taken;
+  for (auto& memory : got) taken.push_back(pieces(memory));
+  self.exchange(pieces(own), taken);
+  for (int from = 0; from < hosts; ++from)
+    for (size_t i = 0; from != host && i < bytes; ++i) CHECK(got[static_cast<size_t>(from)][i] == value(from, i));
+}
+
+void test_exchanges() {
+  for (const int count : {2, 3, 4}) {
+    Hosts hosts = connected(count);
+    // The large one is more than sockets hold: all send and take at the same time.
+    const std::vector<size_t> sizes{4, 0, 1, 2400, 70'000, kSanitized ? 300'000u : 20'000'000u, 2400};
+    together(count, [&](int host) {
+      for (size_t round = 0; round < sizes.size(); ++round)
+        exchange(*hosts[static_cast<size_t>(host)], host, count, sizes[round], static_cast<int>(round));
+    });
+  }
+}
+
+Descriptor visit(const std::string& card) {
+  const std::string port = card.substr(card.rfind(',') + 1);
+  Descriptor fd(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(std::atoi(port.c_str())));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK(connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0);
+  return fd;
+}
+
+// Those who have not read the card are sent away, and keep nobody from coming.
+void test_strangers() {
+  Hosts hosts = make(2, kTimeout);
+  const auto cards = cards_of(hosts);
+  std::vector<Descriptor> strangers;
+  for (int i = 0; i < 4; ++i) {
+    strangers.push_back(visit(cards[0]));
+    std::string words(static_cast<size_t>(40 * i), 'x');
+    if (i > 1) std::memcpy(words.data(), "anyaccel\1\0\0\0\1\0\0\0", 16);  // all is right but the key
+    if (i > 0) CHECK(send(strangers.back().get(), words.data(), words.size(), MSG_NOSIGNAL) > 0);
+  }
+  together(2, [&](int host) { hosts[static_cast<size_t>(host)]->connect(cards, ranks_of(2)); });
+  together(2, [&](int host) { exchange(*hosts[static_cast<size_t>(host)], host, 2, 100, 0); });
+  char byte;
+  for (const Descriptor& stranger : strangers) CHECK(recv(stranger.get(), &byte, 1, 0) <= 0);
+
+  const std::string wrong = cards[0].substr(0, cards[0].find(';'));
+  for (const std::string& card :
+       {std::string(), wrong, wrong + ";00;127.0.0.1,1", cards[0].substr(0, 70 + wrong.size()),
+        wrong + ";" + std::string(64, '0') + ";nowhere,80", wrong + ";" + std::string(64, '0') + ";127.0.0.1,x"}) {
+    BetweenHosts host(1, 2, kLoopback, 1);
+    bool refused = false;
+    try {
+      host.connect({card, host.card()}, ranks_of(2));
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
+}
+
+void test_who_does_not_come() {
+  {
+    Hosts hosts = make(3, 0.2);
+    const auto cards = cards_of(hosts);
+    together(2, [&](int host) {
+      const std::string text =
+          error_of([&] { hosts[static_cast<size_t>(host)]->connect(cards, ranks_of(3)); }, CommError::Kind::timeout);
+      CHECK(has(text, "no connection with rank 2 on ") && has(text, "within the timeout of 0.2 s"));
+    });
+  }
+  {
+    // Nobody listens any more where the card says.
+    auto gone = std::make_unique<BetweenHosts>(0, 2, kLoopback, 0.2);
+    const std::string card = gone->card();
+    gone.reset();
+    BetweenHosts host(1, 2, kLoopback, 0.3);
+    const std::string text =
+        error_of([&] { host.connect({card, host.card()}, ranks_of(2)); }, CommError::Kind::timeout);
+    CHECK(has(text, "(127.0.0.1 port ") && has(text, "Connection refused)"));
+  }
+  {
+    Hosts hosts = connected(2);
+    for (const auto& host : hosts) host->set_timeout(0.2);
+    const std::string late = error_of([&] { exchange(*hosts[0], 0, 2, 100, 0); }, CommError::Kind::timeout);
+    CHECK(has(late, "rank 1 on ") && has(late, " did not come within the timeout of 0.2 s"));
+    CHECK(has(error_of([&] { exchange(*hosts[0], 0, 2, 100, 0); }, CommError::Kind::broken), "earlier error"));
+    // The late one has all that was sent to it, and learns it the next time.
+    exchange(*hosts[1], 1, 2, 100, 0);
+    const std::string told = error_of([&] { exchange(*hosts[1], 1, 2, 100, 0); }, CommError::Kind::broken);
+    CHECK(has(told, "rank 0 on ") && has(told, " gave up: rank 1 on "));
+  }
+}
+
+void test_who_leaves() {
+  for (const size_t bytes : {size_t{100}, size_t{30'000'000}}) {
+    Hosts hosts = connected(3);
+    together(3, [&](int host) {
+      auto& self = hosts[static_cast<size_t>(host)];
+      exchange(*self, host, 3, 1000, 0);
+      if (host == 2) {
+        self.reset();
+        return;
+      }
+      try {
+        exchange(*self, host, 3, bytes, 1);
+        CHECK(false);
+      } catch (const CommError& error) {
+        // One of them may hear it from the other first; who is in the middle of a large message cannot say why it goes.
+        CHECK(has(error.what(), "ended or left") && (bytes > 100 || has(error.what(), "rank 2 on ")));
+      }
+    });
+  }
+  // One that fails says why, also to those that come later, and to those who expect less than the words take.
+  for (const size_t bytes : {size_t{0}, size_t{5}, size_t{100'000}}) {
+    Hosts hosts = connected(2);
+    hosts[1]->fail("rank 3 has ended");
+    const std::string text = error_of([&] { exchange(*hosts[0], 0, 2, bytes, 0); }, CommError::Kind::broken);
+    CHECK(has(text, "rank 1 on ") && has(text, " gave up: rank 3 has ended"));
+  }
+}
+
+void test_disagreement() {
+  Hosts hosts = connected(2);
+  together(2, [&](int host) {
+    const std::string text =
+        error_of([&] { exchange(*hosts[static_cast<size_t>(host)], host, 2, host == 0 ? 100 : 200, 0); },
+                 CommError::Kind::broken);
+    CHECK(has(text, "ranks disagree"));
+  });
+}
+
+void test_an_interrupt() {
+  Hosts hosts = connected(2);
+  hosts[0]->set_interrupt_check([] { throw std::runtime_error("Ctrl-C"); });
+  bool interrupted = false;
+  try {
+    exchange(*hosts[0], 0, 2, 100, 0);
+  } catch (const std::runtime_error& error) {
+    interrupted = std::string(error.what()) == "Ctrl-C";
+  }
+  CHECK(interrupted);
+  exchange(*hosts[1], 1, 2, 100, 0);
+  CHECK(has(error_of([&] { exchange(*hosts[1], 1, 2, 100, 0); }, CommError::Kind::broken), "gave up: Ctrl-C"));
+}
+
+// --- ranks of a decoder
+
+constexpr size_t kFloats = 5000;
+
+struct Ranks {
+  std::vector<std::unique_ptr<ParallelRanks>> all;
+  Ranks(const std::vector<int>& hosts, std::vector<int64_t> vocabulary = {}) {
+    const int size = static_cast<int>(hosts.size());
+    vocabulary.resize(hosts.size(), 10);
+    std::vector<std::string> names;
+    int64_t first = 0;
+    for (int rank = 0; rank < size; ++rank) {
+      const int64_t count = vocabulary[static_cast<size_t>(rank)];
+      all.push_back(std::make_unique<ParallelRanks>(rank, size, kFloats, kTimeout,
+                                                    ParallelRanks::Header{7, first, count, 100 + rank},
+                                                    ShmSegment::Kind::memfd, hosts, kLoopback));
+      first += count;
+      names.push_back(all.back()->name());
+    }
+    const std::vector<int> pids(hosts.size(), getpid());
+    together(size, [&](int rank) { all[static_cast<size_t>(rank)]->connect(names, pids); });
+    for (const auto& rank : all) rank->unlink();
+  }
+  ParallelRanks& at(int rank) { return *all[static_cast<size_t>(rank)]; }
+};
+
+float value_of(int rank, unsigned turn, size_t at) { return static_cast<float>(rank * 1000 + turn * 10 + at % 7); }
+
+void exchange(ParallelRanks& self, unsigned turn, const ParallelRanks::Parts& parts) {
+  const auto floats = [&](int rank) {
+    return static_cast<size_t>(parts.floats + parts.logits * self.header(rank).vocab_count);
+  };
+  self.signature(self.rank(), turn) = 100 + turn;
+  for (size_t i = 0; i < floats(self.rank()); ++i) self.slot(self.rank(), turn)[i] = value_of(self.rank(), turn, i);
+  self.exchange(turn, parts);
+  for (int rank = 0; rank < self.size(); ++rank) {
+    CHECK(self.signature(rank, turn) == 100 + turn);
+    for (size_t i = 0; i < floats(rank); ++i) CHECK(self.slot(rank, turn)[i] == value_of(rank, turn, i));
+  }
+}
+
+void test_ranks() {
+  const std::vector<std::vector<int>> placements{{0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 1, 2}, {0, 1, 1}};
+  for (const auto& hosts : placements) {
+    Ranks ranks(hosts, {3, 12, 1});
+    together(static_cast<int>(hosts.size()), [&](int rank) {
+      for (int other = 0; other < static_cast<int>(hosts.size()); ++other)
+        CHECK(ranks.at(rank).header(other).cache_pages == 100 + other);
+      for (unsigned turn = 0; turn < (kSanitized ? 40 : 400); ++turn)
+        exchange(ranks.at(rank), turn,
+                 turn % 3 == 0 ? ParallelRanks::Parts{0, turn % 5} : ParallelRanks::Parts{kFloats, 0});
+    });
+  }
+}
+
+void test_ranks_whose_host_leaves() {
+  Ranks ranks({0, 0, 1, 1});
+  together(4, [&](int rank) {
+    exchange(ranks.at(rank), 0, {100, 0});
+    if (rank == 3) {
+      ranks.all[3].reset();
+      return;
+    }
+    try {
+      exchange(ranks.at(rank), 1, {100, 0});
+      CHECK(false);
+    } catch (const CommError& error) {
+      CHECK(has(error.what(), "rank 3 "));
+      // All ranks of the other host are told what its leader is told.
+      if (rank < 2) CHECK(has(error.what(), "ranks 2, 3 on ") && has(error.what(), "has left"));
+    }
+  });
+}
+
+void test_ranks_that_wait() {
+  Ranks ranks({0, 0, 1});
+  std::string texts[2];
+  together(2, [&](int rank) {
+    if (rank == 0) ranks.at(0).set_timeout(0.3);
+    // The leader may be late itself on a busy machine: the other one waits for it, not for the clock.
+    try {
+      exchange(ranks.at(rank), 0, {100, 0});
+    } catch (const CommError& error) {
+      CHECK(error.kind == CommError::Kind::timeout || rank == 1);
+      texts[rank] = error.what();
+    }
+  });
+  CHECK(has(texts[0], "did not come within the timeout of 0.3 s"));
+  if (texts[0].find("rank 2 on ") == 0) CHECK(texts[1] == texts[0]);
+}
+
+void test_wrong_hosts() {
+  for (const std::vector<int>& hosts : std::vector<std::vector<int>>{{0}, {1, 0}, {0, 2}, {0, -1}}) {
+    bool refused = false;
+    try {
+      ParallelRanks(0, 2, kFloats, 1, {}, ShmSegment::Kind::memfd, hosts, kLoopback);
+    } catch (const llm::UsageError&) {
+      refused = true;
+    }
+    CHECK(refused);
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_exchanges();
+  test_strangers();
+  test_who_does_not_come();
+  test_who_leaves();
+  test_disagreement();
+  test_an_interrupt();
+  test_ranks();
+  test_ranks_whose_host_leaves();
+  test_ranks_that_wait();
+  test_wrong_hosts();
+  std::printf("ok\n");
+  return 0;
+}
