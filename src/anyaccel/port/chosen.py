@@ -90,6 +90,8 @@ def _doubtful(ctx: Context, use: cst.CSTNode) -> str:
         return ""
     if name in ctx.project.demanding or usage.last_name(found.callee) in ctx.project.demanding:
         return name
+    if not full and name in ("match", "fullmatch", "search"):  # of a pattern; what it has to be is not here to be read
+        return name
     root = full.split(".")[0]
     known = not root or root in tables.TAKES_ANY | ctx.project.roots
     return "" if known or not (found.names or found.plural or found.position >= 0) else full

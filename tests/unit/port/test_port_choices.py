@@ -46,6 +46,11 @@ def messages(text: str) -> str:
             "def g(self):\n    if str(self.device) == 'cuda':\n        a()\n    elif self.b:\n        b()",
             "chooses another way",
         ),
+        # A pattern may know CUDA and the CPU only: neurodiffeq raises where neither matches.
+        (
+            f"known = re.compile('cuda|cpu')\n{PICK}\nif not known.fullmatch(device):\n    raise ValueError(device)",
+            "fullmatch may take cuda and cpu only",
+        ),
     ],
 )
 def test_choices_that_stay(code: str, why: str) -> None:
