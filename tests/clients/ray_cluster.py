@@ -261,7 +261,7 @@ def without_a_cluster() -> None:
     assert cores_for(2 * cores, 2.0 * cores, machine) == cores and cores_for(2, 4.0 * cores, machine) == 1
 
     class Dead:
-        def ready(self) -> bool:
+        def alive(self) -> bool:
             return False
 
     replica: Any = object.__new__(Replica)
