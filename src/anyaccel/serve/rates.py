@@ -26,6 +26,7 @@ class Rates:
         self._prompt_rate = _START
         self._measured = False
         self._decode: dict[int, float] = {}  # answers in a step -> its seconds
+        self._guess = (0, 0.0)  # the same of the last step that had prompts and more answers than any of those
 
     @property
     def prompt_rate(self) -> float:
@@ -36,8 +37,13 @@ class Rates:
         """Of a step without prompts; 0.0 as long as none was measured."""
         if answers == 0 or not self._decode:
             return 0.0
+        if self._guess[0] >= answers > max(self._decode):
+            return self._guess[1]
+        return self._at_most(answers)
+
+    def _at_most(self, answers: int) -> float:
+        """What a step takes, or, of more answers than were ever measured, what it takes at most."""
         nearest = min(self._decode, key=lambda known: (abs(known - answers), known))
-        # Of more answers than were ever measured: what they take at most.
         return self._decode[nearest] * max(1.0, answers / nearest)
 
     def add(self, prompt_tokens: int, answers: int, seconds: float) -> None:
@@ -47,6 +53,11 @@ class Rates:
         if prompt_tokens == 0:
             before = self._decode.get(answers, seconds)
             self._decode[answers] = before + _WEIGHT * (seconds - before)
+            return
+        if self._measured and self._decode and answers > (known := max(self._decode)):
+            # No step without prompts had so many answers yet: what the prompts' rate leaves of this one is theirs.
+            rest = seconds - prompt_tokens / self._prompt_rate
+            self._guess = answers, min(max(rest, self._decode[known]), self._at_most(answers))
             return
         left = seconds - self.decode_seconds(answers)
         if left <= seconds / 10 or prompt_tokens < self._least:  # says nothing about prompts

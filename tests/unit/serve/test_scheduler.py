@@ -394,3 +394,12 @@ def test_rates_follow_what_was_measured() -> None:
     # More answers than ever before: what they take is not taken for the prompts' time.
     rates.add(64, 8, 0.1 + 64 / 400)
     assert rates.prompt_rate == pytest.approx(400, rel=0.02)
+    # And what they took is known from then on, though no step without prompts had so many: not twice that of 4.
+    assert rates.decode_seconds(16) == pytest.approx(0.2, rel=0.01)  # at most
+    rates.add(64, 16, 0.08 + 64 / 400)
+    assert rates.decode_seconds(16) == pytest.approx(0.08, rel=0.05)
+    assert rates.decode_seconds(12) == pytest.approx(0.08, rel=0.05) and rates.decode_seconds(17) > 0.2
+    rates.add(64, 16, 9.0)
+    assert rates.decode_seconds(16) == pytest.approx(0.2, rel=0.01)  # never more than in proportion
+    rates.add(0, 16, 0.07)
+    assert rates.decode_seconds(16) == pytest.approx(0.07)
