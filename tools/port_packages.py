@@ -198,8 +198,8 @@ def port(folder: Path, parts: Sequence[str], only: list[str], imports: bool) -> 
     return record
 
 
-def _run(folder: Path, mode: str, *paths: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "anyaccel", "port", mode, "--json", *(paths or ["."])]
+def _run(folder: Path, mode: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "anyaccel", "port", mode, "--json", "."]
     done = subprocess.run(command, cwd=folder, env=_environment(), capture_output=True, text=True, check=False)
     if not done.stdout:
         raise SystemExit(done.stderr)

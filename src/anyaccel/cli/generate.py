@@ -106,7 +106,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
-            + (f"{result.right} of {result.drafted} drafted tokens right; " if options.draft_tokens else "")
+            + (f"{result.accepted} of {result.drafted} drafted tokens accepted; " if options.draft_tokens else "")
             + f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB{where}"
         )
     return 0
@@ -136,7 +136,7 @@ def _summary(options: argparse.Namespace, backend: Backend, result: Generation, 
         "prompt_tokens_per_second": result.prompt_tokens_per_second,
         "generated_tokens_per_second": result.tokens_per_second,
         "drafted_tokens": result.drafted,
-        "drafted_tokens_right": result.right,
+        "accepted_tokens": result.accepted,
         "peak_memory_bytes": sum(peaks) + backend.beside(),
         "peak_memory_bytes_by_rank": peaks,
         "accelerator": backend.accelerator,

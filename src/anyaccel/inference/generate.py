@@ -33,7 +33,7 @@ class Generation:
         tokens: ids generated so far, the end-of-text token among them.
         prompt_seconds: from the call to the first token.
         decode_seconds: from the first token to the last.
-        drafted, right: how many tokens were drafted, and how many of them were right.
+        drafted, accepted: how many tokens were drafted, and how many of them were right.
     """
 
     prompt_tokens: int = 0
@@ -41,7 +41,7 @@ class Generation:
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
     drafted: int = 0
-    right: int = 0
+    accepted: int = 0
 
     @property
     def prompt_tokens_per_second(self) -> float:
@@ -278,7 +278,7 @@ def request_steps(native: NativeModel, request: _llm.Request, result: Generation
                 native.saving.begin()
         result.decode_seconds = now - first
         result.tokens.append(token)
-        result.drafted, result.right = request.drafts
+        result.drafted, result.accepted = request.drafts
         yield token
 
 

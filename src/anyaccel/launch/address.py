@@ -101,7 +101,7 @@ def interface_towards(address: str) -> str | None:
                 own = probe.getsockname()[0]
                 for _, name in socket.if_nameindex():
                     # Where the target is ours, the way to it is the loopback, and others come in at its interface.
-                    if addresses_of_interface(name) in ([target], [own] if own != target else [target]):
+                    if addresses_of_interface(name) in ([own], [target]):
                         return name
             except OSError:
                 continue

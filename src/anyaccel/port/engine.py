@@ -16,18 +16,18 @@ from anyaccel.port.candidate import Candidate
 from anyaccel.port.context import Context
 from anyaccel.port.fstrings import free_quotes, shows_code
 from anyaccel.port.guards import has_newer_way, is_for_another_vendor
+from anyaccel.port.halves import PLACES
 from anyaccel.port.imports import Imports
 from anyaccel.port.project import Project, join, outline
 from anyaccel.port.settle import settle
+from anyaccel.port.silence import is_silenced
 from anyaccel.port.transform import apply
 from anyaccel.port.tree import AMBIGUOUS, Tree
 from anyaccel.port.whole import asks_where
 
-_IGNORED = re.compile(r"#\s*ignore-cuda\b", re.IGNORECASE)
-_NOQA = re.compile(r"#\s*noqa(?P<codes>:\s*[A-Z]+[0-9]*(?:[,\s]+[A-Z]+[0-9]+)*)?", re.IGNORECASE)
 _OF_TENSORS = {"ACC301", "ACC303"}
 _NAMES = {"ACC102", "ACC201", "ACC401"}
-_PLACES = {"ACC102", "ACC106", "ACC111", "ACC201", "ACC301"}
+_DEVICES = PLACES - {"ACC401"}  # without the backend, which is no device
 _METHODS = {"cuda", "pin_memory"}
 _ATTRIBUTES = {*_METHODS, "is_cuda", "cpp_extension", "CUDA"}
 _NO_USE = {cst.ImportAlias, cst.ImportFrom, cst.AsName, cst.NameItem}
@@ -110,7 +110,9 @@ def port_text(
     limited = usage.of_cuda_and_cpu(tree, ctx.project.roots)
     for candidate in candidates:
         first, last = (tree.position(offset)[0] for offset in spans[candidate.node])
-        if not wanted(candidate.code) or _is_suppressed(tree, candidate.code, {first, last}):
+        if not wanted(candidate.code) or any(
+            is_silenced(tree.line(number), candidate.code) for number in {first, last}
+        ):
             candidate.fix = None
             candidate.allowed = wanted(candidate.code)
             suppressed += wanted(candidate.code)
@@ -138,7 +140,7 @@ def port_text(
                 candidate.unfixed("the function names devices of other vendors too")
             elif candidate.code in ("ACC111", "ACC201") and usage.is_within_foreign(tree, candidate.node):
                 candidate.unfixed("what is around it uses a package whose devices are its own affair")
-            elif candidate.code in _PLACES and (
+            elif candidate.code in _DEVICES and (
                 package := next((limited[each] for each in tree.parents(candidate.node) if each in limited), "")
             ):
                 candidate.unfixed(f"{package}, which is used here, knows CUDA, and at most the CPU")
@@ -316,20 +318,6 @@ _FINDERS: dict[type[cst.CSTNode], Callable[[Context, Any], Iterator[Candidate]]]
     cst.ImportFrom: packages.find_import,
     cst.FunctionDef: tensors.find_definition,
 }
-
-
-def _is_suppressed(tree: Tree, code: str, lines: Iterable[int]) -> bool:
-    for number in lines:
-        line = tree.line(number)
-        if "#" not in line:
-            continue
-        if _IGNORED.search(line):
-            return True
-        for match in _NOQA.finditer(line):
-            codes = match["codes"]
-            if codes is None or any(code.startswith(each.upper()) for each in re.findall(r"[A-Za-z]+\d*", codes)):
-                return True
-    return False
 
 
 def _check(before: str, after: str) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from anyaccel.port import tables
+from anyaccel.port.silence import is_silenced
 
 _WORTH_PARSING = re.compile(r"cuda.*device|device.*cuda|cuda\.is_available", re.DOTALL)
 # if x.is_cuda:, on_gpu = device.type == "cuda"
 _ASKS = re.compile(
     r"""(?:\b(?:if|and|or|assert|not|while|return)\s|=\s)[^\n#]*(?:\.is_cuda\b|[!=]=\s*["']cuda["']|startswith\(["']cuda["']\))"""
 )
-_LEFT = re.compile(r"#\s*(?:noqa|ignore-cuda)", re.IGNORECASE)
 _OWN_DEVICE = re.compile(r"self\._?device(?:_type|_name)?")
 _PORTABLE = {*tables.FUNCTIONS, *tables.CLASSES, "amp", "current_device", "nvtx", "mem_get_info", "graph", "CUDAGraph"}
 _ABOUT_DEVICES = re.compile("cuda|gpu|device|accel", re.IGNORECASE)
@@ -51,7 +51,7 @@ def facts(text: str) -> Facts:
     """The facts of a module; none where it cannot be parsed, or is about no device of CUDA."""
     if "cuda" not in text:
         return NO_FACTS
-    asks = any(not _LEFT.search(text, each.end(), _line_end(text, each.end())) for each in _ASKS.finditer(text))
+    asks = any(not _is_settled(text, each.start(), each.end()) for each in _ASKS.finditer(text))
     if not _WORTH_PARSING.search(text):
         return Facts(asks=asks)
     try:
@@ -76,9 +76,11 @@ def facts(text: str) -> Facts:
     return Facts(keeps, named, frozenset(demands), passing, asks)
 
 
-def _line_end(text: str, start: int) -> int:
-    end = text.find("\n", start)
-    return len(text) if end < 0 else end
+def _is_settled(text: str, start: int, end: int) -> bool:
+    """Whether a comment in the line of a question says that it is to stay."""
+    rest = text.find("\n", end)
+    line = text[start : rest if rest >= 0 else len(text)]
+    return is_silenced(line, "ACC202") and is_silenced(line, "ACC302")
 
 
 def demanding(all_facts: Iterable[Facts]) -> frozenset[str]:

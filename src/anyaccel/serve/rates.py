@@ -37,8 +37,9 @@ class Rates:
         """Of a step without prompts; 0.0 as long as none was measured."""
         if answers == 0 or not self._decode:
             return 0.0
-        if self._guess[0] >= answers > max(self._decode):
-            return self._guess[1]
+        known, seconds = self._guess
+        if answers > max(self._decode) and known > max(self._decode):
+            return seconds * max(1.0, answers / known)
         return self._at_most(answers)
 
     def _at_most(self, answers: int) -> float:

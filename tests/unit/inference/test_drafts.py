@@ -185,4 +185,4 @@ def test_a_generation_tells_how_many_were_right(llama: Any) -> None:
     result = Generation()
     request = _request(llama, [5, 6, 7, 8] * 12, 15)
     assert list(request_steps(native, request, result)) == request.tokens
-    assert (result.drafted, result.right) == request.drafts and 0 < result.right <= result.drafted
+    assert (result.drafted, result.accepted) == request.drafts and 0 < result.accepted <= result.drafted

@@ -72,6 +72,17 @@ def test_a_value_that_only_cuda_understands_keeps_its_function() -> None:
     assert port_text(text).text == text
 
 
+@pytest.mark.parametrize(
+    ("comment", "settled"),
+    [("# ignore-cuda", True), ("# noqa", True), ("# noqa: ACC3", True), ("# noqa: E501", False)],
+)
+def test_a_comment_for_another_tool_settles_nothing_for_other_files(
+    tmp_path: Path, comment: str, settled: bool
+) -> None:
+    files = write(tmp_path, {"model.py": GIVEN, "k.py": TENSOR.replace("is_cuda:", f"is_cuda:  {comment}")})
+    assert (next(run.look_at_all(files)).after is not None) == settled
+
+
 def write(folder: Path, files: dict[str, str]) -> list[tuple[str, Config]]:
     for name, text in files.items():
         (folder / name).write_text(text)
