@@ -88,3 +88,20 @@ def logits_of(model: Any, vocab: int, sequences: Sequence[int], news: Sequence[S
     out = torch.full((len(flat), vocab), float("nan"))
     model.forward(sequences, [len(new) for new in news], flat.data_ptr(), out.data_ptr(), list(range(len(flat))))
     return out
+
+
+PROMPTS = [[5, 17, 99, 3, 64], list(range(3, 43)), [8]]
+
+
+def answers_of(model: Any) -> list[list[int]]:
+    """Tokens of answers in company: greedy, sampled, with drafts, of which all ranks have to make the same ones."""
+    from anyaccel import _llm
+
+    requests = [
+        _llm.Request(model, prompt, {"max_new_tokens": 6, "do_sample": index == 1, "seed": 3})
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    requests.append(_llm.Request(model, [5, 6, 7, 8] * 6, {"max_new_tokens": 20, "draft_tokens": 5}))
+    while not all(request.finished for request in requests):
+        model.step([request for request in requests if not request.finished])
+    return [request.tokens for request in requests]

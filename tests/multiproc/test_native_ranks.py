@@ -16,10 +16,9 @@ import native_models
 import ranks
 from anyaccel import comm
 from anyaccel.errors import CommError, CommTimeoutError, PeerLostError
+from native_models import PROMPTS
 
 pytest.importorskip("transformers")
-
-PROMPTS = [[5, 17, 99, 3, 64], list(range(3, 43)), [8]]
 
 
 def _connected(name: str, timeout: float = 60.0, threads: int = 1) -> Any:
@@ -42,25 +41,11 @@ def _logits(model: Any, vocab: int) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _generated(model: Any) -> list[list[int]]:
-    from anyaccel import _llm
-
-    requests = [
-        _llm.Request(model, prompt, {"max_new_tokens": 6, "do_sample": index == 1, "seed": 3})
-        for index, prompt in enumerate(PROMPTS)
-    ]
-    # One with drafts, of which all ranks have to make the same ones.
-    requests.append(_llm.Request(model, [5, 6, 7, 8] * 6, {"max_new_tokens": 20, "draft_tokens": 5}))
-    while not all(request.finished for request in requests):
-        model.step([request for request in requests if not request.finished])
-    return [request.tokens for request in requests]
-
-
 def on_a_rank(cases: list[tuple[str, int]]) -> list[tuple[torch.Tensor, list[list[int]]]]:
     results = []
     for name, threads in cases:
         model = _connected(name, threads=threads)
-        results.append((_logits(model, native_models.whole(name)[1].vocab), _generated(model)))
+        results.append((_logits(model, native_models.whole(name)[1].vocab), native_models.answers_of(model)))
     return results
 
 
@@ -76,7 +61,7 @@ def test_ranks_have_the_logits_of_one_process(size: int, cases: list[tuple[str, 
     results = ranks.run(on_a_rank, size, cases)
     for index, (name, _) in enumerate(cases):
         model = native_models.native(name)
-        expected, answers = _logits(model, native_models.whole(name)[1].vocab), _generated(model)
+        expected, answers = _logits(model, native_models.whole(name)[1].vocab), native_models.answers_of(model)
         for logits, tokens in (of_rank[index] for of_rank in results):
             assert torch.equal(logits, results[0][index][0]), name
             assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5, name

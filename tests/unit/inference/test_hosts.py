@@ -15,11 +15,9 @@ pytest.importorskip("transformers")
 import torch
 
 import native_models
-from anyaccel import _llm
 from anyaccel.errors import CommError, PeerLostError
 from anyaccel.inference.native.joining import addresses_for_others
-
-PROMPTS = [[5, 17, 99, 3, 64], list(range(3, 43)), [8]]
+from native_models import PROMPTS
 
 
 def connected(models: Sequence[Any], hosts: Sequence[int]) -> Sequence[Any]:
@@ -40,14 +38,7 @@ def computed(model: Any, vocab: int) -> tuple[torch.Tensor, list[list[int]]]:
     sequences = [model.create() for _ in PROMPTS]
     logits = [native_models.logits_of(model, vocab, sequences, PROMPTS)]
     logits.append(native_models.logits_of(model, vocab, sequences, [[7]] * len(PROMPTS)))
-    requests = [
-        _llm.Request(model, prompt, {"max_new_tokens": 6, "do_sample": index == 1, "seed": 3})
-        for index, prompt in enumerate(PROMPTS)
-    ]
-    requests.append(_llm.Request(model, [5, 6, 7, 8] * 6, {"max_new_tokens": 20, "draft_tokens": 5}))
-    while not all(request.finished for request in requests):
-        model.step([request for request in requests if not request.finished])
-    return torch.cat(logits), [request.tokens for request in requests]
+    return torch.cat(logits), native_models.answers_of(model)
 
 
 def on_all(name: str, models: Sequence[Any]) -> list[tuple[torch.Tensor, list[list[int]]]]:
