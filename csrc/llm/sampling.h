@@ -18,7 +18,7 @@ struct SamplingOptions {
   float repetition_penalty = 1.0f;                          // of tokens in `history`
   float presence_penalty = 0.0f, frequency_penalty = 0.0f;  // OpenAI's, over generated tokens only
   int no_repeat_ngram = 0;
-  std::vector<std::pair<int64_t, float>> bias;  // token, what is added to its logit before anything else
+  std::vector<std::pair<int64_t, float>> bias = {};  // token, what is added to its logit before anything else
 };
 
 // xoshiro256** (Blackman and Vigna, 2018), seeded by splitmix64: the same seed gives the same tokens everywhere.
