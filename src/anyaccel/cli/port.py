@@ -49,7 +49,7 @@ def build_parser() -> Parser:
     add("--select", metavar="RULE,...", help="only these rules, or how they begin; default: all")
     add("--ignore", metavar="RULE,...", help="not these rules, or how they begin")
     add("--exclude", metavar="PATTERN", action="append", default=[], help="leave out files and folders like this one")
-    add("--partial", action="store_true", help="also fix single places of files in which a question about CUDA stays")
+    add("--partial", action="store_true", help="also fix what waits for something of CUDA that stays beside it")
     add("--rules", action="store_true", help="list the rules and exit")
     return parser
 

@@ -41,10 +41,11 @@ _SCRIPTING = {"script", "script_method", "script_if_tracing", "export", "unused"
 class Context:
     """One file being looked at."""
 
-    def __init__(self, tree: Tree, project: Project = NO_PROJECT, partial: bool = False) -> None:
+    def __init__(self, tree: Tree, project: Project = NO_PROJECT, partial: bool = False, held: str = "") -> None:
         self.tree = tree
         self.project = project
         self.partial = partial
+        self.held = held
         self._claimed: set[cst.CSTNode] = set()
         self._scripted = {
             name

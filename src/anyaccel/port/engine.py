@@ -21,6 +21,7 @@ from anyaccel.port.imports import Imports
 from anyaccel.port.project import Project, join, outline
 from anyaccel.port.settle import settle
 from anyaccel.port.silence import is_silenced
+from anyaccel.port.together import Holder, holder
 from anyaccel.port.transform import apply
 from anyaccel.port.tree import AMBIGUOUS, Tree
 from anyaccel.port.whole import asks_where
@@ -58,12 +59,14 @@ class Ported:
     Attributes:
         suppressed: findings that a comment silences.
         asks: a question stays whether something is on CUDA.
+        holder: what other files of the same project wait for.
     """
 
     findings: tuple[Found, ...]
     text: str
     suppressed: int = 0
     asks: bool = False
+    holder: Holder | None = None
 
 
 class NotPythonError(Exception):
@@ -76,6 +79,7 @@ def port_text(
     removes_imports: bool = True,
     project: Project | None = None,
     partial: bool = False,
+    held: str = "",
 ) -> Ported:
     """Look at a module, and make the fixes.
 
@@ -85,6 +89,7 @@ def port_text(
         removes_imports: drop imports from torch.cuda that have no use any more.
         project: the files that are ported together; None for this one alone.
         partial: also fix single places of a file in which a question about CUDA stays.
+        held: what stays in a file that this one works together with; what may meet it waits.
 
     Raises:
         NotPythonError: it cannot be parsed, or not be written back exactly.
@@ -97,7 +102,7 @@ def port_text(
         raise NotPythonError(_place_of(text) or f"{error.raw_line}:1: {_first_line(error.message)}") from None
     except RecursionError:
         raise NotPythonError("1:1: nested too deeply to be read") from None
-    ctx = Context(tree, project if project is not None else join([outline(text)]), partial)
+    ctx = Context(tree, project if project is not None else join([outline(text)]), partial, held)
     candidates = list(_unique(_candidates(ctx)))
     if not candidates:
         return Ported((), text)
@@ -153,6 +158,7 @@ def port_text(
             elif shows_code(tree, candidate.node):
                 candidate.unfixed("the f-string shows the code itself, by its `=`")
     settle(ctx, candidates)
+    holds = None if partial else holder(ctx, candidates)
     fixed = [candidate for candidate in kept if candidate.fix is not None]
     ported = text
     if fixed:
@@ -166,7 +172,7 @@ def port_text(
         told = (candidate.code, candidate.message, candidate.fix is not None)
         findings.append(Found(start, line, column, *told, last))
     findings.sort(key=lambda each: (each.start, each.code))
-    return Ported(tuple(findings), ported, suppressed, asks_where(ctx, candidates))
+    return Ported(tuple(findings), ported, suppressed, asks_where(ctx, candidates), holds)
 
 
 def _place_of(text: str) -> str:

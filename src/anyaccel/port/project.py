@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from anyaccel.port.facts import NO_FACTS, Facts, demanding, facts
+from anyaccel.port.links import NO_IMPORTS, Imports, imports
 
 _CLASS = re.compile(r"^([ \t]*)class[ \t]+(\w+)[ \t]*(?:\(([^()]*(?:\([^()]*\)[^()]*)*)\))?[ \t]*:", re.MULTILINE)
 _BLOCK = re.compile(r"^([ \t]*)(?:class|(?:async[ \t]+)?def)[ \t]+(\w+)", re.MULTILINE)
@@ -32,6 +33,7 @@ class Project:
         demanding: functions and classes that take "cuda" and "cpu" only, or pass the device on to one that does.
         roots: the names of the packages and modules that are ported together.
         asking: one of the files goes on asking whether something is on CUDA.
+        held: files -> what they wait for, in another file that they work together with, or in their own.
     """
 
     own_cuda: frozenset[str] = frozenset()
@@ -41,6 +43,7 @@ class Project:
     demanding: frozenset[str] = frozenset()
     roots: frozenset[str] = frozenset()
     asking: bool = False
+    held: Mapping[str, str] = field(default_factory=dict)
 
 
 NO_PROJECT = Project()
@@ -53,6 +56,7 @@ class Outline:
     classes: tuple[tuple[str, tuple[str, ...], frozenset[str]], ...] = ()
     imported: frozenset[str] = frozenset()
     facts: Facts = NO_FACTS
+    links: Imports = NO_IMPORTS
 
 
 def outline(text: str) -> Outline:
@@ -73,7 +77,7 @@ def outline(text: str) -> Outline:
         bases = re.findall(r"(\w+)\s*(?:\[[^\]]*\])?\s*(?:,|$)", re.sub(r"\w+\s*=[^,]*", "", match[3] or ""))
         found.append((match[2], tuple(bases), frozenset(methods[start])))
     names = {name for match in _IMPORT.finditer(text) for name in _SHARED.findall(match[1])}
-    return Outline(tuple(found), frozenset(names), facts(text))
+    return Outline(tuple(found), frozenset(names), facts(text), imports(text))
 
 
 def join(outlines: Iterable[Outline], paths: Iterable[str] = ()) -> Project:

@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from anyaccel.port import notebook, source, tables
+from anyaccel.port.company import place, waiting
 from anyaccel.port.config import Config
+from anyaccel.port.config import find as find_config
 from anyaccel.port.files import beside
 from anyaccel.port.finding import Finding
 from anyaccel.port.mentions import mentions
@@ -43,6 +45,7 @@ class Outcome:
         mentions: lines that merely name CUDA, in a variable or in a text for people; of modules only.
         line, column: of the error, where it has a place.
         asks: a question stays whether something is on CUDA.
+        holds: a place that stays, for which what works together with it waits.
     """
 
     path: str
@@ -56,6 +59,7 @@ class Outcome:
     line: int = 0
     column: int = 0
     asks: bool = False
+    holds: str = ""
 
 
 def look(path: str, config: Config, project: Project = NO_PROJECT) -> Outcome:
@@ -82,7 +86,8 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
 
     file = source.decode(data)
     try:
-        ported = port_text(file.text, config.wants, Path(path).name != "__init__.py", project, config.partial)
+        removes = Path(path).name != "__init__.py"
+        ported = port_text(file.text, config.wants, removes, project, config.partial, project.held.get(path, ""))
     except NotPythonError as error:
         line, column, reason = str(error).split(":", 2)
         return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
@@ -93,7 +98,8 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
     changed = after != data
     named = mentions(file.text, {each.line for each in findings})
     before, new = (data, after) if changed else (None, None)
-    return Outcome(path, "", findings, before, new, True, ported.suppressed, named, asks=ported.asks)
+    holds = place(path, ported.holder.line, ported.holder.code) if ported.holder is not None else ""
+    return Outcome(path, "", findings, before, new, True, ported.suppressed, named, asks=ported.asks, holds=holds)
 
 
 def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) -> Outcome:
@@ -105,7 +111,9 @@ def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) 
         raise source.UnreadableError(f"not valid utf-8: {error.reason}") from None
     book = notebook.read(text)
     try:
-        ported = port_text(book.module, config.wants, project=project, partial=config.partial)
+        ported = port_text(
+            book.module, config.wants, project=project, partial=config.partial, held=project.held.get(path, "")
+        )
     except NotPythonError as error:
         raise source.UnreadableError(str(error).split(":", 2)[2].strip()) from None
     findings = []
@@ -116,7 +124,11 @@ def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) 
     after = book.with_module(ported.text).encode("utf-8") if ported.text != book.module else data
     changed = after != data
     before, new = (data, after) if changed else (None, None)
-    return Outcome(path, "", tuple(findings), before, new, True, ported.suppressed, asks=ported.asks)
+    holds = ""
+    if ported.holder is not None:
+        cell, line = book.cell_of(ported.holder.line)
+        holds = place(f"{path} cell {cell}", line, ported.holder.code)
+    return Outcome(path, "", tuple(findings), before, new, True, ported.suppressed, asks=ported.asks, holds=holds)
 
 
 def look_at_all(
@@ -144,17 +156,23 @@ def look_at_all(
     if any(outcome.asks for outcome in ready.values()):
         project = replace(project, asking=True)
         ready = {index: outcome for index, outcome in ready.items() if outcome.asks}  # in those nothing else changes
-    following = 0
     for index, outcome in _look_at(files, [each for each in range(len(files)) if each not in ready], project, workers):
         ready[index] = outcome
         if index not in asking:
             done()
-        while following in ready:
-            yield ready.pop(following)
-            following += 1
-    while following in ready:
-        yield ready.pop(following)
-        following += 1
+    links = {
+        path: each.links
+        for path, each in zip((*(path for path, _ in files), *others), (*outlines, *around), strict=True)
+    }
+    found = [(each.path, each) for each in ready.values()]
+    holds = {path: each.holds for path, each in found}
+    changed = [path for path, each in found if each.before is not None]
+    held = waiting(links, holds, changed, lambda path: look(path, find_config(path), project).holds)
+    again = [index for index, (path, config) in enumerate(files) if path in held and not config.partial]
+    for index, outcome in _look_at(files, again, replace(project, held=held), workers):
+        ready[index] = outcome
+    for index in range(len(files)):
+        yield ready.pop(index)
 
 
 def _look_at(
@@ -166,8 +184,8 @@ def _look_at(
         for index in wanted:
             yield index, look(*files[index], project)
         return
-    for place, outcome in _in_workers([files[index] for index in wanted], project, workers):
-        yield wanted[place], outcome
+    for number, outcome in _in_workers([files[index] for index in wanted], project, workers):
+        yield wanted[number], outcome
 
 
 def _outline(path: str) -> Outline:

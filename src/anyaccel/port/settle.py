@@ -16,6 +16,7 @@ from anyaccel.port.guards import ends_with_demand, governed, guarded, only_sets_
 from anyaccel.port.halves import leave_halves, leave_switches
 from anyaccel.port.pretended import leave_pretended
 from anyaccel.port.syntax import dotted, text_of
+from anyaccel.port.together import leave_waiting
 from anyaccel.port.tries import is_caught, leave_tried
 from anyaccel.port.whole import leave_parts_of_files
 
@@ -59,6 +60,7 @@ def settle(ctx: Context, candidates: Sequence[Candidate]) -> None:
             or leave_halves(ctx, candidates)
             or leave_switches(ctx, candidates)
             or leave_parts_of_files(ctx, candidates)
+            or leave_waiting(ctx, candidates)
         )
     by_node = _by_node(candidates)
     for candidate in candidates:

@@ -386,6 +386,16 @@ def test_mps_streams_are_the_one_queue(make: Make) -> None:
     assert mps.vendor.called("synchronize") == [{}, {}]
 
 
+def test_mps_gives_the_drivers_figure_for_a_peak(make: Make) -> None:
+    mps = make("mps")
+    assert not mps.has("peak_memory")
+    held = mps.memory_reserved()
+    assert mps.max_memory_allocated() == mps.max_memory_allocated(0) == mps.max_memory_reserved() == held > 0
+    mps.reset_peak_memory_stats()
+    mps.reset_max_memory_allocated(0)
+    assert mps.max_memory_cached() == held
+
+
 def test_mps_events_take_what_other_events_take(make: Make) -> None:
     mps = make("mps")
     start, end = (mps.Event(enable_timing=True, blocking=False, interprocess=False) for _ in range(2))

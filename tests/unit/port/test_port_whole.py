@@ -135,6 +135,9 @@ def test_a_file_that_is_named_alone_is_ported_as_with_its_package(tmp_path: Path
     assert alone == whole
     assert whole == [None] * len(files)
     (tmp_path / "kernels.py").write_text(TENSOR.replace("is_cuda:", "is_cuda:  # ignore-cuda"))
+    (waits,) = run.look_at_all([(str(tmp_path / "models/a.py"), Config())])
+    assert waits.after is None and "`Own().cuda()` in b.py line 6, which stays" in waits.findings[0].message
+    (tmp_path / "models/b.py").write_text(files["models/b.py"].replace(".cuda()", ".cuda()  # ignore-cuda"))
     (again,) = run.look_at_all([(str(tmp_path / "models/a.py"), Config())])
     assert again.after is not None
 

@@ -75,7 +75,7 @@ class MpsAccelerator(TorchDeviceAccelerator):
             absent={
                 Capability.STREAMS: "torch runs all work of the GPU in one queue",
                 Capability.GRAPHS: "torch.mps captures no graphs",
-                Capability.PEAK_MEMORY: "torch.mps keeps no peak",
+                Capability.PEAK_MEMORY: "torch.mps keeps no peak: the figure is what the driver holds now",
                 Capability.PINNED_MEMORY: "host and GPU share their memory",
                 Capability.HOST_REGISTRATION: "host and GPU share their memory",
                 Capability.FP64: "Metal has no float64",
@@ -150,6 +150,18 @@ class MpsAccelerator(TorchDeviceAccelerator):
 
     def memory_reserved(self, device_index: DeviceIndex = None) -> int:
         return int(self._vendor("driver_allocated_memory")())
+
+    # No peak is kept, so has() says that there is none; programs that print one get what the driver holds for this
+    # process, cached blocks as well, which is what DeepSpeed's Metal accelerator gives.
+
+    def max_memory_allocated(self, device_index: DeviceIndex = None) -> int:
+        return self.memory_reserved()
+
+    def max_memory_reserved(self, device_index: DeviceIndex = None) -> int:
+        return self.memory_reserved()
+
+    def reset_peak_memory_stats(self, device_index: DeviceIndex = None) -> None:
+        return  # there is none to reset
 
     def memory_stats(self, device_index: DeviceIndex = None) -> dict[str, Any]:
         return {
