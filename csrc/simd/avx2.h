@@ -99,6 +99,9 @@ inline Vec load_bf16(const void* p) {
 inline Vec load_i8(const void* p) {
   return convert(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
 }
+inline IVec load_octets(const void* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))); }
+inline Vec low_nibbles(const void* p) { return convert(_mm256_and_si256(load_octets(p), _mm256_set1_epi32(15))); }
+inline Vec high_nibbles(const void* p) { return convert(_mm256_srli_epi32(load_octets(p), 4)); }
 inline Vec even_bf16(const void* p) { return _mm256_castsi256_ps(_mm256_slli_epi32(load_ints(p), 16)); }
 inline Vec odd_bf16(const void* p) {
   return _mm256_castsi256_ps(_mm256_and_si256(load_ints(p), _mm256_set1_epi32(static_cast<int>(0xffff0000u))));

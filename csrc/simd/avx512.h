@@ -87,6 +87,9 @@ inline Vec load_bf16(const void* p) {
 inline Vec load_i8(const void* p) {
   return convert(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
 }
+inline IVec load_octets(const void* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
+inline Vec low_nibbles(const void* p) { return convert(_mm512_and_si512(load_octets(p), _mm512_set1_epi32(15))); }
+inline Vec high_nibbles(const void* p) { return convert(_mm512_srli_epi32(load_octets(p), 4)); }
 inline Vec even_bf16(const void* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(load_ints(p), 16)); }
 inline Vec odd_bf16(const void* p) {
   return _mm512_castsi512_ps(_mm512_and_si512(load_ints(p), _mm512_set1_epi32(static_cast<int>(0xffff0000u))));

@@ -116,6 +116,10 @@ inline Vec load_i8(const void* p) {
   const auto* q = static_cast<const int8_t*>(p);
   return convert(IVec{q[0], q[1], q[2], q[3]});
 }
+typedef uint8_t Octets __attribute__((vector_size(4)));
+inline UVec load_octets(const void* p) { return __builtin_convertvector(read<Octets>(p), UVec); }
+inline Vec low_nibbles(const void* p) { return convert(bits_as<IVec>(load_octets(p) & 15u)); }
+inline Vec high_nibbles(const void* p) { return convert(bits_as<IVec>(load_octets(p) >> 4)); }
 inline Vec even_bf16(const void* p) { return bits_as<Vec>(read<UVec>(p) << 16); }
 inline Vec odd_bf16(const void* p) { return bits_as<Vec>(read<UVec>(p) & 0xffff0000u); }
 // As to_bf16() and to_f16() of convert.h, in the lower half of each lane.

@@ -20,6 +20,7 @@
 //   convert              of an int32 to a float
 //   load_bf16, load_f16, store_bf16, store_f16, load_i8
 //   even_bf16(p), odd_bf16(p)   of kLanes pairs of bfloat16
+//   low_nibbles(p), high_nibbles(p)   0..15 of kLanes bytes
 //   pack_bf16(a, b), pack_f16(a, b), interleave_bf16(even, odd)   two vectors as 2 * kLanes halves
 //   stream(p, v)         past the caches, where p is aligned to a whole vector; stream_fence() after the last one
 //
