@@ -403,7 +403,7 @@ def test_an_older_config_of_another_family_means_the_same(model_type: str, old: 
         ({"rope_scaling": {"type": "axial"}}, "rope_type 'axial'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization 'mxfp4'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization 'fp8'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization 'hqq'"),
         ({"per_layer_config": {"0": {"hidden_size": 4}}}, "per_layer_config"),
         ({"model_type": "ministral", "layer_types": ["linear_attention"] * 2}, "layer type 'linear_attention'"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
