@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products with blocks of keys and values as each cache format has them, for kernels_attention.cpp.
+// Products with blocks of keys and values as floats, as each cache format but i4 has them, for kernels_attention.cpp.
 #pragma once
 
 #include "llm/kernels_attention.h"
@@ -13,7 +13,6 @@ using namespace simd::ANYACCEL_ISA_VARIANT;
 // --- cache formats: two neighbours k, k+1 of kLanes columns of a block ([k][16]; bf16 [k/2][16][2])
 
 struct F32 {
-  static constexpr bool kScaled = false, kGrouped = false;
   static constexpr size_t kColumnBytes = 4, kPairBytes = 128;
   static Vec first(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }
   static void pair(const uint8_t* p, Vec& a, Vec& b) {
@@ -23,7 +22,6 @@ struct F32 {
 };
 
 struct BF16 {
-  static constexpr bool kScaled = false, kGrouped = false;
   static constexpr size_t kColumnBytes = 4, kPairBytes = 64;
   static Vec first(const uint8_t* p) { return even_bf16(p); }
   static void pair(const uint8_t* p, Vec& a, Vec& b) {
@@ -33,7 +31,6 @@ struct BF16 {
 };
 
 struct I8 {
-  static constexpr bool kScaled = true, kGrouped = false;  // a scale a token
   static constexpr size_t kColumnBytes = 1, kPairBytes = 32;
   static Vec first(const uint8_t* p) { return load_i8(p); }
   static void pair(const uint8_t* p, Vec& a, Vec& b) {
@@ -42,21 +39,7 @@ struct I8 {
   }
 };
 
-struct I4 {
-  static constexpr bool kScaled = false, kGrouped = true;  // scales and minima for groups of k, or of columns
-  static constexpr size_t kColumnBytes = 1, kPairBytes = 16;
-  static Vec first(const uint8_t* p) { return low_nibbles(p); }
-  static void pair(const uint8_t* p, Vec& a, Vec& b) {
-    a = first(p);
-    b = high_nibbles(p);
-  }
-};
-
 // --- c[rows][columns] = a[rows][k] * b[k][columns] (+ factor[row] * c)
-//
-// Grouped formats: of keys, one group of k at a time, c = (a * b) * scale[column] + row_sum[row] * minimum[column],
-// added to c but for the first group; of values, one group of columns at a time, c = a * b + factor[row] * c +
-// start[row].
 
 struct Product {
   const float* a;
@@ -66,12 +49,8 @@ struct Product {
   int k;
   float* c;
   int64_t c_stride;
-  const float* factor;              // null: c is not read
-  const uint8_t* ahead;             // what is read next, as long as b: fetched meanwhile; null: nothing
-  const uint8_t* scales = nullptr;  // of grouped keys: halves; minima are kPageTokens further
-  const float* row_sums = nullptr;
-  bool more = false;             // not the first group
-  const float* start = nullptr;  // of grouped values
+  const float* factor;   // null: c is not read
+  const uint8_t* ahead;  // what is read next, as long as b: fetched meanwhile; null: nothing
 };
 
 // R rows and N vectors of columns. The order of the additions to a result is that of k, whatever R and N are.
@@ -85,12 +64,8 @@ void tile(const Product& p) {
     column[n] = p.b + static_cast<size_t>(n * kLanes / 16) * p.block_bytes + n * kLanes % 16 * B::kColumnBytes;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      if (p.factor == nullptr)
-        sums[r][n] = broadcast(0.0f);
-      else if constexpr (B::kGrouped)
-        sums[r][n] = fma(load(p.c + r * p.c_stride + n * kLanes), broadcast(p.factor[r]), broadcast(p.start[r]));
-      else
-        sums[r][n] = mul(load(p.c + r * p.c_stride + n * kLanes), broadcast(p.factor[r]));
+      sums[r][n] =
+          p.factor == nullptr ? broadcast(0.0f) : mul(load(p.c + r * p.c_stride + n * kLanes), broadcast(p.factor[r]));
   }
   // Every third row has a pointer: an address reaches two strides further.
   const float* a[(R + 2) / 3];
@@ -130,17 +105,6 @@ void tile(const Product& p) {
       const Vec even = B::first(column[n]);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) sums[r][n] = fma(broadcast(a[r / 3][r % 3 * stride]), even, sums[r][n]);
-    }
-    if constexpr (B::kGrouped) {
-      if (p.scales != nullptr) {
-        const Vec scale = load_f16(p.scales + 2 * n * kLanes);
-        const Vec minimum = load_f16(p.scales + 2 * (kPageTokens + n * kLanes));
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-          sums[r][n] = fma(minimum, broadcast(p.row_sums[r]), mul(sums[r][n], scale));
-          if (p.more) sums[r][n] = add(sums[r][n], load(p.c + r * p.c_stride + n * kLanes));
-        }
-      }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) store(p.c + r * p.c_stride + n * kLanes, sums[r][n]);
@@ -192,15 +156,12 @@ void multiply(const Product& product, int rows, int blocks) {
       const size_t bytes = p.block_bytes << size;
       p.b += bytes;
       p.c += 16 << size;
-      if (p.scales != nullptr) p.scales += size_t{32} << size;
       if (p.ahead != nullptr) p.ahead += bytes;
       left -= 1 << size;
     }
     down.a += height * down.a_stride;
     down.c += height * down.c_stride;
     if (down.factor != nullptr) down.factor += height;
-    if (down.row_sums != nullptr) down.row_sums += height;
-    if (down.start != nullptr) down.start += height;
     down.ahead = nullptr;  // fetched already
     rows -= height;
   }

@@ -46,7 +46,8 @@ HeadLayout head_layout(const AttentionShape& shape, CacheFormat format) {
   layout.format = format;
   layout.head_dim = shape.head_dim;
   layout.value_dim = shape.value_dim;
-  layout.padded_head_dim = (shape.head_dim + 3) / 4 * 4;
+  const int multiple = format == CacheFormat::i4 ? 8 : 4;
+  layout.padded_head_dim = (shape.head_dim + multiple - 1) / multiple * multiple;
   layout.padded_value_dim = (shape.value_dim + 15) / 16 * 16;
   layout.key_block_bytes = bytes_of(static_cast<size_t>(layout.padded_head_dim) * 16);
   layout.value_block_bytes = bytes_of(size_t{kPageTokens} * 16);

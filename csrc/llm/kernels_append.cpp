@@ -107,19 +107,20 @@ void quantise4_groups(const float* from, int n, uint8_t* q, uint8_t* to, int slo
 }
 
 void append_token_i4(const HeadLayout& layout, const float* k, const float* v, uint8_t* head, int slot) {
-  uint8_t q[kMostValues + 1];
+  constexpr size_t kLine = 64;  // of eight numbers
+  uint8_t q[kMostValues + 8];
   uint8_t* const scales = head + layout.scales;
   quantise4_groups(k, layout.head_dim, q, scales, slot);
-  q[layout.head_dim] = 0;
-  uint8_t* const block = head + static_cast<size_t>(slot / 16) * layout.key_block_bytes + slot % 16;
-  for (int i = 0; i < layout.head_dim; i += 2) block[8 * i] = static_cast<uint8_t>(q[i] | q[i + 1] << 4);
+  for (int i = layout.head_dim; i < layout.padded_head_dim; ++i) q[i] = 0;
+  uint8_t* line = head + static_cast<size_t>(slot / 16) * layout.key_block_bytes + slot % 16 * 4;
+  for (int i = 0; i < layout.padded_head_dim; i += 8, line += kLine)
+    for (int j = 0; j < 4; ++j) line[j] = static_cast<uint8_t>(q[i + j] | q[i + 4 + j] << 4);
   quantise4_groups(v, layout.value_dim, q, scales + static_cast<size_t>(layout.key_groups()) * kGroupScaleBytes, slot);
-  uint8_t* to = head + layout.values + slot / 2 * 16;
-  for (int i = 0; i < layout.value_dim; i += 16, to += layout.value_block_bytes) {
-    const int count = layout.value_dim - i < 16 ? layout.value_dim - i : 16;
-    for (int j = 0; j < count; ++j)
-      to[j] = static_cast<uint8_t>(slot % 2 == 0 ? q[i + j] : (to[j] & 15) | q[i + j] << 4);
-  }
+  const int shift = slot % 8 / 4 * 4;
+  uint8_t* to = head + layout.values + static_cast<size_t>(slot / 8) * kLine + slot % 4;
+  for (int i = 0; i < layout.value_dim; i += 16, to += layout.value_block_bytes)
+    for (int j = 0; j < 16 && i + j < layout.value_dim; ++j)
+      to[4 * j] = static_cast<uint8_t>((to[4 * j] & 0xf0 >> shift) | q[i + j] << shift);
 }
 
 void append_task(const AppendTask& task) {

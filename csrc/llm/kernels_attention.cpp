@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "llm/kernels_attention.h"
 
+#include <type_traits>
+
+#include "llm/attention_nibbles.h"
 #include "llm/attention_product.h"
-#include "llm/rotate_groups.h"
 #include "simd/pick.h"
 
 namespace anyaccel::llm {
@@ -110,77 +112,18 @@ float normaliser(float largest_score, float total, const float* sink) {
   return shrink / (total * shrink + 1.0f);
 }
 
-// What `count` rows of a task from `first` on have to do with one page.
-struct PageRows {
-  int first, count, tokens;
-  const uint8_t* keys;
-  bool stream;
-  const uint8_t* next;  // page; null: none, or not fetched
-};
-
-template <class B>
-void score(const HeadLayout& layout, const PageRows& page, const float* q, const float* row_sums, float* scores) {
-  const int k = layout.padded_head_dim, blocks = (page.tokens + 15) / 16;
-  const uint8_t* const ahead = page.stream ? page.keys + layout.values : nullptr;
-  q += page.first * k;
-  if constexpr (!B::kGrouped) {
-    multiply<B>({q, k, page.keys, layout.key_block_bytes, k, scores, kPageTokens, nullptr, ahead}, page.count, blocks);
-  } else {
-    for (int g = 0; g < layout.key_groups(); ++g) {
-      const int from = g * kCacheGroup, values = k - from < kCacheGroup ? k - from : kCacheGroup;
-      const int bytes = from / 2 * 16;
-      multiply<B>({q + from, k, page.keys + bytes, layout.key_block_bytes, values, scores, kPageTokens, nullptr,
-                   ahead == nullptr ? nullptr : ahead + bytes,
-                   page.keys + layout.scales + static_cast<size_t>(g) * kGroupScaleBytes,
-                   row_sums + g * kTaskRows + page.first, g > 0},
-                  page.count, blocks);
-    }
-  }
-}
-
-// Weights times values. `scores` are weights already.
-template <class B>
-void add_values(const HeadLayout& layout, const PageRows& page, const float* scores, const float* factors,
-                float* sums) {
-  const int width = layout.padded_value_dim;
-  const uint8_t* const values = page.keys + layout.values;
-  sums += page.first * width;
-  if constexpr (!B::kGrouped) {
-    multiply<B>({scores, kPageTokens, values, layout.value_block_bytes, page.tokens, sums, width, factors, page.next},
-                page.count, width / 16);
-  } else {
-    const uint8_t* halves = page.keys + layout.scales + static_cast<size_t>(layout.key_groups()) * kGroupScaleBytes;
-    for (int g = 0; g < layout.value_groups(); ++g, halves += kGroupScaleBytes) {
-      float scaled[kTileRows * kPageTokens], start[kTileRows];
-      for (int r = 0; r < page.count; ++r) {
-        Vec total = broadcast(0.0f);
-        for (int j = 0; j < page.tokens; j += kLanes) {
-          const Vec weight = load(scores + r * kPageTokens + j);
-          const Mask none = equal(weight, broadcast(0.0f));  // of a token that is not seen, or not there: any scale
-          store(scaled + r * kPageTokens + j, select(none, weight, mul(weight, load_f16(halves + 2 * j))));
-          total = add(total, select(none, weight, mul(weight, load_f16(halves + 2 * (kPageTokens + j)))));
-        }
-        start[r] = sum(total);
-      }
-      const int column = g * kCacheGroup, blocks = width - column < kCacheGroup ? 1 : kCacheGroup / 16;
-      const size_t bytes = static_cast<size_t>(column / 16) * layout.value_block_bytes;
-      multiply<B>({scaled, kPageTokens, values + bytes, layout.value_block_bytes, page.tokens, sums + column, width,
-                   factors, page.next == nullptr ? nullptr : page.next + bytes, nullptr, nullptr, false, start},
-                  page.count, blocks);
-    }
-  }
-}
+struct I4 {};  // attention_nibbles.h
 
 template <class B>
 void attend_rows(const AttendTask& task) {
-  constexpr bool kScaled = B::kScaled;
+  constexpr bool kNibbles = std::is_same_v<B, I4>, kScaled = std::is_same_v<B, I8>;
   const HeadLayout& layout = *task.layout;
   const AttentionOptions& options = *task.options;
   const int k = layout.padded_head_dim, width = layout.padded_value_dim;
   float* const q = task.scratch;
   float* const sums = q + kTaskRows * k;
   float* const scores = sums + kTaskRows * width;
-  float* const row_sums = scores + kTaskRows * kPageTokens;  // of groups of queries
+  [[maybe_unused]] RoundedQueries rounded(layout, scores + kTaskRows * kPageTokens);
   const bool changed = options.softcap > 0 || options.alibi_slopes != nullptr;
   const float scale = changed ? options.scale : options.scale * kLog2E;
   Rows rows;
@@ -192,12 +135,7 @@ void attend_rows(const AttendTask& task) {
   for (int r = 0; r < task.rows; ++r) {
     copy_scaled(query(r), scale, layout.head_dim, q + r * k);
     for (int i = layout.head_dim; i < k; ++i) q[r * k + i] = 0;
-    if (B::kGrouped) rotate_groups(q + r * k, layout.head_dim);
-    for (int g = 0; B::kGrouped && g < layout.key_groups(); ++g) {
-      float total = 0;
-      for (int i = g * kCacheGroup; i < k && i < (g + 1) * kCacheGroup; ++i) total += q[r * k + i];
-      row_sums[g * kTaskRows + r] = total;
-    }
+    if constexpr (kNibbles) rounded.set(r, q + r * k, layout.head_dim, k);
     for (int i = 0; i < width; i += kLanes) store(sums + r * width + i, broadcast(0.0f));
     rows.position[r] = task.position + token_of(r);
     rows.first_seen[r] = first_seen(options, rows.position[r]);
@@ -218,17 +156,28 @@ void attend_rows(const AttendTask& task) {
       if (end <= 0 || rows.first_seen[first] >= page_begin + kPageTokens) continue;
       const int tokens = end < kPageTokens ? static_cast<int>(end) : kPageTokens;
       const bool more = page_begin + kPageTokens < task.end;
-      const PageRows part{first, count,  tokens,
-                          keys,  stream, stream && more ? task.pages[page + 1] + task.offset : nullptr};
-      score<B>(layout, part, q, row_sums, scores);
+      const int blocks = (tokens + 15) / 16;
+      const uint8_t* const values = keys + layout.values;
+      const uint8_t* const after_keys = stream ? values : nullptr;
+      const uint8_t* const after_values = stream && more ? task.pages[page + 1] + task.offset : nullptr;
+      if constexpr (kNibbles)
+        score_nibbles(layout, keys, rounded, first, count, tokens, scores, after_keys);
+      else
+        multiply<B>({q + first * k, k, keys, layout.key_block_bytes, k, scores, kPageTokens, nullptr, after_keys},
+                    count, blocks);
       float factors[kTileRows];
-      weights(rows, first, count, scores, (tokens + 15) / 16 * 16, page_begin, scales, options.softcap, factors);
-      add_values<B>(layout, part, scores, factors, sums);
+      weights(rows, first, count, scores, 16 * blocks, page_begin, scales, options.softcap, factors);
+      if constexpr (kNibbles)
+        add_nibbles(layout, keys, scores, count, tokens, factors, sums + first * width, after_values);
+      else
+        multiply<B>({scores, kPageTokens, values, layout.value_block_bytes, tokens, sums + first * width, width,
+                     factors, after_values},
+                    count, width / 16);
     }
   }
   for (int r = 0; r < task.rows; ++r) {
     const float total = sum(load(rows.total[r]));
-    if (B::kGrouped) rotate_groups(sums + r * width, layout.value_dim);
+    if (kNibbles) rotate_groups(sums + r * width, layout.value_dim);
     if (task.out == nullptr) {
       float* const to = task.partial + r * partial_floats(layout);
       for (int i = 0; i < width; ++i) to[i] = sums[r * width + i];

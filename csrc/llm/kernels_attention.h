@@ -8,8 +8,8 @@
 //   scales  i8: a float for each token's key, then one for each token's value
 //           i4: for each group of a key's values the scales of all tokens, then their minima, as halves; then the same
 //           for the groups of a token's values
-// Groups of four bits are rotated (rotate_groups.h). They lie in pairs, the first of a pair in the low bits of a byte:
-// keys [k/2][16 tokens], values [t/2][16 values].
+// Groups of four bits are rotated (rotate_groups.h). They lie like weights of four bits (grouped.h): keys [k/8][16
+// tokens][4 bytes], values [t/8][16 values][4 bytes], byte i having numbers i and 4 + i of the eight.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ namespace anyaccel::llm {
 struct HeadLayout {
   CacheFormat format;
   int head_dim, value_dim;
-  int padded_head_dim;   // a multiple of 4: zeros follow
+  int padded_head_dim;   // a multiple of 4, for i4 of 8: zeros follow
   int padded_value_dim;  // a multiple of 16
   size_t key_block_bytes, value_block_bytes;
   size_t values;  // offset of the values
@@ -57,7 +57,7 @@ constexpr int kTaskRows = 64;
 inline int64_t partial_floats(const HeadLayout& layout) { return layout.padded_value_dim + 16; }
 inline size_t task_scratch_floats(const HeadLayout& layout) {
   return static_cast<size_t>(kTaskRows) *
-             static_cast<size_t>(layout.padded_head_dim + layout.padded_value_dim + 2 + layout.key_groups()) +
+             static_cast<size_t>(layout.padded_head_dim + layout.padded_value_dim + 6 + 10 * layout.key_groups()) +
          static_cast<size_t>(kTaskRows) * kPageTokens + 64;
 }
 
