@@ -147,8 +147,10 @@ def test_a_cache_of_few_bits_rounds_keys_and_values(name: str, dtype: str, keep:
         rows += [reference.step(sequence, [token]) for token in ids[count:]]
         differences.append((actual - torch.cat(rows)).abs().amax(-1) / exact.abs().max())
         rounding.append((actual - exact).abs().amax(-1) / exact.abs().max())
-    # A value halfway between two steps may be rounded to either: that changes what comes after it, and is rare.
-    assert float(torch.cat(differences).median()) <= _TOLERANCE < float(torch.cat(rounding).median())
+    # A value halfway between two steps may be rounded to either: that changes what comes after it, and is rare. With
+    # four bits, queries and weights are rounded to eight.
+    difference, whole = float(torch.cat(differences).median()), float(torch.cat(rounding).median())
+    assert difference <= (_TOLERANCE if dtype == "int8" else 0.4 * whole) and whole > _TOLERANCE
 
 
 @pytest.mark.slow
