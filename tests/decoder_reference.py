@@ -7,7 +7,7 @@ One sequence at a time, no tricks. `assemble` puts a model's tensors together as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -158,10 +158,20 @@ class Cached:
 
 
 class Reference:
-    """A decoder that computes what `spec` says with `w`, the weights as `assemble` gives them."""
+    """A decoder that computes what `spec` says with `w`, the weights as `assemble` gives them.
 
-    def __init__(self, spec: DecoderSpec, w: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    `keep`: what the cache has of keys and values [tokens, heads, values].
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        w: Mapping[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+        keep: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> None:
         self.spec = spec
+        self.keep = keep
         self.w = {name: value.to(dtype) for name, value in w.items()}
 
     def start(self) -> Cached:
@@ -210,6 +220,7 @@ class Reference:
         count = x.shape[0]
         positions = torch.arange(sequence.length, sequence.length + count)
         q, k, v = self._qkv(at, a, x, positions, sequence.length + count)
+        k, v = self.keep(k), self.keep(v)
         if (earlier := sequence.keys[index]) is not None:
             k, v = torch.cat([earlier, k]), torch.cat([sequence.values[index], v])  # type: ignore[list-item]
         sequence.keys[index], sequence.values[index] = k, v

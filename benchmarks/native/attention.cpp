@@ -163,9 +163,7 @@ Result measure(Team& team, const AttentionShape& shape, CacheFormat format, int 
   const double pairs = static_cast<double>(batch) * layers *
                        (static_cast<double>(tokens) * (context - tokens) + tokens * (tokens + 1.0) / 2);
   result.flops = pairs * shape.heads * (shape.head_dim + shape.value_dim) * 2;
-  const double value_bytes = format == CacheFormat::f32 ? 4 : format == CacheFormat::bf16 ? 2 : 1;
-  result.bytes = static_cast<double>(batch) * layers * context * shape.kv_heads *
-                 ((shape.head_dim + shape.value_dim) * value_bytes + (format == CacheFormat::i8 ? 8 : 0));
+  result.bytes = static_cast<double>(cache.page_bytes()) / kPageTokens * batch * context;
   return result;
 }
 
@@ -183,8 +181,9 @@ int main(int count, char** arguments) {
     if (count > 2 && std::none_of(arguments + 2, arguments + count,
                                   [&](const char* name) { return std::strcmp(name, bench.name) == 0; }))
       continue;
-    for (const CacheFormat format : {CacheFormat::f32, CacheFormat::bf16, CacheFormat::i8}) {
-      const char* kind = format == CacheFormat::f32 ? "f32" : format == CacheFormat::bf16 ? "bf16" : "i8";
+    for (const CacheFormat format : {CacheFormat::f32, CacheFormat::bf16, CacheFormat::i8, CacheFormat::i4}) {
+      const char* const kinds[] = {"f32", "bf16", "i8", "i4"};
+      const char* kind = kinds[static_cast<int>(format)];
       for (const int context : {128, 1024, 8192}) {
         // As many layers and sequences as it takes to be far larger than the caches.
         const double layer = measure(team, bench.shape, format, 1, 1, context, 1).bytes;

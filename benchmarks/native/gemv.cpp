@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How fast products with few tokens (gemv) read their weights, beside a plain loop that reads the same memory.
 //
-//   gemv [--cached | --model] [format ...]     formats: f32 f16 bf16 i8 i8g32 i4g32 i4g64 i4g128 i4g32m
+//   gemv [--cached | --model] [format ...]     formats: f32 f16 bf16 i8 i8g16 i8g32 i4g32 i4g64 i4g128 i4g32m
+//                                                   i6g16 i5g32m i3g16 i2g16m nl4g32 fp4g32
 //
 // Weights of more than 600 MB are gone through matrix by matrix, so that each comes from memory; --cached repeats
 // matrices with SmolLM2-135M's shapes instead, which stay in the caches. Each matrix is timed by itself and the best
@@ -40,9 +41,12 @@ struct Kind {
   bool minimum;
 };
 constexpr Kind kKinds[] = {
-    {"f32", Format::f32, 0, false},   {"f16", Format::f16, 0, false},     {"bf16", Format::bf16, 0, false},
-    {"i8", Format::i8, 0, false},     {"i8g32", Format::i8, 32, false},   {"i4g32", Format::i4, 32, false},
-    {"i4g64", Format::i4, 64, false}, {"i4g128", Format::i4, 128, false}, {"i4g32m", Format::i4, 32, true}};
+    {"f32", Format::f32, 0, false},    {"f16", Format::f16, 0, false},     {"bf16", Format::bf16, 0, false},
+    {"i8", Format::i8, 0, false},      {"i8g32", Format::i8, 32, false},   {"i4g32", Format::i4, 32, false},
+    {"i4g64", Format::i4, 64, false},  {"i4g128", Format::i4, 128, false}, {"i4g32m", Format::i4, 32, true},
+    {"i8g16", Format::i8, 16, false},  {"i6g16", Format::i6, 16, false},   {"i5g32m", Format::i5, 32, true},
+    {"i3g16", Format::i3, 16, false},  {"i2g16m", Format::i2, 16, true},   {"nl4g32", Format::nl4, 32, false},
+    {"fp4g32", Format::fp4, 32, false}};
 
 std::vector<float> random_floats(size_t count) {
   std::mt19937 random(1);
@@ -58,7 +62,15 @@ std::vector<Matrix> matrices(const Shape& shape, size_t count) {
   std::vector<Matrix> result;
   for (size_t i = 0; i < count; ++i)
     result.emplace_back(shape, memory, static_cast<uint8_t*>(memory.get()) + shape.bytes() * i);
-  result[0].set_rows(0, shape.rows, {values.data(), SourceType::f32, shape.cols * 4, 0});
+  if (!is_quantised(shape.format) || shape.format == Format::i8 || shape.format == Format::i4) {
+    result[0].set_rows(0, shape.rows, {values.data(), SourceType::f32, shape.cols * 4, 0});
+  } else {
+    std::vector<uint8_t> q;
+    for (float value : values)
+      q.push_back(static_cast<uint8_t>(value * 50 + 50) & ((1 << row_of(shape.format).bits) - 1));
+    const std::vector<float> scales(values.size() / static_cast<size_t>(shape.group), 0.1f);
+    result[0].set_quantised_rows(0, shape.rows, q.data(), scales.data(), shape.minimum ? scales.data() : nullptr);
+  }
   for (size_t i = 1; i < count; ++i)
     std::memcpy(static_cast<uint8_t*>(memory.get()) + shape.bytes() * i, memory.get(), shape.bytes());
   return result;

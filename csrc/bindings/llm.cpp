@@ -69,7 +69,8 @@ CacheFormat read_cache_format(const std::string& name) {
   if (name == "f32") return CacheFormat::f32;
   if (name == "bf16") return CacheFormat::bf16;
   if (name == "i8") return CacheFormat::i8;
-  throw UsageError("cache format '" + name + "' is unknown; known are f32, bf16, i8");
+  if (name == "i4") return CacheFormat::i4;
+  throw UsageError("cache format '" + name + "' is unknown; known are f32, bf16, i8, i4");
 }
 
 FileProgress reporter(const nb::object& progress) {

@@ -16,7 +16,9 @@ namespace anyaccel::llm {
 
 constexpr int kPageTokens = 64;
 
-enum class CacheFormat : uint8_t { f32, bf16, i8 };  // i8: a scale for each token and head
+// i8: a scale for each token and head; i4: a scale and a minimum for each token, head and kCacheGroup values.
+enum class CacheFormat : uint8_t { f32, bf16, i8, i4 };
+constexpr int kCacheGroup = 32;
 
 // The heads of one layer that this rank has.
 struct AttentionShape {

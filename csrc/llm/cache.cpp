@@ -29,18 +29,35 @@ OutOfCache::OutOfCache(size_t needed_bytes, size_t free_bytes, size_t limit_byte
       limit(limit_bytes) {}
 
 HeadLayout head_layout(const AttentionShape& shape, CacheFormat format) {
-  const size_t value_bytes = format == CacheFormat::f32 ? 4 : format == CacheFormat::bf16 ? 2 : 1;
+  const auto bytes_of = [format](size_t values) {
+    switch (format) {
+      case CacheFormat::f32:
+        return values * 4;
+      case CacheFormat::bf16:
+        return values * 2;
+      case CacheFormat::i8:
+        return values;
+      case CacheFormat::i4:
+        return values / 2;
+    }
+    return size_t{0};
+  };
   HeadLayout layout{};
   layout.format = format;
   layout.head_dim = shape.head_dim;
   layout.value_dim = shape.value_dim;
-  layout.padded_head_dim = (shape.head_dim + 3) / 4 * 4;
+  const int multiple = format == CacheFormat::i4 ? 8 : 4;
+  layout.padded_head_dim = (shape.head_dim + multiple - 1) / multiple * multiple;
   layout.padded_value_dim = (shape.value_dim + 15) / 16 * 16;
-  layout.key_block_bytes = static_cast<size_t>(layout.padded_head_dim) * 16 * value_bytes;
-  layout.value_block_bytes = size_t{kPageTokens} * 16 * value_bytes;
+  layout.key_block_bytes = bytes_of(static_cast<size_t>(layout.padded_head_dim) * 16);
+  layout.value_block_bytes = bytes_of(size_t{kPageTokens} * 16);
   layout.values = layout.key_block_bytes * (kPageTokens / 16);
   layout.scales = layout.values + layout.value_block_bytes * static_cast<size_t>(layout.padded_value_dim / 16);
-  layout.bytes = layout.scales + (format == CacheFormat::i8 ? 2 * kPageTokens * sizeof(float) : 0);
+  size_t scales = 0;
+  if (format == CacheFormat::i8) scales = 2 * kPageTokens * sizeof(float);
+  if (format == CacheFormat::i4)
+    scales = static_cast<size_t>(layout.key_groups() + layout.value_groups()) * kGroupScaleBytes;
+  layout.bytes = layout.scales + scales;
   return layout;
 }
 

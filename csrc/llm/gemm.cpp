@@ -45,8 +45,11 @@ int64_t panel_bytes(const GemmKernels& kernels, const Shape& shape) {
 // Writes `units` units of a block of weights to `to`, in the form that these kernels multiply.
 void unpack(const GemmKernels& kernels, const GemvKernels& gemv, const BlockLayout& layout, const uint8_t* block,
             int64_t unit, int64_t units, uint8_t* to) {
-  const bool quantised = layout.format == Format::i8 || layout.format == Format::i4;
-  if (quantised && kernels.unpack != nullptr)
+  // Those of floats read i8 and i4 only.
+  const bool known = kernels.operands == GemmKernels::Operands::bytes
+                         ? is_quantised(layout.format)
+                         : layout.format == Format::i8 || layout.format == Format::i4;
+  if (known && kernels.unpack != nullptr)
     kernels.unpack(layout, block, unit, units, to);
   else if (kernels.operands == GemmKernels::Operands::floats)
     gemv.unpack(layout, block, unit * kUnit, (unit + units) * kUnit, reinterpret_cast<float*>(to));
@@ -175,7 +178,7 @@ const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {
     if (const auto* pairs = find_variant<PairGemmKernels>(isa)) return *pairs;
   }
   // Sums of integers need one scale a unit.
-  if ((format == Format::i4 || format == Format::i8) && shape.group != kUnit / 2)
+  if (is_quantised(format) && shape.group != kUnit / 2)
     if (const auto* kernels = find_variant<IntegerGemmKernels>(isa))
       if (format == Format::i4 || kernels->eight_bits) return *kernels;
   return pick<GemmKernels>(isa);

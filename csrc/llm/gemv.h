@@ -4,7 +4,8 @@
 //
 // Activations ("x" below) lie in tiles of a few tokens, one tile after another, the tokens divided evenly among them:
 //   f32, f16, bf16   [cols/16][token][16] float
-//   i8, i4           [cols/32][token][32] int8 or int16, then [cols/32][token] GroupParams, then with weights in groups
+//   others           [cols/32][token][32] int8 or (i8, codes) int16, then [cols/32][token] GroupParams, then with
+//   weights in groups
 //                    of 16 [cols/32][token] int32: the sum of q over the first 16 of the 32 columns
 // Integer products are of activations rounded to 8 bits with a scale for each 32 columns: few columns, since
 // activations of transformers have outliers in single columns (Dettmers et al., "LLM.int8()", 2022).
@@ -60,6 +61,11 @@ struct GemvKernels {
   // bfloat16 (rounded to nearest even), panel[(k1 - k0) / 2][16 rows][2]. 64-byte aligned panels. Padding is zero.
   void (*unpack)(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, float* panel);
   void (*unpack_bf16)(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, uint16_t* panel);
+};
+// Products of the formats that kernels_gemv_bits.cpp has.
+struct GemvBitsKernels {
+  static constexpr bool compiled_for(const IsaRow& row) { return GemvKernels::compiled_for(row); }
+  decltype(GemvKernels::multiply) multiply;
 };
 // The part of them that kernels_gemv_float.cpp has.
 struct GemvFloatKernels {

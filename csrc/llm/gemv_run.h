@@ -56,14 +56,16 @@ inline void ask_for(const uint8_t* p) {
 
 using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;
 
-bool is_float(Format format) { return format == Format::f32 || format == Format::f16 || format == Format::bf16; }
+bool is_float(Format format) { return !is_quantised(format); }
+// Whether weights are multiplied as bytes with a sign, with activations as Q8.
+bool in_quads(Format format) { return format == Format::i8 || row_of(format).codes != nullptr; }
 int tiles_of(Format format, int tokens) {
   const int most = is_float(format) ? kFloatTile : kTile;
   return (tokens + most - 1) / most;
 }
 int tile_begin(int tokens, int tile, int tiles) { return tokens * tile / tiles; }
 size_t value_bytes(Format format) {
-  return is_float(format) ? sizeof(float) : format == Format::i8 ? sizeof(Q8) : sizeof(int8_t);
+  return is_float(format) ? sizeof(float) : in_quads(format) ? sizeof(Q8) : sizeof(int8_t);
 }
 // Bytes of one token's activations.
 size_t token_bytes(const BlockLayout& layout) {

@@ -4,9 +4,9 @@
 //   f32   [k][16] float            f16   [k][16] half            bf16  [k/2][16][2]
 //   i8    [k/4][16][4] int8; then 16 float scales (group 0), or for each group of 16 or 32 columns 16 half scales, with
 //         a minimum followed by 16 half minima
-//   i4    [k/8][16][4] bytes: byte (j, r, i) has column 8 j + i in its low and column 8 j + 4 + i in its high four
-//   bits;
-//         then for each group 16 half scales, with a minimum followed by 16 half minima
+//   others   [k/32] units of planes (bit_planes.h): i4, nl4 and fp4 one of 4 bits, i6 of 4 and 2, i5 of 4 and 1, i3 of
+//   2
+//         and 1, i2 of 2; then for each group 16 half scales, with a minimum followed by 16 half minima
 // Values come first and are followed by their scales, so that values are read in whole aligned cache lines. A half is
 // what quantised checkpoints have for scales; each part is padded to a multiple of 64 bytes.
 #pragma once

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // New keys and values into the cache. The compiler vectorises the conversions.
 #include "llm/kernels_attention.h"
+#include "llm/rotate_groups.h"
 #include "simd/convert.h"
 #include "simd/pick.h"
 
@@ -77,6 +78,51 @@ void append_token_i8(const HeadLayout& layout, const float* k, const float* v, u
     std::memcpy(to, q + i, static_cast<size_t>(layout.value_dim - i < 16 ? layout.value_dim - i : 16));
 }
 
+// x[count] = minimum + scale * q, q in 0..15; scale and minimum are NaN when a value is not finite.
+void quantise4(const float* x, int count, uint8_t* q, uint16_t* scale, uint16_t* minimum) {
+  float low = x[0], high = x[0], check = 0;
+  for (int i = 0; i < count; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+    check += x[i] * 0.0f;
+  }
+  *scale = to_f16((high - low) * (1.0f / 15) + check);
+  *minimum = to_f16(low + check);
+  const float step = from_f16(*scale), least = from_f16(*minimum);
+  const float inverse = step > 0 && step - step == 0.0f ? 1.0f / step : 0.0f;
+  for (int i = 0; i < count; ++i) {
+    const float place = (x[i] - least) * inverse + 0.5f;
+    q[i] = static_cast<uint8_t>(place >= 0.0f && place < 16.0f ? static_cast<int>(place) : place < 0.0f ? 0 : 15);
+  }
+}
+
+// All groups of a token's key or value, rotated; `to`: the scales of the first group.
+void quantise4_groups(const float* from, int n, uint8_t* q, uint8_t* to, int slot) {
+  float x[kMostValues];
+  for (int i = 0; i < n; ++i) x[i] = from[i];
+  rotate_groups(x, n);
+  auto* halves = reinterpret_cast<uint16_t*>(to) + slot;
+  for (int i = 0; i < n; i += kCacheGroup, halves += kGroupScaleBytes / sizeof(uint16_t))
+    quantise4(x + i, n - i < kCacheGroup ? n - i : kCacheGroup, q + i, halves, halves + kPageTokens);
+}
+
+void append_token_i4(const HeadLayout& layout, const float* k, const float* v, uint8_t* head, int slot) {
+  constexpr size_t kLine = 64;  // of eight numbers
+  uint8_t q[kMostValues + 8];
+  uint8_t* const scales = head + layout.scales;
+  quantise4_groups(k, layout.head_dim, q, scales, slot);
+  for (int i = layout.head_dim; i < layout.padded_head_dim; ++i) q[i] = 0;
+  uint8_t* line = head + static_cast<size_t>(slot / 16) * layout.key_block_bytes + slot % 16 * 4;
+  for (int i = 0; i < layout.padded_head_dim; i += 8, line += kLine)
+    for (int j = 0; j < 4; ++j) line[j] = static_cast<uint8_t>(q[i + j] | q[i + 4 + j] << 4);
+  quantise4_groups(v, layout.value_dim, q, scales + static_cast<size_t>(layout.key_groups()) * kGroupScaleBytes, slot);
+  const int shift = slot % 8 / 4 * 4;
+  uint8_t* to = head + layout.values + static_cast<size_t>(slot / 8) * kLine + slot % 4;
+  for (int i = 0; i < layout.value_dim; i += 16, to += layout.value_block_bytes)
+    for (int j = 0; j < 16 && i + j < layout.value_dim; ++j)
+      to[4 * j] = static_cast<uint8_t>((to[4 * j] & 0xf0 >> shift) | q[i + j] << shift);
+}
+
 void append_task(const AppendTask& task) {
   const HeadLayout& layout = *task.layout;
   for (int t = 0; t < task.tokens; ++t) {
@@ -101,6 +147,9 @@ void append_task(const AppendTask& task) {
       }
       case CacheFormat::i8:
         append_token_i8(layout, k, v, head, slot);
+        break;
+      case CacheFormat::i4:
+        append_token_i4(layout, k, v, head, slot);
         break;
     }
   }

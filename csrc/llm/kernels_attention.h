@@ -5,7 +5,11 @@
 // weights of a matrix product (matrix.h), so that no sum over the lanes of a vector is needed:
 //   keys    blocks of 16 tokens, in a block [k][16 tokens] (bf16: [k/2][16][2]), k running over the head's values
 //   values  blocks of 16 values, in a block [t][16 values] (bf16: [t/2][16][2]), t running over the page's tokens
-//   scales  i8 only: a float for each token's key, then one for each token's value
+//   scales  i8: a float for each token's key, then one for each token's value
+//           i4: for each group of a key's values the scales of all tokens, then their minima, as halves; then the same
+//           for the groups of a token's values
+// Groups of four bits are rotated (rotate_groups.h). They lie like weights of four bits (grouped.h): keys [k/8][16
+// tokens][4 bytes], values [t/8][16 values][4 bytes], byte i having numbers i and 4 + i of the eight.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +22,16 @@ namespace anyaccel::llm {
 struct HeadLayout {
   CacheFormat format;
   int head_dim, value_dim;
-  int padded_head_dim;   // a multiple of 4: zeros follow
+  int padded_head_dim;   // a multiple of 4, for i4 of 8: zeros follow
   int padded_value_dim;  // a multiple of 16
   size_t key_block_bytes, value_block_bytes;
   size_t values;  // offset of the values
   size_t scales;  // offset of the scales
   size_t bytes;   // of one head
+  int key_groups() const { return (padded_head_dim + kCacheGroup - 1) / kCacheGroup; }
+  int value_groups() const { return (padded_value_dim + kCacheGroup - 1) / kCacheGroup; }
 };
+constexpr size_t kGroupScaleBytes = 2 * kPageTokens * sizeof(uint16_t);  // scales and minima of a page's tokens
 
 // Rows attended together: row r is head r % group of the query's token r / group.
 struct AttendTask {
@@ -49,7 +56,8 @@ struct AttendTask {
 constexpr int kTaskRows = 64;
 inline int64_t partial_floats(const HeadLayout& layout) { return layout.padded_value_dim + 16; }
 inline size_t task_scratch_floats(const HeadLayout& layout) {
-  return static_cast<size_t>(kTaskRows) * static_cast<size_t>(layout.padded_head_dim + layout.padded_value_dim + 2) +
+  return static_cast<size_t>(kTaskRows) *
+             static_cast<size_t>(layout.padded_head_dim + layout.padded_value_dim + 6 + 10 * layout.key_groups()) +
          static_cast<size_t>(kTaskRows) * kPageTokens + 64;
 }
 

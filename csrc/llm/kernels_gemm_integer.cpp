@@ -7,6 +7,7 @@
 //
 // A panel of activations: for each unit [token][32 columns] int8, then [token] scale, then [token] scale * sum.
 // Unpacked weights: for each unit 8 lines [16 rows][4 columns] unsigned, then 16 scales, then 16 minima.
+#include "llm/bit_planes.h"
 #include "llm/gemm_kernels.h"
 #include "simd/pick.h"
 #include "simd/simd.h"
@@ -62,8 +63,9 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
 void write_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, uint8_t* to) {
   const uint8_t* scales = block + layout.scales_offset;
   if (layout.group != 0) scales += static_cast<size_t>(column / layout.group) * layout.scale_stride;
-  const bool bytes = layout.format == Format::i8;
-  const Vec zero = broadcast(bytes ? -128.0f : layout.minimum ? 0.0f : -8.0f);
+  const FormatRow& format = row_of(layout.format);
+  const bool bytes = layout.format == Format::i8 || format.codes != nullptr;
+  const Vec zero = broadcast(bytes ? -128.0f : layout.minimum ? 0.0f : -static_cast<float>(1 << (format.bits - 1)));
   auto* out = reinterpret_cast<float*>(to);
   for (int r = 0; r < kRows; r += kLanes) {
     const Vec scale = layout.group == 0 ? load(reinterpret_cast<const float*>(scales) + r) : load_f16(scales + 2 * r);
@@ -78,6 +80,9 @@ void unpack(const BlockLayout& layout, const uint8_t* block, int64_t unit, int64
     if (layout.format == Format::i8) {
       const uint8_t* from = block + u * kUnit * kRows;
       for (int b = 0; b < kLines * 64; ++b) to[b] = from[b] ^ 0x80;
+    } else if (layout.format != Format::i4) {
+      const FormatRow& format = row_of(layout.format);
+      expand_unit(format, block + u * kPlaneLine * format.bits, format.codes != nullptr ? 128 : 0, to);
     } else {
       const uint8_t* from = block + u * kUnit * kRows / 2;
       for (int i = 0; i < kLines; i += 2, from += 64)

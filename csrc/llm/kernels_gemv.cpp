@@ -104,12 +104,12 @@ void prepare(const GemvInput& in) {
     uint8_t* base = in.data + static_cast<size_t>(first) * token_bytes(in.layout);
     for (int t = 0; t < count; ++t) {
       const float* x = in.x + (in.rows != nullptr ? in.rows[first + t] : first + t) * in.stride;
-      if (in.layout.format == Format::i8)
-        prepare_quantised<Q8>(in, x, kPairs8 ? 1.0f / 256 : 1.0f, base, t, count);  // see kPairs8
-      else if (in.layout.format == Format::i4)
-        prepare_quantised<int8_t>(in, x, 1.0f, base, t, count);
-      else
+      if (is_float(in.layout.format))
         prepare_floats(in, x, reinterpret_cast<float*>(base), t, count);
+      else if (in_quads(in.layout.format))
+        prepare_quantised<Q8>(in, x, kPairs8 ? 1.0f / 256 : 1.0f, base, t, count);  // see kPairs8
+      else
+        prepare_quantised<int8_t>(in, x, 1.0f, base, t, count);
     }
   }
 }
@@ -128,6 +128,13 @@ void multiply_gemv(const GemvProduct& product) {
       return layout.minimum ? run<I8Kernel<true, true>>(product) : run<I8Kernel<true, false>>(product);
     case Format::i4:
       return layout.minimum ? run<I4Kernel<true>>(product) : run<I4Kernel<false>>(product);
+    case Format::i6:
+    case Format::i5:
+    case Format::i3:
+    case Format::i2:
+    case Format::nl4:
+    case Format::fp4:
+      return variant<GemvBitsKernels, Isa::ANYACCEL_ISA_VARIANT>().multiply(product);
   }
 }
 

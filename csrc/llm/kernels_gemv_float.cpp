@@ -2,6 +2,7 @@
 // Products with few tokens (gemv) of float weights, and weights as floats.
 #include <cstring>
 
+#include "llm/bit_planes.h"
 #include "llm/gemv_integer.h"
 #include "llm/gemv_run.h"
 #if ANYACCEL_LANES == 8
@@ -165,8 +166,7 @@ void multiply_floats(const GemvProduct& product) {
       return multiply_as<F16>(product);
     case Format::bf16:
       return multiply_as<BF16>(product);
-    case Format::i8:
-    case Format::i4:
+    default:
       return;  // not floats
   }
 }
@@ -231,6 +231,29 @@ void for_i4_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0,
   }
 }
 
+// Units as lines of i8, in a place of this thread's own.
+template <class Put>
+void for_bits_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
+  const FormatRow& format = row_of(layout.format);
+  const bool zero = !layout.minimum && format.codes == nullptr;
+  alignas(64) uint8_t lines[kPlaneColumns / 4 * kPlaneLine];
+  Floats scale = all(broadcast(0.0f)), minimum = scale;
+  for (int64_t k = k0; k < k1; k += 4) {
+    if (k == k0 || k % kPlaneColumns == 0)
+      expand_unit(format, block + k / kPlaneColumns * kPlaneLine * format.bits, zero ? -(1 << (format.bits - 1)) : 0,
+                  lines);
+    if (k == k0 || k % layout.group == 0) {
+      const uint8_t* group = block + layout.scales_offset + static_cast<size_t>(k / layout.group) * layout.scale_stride;
+      scale = load_rows_f16(group);
+      if (layout.minimum) minimum = load_rows_f16(group + kLine / 2);
+    }
+    const uint8_t* line = lines + k % kPlaneColumns / 4 * kPlaneLine;
+    const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
+    put(k, value(column8_rows<0>(line)), value(column8_rows<1>(line)));
+    put(k + 2, value(column8_rows<2>(line)), value(column8_rows<3>(line)));
+  }
+}
+
 template <class Put>
 void for_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
   switch (layout.format) {
@@ -244,6 +267,8 @@ void for_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, in
       return for_i8_columns(layout, block, k0, k1, put);
     case Format::i4:
       return for_i4_columns(layout, block, k0, k1, put);
+    default:
+      return for_bits_columns(layout, block, k0, k1, put);
   }
 }
 

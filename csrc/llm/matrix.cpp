@@ -31,8 +31,6 @@ int64_t column_multiple(const Shape& shape) {
   return shape.format == Format::i8 && shape.group == 0 ? 64 : 32;
 }
 
-const FormatRow& row_of(Format format) { return kFormats[static_cast<size_t>(format)]; }
-
 const GemvKernels& selected_gemv() {
   static const GemvKernels& kernels = pick<GemvKernels>(selected_isa());
   return kernels;
@@ -59,7 +57,7 @@ BlockLayout layout_of(const Shape& shape) {
   size_t scales = 0;
   if (shape.format == Format::i8 && shape.group == 0) {
     scales = kBlockRows * sizeof(float);
-  } else if (shape.format == Format::i8 || shape.format == Format::i4) {
+  } else if (is_quantised(shape.format)) {
     layout.scale_stride = kBlockRows * sizeof(uint16_t) * (shape.minimum ? 2 : 1);
     scales = padded(static_cast<size_t>(layout.padded_cols / shape.group) * layout.scale_stride, kLine);
   }
@@ -77,6 +75,9 @@ void check(const Shape& shape) {
   if (shape.group < 0 || std::find(groups.begin(), groups.end(), shape.group) == groups.end())
     fail("groups of " + std::to_string(shape.group) + " columns do not exist in this format");
   if (shape.minimum && shape.group == 0) fail("only values in groups can have a minimum");
+  const Minima minima = row_of(shape.format).minima;
+  if (minima != Minima::may && shape.minimum != (minima == Minima::always))
+    fail(std::string("values of this format ") + (shape.minimum ? "never" : "always") + " have minima");
   constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 16;
   if (shape.rows > kMost / 64 || shape.cols > kMost / 64 || shape.cols + 128 > kMost / (shape.rows + 16))
     fail(std::to_string(shape.rows) + " x " + std::to_string(shape.cols) + " values are too many");

@@ -6,7 +6,7 @@
 //   f32, f16   [k][16 rows]
 //   bf16       [k/2][16 rows][2]                      (the layout of a VDPBF16PS operand and of an AMX B tile)
 //   i8         [k/4][16 rows][4], then 16 f32 scales   (of a VPDPBUSD operand and of an AMX B tile), one scale a row
-//   i8, i4 in groups   see grouped.h: scales (and minima) lie beside the values that they belong to
+//   those in groups    see grouped.h: scales (and minima) lie beside the values that they belong to
 // Columns are padded with zeros to padded_cols(), rows to a multiple of 16.
 #pragma once
 
@@ -18,18 +18,34 @@
 
 namespace anyaccel::llm {
 
-enum class Format : uint8_t { f32, f16, bf16, i8, i4 };
+// nl4 and fp4 have codes of 4 bits: IQ4_NL's values, and twice those of MXFP4.
+enum class Format : uint8_t { f32, f16, bf16, i8, i4, i6, i5, i3, i2, nl4, fp4 };
+enum class Minima : uint8_t { may, never, always };
+inline constexpr int8_t kNonlinearCodes[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                               1,    13,   25,  38,  53,  69,  89,  113};
+inline constexpr int8_t kFloatCodes[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 // What there is of each format, in the order of Format. Its layout is grouped.h's.
 struct FormatRow {
   const char* name;           // as MatrixShape in inference/spec/decoder.py has it
   int bits;                   // of a value
   std::array<int, 3> groups;  // columns that may share a scale, 0: a scale a row or none; -1: no more of them
+  Minima minima = Minima::may;
+  int low = 0;                    // bits in the first plane (bit_planes.h); 0: not in planes
+  const int8_t* codes = nullptr;  // what 4 bits stand for
 };
 inline constexpr FormatRow kFormats[] = {{"f32", 32, {0, -1, -1}},
                                          {"f16", 16, {0, -1, -1}},
                                          {"bf16", 16, {0, -1, -1}},
                                          {"i8", 8, {0, 16, 32}},
-                                         {"i4", 4, {32, 64, 128}}};
+                                         {"i4", 4, {32, 64, 128}, Minima::may, 4},
+                                         {"i6", 6, {16, -1, -1}, Minima::may, 4},
+                                         {"i5", 5, {32, -1, -1}, Minima::may, 4},
+                                         {"i3", 3, {16, -1, -1}, Minima::never, 2},
+                                         {"i2", 2, {16, -1, -1}, Minima::always, 2},
+                                         {"nl4", 4, {32, -1, -1}, Minima::never, 4, kNonlinearCodes},
+                                         {"fp4", 4, {32, -1, -1}, Minima::never, 4, kFloatCodes}};
+constexpr const FormatRow& row_of(Format format) { return kFormats[static_cast<int>(format)]; }
+constexpr bool is_quantised(Format format) { return row_of(format).bits <= 8; }
 
 constexpr int64_t kBlockRows = 16;
 // Products with up to this many tokens read the weights once ("gemv"); more are blocked for the caches
@@ -41,8 +57,8 @@ struct Shape {
   int64_t rows;
   int64_t cols;
   int group = 0;  // columns that share a scale, one of the format's; 0: a scale a row, or no scales
-  // value = scale * q + minimum, with q in 0..15 for i4; else scale * q for i8 and scale * (q - 8) for i4. Not for i8
-  // with a scale a row.
+  // value = scale * q + minimum, with q in 0 .. 2^bits - 1 for fewer than 8 bits; else scale * q for i8, scale * code
+  // for codes, and scale * (q - 2^(bits - 1)) for the others. Not for i8 with a scale a row.
   bool minimum = false;
 
   int64_t padded_rows() const { return (rows + kBlockRows - 1) / kBlockRows * kBlockRows; }
@@ -86,8 +102,9 @@ class Matrix {
   // Calls for different rows of one block may not run at the same time.
   // Throws std::invalid_argument.
   void set_rows(int64_t first, int64_t count, const Source& source, const int64_t* order = nullptr);
-  // Same, for quantised checkpoints (GPTQ, AWQ, compressed-tensors): values q[count][cols] 0..15 (i4) or int8 (i8),
-  // scales[count][groups], and for a matrix with minimum minima[count][groups].
+  // Same, for quantised checkpoints (GPTQ, AWQ, compressed-tensors, GGUF): values q[count][cols] without a sign, or
+  // int8 (i8), scales[count][groups], and for a matrix with minimum minima[count][groups]. Other formats than i8 and i4
+  // are made in this way only, or of q4_0 and q4_1 if they have 5 bits or more.
   void set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales, const float* minima);
   // Row `row` as floats: cols of them. Reads only that row: for embeddings.
   void row(int64_t row, float* out) const;

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "llm/bit_planes.h"
 #include "llm/grouped.h"
 #include "llm/matrix.h"
 #include "llm/pack_source.h"
@@ -243,6 +244,8 @@ void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes
 void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lanes, int64_t cols, uint8_t* block) {
   const bool bytes = layout.format == Format::i8;
   const int zero = bytes && type == SourceType::q4_0 ? 8 : 0;
+  // What a format of more bits takes from its values beyond that, without a minimum.
+  const int more = bytes || layout.minimum ? 0 : (1 << (row_of(layout.format).bits - 1)) - 8;
   for (int r = 0; r < kLanes; ++r) {
     if (lanes.row[r] == nullptr) continue;
     for (int64_t k0 = 0; k0 < cols; k0 += kSourceGroup) {
@@ -256,16 +259,19 @@ void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lan
         if (bytes)
           block[i8_at(k0 + i, r)] = static_cast<uint8_t>(from.q[i] - zero);
         else
-          put_i4(block, k0 + i, r, from.q[i]);
+          put_bits(row_of(layout.format), block, k0 + i, r, from.q[i] + more);
       }
     }
   }
 }
 
+[[noreturn]] void fail(const std::string& what) { throw std::invalid_argument("weight matrix: " + what); }
+
 bool holds(const BlockLayout& layout, SourceType type) {
   if (!is_quantised(type) || (type == SourceType::q4_1 && !layout.minimum)) return false;
   if (layout.format == Format::i8) return layout.group == 16 || layout.group == 32;
-  return layout.format == Format::i4 && layout.group == kSourceGroup && type != SourceType::q8_0;
+  const FormatRow& format = row_of(layout.format);
+  return format.low == 4 && format.codes == nullptr && layout.group <= kSourceGroup && type != SourceType::q8_0;
 }
 
 void pack_block(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
@@ -285,10 +291,10 @@ void pack_block(const BlockLayout& layout, const Source& source, const Lanes& la
       return pack_i8(layout, source, lanes, cols, block);
     case Format::i4:
       return pack_i4(layout, source, lanes, cols, block);
+    default:
+      fail("nothing is rounded to " + std::string(row_of(layout.format).name));
   }
 }
-
-[[noreturn]] void fail(const std::string& what) { throw std::invalid_argument("weight matrix: " + what); }
 
 void check_rows(const Shape& shape, int64_t first, int64_t count) {
   if (first < 0 || count < 0 || first > shape.rows || count > shape.rows - first)
@@ -353,7 +359,7 @@ void Matrix::set_rows(int64_t first, int64_t count, const Source& source, const 
 void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, const float* scales,
                                 const float* minima) {
   if (empty()) fail("it has no memory");
-  if (shape_.format != Format::i8 && shape_.format != Format::i4) fail("its format is not a quantised one");
+  if (!is_quantised(shape_.format)) fail("its format is not a quantised one");
   check_rows(shape_, first, count);
   if (count > 0 && (q == nullptr || scales == nullptr)) fail("values or scales are missing");
   if (count > 0 && (minima != nullptr) != shape_.minimum)
@@ -361,8 +367,10 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
   const BlockLayout layout = layout_of(shape_);
   const int64_t group = layout.group == 0 ? shape_.cols : layout.group;
   const int64_t groups = (shape_.cols + group - 1) / group;
-  if (shape_.format == Format::i4 && std::any_of(q, q + count * shape_.cols, [](uint8_t value) { return value > 15; }))
-    fail("a 4-bit value is above 15");
+  const FormatRow& format = row_of(shape_.format);
+  const int most = (1 << format.bits) - 1;
+  if (std::any_of(q, q + count * shape_.cols, [most](uint8_t value) { return value > most; }))
+    fail("a " + std::to_string(format.bits) + "-bit value is above " + std::to_string(most));
   for (int64_t i = 0; i < count; ++i) {
     const int r = static_cast<int>((first + i) % kBlockRows);
     uint8_t* block = data_ + layout.block_bytes * static_cast<size_t>((first + i) / kBlockRows);
@@ -380,7 +388,7 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
       if (shape_.format == Format::i8)
         block[i8_at(k, r)] = value;
       else
-        put_i4(block, k, r, value);
+        put_bits(format, block, k, r, value);
     }
   }
 }
@@ -416,18 +424,17 @@ void Matrix::row(int64_t row, float* out) const {
       }
       return;
     }
-    case Format::i4:
-      for (int64_t k0 = 0; k0 < cols; k0 += layout.group) {
-        const float scale = half_at(k0 / layout.group, 0);
-        const float minimum = layout.minimum ? half_at(k0 / layout.group, kLanes * 2) : 0.0f;
-        const int zero = layout.minimum ? 0 : 8;
-        const uint8_t* q = from + i4_at(k0, r);
-        for (int64_t k = 0; k < std::min<int64_t>(layout.group, cols - k0); ++k) {
-          const int byte = q[i4_at(k, 0)];
-          out[k0 + k] = scale * static_cast<float>((i4_high(k) ? byte >> 4 : byte & 15) - zero) + minimum;
-        }
+    default: {
+      const FormatRow& format = row_of(shape_.format);
+      const int zero = layout.minimum ? 0 : 1 << (format.bits - 1);
+      for (int64_t k = 0; k < cols; ++k) {
+        const float scale = half_at(k / layout.group, 0);
+        const float minimum = layout.minimum ? half_at(k / layout.group, kLanes * 2) : 0.0f;
+        const int q = get_bits(format, from, k, r);
+        out[k] = scale * static_cast<float>(format.codes != nullptr ? format.codes[q] : q - zero) + minimum;
       }
       return;
+    }
   }
 }
 

@@ -126,9 +126,19 @@ inline IVec quad_at(const void* x) {
 struct Nibbles {
   IVec low, high;
 };
-inline Nibbles load_nibbles(const uint8_t* p) {
-  const IVec line = load_ints(p), mask = _mm512_set1_epi8(15);
-  return {_mm512_and_si512(line, mask), _mm512_and_si512(_mm512_srli_epi16(line, 4), mask)};
+template <int kBits, int kFirst>
+inline Nibbles load_bits(const uint8_t* p) {
+  const IVec line = load_ints(p), mask = _mm512_set1_epi8((1 << kBits) - 1);
+  const IVec low = kFirst == 0 ? line : _mm512_srli_epi16(line, kFirst);
+  return {_mm512_and_si512(low, mask), _mm512_and_si512(_mm512_srli_epi16(line, kFirst + kBits), mask)};
+}
+inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
+using Table = IVec;
+inline Table load_table(const int8_t* codes) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+}
+inline Nibbles look_up(Table table, Nibbles index) {
+  return {_mm512_shuffle_epi8(table, index.low), _mm512_shuffle_epi8(table, index.high)};
 }
 template <int I>
 inline IVec column8(const uint8_t* p) {
@@ -150,9 +160,16 @@ constexpr bool kPairs8 = true, kShift8 = false;
 struct Quads {
   IVec even, odd;  // bytes in the high halves of 16 bits
 };
-inline Quads load_quads(const uint8_t* p) {
-  const IVec line = load_ints(p);
+inline Quads quads_of(IVec line) {
   return {_mm512_slli_epi16(line, 8), _mm512_and_si512(line, _mm512_set1_epi16(static_cast<short>(0xff00)))};
+}
+inline Quads load_quads(const uint8_t* p) { return quads_of(load_ints(p)); }
+struct Codes {
+  Quads low, high;
+};
+inline Codes load_codes(const uint8_t* p, Table table) {
+  const Nibbles bytes = look_up(table, load_nibbles(p));
+  return {quads_of(bytes.low), quads_of(bytes.high)};
 }
 inline IVec dot(IVec sum, Quads w, const int16_t* x) {
   const IVec even = _mm512_madd_epi16(w.even, quad_at(x)), odd = _mm512_madd_epi16(w.odd, quad_at(x + 2));

@@ -26,8 +26,14 @@ constexpr bool kPairs8 = false, kShift8 = true;
 struct Quads {
   IVec v;
 };
-inline Quads load_quads(const uint8_t* p) {
-  return {_mm256_xor_si256(load_ints(p), _mm256_set1_epi8(static_cast<char>(0x80)))};
+inline Quads quads_of(IVec line) { return {_mm256_xor_si256(line, _mm256_set1_epi8(static_cast<char>(0x80)))}; }
+inline Quads load_quads(const uint8_t* p) { return quads_of(load_ints(p)); }
+struct Codes {
+  Quads low, high;
+};
+inline Codes load_codes(const uint8_t* p, Table table) {
+  const Nibbles bytes = look_up(table, load_nibbles(p));
+  return {quads_of(bytes.low), quads_of(bytes.high)};
 }
 inline IVec dot(IVec sum, Quads w, const int8_t* x) { return dot_bytes(sum, w.v, quad_at(x)); }
 

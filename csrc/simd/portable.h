@@ -174,10 +174,27 @@ inline IVec dot(IVec sum, const Quads& w, const int8_t* x) {
 struct Nibbles {
   IVec v[8];
 };
-inline Nibbles load_nibbles(const uint8_t* p) {
+template <int kBits, int kFirst>
+inline Nibbles load_bits(const uint8_t* p) {
+  constexpr int kNext = kFirst + kBits;
   const UVec line = read<UVec>(p);
-  const auto column = [&](int shift) { return bits_as<IVec>((line >> shift) & 15u); };
-  return {{column(0), column(8), column(16), column(24), column(4), column(12), column(20), column(28)}};
+  const auto column = [&](int shift) { return bits_as<IVec>((line >> shift) & ((1u << kBits) - 1)); };
+  return {{column(kFirst), column(kFirst + 8), column(kFirst + 16), column(kFirst + 24), column(kNext),
+           column(kNext + 8), column(kNext + 16), column(kNext + 24)}};
+}
+inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
+using Table = const int8_t*;
+inline Table load_table(const int8_t* codes) { return codes; }
+struct Codes {
+  Quads low, high;
+};
+inline Codes load_codes(const uint8_t* p, Table table) {
+  const Nibbles index = load_nibbles(p);
+  const auto value = [&](int i) {
+    const IVec at = index.v[i];
+    return IVec{table[at[0]], table[at[1]], table[at[2]], table[at[3]]};
+  };
+  return {{{value(0), value(1), value(2), value(3)}}, {{value(4), value(5), value(6), value(7)}}};
 }
 struct NibbleSum {
   IVec v;

@@ -84,23 +84,51 @@ inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(0.0f - x)); }
 
 constexpr bool kPairs8 = false, kShift8 = false;
 struct Quads {
-  const uint8_t* p;
+  int8_t v[4];
 };
-inline Quads load_quads(const uint8_t* p) { return {p}; }
-inline IVec dot(IVec sum, Quads w, const int8_t* x) {
-  for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(w.p[i]) * x[i];
+inline Quads load_quads(const uint8_t* p) {
+  Quads quads;
+  std::memcpy(quads.v, p, sizeof quads.v);
+  return quads;
+}
+inline IVec dot(IVec sum, const Quads& w, const int8_t* x) {
+  for (int i = 0; i < 4; ++i) sum += w.v[i] * x[i];
   return sum;
 }
 struct Nibbles {
-  const uint8_t* p;
+  uint8_t low[4], high[4];
 };
-inline Nibbles load_nibbles(const uint8_t* p) { return {p}; }
+template <int kBits, int kFirst>
+inline Nibbles load_bits(const uint8_t* p) {
+  constexpr int kMask = (1 << kBits) - 1;
+  Nibbles result;
+  for (int i = 0; i < 4; ++i) {
+    result.low[i] = static_cast<uint8_t>(p[i] >> kFirst & kMask);
+    result.high[i] = static_cast<uint8_t>(p[i] >> (kFirst + kBits) & kMask);
+  }
+  return result;
+}
+inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
+using Table = const int8_t*;
+inline Table load_table(const int8_t* codes) { return codes; }
+struct Codes {
+  Quads low, high;
+};
+inline Codes load_codes(const uint8_t* p, Table table) {
+  const Nibbles index = load_nibbles(p);
+  Codes codes;
+  for (int i = 0; i < 4; ++i) {
+    codes.low.v[i] = table[index.low[i]];
+    codes.high.v[i] = table[index.high[i]];
+  }
+  return codes;
+}
 struct NibbleSum {
   IVec v;
   static NibbleSum zero() { return {0}; }
-  NibbleSum plus(Nibbles w, const int8_t* x) const {
+  NibbleSum plus(const Nibbles& w, const int8_t* x) const {
     int32_t result = v;
-    for (int i = 0; i < 4; ++i) result += (w.p[i] & 15) * x[i] + (w.p[i] >> 4) * x[i + 4];
+    for (int i = 0; i < 4; ++i) result += w.low[i] * x[i] + w.high[i] * x[i + 4];
     return {result};
   }
   IVec total() const { return v; }

@@ -60,7 +60,7 @@ class Model:
         matrices: Sequence[tuple[str, int, int, str, int, bool]],
         vectors: Sequence[tuple[str, int]],
         threads: int,  # 0: the CPUs of this process
-        cache_format: str,  # f32, bf16, i8
+        cache_format: str,  # f32, bf16, i8, i4
         cache_limit_bytes: int,
     ) -> None: ...
     @property

@@ -287,7 +287,7 @@ def test_default_model_is_not_converted(tmp_path: Path) -> None:
         (("hi", "--min-p", "2"), "--min-p 2"),
         (("hi", "--repetition-penalty", "0"), "--repetition-penalty 0"),
         (("hi", "--group-size", "33"), "33"),
-        (("hi", "--kv-cache", "int4"), "int4"),
+        (("hi", "--kv-cache", "int2"), "int2"),
         (("hi", "--threads", "-1"), "--threads -1"),
         (("hi", "--stop", ""), "--stop"),
         (("hi", "--system", "x", "--no-chat-template"), "--system"),

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +18,8 @@
 #include "check.h"
 #include "common/team.h"
 #include "llm/attention.h"
+#include "llm/rotate_groups.h"
+#include "simd/convert.h"
 #include "simd/isa.h"
 
 namespace {
@@ -36,6 +39,8 @@ float as_bf16(float x) {
   return x;
 }
 
+float half(float x) { return simd::from_f16(simd::to_f16(x)); }
+
 // The scalar code and all code with sanitizers take most of the time: they do a part.
 bool slow() { return kSanitized || selected_isa() == Isa::scalar; }
 
@@ -49,6 +54,29 @@ std::vector<double> kept(const float* x, int n, CacheFormat format) {
     for (int i = 0; i < n; ++i) largest = std::max(largest, std::abs(x[i]));
     const float inverse = largest > 0 ? 127.0f / largest : 0;
     for (double& v : out) v = std::round(static_cast<float>(v) * inverse) * (largest / 127.0f);
+  }
+  if (format == CacheFormat::i4) {
+    std::vector<float> rotated(x, x + n);
+    rotate_groups(rotated.data(), n);
+    for (int i = 0; i < n; i += kCacheGroup) {
+      const int end = std::min(n, i + kCacheGroup);
+      const float *const from = rotated.data() + i, *const to = rotated.data() + end;
+      const float low = *std::min_element(from, to), high = *std::max_element(from, to);
+      const float scale = half((high - low) * (1.0f / 15)), least = half(low);
+      const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+      for (int j = i; j < end; ++j) {
+        const float place = (rotated[static_cast<size_t>(j)] - least) * inverse + 0.5f;
+        out[static_cast<size_t>(j)] = static_cast<double>(least) + scale * std::clamp(std::floor(place), 0.0f, 15.0f);
+      }
+      if (end - i < kCacheGroup) continue;
+      std::vector<double> back(kCacheGroup, 0.0);
+      for (int j = 0; j < kCacheGroup; ++j)  // by the matrix: element (a, b) is -1 to the number of bits they share
+        for (int k = 0; k < kCacheGroup; ++k)
+          back[static_cast<size_t>(j)] += out[static_cast<size_t>(i + k)] *
+                                          (std::popcount(static_cast<unsigned>(j & k)) % 2 != 0 ? -1 : 1) /
+                                          std::sqrt(static_cast<double>(kCacheGroup));
+      std::copy(back.begin(), back.end(), out.begin() + i);
+    }
   }
   return out;
 }
@@ -73,7 +101,11 @@ struct World {
   CacheFormat format;
   KvCache cache;
   std::map<int, Plain> plain;
+  double squares = 0;  // of all differences
+  int64_t compared = 0;
 
+  // With four bits queries and weights are rounded, too. This test does not: single values may be further off, not all.
+  ~World() { CHECK(format != CacheFormat::i4 || squares <= 0.018 * 0.018 * static_cast<double>(compared)); }
   World(std::vector<AttentionShape> layers, CacheFormat f, size_t limit = size_t{1} << 30)
       : shapes(layers), format(f), cache(layers, f, limit) {}
 
@@ -204,11 +236,13 @@ struct World {
           if (o.sinks != nullptr) total += std::exp(o.sinks[h] - top);
           const float* got = &out[static_cast<size_t>(((query.row + t) * s.heads + h) * s.value_dim)];
           // A value on the edge of two i8 steps may be rounded differently by this test.
-          const double tolerance = format == CacheFormat::i8 ? 2e-4 : 2e-5;
+          const double tolerance = format == CacheFormat::i4 ? 0.4 : format == CacheFormat::i8 ? 2e-4 : 2e-5;
           for (int i = 0; i < s.value_dim; ++i) {
             double want = 0;
             for (size_t j = 0; j < scores.size(); ++j)
               want += scores[j] / total * tokens[static_cast<size_t>(first) + j]->v[layer][kv][static_cast<size_t>(i)];
+            squares += (got[i] - want) * (got[i] - want);
+            ++compared;
             if (!(std::abs(got[i] - want) <= tolerance)) {
               std::fprintf(stderr, "sequence %d position %d head %d value %d: %.9g, not %.9g\n", query.sequence,
                            static_cast<int>(p), h, i, static_cast<double>(got[i]), want);
@@ -229,7 +263,7 @@ const Options kOptions[] = {{},
                             {.alibi = true},
                             {.sinks = true},
                             {.softcap = 3, .window = 70, .alibi = true, .sinks = true}};
-constexpr CacheFormat kFormats[] = {CacheFormat::f32, CacheFormat::bf16, CacheFormat::i8};
+constexpr CacheFormat kFormats[] = {CacheFormat::f32, CacheFormat::bf16, CacheFormat::i8, CacheFormat::i4};
 
 // Prompts, single tokens, chunks and batches, of all shapes.
 void test_shapes() {

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "llm/gemm.h"
 #include "llm/gemm_select.h"
+#include "llm_matrices.h"
 #include "simd/convert.h"
 #include "simd/pick.h"
 
@@ -63,7 +64,7 @@ struct Case {
     std::normal_distribution<float> normal;
     std::vector<float> values(static_cast<size_t>(shape.rows * shape.cols));
     for (float& value : values) value = normal(random) * 0.1f + 0.01f;
-    matrix.set_rows(0, shape.rows, {values.data(), SourceType::f32, shape.cols * 4, 4});
+    matrix = matrix_of(shape, values);
     for (int64_t r = 0; r < shape.rows; ++r) matrix.row(r, &values[static_cast<size_t>(r * shape.cols)]);
     weights.assign(values.begin(), values.end());
     for (const float value : values) in_bf16.push_back(rounded(value));
@@ -179,7 +180,9 @@ struct Kind {
 constexpr Kind kKinds[] = {{Format::f32, 0, false}, {Format::f16, 0, false}, {Format::bf16, 0, false},
                            {Format::i8, 0, false},  {Format::i8, 32, false}, {Format::i4, 32, false},
                            {Format::i8, 16, false}, {Format::i8, 16, true},  {Format::i8, 32, true},
-                           {Format::i4, 32, true},  {Format::i4, 64, true},  {Format::i4, 128, false}};
+                           {Format::i4, 32, true},  {Format::i4, 64, true},  {Format::i4, 128, false},
+                           {Format::i6, 16, true},  {Format::i5, 32, true},  {Format::i5, 32, false},
+                           {Format::i3, 16, false}, {Format::nl4, 32, false}};
 constexpr Variant kVariants[] = {{false, false, 1.0f, false},
                                  {true, false, 1.0f, true},
                                  {true, true, 0.5f, false},

@@ -37,8 +37,7 @@ struct Case {
 };
 Case make_case(const Shape& shape, unsigned seed) {
   const std::vector<float> values = random_floats(static_cast<size_t>(shape.rows * shape.cols), seed, 0.05f);
-  Case result{Matrix(shape), {}};
-  result.matrix.set_rows(0, shape.rows, {values.data(), SourceType::f32, shape.cols * 4, 0});
+  Case result{matrix_of(shape, values), {}};
   result.weights = rows_of(result.matrix);
   return result;
 }
@@ -170,7 +169,8 @@ void test_extremes() {
         std::vector<uint8_t> q(16 * 256);
         for (size_t i = 0; i < q.size(); ++i) {
           const bool high = (kind & 1) != 0 || i % 3 == 0;
-          q[i] = shape.format == Format::i4 ? (high ? 15 : 0) : static_cast<uint8_t>(high ? -128 : 127);
+          const int bits = row_of(shape.format).bits;
+          q[i] = bits < 8 ? static_cast<uint8_t>(high ? (1 << bits) - 1 : 0) : static_cast<uint8_t>(high ? -128 : 127);
         }
         Case what{Matrix(shape), {}};
         what.matrix.set_quantised_rows(0, 16, q.data(), scales.data(), shape.minimum ? minima.data() : nullptr);
@@ -199,7 +199,7 @@ void test_not_finite() {
         std::vector<float> weights = random_floats(17 * 100, 33);
         weights[5 * 100 + 99] = bad;
         Matrix matrix(shape);
-        matrix.set_rows(0, 17, {weights.data(), SourceType::f32, 400, 0});
+        matrix = matrix_of(shape, weights);
         x[100 + 40] = 1.0f;
         got = product(isa, matrix, x, 100, nullptr, 3, {}, 17, 1, {});
         for (size_t i = 0; i < got.size(); ++i) CHECK(std::isfinite(got[i]) == (i % 17 != 5));

@@ -108,6 +108,8 @@ double packing_error(const Shape& shape, const float* group, int64_t count, floa
     case Format::i4:
       // The search may clip the largest values to be nearer to the others.
       return (shape.minimum ? (high - low) / 15 : most / 8) * 1.5 + most * 0x1p-10 + 1e-6;
+    default:
+      return 0;  // nothing is rounded to it
   }
   return 0;
 }
@@ -141,6 +143,7 @@ void test_sources() {
   for (int64_t rows : {1, 15, 17})
     for (int64_t cols : {1, 31, 100, 576})
       for (const Shape& shape : shapes_of(rows, cols)) {
+        if (!rounds(shape.format)) continue;
         const std::vector<float> values = random_floats(static_cast<size_t>(rows * cols), 1, 0.05f);
         for (SourceType type : {SourceType::f32, SourceType::f64, SourceType::f16, SourceType::bf16}) {
           std::vector<float> expected;
@@ -193,6 +196,10 @@ void test_quantised_sources() {
             Matrix wider({Format::i8, rows, cols, group, minimum});
             wider.set_rows(0, rows, from);
             CHECK(rows_of(wider) == source.values);
+            if (type == SourceType::q8_0) continue;
+            Matrix fewer({group == 16 ? Format::i6 : Format::i5, rows, cols, group, minimum});
+            fewer.set_rows(0, rows, from);
+            CHECK(rows_of(fewer) == source.values);
           }
         if (type == SourceType::q4_0) {
           Matrix with_minimum({Format::i4, rows, cols, 32, true});
@@ -222,7 +229,7 @@ void test_quantised_rows() {
         if (!quantised(shape.format)) continue;
         const int64_t group = shape.group != 0 ? shape.group : cols, groups = (cols + group - 1) / group;
         std::vector<uint8_t> q(static_cast<size_t>(rows * cols));
-        for (uint8_t& value : q) value = static_cast<uint8_t>(random() % (shape.format == Format::i4 ? 16 : 256));
+        for (uint8_t& value : q) value = static_cast<uint8_t>(random() % (1u << row_of(shape.format).bits));
         std::vector<float> scales = random_floats(static_cast<size_t>(rows * groups), 6, 0.1f);
         std::vector<float> minima = random_floats(static_cast<size_t>(rows * groups), 7, 0.1f);
         Matrix matrix(shape);
@@ -234,7 +241,10 @@ void test_quantised_rows() {
             const auto at = static_cast<size_t>(r * cols + k), g = static_cast<size_t>(r * groups + k / group);
             const float scale = shape.group != 0 ? from_f16(to_f16(scales[g])) : scales[g];
             const float minimum = shape.minimum ? from_f16(to_f16(minima[g])) : 0.0f;
-            const int value = shape.format == Format::i8 ? static_cast<int8_t>(q[at]) : q[at] - (shape.minimum ? 0 : 8);
+            const FormatRow& format = row_of(shape.format);
+            const int value = shape.format == Format::i8 ? static_cast<int8_t>(q[at])
+                              : format.codes != nullptr  ? format.codes[q[at]]
+                                                         : q[at] - (shape.minimum ? 0 : 1 << (format.bits - 1));
             CHECK(got[at] == scale * static_cast<float>(value) + minimum);
           }
       }
@@ -261,6 +271,8 @@ void test_bad_arguments() {
   throws([] { check({Format::bf16, 5, 5, 32}); });
   throws([] { check({Format::i8, 5, 5, 0, true}); });
   throws([] { check({Format::bf16, 5, 5, 0, true}); });
+  throws([] { check({Format::i2, 5, 5, 16, false}); });
+  throws([] { check({Format::nl4, 5, 5, 32, true}); });
   throws([] { check({static_cast<Format>(9), 5, 5}); });
   throws([] { check({Format::f32, int64_t{1} << 40, int64_t{1} << 40}); });
   throws([] { Matrix({Format::f32, 1, 1}, nullptr, nullptr); });

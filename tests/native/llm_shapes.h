@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "llm/matrix.h"
+#include "llm_matrices.h"
 #include "simd/isa.h"
 
 namespace {
@@ -48,7 +49,7 @@ inline std::vector<float> random_floats(size_t count, unsigned seed, float sigma
   return result;
 }
 
-inline bool quantised(Format format) { return kFormats[static_cast<size_t>(format)].bits < 16; }
+inline bool quantised(Format format) { return is_quantised(format); }
 
 inline std::string name_of(const Shape& shape) {
   return std::string(kFormats[static_cast<size_t>(shape.format)].name) + " group " + std::to_string(shape.group) +
@@ -61,7 +62,8 @@ inline std::vector<Shape> shapes_of(int64_t rows, int64_t cols) {
   for (size_t format = 0; format < std::size(kFormats); ++format)
     for (int group : kFormats[format].groups)
       for (bool minimum : {false, true})
-        if (group > 0 || (group == 0 && !minimum))
+        if ((group > 0 || (group == 0 && !minimum)) &&
+            (kFormats[format].minima == Minima::may || minimum == (kFormats[format].minima == Minima::always)))
           shapes.push_back({static_cast<Format>(format), rows, cols, group, minimum});
   return shapes;
 }

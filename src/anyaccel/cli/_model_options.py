@@ -21,7 +21,7 @@ DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
 # The names that torch and transformers have for them, which `inference.config` accepts as well.
 _OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 GROUP_SIZES = (32, 64, 128)
-CACHE_DTYPES = ("auto", "bf16", "int8", "fp32")
+CACHE_DTYPES = ("auto", "bf16", "int8", "int4", "fp32")
 
 
 def dtype_name(text: str) -> str:

@@ -25,7 +25,7 @@ DTYPE_NAMES = ("bf16", "fp16", "fp32")
 # Of weights only: arithmetic on them is in the dtype that Precision says.
 QUANTISED = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
-CACHE_DTYPES = ("bf16", "int8", "fp32")
+CACHE_DTYPES = ("bf16", "int8", "int4", "fp32")
 RUNTIMES = ("auto", "native", "torch", "plain")
 # What native code can hold; a sensible value is far below.
 _MOST = {"cache_bytes": 2**63 - 1, "threads": 2**31 - 1}
@@ -76,8 +76,8 @@ class InferenceConfig:
             "auto": what the file has.
         tensor_parallel: see TensorParallelConfig.
         group_size: weights that share a scale in int4: 32, 64 or 128.
-        kv_cache: precision of the native runtime's key/value cache: bf16, int8 or fp32; "auto" is fp32 for dtype fp32,
-            else bf16.
+        kv_cache: precision of the native runtime's key/value cache: bf16, int8, int4 or fp32; "auto" is fp32 for dtype
+            fp32, else bf16.
         cache_bytes: most memory that the native key/value cache may take; 0: what the model and the machine allow.
         threads: of the native runtime; 0: the CPUs of this process.
         runtime: "native" (the decoder in csrc/llm), "torch" (the Hugging Face module with packed native linears and

@@ -34,6 +34,7 @@ def test_cache_precision_follows_the_dtype() -> None:
     assert InferenceConfig().cache_dtype == "bf16"
     assert InferenceConfig("fp32").cache_dtype == "fp32"
     assert InferenceConfig("int4", kv_cache="int8").cache_dtype == "int8"
+    assert InferenceConfig(kv_cache="int4").cache_dtype == "int4"
     assert InferenceConfig(kv_cache="torch.bfloat16").cache_dtype == "bf16"
 
 
@@ -55,7 +56,7 @@ def test_deepspeed_spellings() -> None:
         ({"tensor_parallel": {"tp_size": "2"}}, "'2'"),
         ({"runtime": "fast"}, "runtime='fast'"),
         ({"group_size": 48}, "group_size=48: must be one of 32, 64, 128"),
-        ({"kv_cache": "int4"}, "kv_cache='int4'"),
+        ({"kv_cache": "int2"}, "kv_cache='int2'"),
         ({"cache_bytes": -1}, "cache_bytes=-1"),
         ({"cache_bytes": 2**70}, f"cache_bytes={2**70}: must be a whole number from 0 to {2**63 - 1}"),
         ({"threads": 2**31}, f"threads={2**31}: must be a whole number from 0 to {2**31 - 1}"),

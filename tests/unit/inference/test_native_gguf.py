@@ -419,12 +419,12 @@ def test_what_types_run_as_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_gguf(tmp_path / "model.gguf", "llama", hugging_face_model("llama"), "Q5_1")
     for cached in (False, True):
         native = load_native(tmp_path / "model.gguf", dtype=None)
-        assert (native.cached, native.forms) == (cached, {"q5_1": ["int8 in groups of 32 with a minimum"]})
+        assert (native.cached, native.forms) == (cached, {"q5_1": ["int5 in groups of 32 with a minimum"]})
         screen = Screen()
         screen.lines = []
         describe_weights(native, screen)
         size = native.model.weight_bytes / 2**20
-        assert screen.lines == [f"weights: q5_1 as int8 in groups of 32 with a minimum; {size:.0f} MiB"]
+        assert screen.lines == [f"weights: q5_1 as int5 in groups of 32 with a minimum; {size:.0f} MiB"]
     screen.lines = []
     describe_weights(load_native(tmp_path / "model.gguf"), screen)
     assert screen.lines == []  # bf16 was asked for, and is what runs

@@ -232,7 +232,7 @@ def test_another_precision_is_converted(checkpoint: tuple[Path, Arrays]) -> None
         ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
         ({"quant_method": "awq", "version": "gemv"}, "gemv"),
         ({"quant_method": "awq", "bits": 8}, "8 bits"),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "float-quantized"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
     ],
 )
 def test_what_does_not_map_is_named(change: dict[str, Any], text: str, tmp_path: Path) -> None:

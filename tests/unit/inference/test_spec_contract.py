@@ -15,8 +15,9 @@ import pytest
 
 from anyaccel.inference.checkpoints.gguf_types import HELD
 from anyaccel.inference.checkpoints.sources import BLOCKS
-from anyaccel.inference.native import formats, packing
+from anyaccel.inference.native import formats
 from anyaccel.inference.spec import decoder
+from anyaccel.inference.spec.packed_formats import FORMATS
 from anyaccel.inference.spec.stored import spec_from_dict
 
 CSRC = Path(__file__).parents[3] / "csrc"
@@ -108,17 +109,21 @@ def test_python_and_cpp_have_the_same_words_for_choices() -> None:
 
 def test_python_and_cpp_have_the_same_formats() -> None:
     table = (CSRC / "llm" / "matrix.h").read_text()
-    rows = re.findall(r'\{"(\w+)", (\d+), \{([-\d, ]+)\}\}', table)
-    names = [name for name, _, _ in rows]
+    row = r'\{"(\w+)", (\d+), \{([-\d, ]+)\}(?:, Minima::(\w+))?(?:, \d)?(?:, (\w+))?\}'
+    rows = re.findall(row, table)
+    names = [name for name, *_ in rows]
+    assert list(FORMATS) == names
     assert re.search(rf"enum class Format : uint8_t \{{ {', '.join(names)} \}};", table)
-    bits = {name: int(each) for name, each, _ in rows}
-    groups = {name: [group for group in map(int, each.split(",")) if group >= 0] for name, _, each in rows}
-    assert bits == packing._BITS
-    assert formats._WORDS.keys() == bits.keys()
-    assert set(formats._QUANTISED) == {name for name in names if bits[name] < 16}
+    groups = {name: [group for group in map(int, each.split(",")) if group >= 0] for name, _, each, *_ in rows}
+    for name, bits, _, minima, codes in rows:
+        mine = FORMATS[name]
+        assert (mine.bits, list(mine.groups), mine.minima) == (int(bits), groups[name], minima or "may")
+        values = re.search(rf"{codes}\[16\] = \{{(.*?)\}};", table, re.DOTALL) if codes else None
+        assert mine.codes == (tuple(map(int, values[1].split(","))) if values else None)
     assert list(formats.GROUPS) == groups["i4"]
     held = [*formats._STORED.values(), *formats._FLOATS.values(), *(each.format for each in HELD.values())]
     assert all(group in groups[name] and (group or not minimum) for name, group, minimum in held)
+    assert all(FORMATS[name].minima in ("may", "always" if minimum else "never") for name, _, minimum in held)
 
 
 def test_python_and_cpp_have_the_same_types_of_what_is_stored() -> None:

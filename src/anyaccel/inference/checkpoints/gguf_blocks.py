@@ -13,10 +13,22 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD, Format
 from anyaccel.inference.checkpoints.mapped_file import MappedFile
 from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.spec.packed_formats import FORMATS
 
 _LEAST_GROUP = 16
 _SAMPLES = 4  # rows, read before the format is chosen
 _LEAST, _MOST = 2.0**-14, 2.0**15  # of scales as halves that have all their bits
+
+
+@functools.cache
+def _index(codes: tuple[int, ...]) -> Any:
+    """Of each value, as a byte, the first of its codes; 0 for what is none."""
+    import numpy
+
+    table = numpy.zeros(256, numpy.uint8)
+    for code, value in reversed(list(enumerate(codes))):
+        table[value & 255] = code
+    return table
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ class GgufBlocks:
             group //= 2
         if not self._fits_halves or cols.start % group:
             return ("bf16", 0, False)
-        return ("i8" if group == _LEAST_GROUP else kind, group, minimum)
+        return (kind if group in FORMATS[kind].groups else "i8", group, minimum)
 
     def entry(self, index: int) -> GgufBlocks:
         """One entry of a stack."""
@@ -108,7 +120,7 @@ class GgufBlocks:
         scales = scales.reshape(count, -1)
         if minima is not None:
             minima = minima.reshape(count, -1)
-        four_bits = self.format(cols)[0] == "i4"
+        held_as = FORMATS[self.format(cols)[0]]
         if self.type == "q4_k":  # the most common one, without floats in between
             nibbles = blocks[:, 16:].reshape(-1, 4, 1, 32)
             q = numpy.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(count, -1)
@@ -120,10 +132,12 @@ class GgufBlocks:
             with numpy.errstate(over="ignore", invalid="ignore"):
                 inverse = numpy.divide(1, scales, out=numpy.zeros_like(scales), where=scales != 0)
                 q = numpy.rint(steps * inverse[..., None]).reshape(count, -1).astype(numpy.int8)
-        if four_bits and minima is None:
-            q, minima = q + numpy.int8(8), -8 * scales
-        if four_bits:
-            q = q.view(numpy.uint8) & 15
+        if held_as.codes is not None:
+            q = _index(held_as.codes)[q.view(numpy.uint8)]
+        elif held_as.bits < 8:
+            if minima is None:
+                q, minima = q + numpy.int8(held_as.zero), -held_as.zero * scales
+            q = q.view(numpy.uint8) & ((1 << held_as.bits) - 1)
         of = numpy.arange(cols.start, cols.stop, group) * scales.shape[1] // self.shape[-1]
         dense = numpy.ascontiguousarray
         return (

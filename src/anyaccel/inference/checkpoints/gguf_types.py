@@ -178,13 +178,13 @@ def _mxfp4(blocks: Any) -> Levels:
 
 
 HELD: dict[str, HeldType] = {
-    "q5_0": HeldType(("i8", 32, False), lambda blocks: (_half(blocks, 0), None)),
-    "q5_1": HeldType(("i8", 32, True), lambda blocks: (_half(blocks, 0), _half(blocks, 2))),
-    "q2_k": HeldType(("i8", 16, True), _q2_k),
-    "q3_k": HeldType(("i8", 16, False), _q3_k),
+    "q5_0": HeldType(("i5", 32, False), lambda blocks: (_half(blocks, 0), None)),
+    "q5_1": HeldType(("i5", 32, True), lambda blocks: (_half(blocks, 0), _half(blocks, 2))),
+    "q2_k": HeldType(("i2", 16, True), _q2_k),
+    "q3_k": HeldType(("i3", 16, False), _q3_k),
     "q4_k": HeldType(("i4", 32, True), _scales_of_6_bits),
-    "q5_k": HeldType(("i8", 32, True), _scales_of_6_bits),
-    "q6_k": HeldType(("i8", 16, False), _q6_k),
+    "q5_k": HeldType(("i5", 32, True), _scales_of_6_bits),
+    "q6_k": HeldType(("i6", 16, False), _q6_k),
     "iq1_s": HeldType(("i4", 32, True), _iq1_s, fractions=True),
     "iq1_m": HeldType(("i8", 16, False), _iq1_m, fractions=True),
     "iq2_xxs": HeldType(("i8", 32, False), _iq2_xxs, fractions=True),
@@ -200,9 +200,9 @@ HELD: dict[str, HeldType] = {
     ),
     "iq3_xxs": HeldType(("i8", 32, False), _iq3_xxs, fractions=True),
     "iq3_s": HeldType(("i4", 32, True), _iq3_s),
-    "iq4_nl": HeldType(("i8", 32, False), lambda blocks: (_half(blocks, 0), None)),
-    "iq4_xs": HeldType(("i8", 32, False), _iq4_xs),
+    "iq4_nl": HeldType(("nl4", 32, False), lambda blocks: (_half(blocks, 0), None)),
+    "iq4_xs": HeldType(("nl4", 32, False), _iq4_xs),
     "tq1_0": HeldType(("i4", 128, False), lambda blocks: (_half(blocks, 52), None)),
     "tq2_0": HeldType(("i4", 128, False), lambda blocks: (_half(blocks, 64), None)),
-    "mxfp4": HeldType(("i8", 32, False), _mxfp4, fractions=True),
+    "mxfp4": HeldType(("fp4", 32, False), _mxfp4, fractions=True),
 }

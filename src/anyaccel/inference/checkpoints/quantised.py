@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised checkpoints (GPTQ, AWQ, compressed-tensors) under the names and shapes of plain ones.
+"""Quantised checkpoints (GPTQ, AWQ, compressed-tensors; float8.py has float8) under the names and shapes of plain ones.
 
 Layouts, W being [out, in]; eight values of four bits (four of eight) share an int32 word, the first in its lowest bits:
 - GPTQ: qweight [in/8, out], words along `in`; scales [groups, out]; qzeros [groups, out/8] hold the zero point less one
@@ -13,18 +13,19 @@ Layouts, W being [out, in]; eight values of four bits (four of eight) share an i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.checkpoints.sources import SafetensorsSource, Tensor, TensorSource
+from anyaccel.inference.checkpoints.sources import SafetensorsSource, TensorSource
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import Values, shown
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where value i of a word is: its inverse is 0 2 4 6 1 3 5 7
 _GROUPS = (128, 64, 32)
 _GROUPS_OF_8_BITS = (32, 16)
+_NUMPY = {"I32": "<i4", "I64": "<i8", "I8": "i1", "F16": "<f2", "F32": "<f4", "BF16": "<u2", "F8_E4M3": "u1"}
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
 
@@ -149,7 +150,7 @@ class Layout:
             for suffix in self.suffixes
             if name.endswith(suffix) and self.is_quantised(name)
         }
-        self._made: dict[str, QuantisedTensor] = {}
+        self._made: dict[str, Any] = {}
 
     def is_quantised(self, name: str) -> bool:
         return True
@@ -161,7 +162,7 @@ class Layout:
         yield from self.stems
         yield from (name for name in self.source.names() if name not in self.stems)
 
-    def tensor(self, name: str) -> Tensor | QuantisedTensor:
+    def tensor(self, name: str) -> Any:
         stem = self.stems.get(name)
         if stem is None:
             return self.source.tensor(name)
@@ -176,10 +177,10 @@ class Layout:
 
     def stored_as(self, stem: str) -> list[str]:
         """The tensors with the values and the scales of a quantised matrix."""
-        kinds = (".qweight", ".weight_packed", ".weight", ".scales", ".weight_scale")
+        kinds = (".qweight", ".weight_packed", ".weight", ".scales", ".weight_scale", ".weight_scale_inv")
         return [stem + kind for kind in kinds if stem + kind in self.source]
 
-    def make(self, stem: str) -> QuantisedTensor:
+    def make(self, stem: str) -> Any:
         raise NotImplementedError
 
     def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
@@ -196,7 +197,7 @@ class Layout:
                 f"layout with {entry.dtype} of shape {list(entry.shape)} for a quantised matrix "
                 f"({file.path}: tensor {name!r})"
             )
-        kind = {"I32": "<i4", "I64": "<i8", "I8": "i1", "F16": "<f2", "F32": "<f4", "BF16": "<u2"}[entry.dtype]
+        kind = _NUMPY[entry.dtype]
         data = numpy.frombuffer(file.bytes(entry.begin, entry.end - entry.begin), kind).reshape(entry.shape)
         if entry.dtype == "BF16":
             return (data.astype(numpy.uint32) << 16).view(numpy.float32)
@@ -407,5 +408,22 @@ def _chosen(rows: Any) -> Any:
     return slice(rows.start, rows.stop) if isinstance(rows, range) and rows.step == 1 else list(rows)
 
 
+def _float8(source: SafetensorsSource, settings: Values) -> Layout:
+    from anyaccel.inference.checkpoints.float8 import Float8
+
+    return Float8(source, settings)
+
+
+def _compressed_tensors(source: SafetensorsSource, settings: Values) -> Layout:
+    kind = _float8 if settings.text("format", "") == "float-quantized" else _CompressedTensors
+    return kind(source, settings)
+
+
 # quant_method of a config -> how its checkpoints are stored. docs/add-a-format.md goes through one.
-METHODS: dict[str, type[Layout]] = {"gptq": _Gptq, "awq": _Awq, "compressed-tensors": _CompressedTensors}
+METHODS: dict[str, Callable[[SafetensorsSource, Values], Layout]] = {
+    "gptq": _Gptq,
+    "awq": _Awq,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _float8,
+    "fbgemm_fp8": _float8,
+}

@@ -18,6 +18,7 @@ from typing import Any
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.spec.decoder import MatrixShape
+from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED
 
 DTYPES = ("fp32", "bf16", "fp16", "int8", "int4")
 GROUPS = (32, 64, 128)
@@ -27,8 +28,9 @@ Format = tuple[str, int, bool]  # of `_llm`: format, group, minimum
 
 _FLOATS: dict[str, Format] = {"fp32": ("f32", 0, False), "bf16": ("bf16", 0, False), "fp16": ("f16", 0, False)}
 _EIGHT: Format = ("i8", 0, False)
-_QUANTISED = ("i4", "i8")
-_WORDS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "i8": "int8", "i4": "int4"}
+# Those that are smaller than what --dtype int8 would make of them, or as large, and exact.
+_KEPT_AS_8_BITS = QUANTISED - {"i4"}
+_KEPT_AS_4_BITS = {name for name in QUANTISED if FORMATS[name].bits <= 4}
 _STORED: dict[str, Format] = {
     "f64": ("f32", 0, False),
     "f32": ("f32", 0, False),
@@ -75,27 +77,38 @@ def _merged(stored: Sequence[Format]) -> Format:
     kinds = set(stored)
     if len(kinds) == 1:
         return stored[0]
-    names = {kind for kind, _, _ in kinds}
+    floats = {kind for kind, _, _ in kinds} - QUANTISED
+    if floats:
+        return (floats.pop() if len(floats) == 1 else "f32", 0, False)
     minimum = any(each for _, _, each in kinds)
-    groups = [group for _, group, _ in kinds if group]
-    if names == {"i4"}:
-        return ("i4", min(groups), minimum)
-    if names <= {"i4", "i8"}:
-        return ("i8", min(32, *groups), minimum)
-    floats = names - {"i4", "i8"}
-    return (floats.pop() if len(floats) == 1 else "f32", 0, False)
+    for kind in sorted(QUANTISED, key=lambda name: FORMATS[name].bits):
+        for group in sorted(FORMATS[kind].groups, reverse=True):
+            wider = (kind, group, minimum or FORMATS[kind].minima == "always")
+            if group and all(_within(own, wider) for own in kinds):
+                return wider
+    raise AssertionError(f"no format holds {kinds}")  # int8 in groups of 16 with minima does
 
 
 def holds(shape: MatrixShape, own: Format) -> bool:
     """Whether what is in the quantised format `own` can be kept in that of `shape`: no value is rounded again."""
+    return _within(own, (shape.format, shape.group, shape.minimum))
+
+
+def _within(own: Format, wider: Format) -> bool:
     kind, group, minimum = own
-    if kind not in _QUANTISED or shape.format not in _QUANTISED or (minimum and not shape.minimum):
+    name, parts, minima = wider
+    if kind not in QUANTISED or name not in QUANTISED:
         return False
-    if kind != shape.format and (kind != "i4" or shape.group == 0):
+    to = FORMATS[name]
+    if (minimum and not minima) or (minima and to.minima == "never"):
+        return False
+    if kind != name and (parts == 0 or to.codes is not None or FORMATS[kind].bits > to.bits):
+        return False
+    if kind != name and FORMATS[kind].codes is not None and to.bits < 8:
         return False
     if group == 0:
         return True  # one scale a row: any groups
-    return shape.group > 0 and group % shape.group == 0
+    return parts > 0 and group % parts == 0
 
 
 def forms(stored: Iterable[tuple[str, MatrixShape]]) -> dict[str, list[str]]:
@@ -114,8 +127,8 @@ def forms(stored: Iterable[tuple[str, MatrixShape]]) -> dict[str, list[str]]:
 def _words(form: Format) -> str:
     kind, group, minimum = form
     if group == 0:
-        return _WORDS[kind] + (" with a scale a row" if kind == "i8" else "")
-    return f"{_WORDS[kind]} in groups of {group}{' with a minimum' if minimum else ''}"
+        return FORMATS[kind].words + (" with a scale a row" if kind == "i8" else "")
+    return f"{FORMATS[kind].words} in groups of {group}{' with a minimum' if minimum else ''}"
 
 
 def choose(shape: MatrixShape, wanted: Precision, stored: Sequence[Format]) -> MatrixShape:
@@ -125,14 +138,15 @@ def choose(shape: MatrixShape, wanted: Precision, stored: Sequence[Format]) -> M
         return replace(shape, format="f32")
     chosen = _chosen(name, wanted, stored)
     kind, group, minimum = chosen
-    if name == "positions" and kind in ("i8", "i4"):
+    if name == "positions" and kind in QUANTISED:
         kind, group, minimum = "bf16", 0, False
     return replace(shape, format=kind, group=group, minimum=minimum)
 
 
 def _chosen(name: str, wanted: Precision, stored: Sequence[Format]) -> Format:
     kinds = {kind for kind, _, _ in stored}
-    if wanted.dtype is None or (wanted.dtype, kinds) in (("int4", {"i4"}), ("int8", {"i8"})):
+    kept = {"int4": _KEPT_AS_4_BITS, "int8": _KEPT_AS_8_BITS}.get(wanted.dtype or "", frozenset())
+    if wanted.dtype is None or kinds <= kept:
         return _merged(stored)
     if wanted.dtype in _FLOATS:
         return _FLOATS[wanted.dtype]

@@ -24,6 +24,7 @@ from anyaccel.inference.native.shard import WeightSlice, shard, slices
 from anyaccel.inference.native.tied import own_head
 from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
 from anyaccel.inference.spec.mapping import Part, Unsupported
+from anyaccel.inference.spec.packed_formats import FORMATS
 from anyaccel.outside import told
 
 if TYPE_CHECKING:
@@ -262,18 +263,15 @@ class _Progress:
     def __init__(self, matrices: Sequence[MatrixShape], total: int, report: Callable[[int, int], object]) -> None:
         self._report = report
         self._total = total
-        self._all = sum(each.rows * each.cols * _BITS[each.format] for each in matrices)
+        self._all = sum(each.rows * each.cols * FORMATS[each.format].bits for each in matrices)
         self._done = 0
 
     def add(self, values: int, shape: MatrixShape) -> None:
-        self._done += values * _BITS[shape.format]
+        self._done += values * FORMATS[shape.format].bits
         self._report(min(self._total * self._done // max(self._all, 1), self._total - 1), self._total)
 
     def end(self) -> None:
         self._report(self._total, self._total)
-
-
-_BITS = {"f32": 32, "f16": 16, "bf16": 16, "i8": 8, "i4": 4}
 
 
 def _chunks(part: _Tensor, rows: Rows, at: int) -> Iterator[Rows]:
@@ -326,8 +324,13 @@ def _values(shape: MatrixShape, tensor: Any, own: Format, rows: Rows, cols: rang
     import numpy
 
     q, scales, minima = tensor.values(rows, cols, shape.group)
-    if own[0] == "i4" and shape.format == "i8":
-        q = numpy.ascontiguousarray(q, numpy.int8) - numpy.int8(0 if shape.minimum else 8)
+    held, to = FORMATS[own[0]], FORMATS[shape.format]
+    if held is not to:
+        if held.codes is not None:
+            q = numpy.array(held.codes, numpy.int8)[q]
+        elif not shape.minimum:
+            q = q.astype(numpy.int8) + numpy.int8(to.zero - held.zero)
+        q = numpy.ascontiguousarray(q, numpy.int8 if to.bits == 8 else numpy.uint8)
     if shape.minimum and minima is None:
         minima = numpy.zeros_like(scales)
     return q, scales, minima

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
 
-_CACHE_FORMATS = {"fp32": "f32", "f32": "f32", "bf16": "bf16", "int8": "i8", "i8": "i8"}
+_CACHE_FORMATS = {"fp32": "f32", "f32": "f32", "bf16": "bf16", "int8": "i8", "i8": "i8", "int4": "i4", "i4": "i4"}
 _THREADS_A_CPU = 4  # a real run has one; tests have more
 _CAUSAL_LMS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 _LEAST_BESIDE = 64 << 20  # bytes of packed weights; fewer are written at once
@@ -103,7 +103,7 @@ def load_native(
         group, asymmetric: of int4: columns that share a scale; a minimum beside it.
         on_host: ranks that share this host's memory; 0: all.
         threads: 0 for the CPUs of this process.
-        cache_dtype: of keys and values: bf16, int8, fp32.
+        cache_dtype: of keys and values: bf16, int8, int4, fp32.
         cache_limit: most bytes of keys and values; 0: three quarters of what memory is available then and not promised
             to other models of this process.
         progress: called with (bytes done, bytes in all) while weights are read or packed.
@@ -124,7 +124,7 @@ def load_native(
         raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning")
     precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
     if cache_dtype not in _CACHE_FORMATS:
-        raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8 or fp32")
+        raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8, int4 or fp32")
     cache_format = _CACHE_FORMATS[cache_dtype]
     settings = _Settings(precision, rank, size, on_host or size, threads, cache_format, cache_limit, progress, check)
     if not isinstance(model, str | Path):
@@ -322,5 +322,5 @@ def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: 
         raise UsageError(
             f"{len(prompts) * copies} sequences of up to {max(prompts) + new} tokens need {needed / 2**20:.0f} MiB of "
             f"key/value cache ({needed} bytes), its limit is {model.cache_limit_bytes / 2**20:.0f} MiB: use a smaller "
-            "batch, fewer new tokens, kv_cache='int8' or a larger cache_bytes"
+            "batch, fewer new tokens, kv_cache='int8' or 'int4', or a larger cache_bytes"
         )

@@ -53,7 +53,7 @@ class Options(BaseModel):
     model: str | None = None
     dtype: Literal["bf16", "fp16", "fp32", "int8", "int4", "auto"] = "bf16"
     group_size: Literal[32, 64, 128] = 32
-    kv_cache: Literal["auto", "bf16", "int8", "fp32"] = "auto"
+    kv_cache: Literal["auto", "bf16", "int8", "int4", "fp32"] = "auto"
     tp: int = Field(1, ge=1)
 
     max_batch: int = Field(32, ge=1)

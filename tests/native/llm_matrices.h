@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrices of every format, for the native tests.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "llm/matrix.h"
+
+namespace {
+
+using namespace anyaccel::llm;
+
+// Whether floats are rounded to it; others are only what a checkpoint has already.
+inline bool rounds(Format format) { return !is_quantised(format) || format == Format::i8 || format == Format::i4; }
+
+// A matrix of `values`, or of whatever values its format has if nothing is rounded to that.
+inline Matrix matrix_of(const Shape& shape, const std::vector<float>& values) {
+  Matrix matrix(shape);
+  if (rounds(shape.format)) {
+    matrix.set_rows(0, shape.rows, {values.data(), SourceType::f32, shape.cols * 4, 0});
+    return matrix;
+  }
+  const int64_t groups = (shape.cols + shape.group - 1) / shape.group;
+  std::vector<uint8_t> q(values.size());
+  std::vector<float> scales(static_cast<size_t>(shape.rows * groups), 0.0f), minima(scales.size(), 0.0f);
+  const int bits = row_of(shape.format).bits;
+  for (int64_t r = 0; r < shape.rows; ++r)
+    for (int64_t k = 0; k < shape.cols; ++k) {
+      const auto at = static_cast<size_t>(r * shape.cols + k), g = static_cast<size_t>(r * groups + k / shape.group);
+      const bool finite = std::isfinite(values[at]);
+      const auto number = static_cast<uint32_t>(finite ? static_cast<int32_t>(values[at] * 1e4f) : 0);
+      q[at] = static_cast<uint8_t>(number * 40503u >> 7 & ((1u << bits) - 1));
+      if (std::fabs(scales[g]) <= std::fabs(values[at]) || !finite) scales[g] = values[at];
+    }
+  const float part = row_of(shape.format).codes == kNonlinearCodes ? 0x1p-7f : 0x1p-3f;
+  for (size_t g = 0; g < scales.size(); ++g) {
+    scales[g] *= part;
+    minima[g] = scales[g] * -2.5f;  // no value is what cancellation leaves
+  }
+  matrix.set_quantised_rows(0, shape.rows, q.data(), scales.data(), shape.minimum ? minima.data() : nullptr);
+  return matrix;
+}
+
+}  // namespace
