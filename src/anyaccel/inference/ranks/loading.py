@@ -101,11 +101,12 @@ def loader(
     rank: int = 0,
     size: int = 1,
     check: Callable[[], object] | None = None,
+    on_host: int = 0,
 ) -> Callable[[], NativeModel]:
     """A function that loads a rank's part through csrc/llm; it raises Unsupported for what the native runtime lacks.
 
     Args:
-        check: see `load_native`.
+        check, on_host: see `load_native`.
 
     Raises:
         ModelError: there is no model.
@@ -122,6 +123,7 @@ def loader(
         group=options.group_size,
         rank=rank,
         size=size,
+        on_host=on_host,
         threads=options.threads,
         cache_dtype=cache,
         cache_limit=options.cache_bytes // size,
