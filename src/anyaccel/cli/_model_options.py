@@ -72,6 +72,13 @@ def add_tp_option(parser: Parser) -> None:
         metavar="N",
         help="workers that share the model, each bound to its own cores",
     )
+    parser.add_argument(
+        "--pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages that share the layers, of as many workers each as --tp says (native runtime; default: 1)",
+    )
 
 
 def add_host_options(parser: Parser) -> None:
@@ -166,6 +173,8 @@ def check_numbers(options: argparse.Namespace) -> None:
     """Refuse values that are wrong for every model, before anything is loaded."""
     if options.tp < 1:
         raise UsageError(f"--tp {options.tp}: must be at least 1")
+    if options.pp < 1:
+        raise UsageError(f"--pp {options.pp}: must be at least 1")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     try:

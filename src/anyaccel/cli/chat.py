@@ -75,10 +75,12 @@ def main(argv: list[str]) -> int:
 
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     cluster = cluster_of(options)
-    if cluster is None and options.tp == 1:
+    if cluster is None and options.tp * options.pp == 1:
         return open_backend(model_of(options), screen)
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise UsageError(f"--tp {options.tp}: a chat starts its workers itself; run it without a launcher")
+        raise UsageError(
+            f"--tp {options.tp} --pp {options.pp}: a chat starts its workers itself; run it without a launcher"
+        )
     from anyaccel.inference.ranks.command import start
 
     return start(model_of(options), screen, cluster=cluster)

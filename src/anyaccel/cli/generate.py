@@ -35,7 +35,7 @@ _EXAMPLES = """\
   anyaccel generate "Why is the sky blue?" --tp 2 --dtype bf16 --model ~/models/SmolLM2-1.7B-Instruct
   anyaccel generate "Once upon a time" --model story.gguf --no-chat-template --temperature 0.8 --seed 7
   anyaccel generate "List three colours." --dtype int4 --system "Answer in French." --stop "3."
-  anyaccel generate "Why is the sky blue?" --hostfile hosts --tp 4
+  anyaccel generate "Why is the sky blue?" --hostfile hosts --tp 2 --pp 2
   echo "Summarise: ..." | anyaccel generate - --json"""
 
 
@@ -81,7 +81,8 @@ def _prompt(text: str) -> str:
 
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
     cluster = cluster_of(options)
-    if cluster is None and (options.tp == 1 or os.environ.get("WORLD_SIZE") == str(options.tp)):
+    ranks = options.tp * options.pp
+    if cluster is None and (ranks == 1 or os.environ.get("WORLD_SIZE") == str(ranks)):
         return open_backend(model_of(options), screen)  # one process, or one of the ranks that a launcher started
     from anyaccel.inference.ranks.command import start
 
@@ -107,7 +108,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
     if backend.first:
         if options.json:
             print(json.dumps(summary))
-        where = " in all processes" if options.tp > 1 else ""
+        where = " in all processes" if options.tp * options.pp > 1 else ""
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
@@ -149,4 +150,5 @@ def _summary(options: argparse.Namespace, backend: Backend, result: Generation, 
         "model": options.model,
         "dtype": options.dtype,
         "tp": options.tp,
+        "pp": options.pp,
     }

@@ -49,12 +49,12 @@ def start(
     """
     processes: Processes
     if cluster is None:
-        plan, summary = plan_ranks(options.tp)
+        plan, summary = plan_ranks(options.ranks, asked=options.asked)
         processes = RankProcesses(plan)
     else:
         from anyaccel.inference.ranks.on_hosts import HostProcesses, describe, find_ranks
 
-        hosts = find_ranks(cluster, options.tp, f"--tp {options.tp}")
+        hosts = find_ranks(cluster, options.ranks, options.asked)
         summary = describe(hosts, cluster.launcher)
         processes = HostProcesses(cluster, hosts)
     backend = RanksBackend(processes, lasting)

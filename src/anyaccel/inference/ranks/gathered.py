@@ -39,10 +39,11 @@ class RankError(AnyAccelError):
         self.exit_code = exit_code
 
 
-def plan_ranks(tp: int, replica: int = 0, replicas: int = 1) -> tuple[LaunchPlan, str]:
+def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") -> tuple[LaunchPlan, str]:
     """The plan for so many ranks on this machine, and machine and plan in words.
 
     Args:
+        asked: the options that ask for `tp` ranks, for errors.
         replica: of so many `replicas`, which have a NUMA node each where there are as many, else equal parts of the
             machine.
 
@@ -56,14 +57,16 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1) -> tuple[LaunchPlan
 
     whole = machine = read_machine()
     if tp * replicas > len(machine.allowed_cpus):
+        most = len(machine.allowed_cpus)
         if replicas > 1:
             raise UsageError(
-                f"--replicas {replicas} --tp {tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and "
-                "each of their ranks needs one"
+                f"--replicas {replicas} {asked or f'--tp {tp}'}: this process may use {most} CPUs only, and each of "
+                "their ranks needs one"
             )
         raise UsageError(
-            f"--tp {tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and each rank needs one; "
-            f"--tp {len(machine.allowed_cpus)} is the most here"
+            f"{asked or f'--tp {tp}'}: this process may use {most} CPUs only, and each rank needs one; "
+            + (f"{most} ranks are" if "--pp" in asked else f"--tp {most} is")
+            + " the most here"
         )
     wanted = launch.LaunchOptions(
         script="anyaccel",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel import env
-from anyaccel.errors import AnyAccelError, PeerLostError
+from anyaccel.errors import AnyAccelError, PeerLostError, UsageError
 from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.wire import Channel
 
@@ -124,7 +124,13 @@ def _open(
         except Unsupported as lack:  # raised on every rank: all of them go on with the engine
             if lacking is not None:
                 raise lacking(lack.feature) from None
+            if options.pp > 1:
+                raise UsageError(
+                    f"--pp {options.pp}: only the native runtime has it, which has no {lack.feature}"
+                ) from None
             screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
+    if options.pp > 1:
+        raise UsageError(f"--pp {options.pp}: only the native runtime has it, which runs on the CPU")
     return open_engine(options, Path(options.model), screen)
 
 
@@ -145,9 +151,9 @@ def _open_native(
 
     # Anonymous memory is reached through /proc: one launcher started all ranks of a host, so they see each other's
     # process ids.
-    hosts = exchange(host_identity() + os.readlink("/proc/self/ns/pid")) if options.tp > 1 else [""]  # noqa: PTH115
-    load: Callable[[], Any] = loader(options, screen.progress, rank, options.tp, on_host=hosts.count(hosts[rank]))
-    native = together(exchange, load, anonymous=True, hosts=hosts) if options.tp > 1 else load()
+    hosts = exchange(host_identity() + os.readlink("/proc/self/ns/pid")) if options.ranks > 1 else [""]  # noqa: PTH115
+    load: Callable[[], Any] = loader(options, screen.progress, rank, on_host=hosts.count(hosts[rank]))
+    native = together(exchange, load, anonymous=True, hosts=hosts) if options.ranks > 1 else load()
     describe_weights(native, screen)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
     return NativeBackend(native, None, ends, accelerator, options.dtype)
