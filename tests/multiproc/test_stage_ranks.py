@@ -71,8 +71,13 @@ def on_a_rank(cases: list[tuple[str, int, tuple[int, ...]]]) -> list[tuple[torch
 @pytest.mark.parametrize(
     ("size", "cases"),
     [
-        (2, [("llama", 2, ()), ("gemma2", 2, (0, 1)), ("deepseek_v3", 2, ())]),
-        (4, [("llama", 2, ()), ("qwen3_moe", 2, (0, 0, 1, 1)), ("llama", 2, (0, 1, 1, 2))]),
+        (2, [("llama", 2, ()), ("gemma2", 2, (0, 1))]),
+        pytest.param(2, [("deepseek_v3", 2, ()), ("gpt2", 2, (0, 1))], marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            [("llama", 2, ()), ("qwen3_moe", 2, (0, 0, 1, 1)), ("llama", 2, (0, 1, 1, 2)), (DEEP, 4, (0, 0, 1, 2))],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_stages_have_the_bits_of_one_process(size: int, cases: list[tuple[str, int, tuple[int, ...]]]) -> None:
@@ -103,7 +108,10 @@ def that_disagree(hosts: tuple[int, ...]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("hosts", [(), (0, 1)], ids=str)
+SHARED = pytest.param((), marks=pytest.mark.slow)  # memory; what differs little from connections
+
+
+@pytest.mark.parametrize("hosts", [SHARED, (0, 1)], ids=str)
 def test_stages_that_disagree(hosts: tuple[int, ...]) -> None:
     _, last = ranks.run(that_disagree, 2, hosts)
     assert last[0] == "ranks disagree: rank 0 processes other tokens than rank 1"
@@ -169,7 +177,7 @@ def that_lose_one(hosts: tuple[int, ...]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("hosts", [(), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("hosts", [SHARED, (0, 1, 2)], ids=str)
 def test_a_stage_that_dies(tmp_path: Path, hosts: tuple[int, ...]) -> None:
     outcome = ranks.finish(ranks.start(that_lose_one, 3, (hosts,), tmp_path), tmp_path)
     assert outcome[1][0] == -signal.SIGKILL
@@ -190,6 +198,7 @@ def with_engines(folder: str) -> tuple[list[int], list[int], torch.Tensor, int]:
     return greedy[0].tolist(), sampled[0].tolist(), engine(ids).logits, engine.native.model.weight_bytes
 
 
+@pytest.mark.slow
 def test_engines_on_stages(tmp_path: Path) -> None:
     native_models.whole("llama", 128)[0].save_pretrained(tmp_path)
     (alone,) = ranks.run(with_engines, 1, str(tmp_path))
