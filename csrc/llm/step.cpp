@@ -18,10 +18,12 @@ enum class Row : uint8_t { none, logits, hidden };
 // The most rows of logits in memory at a time, where those of a whole prompt are wanted.
 constexpr size_t kMostRows = 128;
 
-// Tokens of a run where there are stages, at least, and runs of a pass for each of them, at most: all but one of a
-// stage's are computed while other stages are at work too.
+// Where there are stages, tokens of a run, at least, and runs of a pass for each stage, at most: all stages are at work
+// for as many of the runs as are not one less than there are stages. Fewer tokens take as long, since weights are read
+// once a run; of a pass of few tokens each stage gets one run, which pays from 8 tokens on two stages on.
 constexpr int64_t kLeastPart = 32;
-constexpr int kPartsAStage = 4;
+constexpr int kPartsAStage = 8;
+constexpr int64_t kLeastOfFew = 4;
 
 }  // namespace
 
@@ -32,11 +34,13 @@ void Model::check_room(const std::vector<Work>& work) const {
   if (needed > left) throw OutOfCache(needed, left, cache_.limit_bytes());
 }
 
-// With stages, runs are so small that each stage has one at a time; but more tokens than pass as few are not divided
+// With stages, runs are so small that all stages have one at a time; but more tokens than pass as few are not divided
 // into so few, since these are summed otherwise.
 int64_t Model::most_of_a_run(int64_t total, const Pass& pass) const {
-  if (stages_ == nullptr || total <= kGemvTokens) return pass.most;
-  const int64_t parts = std::clamp<int64_t>(total / kLeastPart, 1, int64_t{kPartsAStage} * stages_->count());
+  if (stages_ == nullptr) return pass.most;
+  const bool few = total <= kGemvTokens;
+  const int64_t least = few ? kLeastOfFew : kLeastPart;
+  const int64_t parts = std::clamp<int64_t>(total / least, 1, int64_t{few ? 1 : kPartsAStage} * stages_->count());
   return std::min(pass.most, (total + parts - 1) / parts);
 }
 
@@ -50,10 +54,10 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
     total += one.count;
   }
   if (total == 0) return;
-  const int64_t most = most_of_a_run(total, pass);
-  const int64_t runs = (total + most - 1) / most;
-  const int64_t unit = stages_ == nullptr ? 16 : 1;
-  const int64_t size = runs == 1 ? total : std::min(most, ((total + runs - 1) / runs + unit - 1) / unit * unit);
+  const int64_t longest = most_of_a_run(total, pass);
+  const int64_t runs = (total + longest - 1) / longest;
+  int64_t size = runs == 1 ? total : std::min(longest, ((total + runs - 1) / runs + 15) / 16 * 16);
+  int64_t left = runs;
   try {
     size_t at = 0;      // in work
     int64_t taken = 0;  // of work[at]
@@ -62,6 +66,9 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
       if (index > 0 && interrupt_check_) interrupt_check_();
       tokens_.clear();
       const int64_t first = index;
+      if (stages_ != nullptr)
+        size = std::min(longest, (total - index + left - 1) / left);  // of equal size: none of few
+      left = std::max<int64_t>(left - 1, 1);
       while (at < work.size() && index - first < size && tokens_.wanted.size() < done.most_rows()) {
         const Work& one = work[at];
         const int64_t most = std::min(one.count - taken, size - (index - first));
@@ -144,7 +151,7 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
     float* hidden(size_t) { return nullptr; }
     void take(size_t count, size_t) { next += static_cast<int64_t>(count) * vocab; }
     size_t most_rows() const { return SIZE_MAX; }
-    static bool everywhere() { return true; }
+    static bool everywhere() { return false; }  // all at once, below: no stage waits for the last one meanwhile
   };
   auto row = rows.begin();
   process(
@@ -155,6 +162,7 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
         return Row::logits;
       },
       Done{logits, spec_.vocab});
+  if (stages_ != nullptr) stages_->share(logits, rows.size() * static_cast<size_t>(spec_.vocab) * sizeof(float));
 }
 
 std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const std::vector<int64_t>& limits,

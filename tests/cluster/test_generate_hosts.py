@@ -57,6 +57,9 @@ def test_hosts_answer_as_one_does(hosts: Hosts, tmp_path: Path, cache: dict[str,
     found = answer(hosts, cache, "--tp", 2, "--hostfile", file)
     assert found["runtime"] == "native"
     assert found["tokens"] == answer(hosts, cache, "--tp", 2)["tokens"]
+    found = answer(hosts, cache, "--pp", 2, "--draft", "ngram:3", "--hostfile", file)
+    assert found["runtime"] == "native"
+    assert found["tokens"] == answer(hosts, cache)["tokens"]
     done = run(
         hosts, cache, "chat", "-q", "--tp", 2, "--hostfile", file, "--max-new-tokens", 4, text=f"{PROMPT}\nWhy?\n"
     )
@@ -84,12 +87,13 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path: Path, ca
     assert "nothere" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "killed rank", "cut off"])
+@pytest.mark.parametrize("divided", ["--tp", "--pp"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "killed", "cut off", "stopped"])
 def test_the_end_of_a_job_leaves_nothing_anywhere(
-    hosts: Hosts, tmp_path: Path, cache: dict[str, str], how: str
+    hosts: Hosts, tmp_path: Path, cache: dict[str, str], how: str, divided: str
 ) -> None:
     file = hosts.hostfile(tmp_path)
-    words = ("--tp", 2, "--hostfile", file, "--max-new-tokens", 4000, "--no-chat-template", "--temperature", 1)
+    words = (divided, 2, "--hostfile", file, "--max-new-tokens", 4000, "--no-chat-template", "--temperature", 1)
     child = start(hosts, cache, "generate", PROMPT, *words)
     try:
         assert child.stdout
@@ -97,9 +101,9 @@ def test_the_end_of_a_job_leaves_nothing_anywhere(
         assert begun
         if how == "Ctrl-C":
             os.kill(child.pid, signal.SIGINT)
-        elif how == "killed rank":
+        elif how in ("killed", "stopped"):
             wait_for(lambda: bool(ranks_on(hosts, "node2")), "a rank on node2", 10)
-            os.kill(ranks_on(hosts, "node2")[0], signal.SIGKILL)
+            os.kill(ranks_on(hosts, "node2")[0], signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         else:
             hosts[1].disconnect()
         _, errors = child.communicate(timeout=100)

@@ -193,6 +193,11 @@ def with_engines(folder: str) -> tuple[list[int], list[int], torch.Tensor, int]:
     engine = anyaccel.init_inference(folder, pipeline_parallel={"size": comm.get_world_size()}, **options)
     greedy = engine.generate(ids, max_new_tokens=5, do_sample=False)
     sampled = engine.generate(ids, max_new_tokens=5, do_sample=True, seed=3, output_scores=True)
+    from transformers import AutoModelForCausalLM
+
+    in_memory = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    other = anyaccel.init_inference(in_memory, pipeline_parallel={"size": comm.get_world_size()}, **options)
+    assert torch.equal(other.generate(ids, max_new_tokens=5, do_sample=False), greedy)
     assert engine.native is not None
     assert engine.native.stage == comm.get_rank() and engine.tp_size == 1
     return greedy[0].tolist(), sampled[0].tolist(), engine(ids).logits, engine.native.model.weight_bytes
