@@ -12,7 +12,7 @@ import torch
 import decoder_reference
 import family_cases
 from anyaccel.inference.families.registry import family_of
-from anyaccel.inference.native import shard
+from anyaccel.inference.native import shard, stages
 from anyaccel.inference.spec.decoder import DecoderSpec, weights
 
 
@@ -65,9 +65,11 @@ def native(name: str, positions: int = 0, **options: Any) -> Any:
     return fill(empty(spec, **options), spec, values)
 
 
-def rank_of(name: str, rank: int, size: int, threads: int = 1, **options: Any) -> Any:
-    """One rank's model; it is not connected yet."""
+def rank_of(name: str, rank: int, size: int, threads: int = 1, pp: int = 1, **options: Any) -> Any:
+    """One rank's model, of `size` ranks in `pp` stages; it is not connected yet."""
     _, spec, values = whole(name)
+    size //= pp
+    stage, rank = divmod(rank, size)
     own = dict(values)
     for weight, part in shard.slices(spec, rank, size).items():
         if weight not in own:
@@ -78,7 +80,10 @@ def rank_of(name: str, rank: int, size: int, threads: int = 1, **options: Any) -
         if part.cols is not None:
             value = value[:, part.cols.start : part.cols.stop]
         own[weight] = (torch.zeros_like(value) if part.zero else value).contiguous()
-    sharded = shard.shard(spec, rank, size)
+    sharded = shard.shard(spec, rank, size) if size > 1 else spec
+    if pp > 1:
+        sizes = [(name, value.numel() * 4) for name, value in values.items()]
+        sharded = stages.stage_of(sharded, stages.split_layers(*stages.bytes_by_layer(spec, sizes), pp), stage)
     return fill(empty(sharded, threads, **options), sharded, own)
 
 

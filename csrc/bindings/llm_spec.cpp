@@ -223,6 +223,9 @@ llm::DecoderSpec read_spec(const nb::handle& from) {
   get(from, "size", spec.size);
   get(from, "vocab_first", spec.vocab_first);
   get(from, "vocab_count", spec.vocab_count);
+  get(from, "stage", spec.stage);
+  get(from, "stages", spec.stages);
+  get(from, "first_layer", spec.first_layer);
   return spec;
 }
 

@@ -43,7 +43,20 @@ void BetweenHosts::Pieces::begin(Header* header, const std::vector<iovec>& rest)
   pieces_.push_back({header, sizeof *header});
   for (const iovec& piece : rest)
     if (piece.iov_len > 0) pieces_.push_back(piece);
+  whole_ = pieces_;
+  bytes_ = total_bytes(rest);
   at_ = moved_ = 0;
+}
+
+std::string BetweenHosts::Pieces::text() const {
+  std::string found;
+  size_t there = moved_ - sizeof(Header);
+  for (size_t i = 1; i < whole_.size(); ++i) {
+    const size_t part = std::min(there, whole_[i].iov_len);
+    found.append(static_cast<const char*>(whole_[i].iov_base), part);
+    there -= part;
+  }
+  return found;
 }
 
 msghdr BetweenHosts::Pieces::message() {
@@ -88,12 +101,14 @@ void BetweenHosts::connect(const std::vector<std::string>& cards, const std::vec
   }
 }
 
-void BetweenHosts::exchange(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken) {
+template <class Begin>
+void BetweenHosts::call(Begin begin) {
   if (!broken_.empty())
     throw CommError(CommError::Kind::broken,
                     "the connections between hosts are broken by an earlier error: " + broken_);
   try {
-    move_all(given, taken);
+    begin();
+    move_all();
   } catch (const std::exception& error) {
     fail(error.what());
     throw;
@@ -103,17 +118,36 @@ void BetweenHosts::exchange(const std::vector<iovec>& given, const std::vector<s
   }
 }
 
-void BetweenHosts::move_all(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken) {
-  ++sequence_;
-  const size_t bytes = total_bytes(given);
-  for (size_t host = 0; host < peers_.size(); ++host) {
-    if (!is_other(host)) continue;
-    Peer& peer = peers_[host];
-    peer.out = {kMagic, Kind::data, sequence_, bytes};
-    peer.sending.begin(&peer.out, given);
-    peer.receiving.begin(&peer.in, taken[host]);
-    peer.checked = false;
-  }
+void BetweenHosts::begin_send(Peer& peer, const std::vector<iovec>& given) {
+  peer.out = {kMagic, Kind::data, ++peer.sent, total_bytes(given)};
+  peer.sending.begin(&peer.out, given);
+}
+
+void BetweenHosts::begin_receive(Peer& peer, const std::vector<iovec>& taken) {
+  ++peer.received;
+  peer.receiving.begin(&peer.in, taken);
+  peer.checked = false;
+}
+
+void BetweenHosts::exchange(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken) {
+  call([&] {
+    for (size_t host = 0; host < peers_.size(); ++host) {
+      if (!is_other(host)) continue;
+      begin_send(peers_[host], given);
+      begin_receive(peers_[host], taken[host]);
+    }
+  });
+}
+
+void BetweenHosts::send(int host, const std::vector<iovec>& given) {
+  call([&] { begin_send(peers_[static_cast<size_t>(host)], given); });
+}
+
+void BetweenHosts::receive(int host, const std::vector<iovec>& taken) {
+  call([&] { begin_receive(peers_[static_cast<size_t>(host)], taken); });
+}
+
+void BetweenHosts::move_all() {
   const int64_t start = now_ns();
   int64_t checked = start;
   for (;;) {
@@ -121,7 +155,7 @@ void BetweenHosts::move_all(const std::vector<iovec>& given, const std::vector<s
     for (size_t host = 0; host < peers_.size(); ++host) {
       if (!is_other(host)) continue;
       const bool sent = push(peers_[host]);
-      const bool came = pull(peers_[host], taken[host]);
+      const bool came = pull(peers_[host]);
       done = done && sent && came;
     }
     if (done) return;
@@ -130,10 +164,12 @@ void BetweenHosts::move_all(const std::vector<iovec>& given, const std::vector<s
       cpu_pause();
       continue;
     }
-    if (now - start < kYieldNs)
+    if (now - start < kYieldNs) {
       sched_yield();
-    else
+    } else {
       sleep();
+      look_around();
+    }
     if (interrupt_check_ && now - checked > int64_t{kSleepMs} * 1'000'000) {
       checked = now;
       interrupt_check_();
@@ -152,20 +188,21 @@ bool BetweenHosts::push(Peer& peer) {
       return false;
     } else if ((errno == EPIPE || errno == ECONNRESET) && !peer.receiving.done()) {
       return false;  // it may have said why before it left, which pull() finds
-    } else if (errno != EINTR) {
-      gone(peer, errno);
+    } else if (const int error = errno; error != EINTR) {
+      look_around();  // the same where only this host sends
+      gone(peer, error);
     }
   }
   return true;
 }
 
-bool BetweenHosts::pull(Peer& peer, const std::vector<iovec>& taken) {
+bool BetweenHosts::pull(Peer& peer) {
   while (!peer.receiving.done()) {
     msghdr message = peer.receiving.message();
     const ssize_t came = recvmsg(peer.fd.get(), &message, MSG_DONTWAIT);
     if (came > 0) {
       peer.receiving.advance(static_cast<size_t>(came));
-      if (!peer.checked && peer.receiving.moved() >= sizeof(Header)) check_header(peer, taken);
+      if (!peer.checked && peer.receiving.moved() >= sizeof(Header)) check_header(peer);
     } else if (came < 0 && would_wait(errno)) {
       return false;
     } else if (came == 0 || errno != EINTR) {
@@ -175,29 +212,41 @@ bool BetweenHosts::pull(Peer& peer, const std::vector<iovec>& taken) {
   return true;
 }
 
-void BetweenHosts::check_header(Peer& peer, const std::vector<iovec>& taken) {
+void BetweenHosts::check_header(Peer& peer) {
   const Header& header = peer.in;
   peer.checked = true;
-  if (header.magic == kMagic && header.kind == Kind::error) pass_on(peer, taken);
-  if (header.magic != kMagic || header.kind != Kind::data || header.sequence != sequence_)
+  if (header.magic == kMagic && header.kind == Kind::error) pass_on(peer);
+  if (header.magic != kMagic || header.kind != Kind::data || header.sequence != peer.received)
     throw CommError(CommError::Kind::broken, peer.name + " sent what is no message of this job");
-  const size_t expected = total_bytes(taken);
+  const size_t expected = peer.receiving.bytes();
   if (header.bytes != expected)
     throw CommError(CommError::Kind::broken,
                     "ranks disagree: " + peer.name + " processes other tokens than this one (" +
                         std::to_string(header.bytes) + " bytes came, " + std::to_string(expected) + " were expected)");
 }
 
-// The other host's error: what came of it lies in the pieces, the rest is on its way.
-void BetweenHosts::pass_on(Peer& peer, const std::vector<iovec>& taken) {
-  const size_t length = std::min<size_t>(peer.in.bytes, kMostText);
-  std::string text;
-  size_t there = peer.receiving.moved() - sizeof(Header);
-  for (const iovec& piece : taken) {
-    const size_t part = std::min(there, piece.iov_len);
-    text.append(static_cast<const char*>(piece.iov_base), part);
-    there -= part;
+// A host is not read from while it is sent to alone, or waited for by nobody: what it says then is an error, or comes
+// before one.
+void BetweenHosts::look_around() {
+  for (size_t host = 0; host < peers_.size(); ++host) {
+    Peer& peer = peers_[host];
+    if (!peer.fd || !peer.receiving.done()) continue;
+    Header header{};
+    const ssize_t came = recv(peer.fd.get(), &header, sizeof header, MSG_PEEK | MSG_DONTWAIT);
+    // One that has all that it needs may end in peace while others are waited for.
+    if (came == 0 && !peer.sending.done()) gone(peer, ECONNRESET);
+    if (came < 0 && !would_wait(errno) && errno != EINTR) gone(peer, errno);
+    if (came == static_cast<ssize_t>(sizeof header) && header.magic == kMagic && header.kind == Kind::error) {
+      begin_receive(peer, {});
+      pull(peer);
+    }
   }
+}
+
+// The other host's error: what came of it lies in the pieces, the rest is on its way.
+void BetweenHosts::pass_on(Peer& peer) {
+  const size_t length = std::min<size_t>(peer.in.bytes, kMostText);
+  std::string text = peer.receiving.text();
   const int64_t until = now_ns() + kTextNs;
   while (text.size() < length && now_ns() < until) {
     char more[kMostText];
@@ -243,7 +292,7 @@ void BetweenHosts::fail(const std::string& why) noexcept {
   try {
     broken_ = why.empty() ? "an error" : why;
     const std::string text = broken_.substr(0, kMostText);
-    Header header{kMagic, Kind::error, sequence_, text.size()};
+    Header header{kMagic, Kind::error, 0, text.size()};
     for (Peer& peer : peers_) {
       if (!peer.fd) continue;
       if (!peer.sending.begun() || peer.sending.done()) {  // else it would be taken for a part of the message

@@ -4,6 +4,8 @@
 // time on the way is what counts: no piece is copied on its way to the kernel, and who waits looks again and again
 // before it sleeps.
 //
+// One host may also send something to one other, which receives it: no exchange may be under way then.
+//
 // A message is a header and the pieces, without gaps. A host that cannot go on says why to all others before it closes
 // its connections, so that they need not wait for their deadline, and pass it on.
 #pragma once
@@ -48,6 +50,12 @@ class BetweenHosts {
   // CommError, what the interrupt check throws; after that the connections stay broken.
   void exchange(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken);
 
+  // To one other host, and from one. send() returns when the kernel has it all. Calls of all hosts must fit together; a
+  // host that waits also notices those that it does not wait for, when they say that they cannot go on. Throw as
+  // exchange() does.
+  void send(int host, const std::vector<iovec>& given);
+  void receive(int host, const std::vector<iovec>& taken);
+
   // This host cannot go on: tells the others why. From then on all calls throw.
   void fail(const std::string& why) noexcept;
 
@@ -63,31 +71,42 @@ class BetweenHosts {
   class Pieces {
    public:
     void begin(Header* header, const std::vector<iovec>& rest);
+    void clear() { pieces_.clear(), at_ = moved_ = 0; }
     bool done() const { return at_ == pieces_.size(); }
     bool begun() const { return moved_ > 0; }
     size_t moved() const { return moved_; }
+    size_t bytes() const { return bytes_; }  // behind the header
+    // What has come behind the header.
+    std::string text() const;
     msghdr message();
     void advance(size_t bytes);
 
    private:
-    std::vector<iovec> pieces_;
-    size_t at_ = 0, moved_ = 0;
+    std::vector<iovec> pieces_, whole_;
+    size_t at_ = 0, moved_ = 0, bytes_ = 0;
   };
   struct Peer {
     std::string name;
     Descriptor fd;
     Header out, in;
     Pieces sending, receiving;
-    bool checked = false;  // the header that came
+    uint64_t sent = 0, received = 0;  // messages
+    bool checked = false;             // the header that came
   };
 
   bool is_other(size_t host) const { return static_cast<int>(host) != host_; }
-  void move_all(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken);
+  template <class Begin>
+  void call(Begin begin);
+  void begin_send(Peer& peer, const std::vector<iovec>& given);
+  void begin_receive(Peer& peer, const std::vector<iovec>& taken);
+  void move_all();
   // True once all is sent, or has come.
   bool push(Peer& peer);
-  bool pull(Peer& peer, const std::vector<iovec>& taken);
-  void check_header(Peer& peer, const std::vector<iovec>& taken);
-  [[noreturn]] void pass_on(Peer& peer, const std::vector<iovec>& taken);
+  bool pull(Peer& peer);
+  void check_header(Peer& peer);
+  // Throws when a host that nothing is expected from has said that it cannot go on, or has left.
+  void look_around();
+  [[noreturn]] void pass_on(Peer& peer);
   [[noreturn]] void gone(const Peer& peer, int error) const;
   void sleep() const;
   [[noreturn]] void time_out() const;
@@ -97,7 +116,6 @@ class BetweenHosts {
   HostMeeting meeting_;
   std::vector<Peer> peers_;
   std::function<void()> interrupt_check_;
-  uint64_t sequence_ = 0;
   std::string broken_;
 };
 

@@ -31,7 +31,7 @@ uint64_t signature(const StepTokens& step) {
 
 int64_t tokens_of_a_run(const DecoderSpec& spec, const Widths& widths) {
   int64_t tokens = kMostTokens;
-  if (spec.size > 1)  // by what is the same on every rank: all must divide a call into the same runs
+  if (spec.size > 1 || spec.stages > 1)  // by what is the same on every rank: all must divide a call into the same runs
     tokens = std::min(tokens, kSlotFloats / (2 * padded_stride(spec.hidden)));
   else
     tokens = std::min(tokens, kRunFloats / widths.token_floats());
@@ -79,8 +79,7 @@ size_t Forward::slot_floats() const {
   return static_cast<size_t>(std::max(of_tokens, of_vocabulary));
 }
 
-void Forward::run(const StepTokens& step) {
-  profile_.start();
+void Forward::prepare(const StepTokens& step) {
   const auto tokens = static_cast<int64_t>(step.tokens.size());
   const int64_t room =
       tokens <= kGemvTokens && !step.prompt ? tokens : std::min((tokens + 127) / 128 * 128, most_tokens_);
@@ -102,7 +101,36 @@ void Forward::run(const StepTokens& step) {
     if (!(shape == last)) scratch_.reserve(shape, step.queries, team_.size());
     last = shape;
   }
+}
+
+void Forward::run(const StepTokens& step) {
+  if (stages_ == nullptr) return run_all(step);
+  // The other ranks of this stage, and the other stages, wait for this one.
+  const auto give_up = [this](const char* why) {
+    if (ranks_ != nullptr) ranks_->fail(why);
+    stages_->fail(why);
+  };
+  try {
+    run_all(step);
+  } catch (const std::exception& error) {
+    give_up(error.what());
+    throw;
+  } catch (...) {
+    give_up("it was interrupted");
+    throw;
+  }
+}
+
+void Forward::run_all(const StepTokens& step) {
+  profile_.start();
+  prepare(step);
   profile_.mark(Work::prepare);
+  const uint64_t what = stages_ == nullptr ? 0 : signature(step);
+  const auto tokens = static_cast<int64_t>(step.tokens.size());
+  if (stages_ != nullptr && !stages_->is_first()) {
+    stages_->take(what, tokens);
+    profile_.mark(Work::ranks);
+  }
   team_.run([&](int thread) {
     Worker worker(*this, step, thread);
     worker.run();
@@ -113,14 +141,26 @@ void Forward::run(const StepTokens& step) {
     failure_ = nullptr;
     std::rethrow_exception(failure);
   }
+  if (stages_ != nullptr && !stages_->is_last()) {
+    stages_->pass_on(what, tokens);
+    profile_.mark(Work::ranks);
+  }
+}
+
+void Forward::share_rows(const StepTokens& step) {
+  stages_->share(step.logits, step.wanted.size() * static_cast<size_t>(step.logits_stride) * sizeof(float));
+  stages_->share(step.hidden, step.hidden_wanted.size() * static_cast<size_t>(spec_.hidden) * sizeof(float));
 }
 
 uint64_t Forward::shared(uint64_t value) {
-  if (ranks_ == nullptr) return value;
-  const unsigned turn = turn_++;
-  ranks_->signature(spec_.rank, turn) = value;
-  ranks_->exchange(turn, {});
-  return ranks_->signature(0, turn);
+  if (ranks_ != nullptr) {
+    const unsigned turn = turn_++;
+    ranks_->signature(spec_.rank, turn) = value;
+    ranks_->exchange(turn, {});
+    value = ranks_->signature(0, turn);
+  }
+  if (stages_ != nullptr) stages_->share(&value, sizeof value, true);
+  return value;
 }
 
 Worker::Worker(Forward& forward, const StepTokens& step, int thread)
@@ -143,9 +183,34 @@ Worker::Worker(Forward& forward, const StepTokens& step, int thread)
       turn_(forward.turn_) {}
 
 void Worker::run() noexcept {
-  embed();
+  if (spec_.is_first_stage())
+    embed();
+  else
+    take_residual();
   for (size_t i = 0; i < spec_.layers.size(); ++i) layer(i);
-  if (!step_.wanted.empty() || !step_.hidden_wanted.empty()) head();
+  if (!spec_.is_last_stage())
+    pass_residual();
+  else if (!step_.wanted.empty() || !step_.hidden_wanted.empty())
+    head();
+}
+
+void Worker::take_residual() noexcept {
+  const float* from = forward_.stages_->in();
+  for (int64_t t = mine_.begin; t < mine_.end; ++t)
+    std::memcpy(residual_ + t * hidden_stride_, from + t * spec_.hidden,
+                static_cast<size_t>(spec_.hidden) * sizeof(float));
+  mark(Work::embed);
+}
+
+void Worker::pass_residual() noexcept {
+  if (small_ && thread_ > 0) return;  // every thread has them all
+  float* to = forward_.stages_->out();
+  for (int64_t t = mine_.begin; t < mine_.end; ++t) {
+    advance(t, Norm{}, x_ + t * hidden_stride_);
+    std::memcpy(to + t * spec_.hidden, residual_ + t * hidden_stride_,
+                static_cast<size_t>(spec_.hidden) * sizeof(float));
+  }
+  mark(Work::norm);
 }
 
 void Worker::embed() noexcept {
@@ -316,73 +381,6 @@ void Worker::multiply_into(const LinearWeights& linear, const Input& input, floa
 Range Worker::rows_of(const Shape& shape) const noexcept {
   const Blocks blocks = blocks_of(shape, thread_, threads_);
   return {std::min(blocks.begin * kBlockRows, shape.rows), std::min(blocks.end * kBlockRows, shape.rows)};
-}
-
-// --- the head
-
-void Worker::head() noexcept {
-  const auto count = static_cast<int64_t>(step_.wanted.size());
-  for (size_t i = 0; i < step_.hidden_wanted.size(); ++i) {
-    const int64_t t = step_.hidden_wanted[i];
-    if (t < mine_.begin || t >= mine_.end || (small_ && thread_ > 0)) continue;  // small: every thread has them all
-    advance(t, weights_.final_norm, step_.hidden + static_cast<int64_t>(i) * spec_.hidden);
-  }
-  // Row i of x is the i-th wanted token; those before it are not needed any more, since i <= wanted[i].
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t t = step_.wanted[static_cast<size_t>(i)];
-    if (t >= mine_.begin && t < mine_.end) advance(t, weights_.final_norm, x_ + i * hidden_stride_);
-  }
-  pending_ = 0;
-  fresh();
-  mark(Work::norm);
-  const Matrix& w = weights_.head.w;
-  int64_t at_once = step_.exact ? kGemvTokens : std::max<int64_t>(count, 1);
-  if (forward_.ranks_ != nullptr) {
-    ParallelRanks& ranks = *forward_.ranks_;
-    int64_t widest = 1;
-    for (int rank = 0; rank < ranks.size(); ++rank) widest = std::max(widest, ranks.header(rank).vocab_count);
-    const auto room = static_cast<int64_t>(ranks.slot_floats());
-    at_once = std::min(at_once, std::max<int64_t>(room / widest, 1));
-  }
-  for (int64_t first = 0; first < count; first += at_once) logits_of(w, x_, first, std::min(at_once, count - first));
-}
-
-void Worker::finish_logits(float* logits, int64_t stride, int64_t tokens, int64_t begin, int64_t end) noexcept {
-  if (spec_.logits_softcap <= 0 || begin >= end) return;
-  for (int64_t t = 0; t < tokens; ++t) softcap(logits + t * stride + begin, spec_.logits_softcap, end - begin);
-}
-
-// Logits of the wanted tokens first, first + 1, ...
-void Worker::logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept {
-  const bool divided = forward_.ranks_ != nullptr;
-  const int64_t rows = w.shape().rows;
-  const int64_t stride = divided ? rows : step_.logits_stride;
-  float* out = divided ? forward_.ranks_->slot(spec_.rank, turn_) : step_.logits + first * stride;
-  if (first > 0) fresh();
-  const Input& in = input(w.shape(), x + first * hidden_stride_, hidden_stride_, count, nullptr, true);
-  multiply(w, in, Output{out, stride, weights_.head.bias, false, spec_.logits_scale}, thread_, threads_);
-  if (small_) {
-    const Range own = rows_of(w.shape());
-    finish_logits(out, stride, count, own.begin, own.end);
-  } else {
-    barrier(Work::head);
-    const Range own = part_of(count, thread_, threads_);
-    finish_logits(out + own.begin * stride, stride, own.end - own.begin, 0, rows);
-  }
-  if (!divided) {
-    mark(Work::head);
-    return;  // all threads meet at the end of the run, before anybody reads the logits
-  }
-  exchange(Work::head, {0, count});
-  for (int rank = 0; rank < forward_.ranks_->size(); ++rank) {
-    const ParallelRanks::Header& header = forward_.ranks_->header(rank);
-    const float* part = forward_.ranks_->slot(rank, pending_turn_);
-    const Range own = part_of(header.vocab_count, thread_, threads_);
-    for (int64_t i = 0; i < count; ++i)
-      std::memcpy(step_.logits + (first + i) * step_.logits_stride + header.vocab_first + own.begin,
-                  part + i * header.vocab_count + own.begin, static_cast<size_t>(own.end - own.begin) * sizeof(float));
-  }
-  mark(Work::ranks);
 }
 
 }  // namespace anyaccel::llm

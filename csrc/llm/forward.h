@@ -12,6 +12,7 @@
 #include "llm/profile.h"
 #include "llm/rope.h"
 #include "llm/spec.h"
+#include "llm/stages.h"
 #include "llm/weights.h"
 #include "llm/workspace.h"
 
@@ -51,16 +52,23 @@ class Forward {
   int64_t most_tokens() const { return most_tokens_; }
   // The most floats that a rank writes in one exchange.
   size_t slot_floats() const;
-  void set_ranks(ParallelRanks* ranks) { ranks_ = ranks; }
+  void set_ranks(ParallelRanks* ranks, Stages* stages) {
+    ranks_ = ranks;
+    stages_ = stages;
+  }
 
   // The caller has made room in the cache for every query (KvCache::extend). Throws std::bad_alloc, comm::CommError and
   // what the ranks' interrupt check throws; the new tokens in the cache and the logits are then rubbish.
   void run(const StepTokens& step);
+  // The rows of logits and hidden states that the last stage has made in the run of `step`, on all stages.
+  void share_rows(const StepTokens& step);
   // Rank 0's value, on every rank; all call it. Throws as run() does.
   uint64_t shared(uint64_t value);
 
  private:
   friend class Worker;
+  void prepare(const StepTokens& step);
+  void run_all(const StepTokens& step);
 
   const DecoderSpec& spec_;
   const Weights& weights_;
@@ -68,6 +76,7 @@ class Forward {
   Team& team_;
   Profile& profile_;
   ParallelRanks* ranks_ = nullptr;
+  Stages* stages_ = nullptr;
 
   Widths widths_;
   std::vector<Shape> shapes_;  // one of each kind of matrix and number of columns

@@ -23,6 +23,23 @@ std::vector<AttentionShape> cache_shapes(const DecoderSpec& spec) {
   return shapes;
 }
 
+constexpr char kBetweenNames = '\n';
+
+// The hosts of this stage's ranks, numbered anew as they come.
+std::vector<int> hosts_of_stage(const DecoderSpec& spec, const std::vector<int>& hosts) {
+  if (hosts.empty() || spec.stages == 1) return hosts;
+  if (hosts.size() != static_cast<size_t>(spec.size * spec.stages))
+    throw UsageError("hosts: needs one number a rank, of " + std::to_string(spec.size * spec.stages));
+  std::vector<int> known, found;
+  for (int rank = 0; rank < spec.size; ++rank) {
+    const int host = hosts[static_cast<size_t>(spec.stage * spec.size + rank)];
+    auto at = std::find(known.begin(), known.end(), host);
+    if (at == known.end()) at = known.insert(at, host);
+    found.push_back(static_cast<int>(at - known.begin()));
+  }
+  return found;
+}
+
 // A hash of everything that must be the same on all ranks.
 uint64_t signature(const DecoderSpec& spec, int64_t most_tokens, size_t slot_floats) {
   Fnv1a hash;
@@ -118,43 +135,69 @@ void Model::finish() {
 std::string Model::create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
                                   const std::vector<std::string>& addresses) {
   const auto held = lock();
-  if (spec_.size == 1) throw UsageError("create_segment: the model has one rank");
-  if (ranks_ != nullptr) throw UsageError("create_segment: called before");
+  if (spec_.size == 1 && spec_.stages == 1) throw UsageError("create_segment: the model has one rank");
+  if (ranks_ != nullptr || stages_ != nullptr) throw UsageError("create_segment: called before");
   const size_t floats = forward_.slot_floats();
   if (static_cast<size_t>(spec_.own_vocab()) > floats)
     throw UsageError("rank " + std::to_string(spec_.rank) + " has " + std::to_string(spec_.own_vocab()) + " of " +
                      std::to_string(spec_.vocab) + " rows of the vocabulary, more than its share");
-  const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
-                                     spec_.own_vocab(),
-                                     static_cast<int64_t>(cache_.limit_bytes() / cache_.page_bytes())};
+  const auto pages = static_cast<int64_t>(cache_.limit_bytes() / cache_.page_bytes());
   const auto kind = anonymous ? comm::ShmSegment::Kind::memfd : comm::ShmSegment::Kind::posix;
-  ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind, hosts, addresses);
-  ranks_->set_interrupt_check(interrupt_check_);
-  return ranks_->name();
+  std::string name;
+  if (spec_.stages > 1) {
+    stages_ = std::make_unique<Stages>(spec_, forward_.most_tokens(), pages, timeout_s, kind, hosts, addresses);
+    stages_->set_interrupt_check(interrupt_check_);
+    name = stages_->name();
+  }
+  if (spec_.size > 1) {
+    const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
+                                       spec_.own_vocab(), pages};
+    ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind,
+                                             hosts_of_stage(spec_, hosts), addresses, spec_.stage * spec_.size);
+    ranks_->set_interrupt_check(interrupt_check_);
+    name = ranks_->name() + (stages_ == nullptr ? "" : kBetweenNames + name);
+  }
+  return name;
 }
 
 void Model::connect(const std::vector<std::string>& names, const std::vector<int>& pids) {
   const auto held = lock();
-  if (ranks_ == nullptr) throw UsageError("connect: create_segment() comes first");
-  ranks_->connect(names, pids);
-  int64_t next = 0, pages = INT64_MAX;
-  for (int rank = 0; rank < spec_.size; ++rank) {
-    const ParallelRanks::Header& header = ranks_->header(rank);
-    if (header.vocab_first != next || header.vocab_count < 0 || header.vocab_count > spec_.vocab - next)
-      throw UsageError("the ranks' rows of the vocabulary are not one after another");
-    next += header.vocab_count;
-    pages = std::min(pages, header.cache_pages);
+  if (ranks_ == nullptr && stages_ == nullptr) throw UsageError("connect: create_segment() comes first");
+  const auto count = static_cast<size_t>(spec_.size * spec_.stages);
+  if (names.size() != count || pids.size() != count)
+    throw UsageError("connect: needs one name and one pid a rank, of " + std::to_string(count));
+  int64_t pages = INT64_MAX;
+  if (ranks_ != nullptr) {
+    const auto begin = static_cast<ptrdiff_t>(spec_.stage * spec_.size), end = begin + spec_.size;
+    std::vector<std::string> own(names.begin() + begin, names.begin() + end);
+    for (std::string& name : own) name = name.substr(0, name.find(kBetweenNames));
+    ranks_->connect(own, {pids.begin() + begin, pids.begin() + end});
+    int64_t next = 0;
+    for (int rank = 0; rank < spec_.size; ++rank) {
+      const ParallelRanks::Header& header = ranks_->header(rank);
+      if (header.vocab_first != next || header.vocab_count < 0 || header.vocab_count > spec_.vocab - next)
+        throw UsageError("the ranks' rows of the vocabulary are not one after another");
+      next += header.vocab_count;
+      pages = std::min(pages, header.cache_pages);
+    }
+    if (next != spec_.vocab)
+      throw UsageError("the ranks have " + std::to_string(next) + " of " + std::to_string(spec_.vocab) +
+                       " rows of the vocabulary");
   }
-  if (next != spec_.vocab)
-    throw UsageError("the ranks have " + std::to_string(next) + " of " + std::to_string(spec_.vocab) +
-                     " rows of the vocabulary");
+  if (stages_ != nullptr) {
+    std::vector<std::string> own = names;
+    for (std::string& name : own) name = name.substr(name.find(kBetweenNames) + 1);  // npos + 1 is 0
+    stages_->connect(own, pids);
+    pages = stages_->cache_pages();
+  }
   cache_.set_limit_pages(static_cast<size_t>(pages));  // so that all ranks refuse the same
-  forward_.set_ranks(ranks_.get());
+  forward_.set_ranks(ranks_.get(), stages_.get());
 }
 
 void Model::unlink() {
   const auto held = lock();
   if (ranks_ != nullptr) ranks_->unlink();
+  if (stages_ != nullptr) stages_->unlink();
 }
 
 uint64_t Model::shared(uint64_t value) {
@@ -167,8 +210,10 @@ uint64_t Model::shared(uint64_t value) {
 
 void Model::check_ready() const {
   if (!finished_) throw UsageError("the model's weights are not complete: finish() comes first");
-  if (spec_.size > 1 && (ranks_ == nullptr || !ranks_->connected()))
-    throw UsageError("rank " + std::to_string(spec_.rank) + " of " + std::to_string(spec_.size) +
+  if ((spec_.size > 1 && (ranks_ == nullptr || !ranks_->connected())) ||
+      (spec_.stages > 1 && (stages_ == nullptr || !stages_->connected())))
+    throw UsageError("rank " + std::to_string(spec_.stage * spec_.size + spec_.rank) + " of " +
+                     std::to_string(spec_.size * spec_.stages) +
                      " is not connected to the others: create_segment() and connect() come first");
 }
 

@@ -16,6 +16,7 @@
 #include "llm/profile.h"
 #include "llm/sampling.h"
 #include "llm/spec.h"
+#include "llm/stages.h"
 #include "llm/weight_file.h"
 #include "llm/weights.h"
 
@@ -59,7 +60,7 @@ class Model {
   // After the last weight. Throws ModelError.
   void finish();
 
-  // --- tensor parallelism, see ParallelRanks
+  // --- tensor parallelism, see ParallelRanks, and stages, see Stages; names, pids and hosts of all ranks
   std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
                              const std::vector<std::string>& addresses = {});
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
@@ -109,6 +110,9 @@ class Model {
   void check_tokens(const int64_t* tokens, int64_t count) const;
   void check_sequence(int sequence) const;
   void check_room(const std::vector<Work>& work) const;
+  int64_t most_of_a_run(int64_t total, const Pass& pass) const;
+  // What the last stage has chosen, from result.ones[begin] on, or why it could not, on all stages.
+  void share_chosen(size_t begin, std::string& failure, StepResult& result);
   // Runs all tokens. kind(i) says whether the logits or the hidden state of token i are wanted; `done` is told where
   // they are, run by run.
   template <class Kind, class Done>
@@ -127,6 +131,7 @@ class Model {
   KvCache cache_;
   Profile profile_;
   std::unique_ptr<ParallelRanks> ranks_;
+  std::unique_ptr<Stages> stages_;
   Forward forward_;
   std::function<void()> interrupt_check_;
   bool finished_ = false;

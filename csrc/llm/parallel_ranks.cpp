@@ -69,9 +69,10 @@ struct Name {
 
 ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header,
                              comm::ShmSegment::Kind kind, const std::vector<int>& hosts,
-                             const std::vector<std::string>& addresses)
+                             const std::vector<std::string>& addresses, int first_rank)
     : rank_(rank),
       size_(size),
+      first_rank_(first_rank),
       slot_floats_(slot_floats),
       timeout_s_(timeout_s),
       hosts_(checked(hosts, size)),
@@ -80,7 +81,9 @@ ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double time
       // What no other rank opens need not be in a file system of limited size.
       kind_(here_.size() == 1 ? comm::ShmSegment::Kind::memfd : kind),
       group_(own_place_, static_cast<int>(here_.size()), size_t{64} * here_.size(), timeout_s, kind_) {
-  group_.set_numbers(here_);
+  std::vector<int> numbers = here_;
+  for (int& each : numbers) each += first_rank;
+  group_.set_numbers(numbers);
   const int count = 1 + *std::max_element(hosts_.begin(), hosts_.end());
   const size_t elsewhere = hosts_.size() - here_.size();
   own_ = comm::ShmSegment::create(kPage + 2 * slot_bytes() * (1 + (is_leader() ? elsewhere : 0)), kind_);
@@ -106,7 +109,8 @@ void ParallelRanks::connect(const std::vector<std::string>& names, const std::ve
   for (const Name& name : all) headers_.push_back(name.header);
   for (int r = 0; r < size_; ++r)
     if (header(r).model != header(rank_).model)
-      throw UsageError("rank " + std::to_string(r) + " has another model than rank " + std::to_string(rank_));
+      throw UsageError("rank " + number(static_cast<size_t>(r)) + " has another model than rank " +
+                       number(static_cast<size_t>(rank_)));
 
   const size_t elsewhere = hosts_.size() - here_.size();
   std::vector<std::string> groups;
@@ -146,7 +150,8 @@ void ParallelRanks::connect_hosts(const std::vector<std::string>& cards) {
   std::vector<std::string> ranks;
   for (int host = 0; host < static_cast<int>(cards.size()); ++host) {
     std::string text;
-    for (const int rank : ranks_of(hosts_, host)) text += (text.empty() ? "" : ", ") + std::to_string(rank);
+    for (const int rank : ranks_of(hosts_, host))
+      text += (text.empty() ? "" : ", ") + number(static_cast<size_t>(rank));
     ranks.push_back((text.find(',') == std::string::npos ? "rank " : "ranks ") + text);
   }
   taken_.resize(cards.size());
@@ -219,6 +224,11 @@ void ParallelRanks::give_up(comm::CommError::Kind kind, const char* why) noexcep
   between_->fail(why);
   std::strncpy(failure_->text, why, sizeof failure_->text - 1);
   failure_->there.store(1 + static_cast<uint32_t>(kind), std::memory_order_release);
+  group_.give_up();
+}
+
+void ParallelRanks::fail(const char* why) noexcept {
+  if (between_) give_up(comm::CommError::Kind::broken, why);
   group_.give_up();
 }
 

@@ -40,10 +40,11 @@ class ParallelRanks {
   };
 
   // `slot_floats`: room for one exchange of a rank. `hosts`: the host of each rank, numbered from 0 in the order in
-  // which they come; empty for one host. `addresses`: of this host, see HostMeeting.
+  // which they come; empty for one host. `addresses`: of this host, see HostMeeting. `first_rank`: what errors call
+  // rank 0, where these are a part of more.
   ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header,
                 comm::ShmSegment::Kind kind = comm::ShmSegment::Kind::posix, const std::vector<int>& hosts = {},
-                const std::vector<std::string>& addresses = {});
+                const std::vector<std::string>& addresses = {}, int first_rank = 0);
 
   // What connect() needs on the other ranks: for them only.
   const std::string& name() const { return name_; }
@@ -66,6 +67,8 @@ class ParallelRanks {
   // All ranks' slots of this turn are written, and can be read when it returns. Called by one thread; throws
   // comm::CommError, and then the ranks stay broken.
   void exchange(unsigned turn, const Parts& parts);
+  // This rank cannot go on for a reason of its own: tells the others.
+  void fail(const char* why) noexcept;
 
  private:
   // At the beginning of a leader's segment: why it cannot go on.
@@ -84,8 +87,9 @@ class ParallelRanks {
   void exchange_as_leader(unsigned turn, const Parts& parts);
   void await_leader();
   void give_up(comm::CommError::Kind kind, const char* why) noexcept;
+  std::string number(size_t rank) const { return std::to_string(first_rank_ + static_cast<int>(rank)); }
 
-  const int rank_, size_;
+  const int rank_, size_, first_rank_;
   const size_t slot_floats_;
   double timeout_s_;
   const std::vector<int> hosts_;

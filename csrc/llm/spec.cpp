@@ -85,6 +85,9 @@ void check(const DecoderSpec& spec) {
   in_range("", "max_tokens", spec.max_tokens, 0, INT32_MAX);
   in_range("", "size", spec.size, 1, 1024);
   in_range("", "rank", spec.rank, 0, spec.size - 1);
+  in_range("", "stages", spec.stages, 1, 1024);
+  in_range("", "stage", spec.stage, 0, spec.stages - 1);
+  in_range("", "first_layer", spec.first_layer, spec.stage, spec.is_first_stage() ? 0 : 1 << 16);
   if (spec.vocab_count < 0 || spec.vocab_first < 0 || spec.vocab_first + spec.vocab_count > spec.vocab)
     fail("", "rows " + std::to_string(spec.vocab_first) + " + " + std::to_string(spec.vocab_count) +
                  " of a vocabulary of " + std::to_string(spec.vocab));

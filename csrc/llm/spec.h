@@ -128,7 +128,12 @@ struct DecoderSpec {
   int size = 1;
   int64_t vocab_first = 0;
   int64_t vocab_count = 0;
+  int stage = 0;
+  int stages = 1;
+  int first_layer = 0;
 
+  bool is_first_stage() const { return stage == 0; }
+  bool is_last_stage() const { return stage == stages - 1; }
   int64_t own_vocab() const { return vocab_count > 0 ? vocab_count : vocab; }
 };
 

@@ -18,6 +18,13 @@ enum class Row : uint8_t { none, logits, hidden };
 // The most rows of logits in memory at a time, where those of a whole prompt are wanted.
 constexpr size_t kMostRows = 128;
 
+// Where there are stages, tokens of a run, at least, and runs of a pass for each stage, at most: all stages are at work
+// for as many of the runs as are not one less than there are stages. Fewer tokens take as long, since weights are read
+// once a run; of a pass of few tokens each stage gets one run, which pays from 8 tokens on two stages on.
+constexpr int64_t kLeastPart = 32;
+constexpr int kPartsAStage = 8;
+constexpr int64_t kLeastOfFew = 4;
+
 }  // namespace
 
 void Model::check_room(const std::vector<Work>& work) const {
@@ -25,6 +32,16 @@ void Model::check_room(const std::vector<Work>& work) const {
   for (const Work& one : work) needed += cache_.extend_bytes(one.sequence, one.count);
   const size_t left = cache_.limit_bytes() - std::min(cache_.limit_bytes(), cache_.used_bytes());
   if (needed > left) throw OutOfCache(needed, left, cache_.limit_bytes());
+}
+
+// With stages, runs are so small that all stages have one at a time; but more tokens than pass as few are not divided
+// into so few, since these are summed otherwise.
+int64_t Model::most_of_a_run(int64_t total, const Pass& pass) const {
+  if (stages_ == nullptr) return pass.most;
+  const bool few = total <= kGemvTokens;
+  const int64_t least = few ? kLeastOfFew : kLeastPart;
+  const int64_t parts = std::clamp<int64_t>(total / least, 1, int64_t{few ? 1 : kPartsAStage} * stages_->count());
+  return std::min(pass.most, (total + parts - 1) / parts);
 }
 
 // The runs are of about equal size.
@@ -37,8 +54,10 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
     total += one.count;
   }
   if (total == 0) return;
-  const int64_t runs = (total + pass.most - 1) / pass.most;
-  const int64_t size = runs == 1 ? total : std::min(pass.most, ((total + runs - 1) / runs + 15) / 16 * 16);
+  const int64_t longest = most_of_a_run(total, pass);
+  const int64_t runs = (total + longest - 1) / longest;
+  int64_t size = runs == 1 ? total : std::min(longest, ((total + runs - 1) / runs + 15) / 16 * 16);
+  int64_t left = runs;
   try {
     size_t at = 0;      // in work
     int64_t taken = 0;  // of work[at]
@@ -47,6 +66,9 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
       if (index > 0 && interrupt_check_) interrupt_check_();
       tokens_.clear();
       const int64_t first = index;
+      if (stages_ != nullptr)
+        size = std::min(longest, (total - index + left - 1) / left);  // of equal size: none of few
+      left = std::max<int64_t>(left - 1, 1);
       while (at < work.size() && index - first < size && tokens_.wanted.size() < done.most_rows()) {
         const Work& one = work[at];
         const int64_t most = std::min(one.count - taken, size - (index - first));
@@ -85,7 +107,9 @@ void Model::process(std::vector<Work>& work, const Pass& pass, Kind kind, Done d
       tokens_.exact = pass.exact;
       tokens_.prompt = pass.prompt;
       forward_.run(tokens_);
-      done.take(tokens_.wanted.size(), tokens_.hidden_wanted.size());
+      if (stages_ != nullptr && done.everywhere()) forward_.share_rows(tokens_);
+      if (stages_ == nullptr || stages_->is_last() || done.everywhere())
+        done.take(tokens_.wanted.size(), tokens_.hidden_wanted.size());
     }
   } catch (...) {
     for (const Work& one : work)
@@ -127,6 +151,7 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
     float* hidden(size_t) { return nullptr; }
     void take(size_t count, size_t) { next += static_cast<int64_t>(count) * vocab; }
     size_t most_rows() const { return SIZE_MAX; }
+    static bool everywhere() { return false; }  // all at once, below: no stage waits for the last one meanwhile
   };
   auto row = rows.begin();
   process(
@@ -137,6 +162,7 @@ void Model::forward(const std::vector<int>& sequences, const std::vector<int64_t
         return Row::logits;
       },
       Done{logits, spec_.vocab});
+  if (stages_ != nullptr) stages_->share(logits, rows.size() * static_cast<size_t>(spec_.vocab) * sizeof(float));
 }
 
 std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const std::vector<int64_t>& limits,
@@ -295,11 +321,18 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
     first += request->passing_;
   }
 
+  // Of answers, the last stage's tokens are enough for all; whatever else is made of logits is made on each.
+  const bool tokens_only = stages_ != nullptr && std::all_of(requests.begin(), requests.end(), [](const Request* one) {
+                             return one->answering() && !one->keep_logits_ && one->options_.prompt_logprobs < 0;
+                           });
   struct Done {
     Model& model;
     const std::vector<Wanted>&all_logits, &all_hidden;
     StepResult& result;
+    const bool tokens_only;
+    std::string& failure;
     size_t next_logits = 0, next_hidden = 0;
+    bool everywhere() const { return !tokens_only; }
     static float* room(std::vector<float>& floats, size_t count, int64_t width) {
       const size_t wanted = count * static_cast<size_t>(width);
       if (floats.size() < wanted) floats.resize(wanted);
@@ -308,7 +341,12 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
     float* logits(size_t count) { return room(model.logits_, count, model.spec_.vocab); }
     float* hidden(size_t count) { return room(model.hidden_, count, model.spec_.hidden); }
     void take(size_t logits_count, size_t hidden_count) {
-      model.choose(all_logits, next_logits, logits_count, result);
+      try {
+        if (failure.empty()) model.choose(all_logits, next_logits, logits_count, result);
+      } catch (const ModelError& error) {
+        if (!tokens_only) throw;
+        failure = error.what();  // the other stages are told once all runs are through
+      }
       next_logits += logits_count;
       for (size_t i = 0; i < hidden_count; ++i) {
         const Wanted& one = all_hidden[next_hidden++];
@@ -320,6 +358,8 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
   };
   auto row = logits.begin();
   auto state = hidden.begin();
+  const size_t before = result.ones.size();
+  std::string failure;
   process(
       work, how,
       [&](int64_t index) {
@@ -333,7 +373,9 @@ void Model::pass(const std::vector<Request*>& requests, const Pass& how, StepRes
         }
         return Row::none;
       },
-      Done{*this, logits, hidden, result});
+      Done{*this, logits, hidden, result, tokens_only, failure});
+  if (tokens_only && !logits.empty()) share_chosen(before, failure, result);
+  if (!failure.empty()) throw ModelError(failure);
 }
 
 }  // namespace anyaccel::llm

@@ -48,13 +48,15 @@ class WeightWalk {
 
   // What comes before the layers.
   void before(const DecoderSpec& spec, LinearWeights& embed, LinearWeights& positions, Norm& embed_norm) {
-    matrix("embed", spec.own_vocab(), hidden_, embed);
+    if (spec.is_first_stage() || (spec.tied && spec.is_last_stage())) matrix("embed", spec.own_vocab(), hidden_, embed);
+    if (!spec.is_first_stage()) return;
     if (spec.positions > 0) matrix("positions", spec.positions, hidden_, positions);
     norm("embed_norm", spec.embedding_norm, hidden_, embed_norm);
   }
 
   // What comes after them; a tied head is the embedding.
   void after(const DecoderSpec& spec, LinearWeights& head, Norm& final_norm) {
+    if (!spec.is_last_stage()) return;
     norm("final_norm", spec.final_norm, hidden_, final_norm);
     if (!spec.tied) matrix("head", spec.own_vocab(), hidden_, head);
     if (spec.head_bias) head.bias = vector("head.bias", spec.own_vocab());
@@ -203,9 +205,10 @@ class Weights::Builder final : WeightWalk {
     weights_.layers.resize(spec_.layers.size());
     for (size_t i = 0; i < spec_.layers.size(); ++i) {
       const LayerSpec& each = spec_.layers[i];
-      layer("layers." + std::to_string(i) + ".", each, each.moe ? each.moe->experts : 0, weights_.layers[i]);
+      const std::string at = "layers." + std::to_string(static_cast<size_t>(spec_.first_layer) + i) + ".";
+      layer(at, each, each.moe ? each.moe->experts : 0, weights_.layers[i]);
     }
-    if (spec_.tied) weights_.head.w = weights_.embed;
+    if (spec_.tied && spec_.is_last_stage()) weights_.head.w = weights_.embed;
     after(spec_, weights_.head, weights_.final_norm);
     const size_t given = matrices_.size() + vectors_.size();
     if (used_ != given) unknown();

@@ -20,6 +20,7 @@ struct WantedWeight {
   std::string name;
   int64_t rows, cols;
 };
+// Of a stage, its own ones; the numbers of its layers begin at first_layer.
 // The weights beside those of layers, and those of one layer without its "layers.N.". Of a layer's experts, which are
 // alike, only the first one's: a damaged configuration may speak of any number. Neither asks whether the sizes are
 // sensible; those that are larger than any memory come out as kMostSize.

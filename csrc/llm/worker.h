@@ -25,6 +25,9 @@ class Worker {
   // --- forward.cpp
   void embed() noexcept;
   void check_signatures() noexcept;
+  // Between stages: the residual with all that has been added to it.
+  void take_residual() noexcept;
+  void pass_residual() noexcept;
   void layer(size_t index) noexcept;
   void head() noexcept;
   void logits_of(const Matrix& w, const float* x, int64_t first, int64_t count) noexcept;

@@ -48,8 +48,23 @@ def test_hosts_answer_as_one_host_does(hosts: Hosts, tmp_path: Path, slots: list
             assert line[what] == expected[what], what
 
 
-@pytest.mark.parametrize("how", ["killed", "cut off"])
-def test_a_host_that_is_lost_is_named(hosts: Hosts, tmp_path: Path, how: str, cache: dict[str, str]) -> None:
+@pytest.mark.parametrize(("slots", "pp"), [([1, 1], 2), ([2, 2], 2), ([1, 1, 1], 3)], ids=str)
+def test_stages_on_hosts_answer_as_one_process(
+    hosts: Hosts, tmp_path: Path, slots: list[int], pp: int, cache: dict[str, str]
+) -> None:
+    """A batch and a prompt that pass in several parts; with one rank a stage, logits have the bits of one process."""
+    words = ("--batch", 3, "--prompt", 70)
+    (expected, *_) = answers(hosts, tmp_path, [sum(slots) // pp], cache, *words)
+    found = answers(hosts, tmp_path, slots, cache, *words, "--pp", pp)
+    assert len(found) == sum(slots)
+    for line in found:
+        for what in ("greedy", "sampled", "logits"):
+            assert line[what] == expected[what], what
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("how", ["killed", "cut off", "stopped"])
+def test_a_host_that_is_lost_is_named(hosts: Hosts, tmp_path: Path, how: str, pp: int, cache: dict[str, str]) -> None:
     """Without a launcher, which would end the job by itself: the ranks have to notice."""
     children = []
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -62,16 +77,21 @@ def test_a_host_that_is_lost_is_named(hosts: Hosts, tmp_path: Path, how: str, ca
         "ANYACCEL_COMM_TIMEOUT": "20",
     }
     for rank in range(2):
-        command = [sys.executable, str(GENERATING), "--rounds", "100000", "--warm", str(tmp_path)]
+        command = [sys.executable, str(GENERATING), "--rounds", "100000", "--warm", str(tmp_path), "--pp", str(pp)]
         environment["RANK"] = str(rank)
         children.append(hosts[rank].popen(command, text=True, env=dict(environment), **pipes))
     try:
         wait_for(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)), "both ranks answer", 300)
         if how == "killed":
             os.kill(children[1].pid, signal.SIGKILL)
+        elif how == "stopped":
+            os.kill(children[1].pid, signal.SIGSTOP)
         else:
             hosts[1].disconnect()
-        errors = [child.communicate(timeout=100)[1] for child in children]
+        errors = [children[0].communicate(timeout=100)[1]]
+        if how == "stopped":
+            os.kill(children[1].pid, signal.SIGCONT)
+        errors.append(children[1].communicate(timeout=100)[1])
     finally:
         hosts[1].reconnect()
         for child in children:
@@ -83,6 +103,9 @@ def test_a_host_that_is_lost_is_named(hosts: Hosts, tmp_path: Path, how: str, ca
         assert "PeerLostError" in errors[0]
     else:
         assert "CommTimeoutError" in errors[0]
-        assert "rank 0 on node1 did not come within the timeout of 20 s" in errors[1]
+        said = (
+            "rank 0 on node1 gave up" if how == "stopped" else "rank 0 on node1 did not come within the timeout of 20 s"
+        )
+        assert said in errors[1]
     for host in hosts.cluster:
         assert host.run(["ls", "/dev/shm"]).stdout.split() == []

@@ -370,3 +370,16 @@ def test_ctrl_c_ends_every_worker(smollm2: Path) -> None:
         os.killpg(process.pid, 2)
         assert process.wait(60) == 130
         assert "Traceback" not in process.stderr.read()
+
+
+def test_the_hosts_of_a_hostfile_answer(smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    arguments = (PROMPTS[0], "--model", str(smollm2), "--max-new-tokens", "4")
+    found = answer(*arguments, "--pp", "2", "--hostfile", str(tmp_path / "hosts"))
+    assert found["tokens"] == answer(*arguments)["tokens"]
+    assert (found["runtime"], found["tp"], found["pp"]) == ("native", 1, 2)
+    assert len(found["peak_memory_bytes_by_rank"]) == 2  # type: ignore[arg-type]
+    done = generate(*arguments, "--tp", "2", "--hostfile", str(tmp_path / "none"))
+    assert done.returncode == 2 and "none" in done.stderr and "Traceback" not in done.stderr
+    done = generate(*arguments, "--launcher", "pdsh")
+    assert done.returncode == 2 and "--hostfile" in done.stderr

@@ -52,12 +52,13 @@ async def _ask(made: Any, prompts: list[list[int]]) -> list[serving.Answer]:
     return await asyncio.gather(*asked, serving.answer(made, prompts[0], 8, scored, prompt_logprobs=0))
 
 
-def _open(folder: Path, tp: int) -> Any:
-    options = ModelOptions(str(folder), dtype="fp32", tp=tp, threads=1)
+def _open(folder: Path, tp: int, pp: int = 1) -> Any:
+    options = ModelOptions(str(folder), dtype="fp32", tp=tp, pp=pp, threads=1)
     return open_engine(options, Screen(), EngineSettings(cache_bytes=1 << 26))
 
 
-def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path, tp: int, pp: int) -> None:
     generator = random.Random(9)
     system = serving.prompt_of(generator, 150)
     prompts = [system + serving.prompt_of(generator, 10 * number) for number in range(1, 7)]
@@ -70,7 +71,7 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path
         finally:
             await one.close()
         ours, theirs = socket.socketpair()
-        two = _open(folder, 2)
+        two = _open(folder, tp, pp)
         try:
             with theirs:
                 ours.close()  # a connection of the server is closed also while ranks run that came after it

@@ -240,6 +240,65 @@ void test_an_interrupt() {
   CHECK(has(error_of([&] { exchange(*hosts[1], 1, 2, 100, 0); }, CommError::Kind::broken), "gave up: Ctrl-C"));
 }
 
+// --- one to one
+
+std::vector<uint8_t> values(size_t bytes, int round) {
+  std::vector<uint8_t> found(bytes);
+  for (size_t i = 0; i < bytes; ++i) found[i] = static_cast<uint8_t>(round * 7 + static_cast<int>(i % 251));
+  return found;
+}
+
+void test_one_to_one() {
+  Hosts hosts = connected(3);
+  together(3, [&](int host) {
+    BetweenHosts& self = *hosts[static_cast<size_t>(host)];
+    for (int round = 0; round < 20; ++round) {  // along a chain, then from its end to all, between exchanges
+      const size_t bytes = round % 5 == 4 ? 3'000'000 : static_cast<size_t>(round) * 100;
+      const std::vector<uint8_t> right = values(bytes, round);
+      std::vector<uint8_t> own = host == 0 ? right : std::vector<uint8_t>(bytes);
+      if (host > 0) self.receive(host - 1, {{own.data(), bytes}});
+      CHECK(own == right);
+      if (host < 2) self.send(host + 1, {{own.data(), bytes / 2}, {own.data() + bytes / 2, bytes - bytes / 2}});
+      uint64_t last = host == 2 ? 77 + static_cast<uint64_t>(round) : 0;
+      for (int to = 0; to < 2 && host == 2; ++to) self.send(to, {{&last, sizeof last}});
+      if (host < 2) self.receive(2, {{&last, sizeof last}});
+      CHECK(last == 77 + static_cast<uint64_t>(round));
+      if (round % 4 == 0) exchange(self, host, 3, 100, round);
+    }
+  });
+}
+
+void test_one_to_one_that_fails() {
+  std::vector<uint8_t> large = values(50'000'000, 0);  // more than lies between two hosts
+  {
+    Hosts hosts = connected(2);
+    const auto late = [&] { hosts[1]->fail("rank 3 has ended"); };
+    std::thread other(late);
+    const std::string text =
+        error_of([&] { hosts[0]->send(1, {{large.data(), large.size()}}); }, CommError::Kind::broken);
+    other.join();
+    CHECK(has(text, "rank 1 on ") && has(text, " gave up: rank 3 has ended"));
+  }
+  {
+    Hosts hosts = connected(3);  // who waits for one hears what another one says
+    hosts[2]->fail("rank 3 has ended");
+    CHECK(has(error_of([&] { hosts[0]->receive(1, {{large.data(), 8}}); }, CommError::Kind::broken),
+              " gave up: rank 3 has ended"));
+  }
+  {
+    Hosts hosts = connected(2);
+    hosts[1].reset();
+    CHECK(has(error_of([&] { hosts[0]->send(1, {{large.data(), large.size()}}); }, CommError::Kind::peer_lost),
+              "rank 1 on "));
+  }
+  {
+    Hosts hosts = connected(2);
+    hosts[0]->set_timeout(0.2);
+    CHECK(has(error_of([&] { hosts[0]->receive(1, {{large.data(), 8}}); }, CommError::Kind::timeout),
+              "did not come within the timeout of 0.2 s"));
+  }
+}
+
 // --- ranks of a decoder
 
 constexpr size_t kFloats = 5000;
@@ -352,6 +411,8 @@ int main() {
   test_who_leaves();
   test_disagreement();
   test_an_interrupt();
+  test_one_to_one();
+  test_one_to_one_that_fails();
   test_ranks();
   test_ranks_whose_host_leaves();
   test_ranks_that_wait();

@@ -15,6 +15,7 @@ from anyaccel.inference.ranks.options import ModelOptions
 if TYPE_CHECKING:
     from anyaccel.cli._parser import Parser
     from anyaccel.inference.generate import Sampling
+    from anyaccel.launch.cluster import ClusterOptions
 
 # As in inference.config, which would import torch; "auto" keeps the precision that the file has.
 DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
@@ -70,6 +71,47 @@ def add_tp_option(parser: Parser) -> None:
         default=1,
         metavar="N",
         help="workers that share the model, each bound to its own cores",
+    )
+    parser.add_argument(
+        "--pp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages that share the layers, of as many workers each as --tp says (native runtime; default: 1)",
+    )
+
+
+def add_host_options(parser: Parser) -> None:
+    """The options that say on which hosts the workers are, under the names that `anyaccel run` has for them."""
+    add = parser.group("several hosts")
+    add("--hostfile", "-H", metavar="FILE", help="start the workers on its hosts, one `name slots=N` a line")
+    add("--include", "-i", default="", metavar="LIST", help="only these hosts and slots, as in node1:0,1@node2")
+    add("--exclude", "-e", default="", metavar="LIST", help="all but these hosts and slots")
+    add("--launcher", metavar="NAME", help="what starts them there, see `anyaccel run`; default: ssh")
+    add("--launcher_args", default="", metavar="ARGS", help="more arguments for it, in one word")
+    add("--ssh_port", "-p", type=int, metavar="PORT", help="TCP port of sshd on all hosts")
+
+
+def cluster_of(options: argparse.Namespace) -> ClusterOptions | None:
+    """The hosts that the options want; None for this machine alone.
+
+    Raises:
+        UsageError: options about hosts without a hostfile, or that contradict each other.
+    """
+    if options.hostfile is None:
+        for name in ("include", "exclude", "launcher", "launcher_args", "ssh_port"):
+            if value := getattr(options, name):
+                raise UsageError(f"--{name} {value}: is about the hosts of a --hostfile; add it")
+        return None
+    from anyaccel.launch.cluster import ClusterOptions
+
+    return ClusterOptions(
+        hostfile=options.hostfile,
+        include=options.include,
+        exclude=options.exclude,
+        launcher=options.launcher,
+        launcher_args=options.launcher_args,
+        ssh_port=options.ssh_port,
     )
 
 
@@ -131,6 +173,8 @@ def check_numbers(options: argparse.Namespace) -> None:
     """Refuse values that are wrong for every model, before anything is loaded."""
     if options.tp < 1:
         raise UsageError(f"--tp {options.tp}: must be at least 1")
+    if options.pp < 1:
+        raise UsageError(f"--pp {options.pp}: must be at least 1")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
     try:

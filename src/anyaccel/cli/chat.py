@@ -10,10 +10,12 @@ import sys
 from typing import TYPE_CHECKING
 
 from anyaccel.cli._model_options import (
+    add_host_options,
     add_model_options,
     add_sampling_options,
     add_tp_option,
     check_numbers,
+    cluster_of,
     model_of,
     model_path,
     sampling_of,
@@ -53,6 +55,7 @@ def build_parser() -> Parser:
     add_tp_option(parser)
     add_sampling_options(parser, max_new_tokens=1024)
     parser.add_argument("-q", "--quiet", action="store_true", help="print no accelerator, plan, progress and hints")
+    add_host_options(parser)
     return parser
 
 
@@ -71,13 +74,16 @@ def main(argv: list[str]) -> int:
 
 
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
-    if options.tp == 1:
+    cluster = cluster_of(options)
+    if cluster is None and options.tp * options.pp == 1:
         return open_backend(model_of(options), screen)
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise UsageError(f"--tp {options.tp}: a chat starts its workers itself; run it without a launcher")
+        raise UsageError(
+            f"--tp {options.tp} --pp {options.pp}: a chat starts its workers itself; run it without a launcher"
+        )
     from anyaccel.inference.ranks.command import start
 
-    return start(model_of(options), screen)
+    return start(model_of(options), screen, cluster=cluster)
 
 
 class Conversation:

@@ -11,10 +11,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._model_options import (
+    add_host_options,
     add_model_options,
     add_sampling_options,
     add_tp_option,
     check_numbers,
+    cluster_of,
     model_of,
     model_path,
     sampling_of,
@@ -33,6 +35,7 @@ _EXAMPLES = """\
   anyaccel generate "Why is the sky blue?" --tp 2 --dtype bf16 --model ~/models/SmolLM2-1.7B-Instruct
   anyaccel generate "Once upon a time" --model story.gguf --no-chat-template --temperature 0.8 --seed 7
   anyaccel generate "List three colours." --dtype int4 --system "Answer in French." --stop "3."
+  anyaccel generate "Why is the sky blue?" --hostfile hosts --tp 2 --pp 2
   echo "Summarise: ..." | anyaccel generate - --json"""
 
 
@@ -51,6 +54,7 @@ def build_parser() -> Parser:
     add("--no-chat-template", action="store_true", help="give the prompt to the model as it is")
     add("--json", action="store_true", help="print one JSON object instead of the text")
     add("-q", "--quiet", action="store_true", help="print no accelerator, plan, progress and speed")
+    add_host_options(parser)
     return parser
 
 
@@ -76,11 +80,13 @@ def _prompt(text: str) -> str:
 
 
 def _open(options: argparse.Namespace, screen: Screen) -> Backend:
-    if options.tp == 1 or os.environ.get("WORLD_SIZE") == str(options.tp):
+    cluster = cluster_of(options)
+    ranks = options.tp * options.pp
+    if cluster is None and (ranks == 1 or os.environ.get("WORLD_SIZE") == str(ranks)):
         return open_backend(model_of(options), screen)  # one process, or one of the ranks that a launcher started
     from anyaccel.inference.ranks.command import start
 
-    return start(model_of(options), screen, lasting=False)
+    return start(model_of(options), screen, lasting=False, cluster=cluster)
 
 
 def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> int:
@@ -102,7 +108,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
     if backend.first:
         if options.json:
             print(json.dumps(summary))
-        where = " in all processes" if options.tp > 1 else ""
+        where = " in all processes" if options.tp * options.pp > 1 else ""
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
@@ -144,4 +150,5 @@ def _summary(options: argparse.Namespace, backend: Backend, result: Generation, 
         "model": options.model,
         "dtype": options.dtype,
         "tp": options.tp,
+        "pp": options.pp,
     }

@@ -204,7 +204,7 @@ def _check(options: argparse.Namespace) -> None:
     """What is wrong whatever the model is, before anything is imported or loaded."""
     if options.given is not None and options.model is not None:
         raise UsageError(f"MODEL {options.given} and --model {options.model}: one of them is enough")
-    least = {"tp": 1, "threads": 0, "max_batch": 1, "max_waiting": 1, "max_context": 0, "cache_bytes": 0}
+    least = {"tp": 1, "pp": 1, "threads": 0, "max_batch": 1, "max_waiting": 1, "max_context": 0, "cache_bytes": 0}
     for name, value in least.items():
         if getattr(options, name) < value:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be {value} or above")

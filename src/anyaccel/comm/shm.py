@@ -18,6 +18,7 @@ from anyaccel import _native, env
 from anyaccel.comm.meeting import Meeting
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.errors import AnyAccelError, CommError
+from anyaccel.launch.machines import host_identity as host_identity
 
 logger = logging.getLogger(__name__)
 
@@ -28,18 +29,6 @@ _MAILBOX_BYTES = 256 << 10  # of messages from one rank to one other, at most
 
 # A function that exchanges texts: given this rank's text, it returns the texts of all ranks, in rank order.
 Exchange = Callable[[str], list[str]]
-
-
-def host_identity() -> str:
-    """Equal for two processes if and only if they can map each other's shared memory."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Containers of one host share the boot id, but each may have a /dev/shm and a numbering of processes of its own.
-    try:
-        info = Path("/dev/shm").stat()
-        shm = f"{info.st_dev}:{info.st_ino}"
-    except OSError:
-        shm = "-"
-    return f"{boot_id}:{shm}"
 
 
 def _pid_namespace() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 import torch
 
@@ -68,6 +69,20 @@ class TensorParallelConfig:
 
 
 @dataclass(frozen=True)
+class PipelineParallelConfig:
+    """Attributes: size: stages among which the layers are divided, of `tp_size` ranks each."""
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.size, int) or isinstance(self.size, bool) or self.size < 1:
+            raise UsageError(f"pipeline_parallel size={self.size!r}: must be a whole number of at least 1")
+
+
+_Parallel = TypeVar("_Parallel", TensorParallelConfig, PipelineParallelConfig)
+
+
+@dataclass(frozen=True)
 class InferenceConfig:
     """What `init_inference` and `optimize` were asked for.
 
@@ -75,6 +90,7 @@ class InferenceConfig:
         dtype: of weights and arithmetic: bf16, fp16, fp32; or of the weights alone: int8 (a scale a row), int4, or
             "auto": what the file has.
         tensor_parallel: see TensorParallelConfig.
+        pipeline_parallel: see PipelineParallelConfig; of the native runtime only.
         group_size: weights that share a scale in int4: 32, 64 or 128.
         kv_cache: precision of the native runtime's key/value cache: bf16, int8, int4 or fp32; "auto" is fp32 for dtype
             fp32, else bf16.
@@ -86,6 +102,7 @@ class InferenceConfig:
 
     dtype: str = "bf16"
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    pipeline_parallel: PipelineParallelConfig = field(default_factory=PipelineParallelConfig)
     group_size: int = 32
     kv_cache: str = "auto"
     cache_bytes: int = 0
@@ -104,6 +121,11 @@ class InferenceConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise UsageError(f"{name}={value!r}: must be a whole number from 0 to {most}")
+        if self.pipeline_parallel.size > 1 and self.runtime in ("torch", "plain"):
+            raise UsageError(
+                f"pipeline_parallel size={self.pipeline_parallel.size} is of the native runtime, not of "
+                f"runtime={self.runtime!r}"
+            )
         if self.runtime == "plain" and self.dtype in QUANTISED:
             raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime='plain' does not have")
 
@@ -133,13 +155,16 @@ class InferenceConfig:
         parallel = {"tp_size": given["mp_size"]} if "mp_size" in given else next(iter(given.values()), None)
         # DeepSpeed's switch for kernels of its own: here they are used wherever they fit.
         values.pop("replace_with_kernel_inject", None)
-        known = {f.name for f in fields(cls)} - {"tensor_parallel"}
+        stages = _parallel_config("pipeline_parallel", values.pop("pipeline_parallel", None), PipelineParallelConfig)
+        known = {f.name for f in fields(cls)} - {"tensor_parallel", "pipeline_parallel"}
         unknown = sorted(values.keys() - known)
         if unknown:
             raise UsageError(
-                f"init_inference has no option {unknown[0]!r}; options: tensor_parallel, {', '.join(sorted(known))}"
+                f"init_inference has no option {unknown[0]!r}; options: tensor_parallel, pipeline_parallel, "
+                f"{', '.join(sorted(known))}"
             )
-        return cls(tensor_parallel=_parallel_config(parallel), **values)  # type: ignore[arg-type]
+        ranks = _parallel_config("tensor_parallel", parallel, TensorParallelConfig)
+        return cls(tensor_parallel=ranks, pipeline_parallel=stages, **values)  # type: ignore[arg-type]
 
 
 def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -147,15 +172,15 @@ def _one_of(name: str, value: object, choices: tuple[object, ...]) -> None:
         raise UsageError(f"{name}={value!r}: must be one of {', '.join(map(str, choices))}")
 
 
-def _parallel_config(value: object) -> TensorParallelConfig:
+def _parallel_config(option: str, value: object, kind: type[_Parallel]) -> _Parallel:
     if value is None:
-        return TensorParallelConfig()
-    if isinstance(value, TensorParallelConfig):
+        return kind()
+    if isinstance(value, kind):
         return value
-    names = [f.name for f in fields(TensorParallelConfig)]
+    names = [f.name for f in fields(kind)]
     if isinstance(value, Mapping) and "enabled" in value:  # DeepSpeed's switch
         enabled = value["enabled"]
         value = {name: option for name, option in value.items() if name != "enabled"} if enabled else {}
     if not isinstance(value, Mapping) or set(value) - set(names):
-        raise UsageError(f"tensor_parallel={value!r}: needs a dict with {', '.join(names)}")
-    return TensorParallelConfig(**value)
+        raise UsageError(f"{option}={value!r}: needs a dict with {', '.join(names)}")
+    return kind(**value)

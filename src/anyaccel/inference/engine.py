@@ -118,7 +118,7 @@ class InferenceEngine(PrecisionMethods, nn.Module):
 
     @property
     def tp_size(self) -> int:
-        """Ranks that share this model."""
+        """Ranks that share each layer."""
         return self.plan.size
 
     @property
@@ -198,7 +198,7 @@ def init_inference(
     progress: Progress | None = None,
     **options: object,
 ) -> InferenceEngine:
-    """Make a causal LM ready for inference, tensor-parallel over the ranks of this job.
+    """Make a causal LM ready for inference, tensor- and pipeline-parallel over the ranks of this job.
 
     Args:
         model: a Hugging Face causal LM, or the path of a model folder or `.gguf` file. From a path each rank reads only
@@ -208,6 +208,7 @@ def init_inference(
         progress: called with (bytes loaded, bytes in all) of this rank while weights load.
         dtype: torch.bfloat16 (default), torch.float16, torch.float32, or a name: bf16, fp16, fp32, int8, int4.
         tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1.
+        pipeline_parallel: `{"size": n}`; consecutive groups of tp_size ranks are the n stages of a model. Default 1.
         group_size, kv_cache, cache_bytes, threads, runtime: see InferenceConfig.
 
     Returns:
@@ -218,12 +219,17 @@ def init_inference(
         ModelError: the model cannot be read or divided.
     """
     settings = InferenceConfig.from_options({**(config or {}), **options})
-    tp_size = settings.tensor_parallel.tp_size
-    group, rank = tp_group(tp_size)
+    stages = settings.pipeline_parallel.size
+    asked = f"tensor_parallel tp_size={settings.tensor_parallel.tp_size}"
+    if stages > 1:
+        asked = f"{asked} with pipeline_parallel size={stages}"
+    group, rank = tp_group(settings.tensor_parallel.tp_size * stages, asked)
     on_host = torch.empty(0, device=get_accelerator().device()).is_cpu
     if not on_host and (settings.runtime in ("native", "torch") or settings.dtype in QUANTISED):
         asked = f"runtime={settings.runtime!r}" if settings.runtime != "auto" else f"dtype={settings.dtype!r}"
         raise UsageError(f"{asked} is for the CPU; this accelerator is {get_accelerator().device_name()}")
+    if not on_host and stages > 1:
+        raise UsageError(f"pipeline_parallel is for the CPU; this accelerator is {get_accelerator().device_name()}")
     if isinstance(model, nn.Module) and any(isinstance(p, StandIn) for p in model.parameters()):
         raise UsageError(f"{type(model).__name__}: its weights have been packed before; load the model again")
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
@@ -235,7 +241,7 @@ def init_inference(
         try:
             return _native_engine(model, settings, group, rank, progress)
         except Unsupported as lack:
-            if settings.runtime == "native":
+            if settings.runtime == "native" or stages > 1:
                 raise
             why = lack.feature
             logger.warning("the native runtime has no %s: using the model's own code with packed linears", why)
@@ -274,7 +280,8 @@ def _native_engine(
     """
     from anyaccel.inference.native.runtime import load_native
 
-    tp_size = settings.tensor_parallel.tp_size
+    tp_size, stages = settings.tensor_parallel.tp_size, settings.pipeline_parallel.size
+    stage, tp_rank = divmod(rank, tp_size)
     hosts = hosts_of(group)
     shapes: dict[int, torch.Size] = {}
     if isinstance(model, nn.Module):
@@ -288,14 +295,16 @@ def _native_engine(
                 model,
                 dtype=None if settings.dtype == "auto" else settings.dtype,
                 group=settings.group_size,
-                rank=rank,
+                rank=tp_rank,
                 size=tp_size,
+                stage=stage,
+                stages=stages,
                 on_host=hosts.count(hosts[rank]) if hosts else 1,
                 threads=settings.threads,
                 cache_dtype=settings.cache_dtype,
                 cache_limit=settings.cache_bytes,
                 progress=progress,
-                beside=tp_size == 1,
+                beside=group is None,
                 release=True,
             ),
             hosts,
@@ -304,7 +313,7 @@ def _native_engine(
         if isinstance(model, nn.Module):
             _forbid_use(model, shapes)
         raise
-    later = not isinstance(model, nn.Module) and tp_size == 1 and _MODELS not in sys.modules
+    later = not isinstance(model, nn.Module) and group is None and _MODELS not in sys.modules
     if later:
         from anyaccel.inference.modules.code import is_torch_genuine
 
@@ -315,7 +324,7 @@ def _native_engine(
         module = Later(lambda: _native_module(model, native, settings, group, shapes, later), str(kinds[0]))
     else:
         module = _native_module(model, native, settings, group, shapes, later)
-    return InferenceEngine(module, TensorParallelPlan(rank, tp_size), settings, group, "native", "", native)
+    return InferenceEngine(module, TensorParallelPlan(tp_rank, tp_size), settings, group, "native", "", native)
 
 
 def _native_module(

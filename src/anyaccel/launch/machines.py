@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import UsageError
@@ -69,3 +70,15 @@ def names_of_this_machine(names: Sequence[str], node: int, master: str) -> list[
                 "write the name of its machine into the hostfile"
             )
     return found
+
+
+def host_identity() -> str:
+    """Equal for two processes if and only if they can map each other's shared memory."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    # Containers of one host share the boot id, but each may have a /dev/shm and a numbering of processes of its own.
+    try:
+        info = Path("/dev/shm").stat()
+        shm = f"{info.st_dev}:{info.st_ino}"
+    except OSError:
+        shm = "-"
+    return f"{boot_id}:{shm}"

@@ -91,7 +91,7 @@ def open_decoder(
         raise UsageError(f"{ONLY_NATIVE}, on the host's own processor: set DS_ACCELERATOR=cpu to use it")
     cache_bytes = settings.cache_bytes or host_memory.available() // 4
     options = replace(options, cache_bytes=cache_bytes // settings.replicas)
-    if options.tp > 1 or settings.replicas > 1:
+    if options.ranks > 1 or settings.replicas > 1:
         from anyaccel.serve.ranks import RanksDecoder
 
         return RanksDecoder(options, screen, settings, tokenizer, replica)

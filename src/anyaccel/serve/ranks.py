@@ -27,7 +27,7 @@ class RanksDecoder:
     def __init__(
         self, options: ModelOptions, screen: Watcher, settings: EngineSettings, tokenizer: Any = None, replica: int = 0
     ) -> None:
-        plan, summary = plan_ranks(options.tp, replica, settings.replicas)
+        plan, summary = plan_ranks(options.ranks, replica, settings.replicas, options.asked)
         self._ranks = Ranks(RankProcesses(plan, "anyaccel.serve.rank"))
         try:
             self._ranks.load(options, summary)
@@ -41,7 +41,7 @@ class RanksDecoder:
         first = said[0]
         self.shares = first["shares"]
         ends = with_own_ends(first["ends"], Path(options.model), tokenizer)
-        count = f"{options.tp} ranks" if options.tp > 1 else "one process"
+        count = f"{options.ranks} ranks" if options.ranks > 1 else "one process"
         where = f"{count} of {first['threads']} threads"
         facts = ModelFacts(
             context_of(first["context"], settings),

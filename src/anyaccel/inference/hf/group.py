@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def tp_group(tp_size: int) -> tuple[dist.ProcessGroup | None, int]:
+def tp_group(tp_size: int, asked: str = "") -> tuple[dist.ProcessGroup | None, int]:
     """The group of consecutive ranks that this rank belongs to, and its place in it.
+
+    Args:
+        asked: the options that ask for so many ranks, for errors.
 
     Raises:
         UsageError: tp_size does not divide the ranks of the job.
@@ -37,8 +40,8 @@ def tp_group(tp_size: int) -> tuple[dist.ProcessGroup | None, int]:
     world = comm.get_world_size()
     if world % tp_size:
         raise UsageError(
-            f"tensor_parallel tp_size={tp_size} does not divide the {world} ranks of this job; start it with "
-            f"`anyaccel run --num_accelerators {tp_size} ...`"
+            f"{asked or f'tensor_parallel tp_size={tp_size}'} does not divide the {world} ranks of this job; start it "
+            f"with `anyaccel run --num_accelerators {tp_size} ...`"
         )
     everyone = dist.group.WORLD
     if world == tp_size or everyone is None:

@@ -202,7 +202,7 @@ def run(native: NativeModel, job: Job) -> Any:
         kept = torch.cat([job.mask.repeat_interleave(job.copies, dim=0), torch.ones_like(answer).cpu() != 0], dim=1)
         # The last token is not in it, as in the cache that transformers' loop returns.
         cache = NativeCache.of_tokens(native.model, native.spec.max_tokens, sequences.cpu()[:, :-1], kept[:, :-1])
-        if native.size > 1:
+        if native.ranks > 1:
             cache.fill()  # a collective call: all ranks come here, but one alone may use the cache later
     parts: dict[str, Any] = {
         "past_key_values": cache,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.checkpoint import Checkpoint
 from anyaccel.inference.native.formats import Format, Precision, choose, forms, holds, stored_format
 from anyaccel.inference.native.shard import WeightSlice, shard, slices
+from anyaccel.inference.native.stages import bytes_by_layer, split_layers, stage_of
 from anyaccel.inference.native.tied import own_head
 from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
 from anyaccel.inference.spec.mapping import Part, Unsupported
@@ -56,13 +57,21 @@ class Plan:
 
     Args:
         whole: what is computed, where that is not all that the checkpoint's config says.
+        stage, stages: of pipeline parallelism.
 
     Raises:
         Unsupported, ModelError: see `load_native`.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, precision: Precision, rank: int, size: int, whole: DecoderSpec | None = None
+        self,
+        checkpoint: Checkpoint,
+        precision: Precision,
+        rank: int,
+        size: int,
+        whole: DecoderSpec | None = None,
+        stage: int = 0,
+        stages: int = 1,
     ) -> None:
         self.source = checkpoint.source
         self.config = checkpoint.config
@@ -87,11 +96,24 @@ class Plan:
             checkpoint.check_all_used(part.name for parts in found.values() for part in parts)
         self.spec = shard(self.whole, rank, size) if size > 1 else self.whole
         self._slices = slices(self.whole, rank, size)
+        if stages > 1:
+            self.spec = stage_of(self.spec, self._layers_of_stages(found, precision, stages), stage)
+        self._others = {part.name for parts in found.values() for part in parts}
         matrices, self.vectors = weights(self.spec)
         mine = [each.name for each in matrices]
         mine += [each.name for each in self.vectors if not self._slice(each.name).zero]
         self._parts = {name: found[name] for name in mine}
         self.matrices = [self._with_format(shape, precision) for shape in matrices]
+
+    def _layers_of_stages(
+        self, found: Mapping[str, Sequence[_Tensor]], precision: Precision, stages: int
+    ) -> list[range]:
+        """The layers of each stage, by the bytes of the whole model's packed weights: the same on every rank."""
+        sizes = []
+        for name, shape in self._whole_matrices.items():
+            form = choose(shape, precision, [stored_format(each.tensor, range(shape.cols)) for each in found[name]])
+            sizes.append((name, shape.rows * shape.cols * _BITS[form.format] // 8))
+        return split_layers(*bytes_by_layer(self.whole, sizes), stages)
 
     def shapes(self) -> dict[str, Any]:
         """The weights as `_llm.Model` takes them."""
@@ -190,6 +212,9 @@ class Plan:
             self._fill_vector(model, vector)
             for name in last.get(vector.name, ()):
                 self.source.release(name)
+        if self.spec.stages > 1:
+            for name in self._others - {part.name for parts in self._parts.values() for part in parts}:
+                self.source.release(name)  # of other stages
         progress.end()
 
     def _last_uses(self) -> dict[str, list[str]]:

@@ -57,6 +57,7 @@ class NativeModel:
         forms: types that matrices are stored as -> what those run as, in words.
         cached: the packed weights came from the cache.
         saving: writes them there meanwhile; `begin` it after the first token, `finish` it at the end.
+        rank, size: of tensor parallelism, within one of the `stages`.
     """
 
     model: _llm.Model
@@ -68,11 +69,18 @@ class NativeModel:
     forms: dict[str, list[str]]
     rank: int = 0
     size: int = 1
+    stage: int = 0
+    stages: int = 1
     cached: bool = False
     saving: Saving | None = None
 
     def __post_init__(self) -> None:
         _models[id(self)] = self
+
+    @property
+    def ranks(self) -> int:
+        """How many processes share the model."""
+        return self.size * self.stages
 
 
 def load_native(
@@ -84,6 +92,8 @@ def load_native(
     asymmetric: bool = True,
     rank: int = 0,
     size: int = 1,
+    stage: int = 0,
+    stages: int = 1,
     on_host: int = 0,
     threads: int = 0,
     cache_dtype: str = "bf16",
@@ -94,13 +104,15 @@ def load_native(
     release: bool = False,
     check: Callable[[], object] | None = None,
 ) -> NativeModel:
-    """Make the native decoder of a model; on `size` ranks each has a part.
+    """Make the native decoder of a model; on `stages` times `size` ranks each has a part.
 
     Args:
         model: path of a Hugging Face folder or a GGUF file, a Hugging Face model in memory, or a TensorSource.
         config: of a TensorSource or a model in memory that has none; as config.json.
         dtype: fp32, bf16, fp16, int8, int4; None or "auto": the precision that the file has.
         group, asymmetric: of int4: columns that share a scale; a minimum beside it.
+        rank, size: of tensor parallelism.
+        stage, stages: of pipeline parallelism.
         on_host: ranks that share this host's memory; 0: all.
         threads: 0 for the CPUs of this process.
         cache_dtype: of keys and values: bf16, int8, int4, fp32.
@@ -126,7 +138,8 @@ def load_native(
     if cache_dtype not in _CACHE_FORMATS:
         raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8, int4 or fp32")
     cache_format = _CACHE_FORMATS[cache_dtype]
-    settings = _Settings(precision, rank, size, on_host or size, threads, cache_format, cache_limit, progress, check)
+    place = _Place(rank, size, stage, stages, on_host or size * stages)
+    settings = _Settings(precision, place, threads, cache_format, cache_limit, progress, check)
     if not isinstance(model, str | Path):
         from anyaccel.inference.native.in_memory import checkpoint_in_memory
 
@@ -136,7 +149,7 @@ def load_native(
     entry = None
     if use_cache and env.ANYACCEL_PACKED_CACHE_BYTES.get() != 0:
         try:
-            entry = Entry(path, {"precision": asdict(precision), "rank": rank, "size": size})
+            entry = Entry(path, {"precision": asdict(precision), **place.key()})
         except OSError as error:  # of a file that the model can be loaded without
             logger.warning("%s: packed weights are not kept (%s)", path, error)
     if entry is None:
@@ -161,11 +174,24 @@ def load_native(
 
 
 @dataclass(frozen=True)
-class _Settings:
-    precision: Precision
+class _Place:
+    """Of this rank among those that share the model."""
+
     rank: int
     size: int
+    stage: int
+    stages: int
     on_host: int
+
+    def key(self) -> dict[str, Any]:
+        """What packed weights depend on."""
+        return {"rank": self.rank, "size": self.size, "stage": self.stage, "stages": self.stages}
+
+
+@dataclass(frozen=True)
+class _Settings:
+    precision: Precision
+    place: _Place
     threads: int
     cache_format: str
     cache_limit: int
@@ -190,7 +216,7 @@ def _make(spec: DecoderSpec, shapes: Mapping[str, Any], settings: _Settings) -> 
         promised = sum(each.model.cache_limit_bytes - each.model.cache_reserved_bytes for each in _models.values())
         available = host_memory.available()
         free = max(available - promised, available // 4)  # most models never use all that they were promised
-        limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.on_host)
+        limit = max(1 << 20, int(free * _SHARE_OF_MEMORY) // settings.place.on_host)
     try:
         return _llm.Model(spec, shapes["matrices"], shapes["vectors"], settings.threads, settings.cache_format, limit)
     except (MemoryError, ValueError, RuntimeError) as error:
@@ -235,8 +261,7 @@ def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settin
         saved["generation_config"],
         settings.precision.dtype,
         saved["forms"],
-        settings.rank,
-        settings.size,
+        **settings.place.key(),
         cached=True,
     )
 
@@ -257,7 +282,7 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
     from anyaccel.inference.native.packing import Plan
 
     settings.go_on()
-    plan = Plan(checkpoint, settings.precision, settings.rank, settings.size)
+    plan = Plan(checkpoint, settings.precision, **settings.place.key())
     settings.go_on()
     if unread := plan.unread():
         logger.warning(
@@ -265,7 +290,7 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
             len(unread),
             unread[0],
         )
-    if plan.untied and settings.rank == 0:
+    if plan.untied and settings.place.rank == 0:
         logger.warning(
             "config.json ties %s to %s, but the checkpoint has both with different values: each is used as it is; "
             "tie_word_embeddings=false there says so",
@@ -283,8 +308,7 @@ def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, d
         checkpoint.generation_config,
         settings.precision.dtype,
         plan.forms(),
-        settings.rank,
-        settings.size,
+        **settings.place.key(),
     )
     return native, shapes
 

@@ -138,7 +138,7 @@ class EngineBackend(_InThisProcess):
         self.accelerator = accelerator
         self.dtype = dtype
         self.runtime = engine.runtime
-        self.first = engine.tp_rank == 0
+        self.first = engine.tp_rank == 0 and (engine.native is None or engine.native.stage == 0)
         self.ends: list[int] = []  # those of the model's generation_config, which the engine goes by itself
 
     @property
@@ -174,9 +174,10 @@ class EngineBackend(_InThisProcess):
 
     def peaks(self) -> list[int]:
         peaks: list[Any] = [self.peak()]
-        if self.engine.tp_size > 1:
+        ranks = self.engine.native.ranks if self.engine.native else self.engine.tp_size
+        if ranks > 1:
             from anyaccel import comm
 
-            own, peaks = peaks[0], [None] * self.engine.tp_size
+            own, peaks = peaks[0], [None] * ranks
             comm.all_gather_object(peaks, own, group=self.engine.group)
         return peaks

@@ -3,8 +3,8 @@
 
 The command keeps the terminal and the text, the ranks compute (`rank.py`). They are in a session of their own, so that
 Ctrl-C reaches the command alone; between both is a launcher (`anyaccel.launch`), which binds the ranks, ends all when
-one dies and says why, and ends with the command. Each rank has a socket pair to the command; over it the ranks also
-meet, before they have shared memory.
+one dies and says why, and ends with the command. Each rank has a socket pair to the command, or on another host a
+connection (`on_hosts.py`); over it the ranks also meet, before they have shared memory.
 
 All ranks stop at the same token: each may take the steps that it was allowed and no more, the command allows a step
 more with each token that comes, and whoever ends an answer tells all ranks the highest number that any was allowed.
@@ -23,28 +23,41 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.errors import AnyAccelError
 from anyaccel.host_memory import high_water_mark
 from anyaccel.inference.ranks.gathered import FAREWELL, RankError, Ranks, plan_ranks
-from anyaccel.inference.ranks.processes import RankProcesses
+from anyaccel.inference.ranks.processes import Processes, RankProcesses
 
 if TYPE_CHECKING:
     from anyaccel.inference.generate import Generation, Sampling
     from anyaccel.inference.ranks.loading import Watcher
     from anyaccel.inference.ranks.options import ModelOptions
+    from anyaccel.launch.cluster import ClusterOptions
 
 _AHEAD = 2  # steps that the ranks are allowed beyond what has come: they go on while the command shows a token
 
 
-def start(options: ModelOptions, screen: Watcher, *, lasting: bool = True) -> RanksBackend:
-    """Start `options.tp` ranks and load the model on them.
+def start(
+    options: ModelOptions, screen: Watcher, *, lasting: bool = True, cluster: ClusterOptions | None = None
+) -> RanksBackend:
+    """Start the model's ranks and load it on them.
 
     Args:
         lasting: Ctrl-C ends an answer only, once the ranks are at the same token.
+        cluster: the hosts to start them on; None: all on this machine.
 
     Raises:
-        UsageError: there are not so many CPUs.
+        UsageError: there are not so many CPUs, or slots of the hosts.
         AnyAccelError: the model cannot be read, or a rank failed.
     """
-    plan, summary = plan_ranks(options.tp)
-    backend = RanksBackend(RankProcesses(plan), lasting)
+    processes: Processes
+    if cluster is None:
+        plan, summary = plan_ranks(options.ranks, asked=options.asked)
+        processes = RankProcesses(plan)
+    else:
+        from anyaccel.inference.ranks.on_hosts import HostProcesses, describe, find_ranks
+
+        hosts = find_ranks(cluster, options.ranks, options.asked)
+        summary = describe(hosts, cluster.launcher)
+        processes = HostProcesses(cluster, hosts)
+    backend = RanksBackend(processes, lasting)
     try:
         backend.load(options, summary, screen)
     except BaseException:
@@ -58,7 +71,7 @@ class RanksBackend:
 
     first = True
 
-    def __init__(self, processes: RankProcesses, lasting: bool) -> None:
+    def __init__(self, processes: Processes, lasting: bool) -> None:
         self._lasting = lasting
         self._closed = False
         self._ranks = Ranks(processes, self._uninterrupted)

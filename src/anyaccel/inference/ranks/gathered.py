@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommTimeoutError, UsageError
 from anyaccel.inference.ranks.patience import Patience
-from anyaccel.inference.ranks.processes import RankProcesses
+from anyaccel.inference.ranks.processes import Processes
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.loading import Watcher
@@ -39,10 +39,11 @@ class RankError(AnyAccelError):
         self.exit_code = exit_code
 
 
-def plan_ranks(tp: int, replica: int = 0, replicas: int = 1) -> tuple[LaunchPlan, str]:
+def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") -> tuple[LaunchPlan, str]:
     """The plan for so many ranks on this machine, and machine and plan in words.
 
     Args:
+        asked: the options that ask for `tp` ranks, for errors.
         replica: of so many `replicas`, which have a NUMA node each where there are as many, else equal parts of the
             machine.
 
@@ -56,14 +57,16 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1) -> tuple[LaunchPlan
 
     whole = machine = read_machine()
     if tp * replicas > len(machine.allowed_cpus):
+        most = len(machine.allowed_cpus)
         if replicas > 1:
             raise UsageError(
-                f"--replicas {replicas} --tp {tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and "
-                "each of their ranks needs one"
+                f"--replicas {replicas} {asked or f'--tp {tp}'}: this process may use {most} CPUs only, and each of "
+                "their ranks needs one"
             )
         raise UsageError(
-            f"--tp {tp}: this process may use {len(machine.allowed_cpus)} CPUs only, and each rank needs one; "
-            f"--tp {len(machine.allowed_cpus)} is the most here"
+            f"{asked or f'--tp {tp}'}: this process may use {most} CPUs only, and each rank needs one; "
+            + (f"{most} ranks are" if "--pp" in asked else f"--tp {most} is")
+            + " the most here"
         )
     wanted = launch.LaunchOptions(
         script="anyaccel",
@@ -93,7 +96,7 @@ class Ranks:
     """
 
     def __init__(
-        self, processes: RankProcesses, uninterrupted: Callable[[], AbstractContextManager[object]] = nullcontext
+        self, processes: Processes, uninterrupted: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
         self.processes = processes
         self.channels = processes.channels
@@ -145,11 +148,14 @@ class Ranks:
         ready: set[int] = set()
         left = float("inf") if patience is None else patience
         # In slices, as time counts while the ranks could have gone on only: of the hours for which a container was
-        # paused, with this process and the ranks in it, one slice is what they lose.
+        # paused, with this process and the ranks in it, one slice is what they lose. And a host that is gone closes no
+        # connection: the launcher notices, and ends.
         while not ready and left > 0:
             own = min(left, _SLICE)
-            ready = {descriptor for descriptor, _ in poller.poll(None if patience is None else own * 1000)}
+            ready = {descriptor for descriptor, _ in poller.poll(own * 1000)}
             left -= own
+            if not ready and self.processes.code() is not None:
+                raise self.lost()
         if not ready:
             raise CommTimeoutError(f"no rank has said anything for {patience:g} s (ANYACCEL_COMM_TIMEOUT)")
         try:
@@ -190,7 +196,7 @@ class Ranks:
         first = min(chosen)
         text = chosen[first]["text"]
         same_on_all = len(chosen) == len(self.channels) and len({told["text"] for told in chosen.values()}) == 1
-        where = "" if same_on_all or not chosen[first]["own"] else f"rank {first}: "
+        where = "" if same_on_all or not chosen[first]["own"] else f"{self.processes.names[first]}: "
         raise RankError(where + text, chosen[first]["exit_code"])
 
     def load(self, options: ModelOptions, summary: str) -> None:

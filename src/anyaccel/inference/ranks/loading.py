@@ -41,9 +41,9 @@ def open_backend(options: ModelOptions, screen: Watcher) -> Backend:
     path = Path(options.model)
     check_model_path(path)
     machine = read_machine()
-    host = host_accelerator(machine) if options.tp == 1 else None
+    host = host_accelerator(machine) if options.ranks == 1 else None
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
-    if options.tp == 1:
+    if options.ranks == 1:
         screen.line(f"topology: {machine.summary()}\nplan: one process, not bound")
     if host:
         from anyaccel.inference.spec.mapping import Unsupported
@@ -99,13 +99,14 @@ def loader(
     options: ModelOptions,
     progress: Callable[[int, int], object],
     rank: int = 0,
-    size: int = 1,
     check: Callable[[], object] | None = None,
+    on_host: int = 0,
 ) -> Callable[[], NativeModel]:
     """A function that loads a rank's part through csrc/llm; it raises Unsupported for what the native runtime lacks.
 
     Args:
-        check: see `load_native`.
+        rank: of all ranks, which are numbered stage by stage.
+        check, on_host: see `load_native`.
 
     Raises:
         ModelError: there is no model.
@@ -120,13 +121,16 @@ def loader(
         path,
         dtype=None if options.dtype == "auto" else options.dtype,
         group=options.group_size,
-        rank=rank,
-        size=size,
+        rank=rank % options.tp,
+        size=options.tp,
+        stage=rank // options.tp,
+        stages=options.pp,
+        on_host=on_host,
         threads=options.threads,
         cache_dtype=cache,
-        cache_limit=options.cache_bytes // size,
+        cache_limit=options.cache_bytes // options.ranks,
         progress=progress,
-        beside=size == 1,  # the ranks of a command end with it, before they could have written all
+        beside=options.ranks == 1,  # the ranks of a command end with it, before they could have written all
         check=check,
     )
 
@@ -162,7 +166,7 @@ def describe_weights(native: NativeModel, screen: Watcher) -> None:
     if native.dtype is None:
         found = sorted(native.forms.items())
         runs = [kind if forms == [kind] else f"{kind} as {' or '.join(forms)}" for kind, forms in found]
-        where = " on rank 0" if native.size > 1 else ""
+        where = " on rank 0" if native.ranks > 1 else ""
         screen.line(f"weights: {', '.join(runs)}; {native.model.weight_bytes / 2**20:.0f} MiB{where}")
 
 
@@ -192,6 +196,7 @@ def open_engine(options: ModelOptions, path: Path, screen: Watcher) -> EngineBac
         kv_cache=options.kv_cache,
         threads=options.threads,
         tensor_parallel={"tp_size": options.tp},
+        pipeline_parallel={"size": options.pp},
         progress=screen.progress,
     )
     return EngineBackend(engine, tokenizer, get_accelerator().device_name(), options.dtype)

@@ -15,8 +15,9 @@ class ModelOptions:
         dtype: of weights and arithmetic; "auto": what the file has.
         kv_cache: precision of the key/value cache; "auto" goes by `dtype`.
         threads: of the native runtime; 0: all CPUs that it may use.
-        tp: ranks that share the model.
+        tp: ranks that share each layer.
         cache_bytes: most bytes of keys and values, on all ranks together; 0: what memory has room for.
+        pp: stages that share the layers, of `tp` ranks each.
     """
 
     model: str
@@ -26,3 +27,14 @@ class ModelOptions:
     threads: int = 0
     tp: int = 1
     cache_bytes: int = 0
+    pp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """How many share the model."""
+        return self.tp * self.pp
+
+    @property
+    def asked(self) -> str:
+        """The options that ask for so many, in words."""
+        return f"--tp {self.tp}" + (f" --pp {self.pp}" if self.pp > 1 else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of `command.py`: a launcher below the command, the ranks below it, and a socket pair to each."""
+"""The processes of `command.py`: a launcher below the command, the ranks below it, and a socket to each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,21 +22,26 @@ if TYPE_CHECKING:
     from anyaccel.launch import LaunchPlan
 
 # Seconds that a rank has between SIGTERM and SIGKILL, and the launcher to end all ranks.
-_GRACE = 2.0
+GRACE = 2.0
 _END = 30.0
 
 
-class RankProcesses:
-    """The launcher below this process, and the sockets of its ranks.
+class Processes:
+    """A launcher below this process, which starts the ranks.
 
     Args:
-        module: what a rank runs; see `rank.main`.
+        start: what the launcher does; returns its exit code.
+        kept: sockets that the launcher keeps.
+
+    Attributes:
+        channels: to the ranks, in their order.
+        names: what errors call them.
     """
 
-    def __init__(self, plan: LaunchPlan, module: str = "anyaccel.inference.ranks.rank") -> None:
-        patience = env.ANYACCEL_COMM_TIMEOUT.get()
-        pairs = [socket.socketpair() for _ in plan.ranks]
-        near, far = ([end.detach() for end in ends] for ends in zip(*pairs, strict=True))
+    def __init__(self, start: Callable[[], int], kept: Sequence[int] = ()) -> None:
+        self.channels: list[Channel] = []
+        self.names: list[str] = []
+        self._code: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # the launcher's exit code would be lost
@@ -43,11 +49,7 @@ class RankProcesses:
         own = os.getpid()
         self._pid = os.fork()
         if self._pid == 0:
-            _be_launcher(plan, module, own, far)
-        for descriptor in far:
-            os.close(descriptor)
-        self.channels = [Channel(descriptor, patience) for descriptor in near]
-        self._code: int | None = None
+            _be_launcher(own, start, kept)
 
     def code(self) -> int | None:
         """Exit code of the launcher; None as long as it runs."""
@@ -78,7 +80,37 @@ class RankProcesses:
                 self.wait(_END)
 
 
-def _close_sockets_but(kept: list[int]) -> None:
+class RankProcesses(Processes):
+    """The ranks of a plan for this machine, each with a socket pair.
+
+    Args:
+        module: what a rank runs; see `rank.main`.
+    """
+
+    def __init__(self, plan: LaunchPlan, module: str = "anyaccel.inference.ranks.rank") -> None:
+        patience = env.ANYACCEL_COMM_TIMEOUT.get()
+        pairs = [socket.socketpair() for _ in plan.ranks]
+        near, far = ([end.detach() for end in ends] for ends in zip(*pairs, strict=True))
+
+        def start() -> int:
+            for descriptor in far:
+                os.set_inheritable(descriptor, True)
+            from anyaccel import launch
+            from anyaccel.launch.output import OutputOptions
+
+            def argv(binding: Any) -> list[str]:
+                return [sys.executable, "-m", module, *map(str, (far[binding.rank], *far))]
+
+            return launch.launch_local(plan, argv, grace_period=GRACE, output=OutputOptions(log_level="error"))
+
+        super().__init__(start, far)
+        for descriptor in far:
+            os.close(descriptor)
+        self.channels = [Channel(descriptor, patience) for descriptor in near]
+        self.names = [f"rank {rank}" for rank in range(len(near))]
+
+
+def _close_sockets_but(kept: Sequence[int]) -> None:
     """Close the command's sockets, but for its standard streams.
 
     The ranks read the end of its own ends of their sockets when it is gone; and the connections of a server are closed
@@ -91,7 +123,7 @@ def _close_sockets_but(kept: list[int]) -> None:
                 os.close(descriptor)
 
 
-def _be_launcher(plan: LaunchPlan, module: str, command: int, far: list[int]) -> NoReturn:
+def _be_launcher(command: int, start: Callable[[], int], kept: Sequence[int]) -> NoReturn:
     """In the forked process: start the ranks and wait for their end."""
     code = 70  # EX_SOFTWARE, with a traceback
     try:
@@ -100,18 +132,10 @@ def _be_launcher(plan: LaunchPlan, module: str, command: int, far: list[int]) ->
             os._exit(128 + signal.SIGTERM)
         os.setsid()  # what the terminal sends is for the command
         signal.set_wakeup_fd(-1)  # of an asyncio loop in the command: our signals are not its own
-        _close_sockets_but(far)
+        _close_sockets_but(kept)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
-        for descriptor in far:
-            os.set_inheritable(descriptor, True)
-        from anyaccel import launch
-        from anyaccel.launch.output import OutputOptions
-
-        def argv(binding: Any) -> list[str]:
-            return [sys.executable, "-m", module, *map(str, (far[binding.rank], *far))]
-
-        code = launch.launch_local(plan, argv, grace_period=_GRACE, output=OutputOptions(log_level="error"))
+        code = start()
     except AnyAccelError as error:
         sys.stderr.write(f"anyaccel: error: {error}\n")
         sys.stderr.flush()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel import env
-from anyaccel.errors import AnyAccelError, PeerLostError
+from anyaccel.errors import AnyAccelError, PeerLostError, UsageError
 from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.wire import Channel
 
@@ -36,15 +36,24 @@ def main(
     """Serve until the command is gone.
 
     Args:
-        argv: the descriptor of this rank's socket, and those of all.
+        argv: the descriptor of this rank's socket, and those of all; none where it has to call the command.
         serve: what the rank does with its model; None: answers of `generate` and `chat`, one at a time.
         lacking: makes the error for a model that needs what the native runtime does not have; None: its own code runs.
     """
-    own, *everybodys = (int(text) for text in argv)
-    for descriptor in everybodys:
-        if descriptor != own:
-            os.close(descriptor)
-    channel = Channel(own, env.ANYACCEL_COMM_TIMEOUT.get())
+    if argv:
+        own, *everybodys = (int(text) for text in argv)
+        for descriptor in everybodys:
+            if descriptor != own:
+                os.close(descriptor)
+        channel = Channel(own, env.ANYACCEL_COMM_TIMEOUT.get())
+    else:
+        from anyaccel.inference.ranks.on_hosts import call_command
+
+        try:
+            channel = call_command()
+        except AnyAccelError as error:
+            sys.stderr.write(f"anyaccel: error: {error}\n")
+            return error.exit_code
     rank = int(os.environ["RANK"])
     try:
         try:
@@ -115,7 +124,13 @@ def _open(
         except Unsupported as lack:  # raised on every rank: all of them go on with the engine
             if lacking is not None:
                 raise lacking(lack.feature) from None
+            if options.pp > 1:
+                raise UsageError(
+                    f"--pp {options.pp}: only the native runtime has it, which has no {lack.feature}"
+                ) from None
             screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
+    if options.pp > 1:
+        raise UsageError(f"--pp {options.pp}: only the native runtime has it, which runs on the CPU")
     return open_engine(options, Path(options.model), screen)
 
 
@@ -126,6 +141,7 @@ def _open_native(
     from anyaccel.inference.ranks.backends import NativeBackend
     from anyaccel.inference.ranks.loading import describe_weights, loader
     from anyaccel.inference.text.tokenizer import end_tokens
+    from anyaccel.launch.machines import host_identity
 
     def exchange(value: Any) -> list[Any]:
         channel.send(kind="say", value=value)
@@ -133,9 +149,11 @@ def _open_native(
         everybodys: list[Any] = channel.receive()["all"]
         return everybodys
 
-    load: Callable[[], Any] = loader(options, screen.progress, rank, options.tp)
-    # Anonymous memory is reached through /proc: one launcher started all ranks, so they see each other's process ids.
-    native = together(exchange, load, anonymous=True) if options.tp > 1 else load()
+    # Anonymous memory is reached through /proc: one launcher started all ranks of a host, so they see each other's
+    # process ids.
+    hosts = exchange(host_identity() + os.readlink("/proc/self/ns/pid")) if options.ranks > 1 else [""]  # noqa: PTH115
+    load: Callable[[], Any] = loader(options, screen.progress, rank, on_host=hosts.count(hosts[rank]))
+    native = together(exchange, load, anonymous=True, hosts=hosts) if options.ranks > 1 else load()
     describe_weights(native, screen)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
     return NativeBackend(native, None, ends, accelerator, options.dtype)

@@ -186,6 +186,8 @@ class DecoderSpec:
         max_tokens: the longest context; 0: no limit of its own (ALiBi).
         rank, size: of tensor parallelism. `shard` divides a whole spec.
         vocab_first, vocab_count: the rows of embedding and head that this rank has.
+        stage, stages: of pipeline parallelism; `stage_of` divides a spec.
+        first_layer: the number of the first of `layers`, which the names of weights have.
     """
 
     vocab: int
@@ -206,6 +208,9 @@ class DecoderSpec:
     size: int = 1
     vocab_first: int = 0
     vocab_count: int = 0
+    stage: int = 0
+    stages: int = 1
+    first_layer: int = 0
 
 
 @dataclass(frozen=True)
@@ -248,7 +253,7 @@ def each_weight(spec: DecoderSpec) -> Iterator[MatrixShape | VectorShape]:
     for name, rows, cols in _llm.outer_weights(replace(spec, layers=(), ropes=())):
         yield _shape(name, rows, cols)
     known: dict[int, tuple[_Wanted, _Wanted]] = {}  # by id(): layers that are alike are mostly one object
-    for index, layer in enumerate(spec.layers):
+    for index, layer in enumerate(spec.layers, spec.first_layer):
         if id(layer) not in known:
             wanted = _llm.layer_weights(layer, spec.hidden)
             of_experts = [each for each in wanted if each[0].startswith(_EXPERT)]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a command on the hosts of a hostfile: started by the launcher of several hosts, they call back.
+
+What a caller must know is the secret word of the job, which travels as the launcher's own does: never on a command
+line. From then on its connection is what a socket pair is to a rank of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from anyaccel import env
+from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.inference.ranks.gathered import FAREWELL, RankError
+from anyaccel.inference.ranks.processes import GRACE, Processes
+from anyaccel.inference.ranks.wire import Channel
+
+if TYPE_CHECKING:
+    from anyaccel.launch.callback import Reception
+    from anyaccel.launch.cluster import ClusterOptions
+    from anyaccel.launch.job import Host
+
+# Brings the contact to the ranks; no option of a user's.
+CONTACT = "ANYACCEL_COMMAND_CONTACT"
+_SLICE_MS = 500.0
+
+
+def find_ranks(cluster: ClusterOptions, ranks: int, asked: str) -> tuple[Host, ...]:
+    """The hosts of so many ranks.
+
+    Args:
+        asked: the options that ask for them, in words.
+
+    Raises:
+        UsageError: the hostfile cannot be read, or its hosts have another number of slots.
+    """
+    from anyaccel.launch.cluster import find_hosts
+
+    hosts = find_hosts(_options(), cluster, os.environ)
+    slots = sum(len(host.slots) for host in hosts)
+    if slots != ranks:
+        names = ", ".join(f"{host.name} {len(host.slots)}" for host in hosts[:8]) + (", ..." if len(hosts) > 8 else "")
+        raise UsageError(
+            f"{asked} {'is one rank' if ranks == 1 else f'are {ranks} ranks'}, and the hosts of {cluster.hostfile} "
+            f"have {slots} slots ({names}); ask for as many, or choose some with --include"
+        )
+    return hosts
+
+
+def describe(hosts: tuple[Host, ...], launcher: str | None) -> str:
+    """Hosts and ranks in words."""
+    first, parts = 0, []
+    for host in hosts:
+        last = first + len(host.slots) - 1
+        parts.append(f"{host.name} (rank{f's {first}-{last}' if last > first else f' {first}'})")
+        first = last + 1
+    return f"hosts: {', '.join(parts)}, by {launcher or 'ssh'}"
+
+
+def _options(bind: bool = True) -> Any:
+    from anyaccel.launch.options import LaunchOptions
+
+    return LaunchOptions(
+        script="anyaccel.inference.ranks.rank",
+        module=True,
+        local_rank_argument=False,
+        grace_period=GRACE,
+        bind_cores=bind,
+        log_level="error",
+    )
+
+
+class HostProcesses(Processes):
+    """One rank a slot of these hosts.
+
+    Raises:
+        RankError: the launcher could not start them; it has said why.
+    """
+
+    def __init__(self, cluster: ClusterOptions, hosts: tuple[Host, ...]) -> None:
+        from dataclasses import replace
+
+        from anyaccel.launch.callback import Reception
+        from anyaccel.launch.cluster import run_cluster
+
+        self._patience = env.ANYACCEL_COMM_TIMEOUT.get()
+        places = [host.name for host in hosts for _ in host.slots]
+        self._found: dict[int, Channel] = {}
+        self._count = len(places)
+        reception = Reception(secrets.token_hex(16), [host.name for host in hosts], self._on_hello, len(places))
+        try:
+            exports = (*cluster.exports, f"{CONTACT}={reception.contact.encode()}")
+            job = replace(cluster, exports=exports)
+            super().__init__(lambda: run_cluster(_options(), job))
+            self.names = [f"rank {rank} on {place}" for rank, place in enumerate(places)]
+            try:
+                self._gather(reception)
+            except BaseException:
+                self.channels = list(self._found.values())
+                self.end(FAREWELL)
+                raise
+            self.channels = [self._found[rank] for rank in sorted(self._found)]
+        finally:
+            reception.close()
+
+    def _on_hello(self, connection: socket.socket, _reader: object, data: Any) -> None:
+        rank = data.get("rank") if isinstance(data, dict) else None
+        if not isinstance(rank, int) or not 0 <= rank < self._count or rank in self._found:
+            connection.close()
+            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._found[rank] = Channel(connection.detach(), self._patience)
+
+    def _gather(self, reception: Reception) -> None:
+        """Wait until all ranks have called. The launcher has deadlines for hosts, and ends when a rank does."""
+        while len(self._found) < self._count:
+            poller = select.poll()
+            for descriptor in reception.to_read():
+                poller.register(descriptor, select.POLLIN)
+            for descriptor, _ in poller.poll(_SLICE_MS):
+                reception.read(descriptor)
+            reception.tidy()
+            if (code := self.code()) is not None:
+                raise RankError("no ranks were started; what is said above tells why", code or 1)
+
+
+def call_command() -> Channel:
+    """In a rank: a channel to the command that wants it, which speaks first.
+
+    Raises:
+        AnyAccelError: it cannot be reached.
+    """
+    from anyaccel.launch.callback import Contact
+    from anyaccel.launch.channel import HELLO, encode_frame
+
+    text = os.environ.pop(CONTACT, "")
+    if not text:
+        raise AnyAccelError(f"{CONTACT} is not set: `anyaccel generate --hostfile` starts this")
+    contact = Contact.decode(text)
+    connection = contact.call()
+    with suppress(OSError):  # of a socket that is no TCP socket
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    channel = Channel(connection.detach(), env.ANYACCEL_COMM_TIMEOUT.get())
+    hello = encode_frame(contact.word, HELLO, {"rank": int(os.environ["RANK"])})
+    while hello:
+        hello = hello[os.write(channel.descriptor, hello) :]
+    return channel

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`anyaccel generate` and `chat` with workers on the hosts of a hostfile, and what is said when that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_hosts import Hosts
+
+from waiting import wait_for
+
+PROMPT = "Name the largest planet."
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {"ANYACCEL_CACHE_DIR": str(tmp_path_factory.mktemp("cache")), "ANYACCEL_COMM_TIMEOUT": "20"}
+
+
+def start(hosts: Hosts, variables: dict[str, str], *words: object) -> subprocess.Popen[str]:
+    """A command on the first host."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-m", "anyaccel", *map(str, words)]
+    child: subprocess.Popen[str] = hosts[0].popen(
+        command, text=True, env=hosts.environment("ssh", **variables), **pipes
+    )
+    return child
+
+
+def run(hosts: Hosts, variables: dict[str, str], *words: object, text: str = "") -> subprocess.CompletedProcess[str]:
+    with start(hosts, variables, *words) as child:
+        try:
+            output, errors = child.communicate(text, timeout=400)
+        except BaseException:
+            child.kill()
+            raise
+    return subprocess.CompletedProcess(child.args, child.returncode, output, errors)
+
+
+def answer(hosts: Hosts, variables: dict[str, str], *words: object) -> dict[str, Any]:
+    done = run(hosts, variables, "generate", PROMPT, "--json", "--max-new-tokens", 12, *words)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_hosts_answer_as_one_does(hosts: Hosts, tmp_path: Path, cache: dict[str, str]) -> None:
+    file = hosts.hostfile(tmp_path)
+    found = answer(hosts, cache, "--tp", 2, "--hostfile", file)
+    assert found["runtime"] == "native"
+    assert found["tokens"] == answer(hosts, cache, "--tp", 2)["tokens"]
+    found = answer(hosts, cache, "--pp", 2, "--draft", "ngram:3", "--hostfile", file)
+    assert found["runtime"] == "native"
+    assert found["tokens"] == answer(hosts, cache)["tokens"]
+    done = run(
+        hosts, cache, "chat", "-q", "--tp", 2, "--hostfile", file, "--max-new-tokens", 4, text=f"{PROMPT}\nWhy?\n"
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 2
+
+
+def test_a_model_that_a_host_lacks_is_said_with_the_host(hosts: Hosts, tmp_path: Path, cache: dict[str, str]) -> None:
+    from anyaccel.inference.checkpoints.model_path import default_model_file
+
+    only_here = Path("/run/model.gguf")  # each host has a /run of its own
+    hosts[0].run(["ln", "-s", default_model_file(), only_here])
+    file = hosts.hostfile(tmp_path)
+    done = run(hosts, cache, "generate", PROMPT, "--tp", 2, "--hostfile", file, "--model", only_here)
+    assert done.returncode != 0
+    assert "rank 1 on node2" in done.stderr and str(only_here) in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, tmp_path: Path, cache: dict[str, str]) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("node1 slots=1\nnothere slots=1\n")
+    done = run(hosts, cache, "generate", PROMPT, "--tp", 2, "--hostfile", file)
+    assert done.returncode != 0
+    assert "nothere" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("divided", ["--tp", "--pp"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "killed", "cut off", "stopped"])
+def test_the_end_of_a_job_leaves_nothing_anywhere(
+    hosts: Hosts, tmp_path: Path, cache: dict[str, str], how: str, divided: str
+) -> None:
+    file = hosts.hostfile(tmp_path)
+    words = (divided, 2, "--hostfile", file, "--max-new-tokens", 4000, "--no-chat-template", "--temperature", 1)
+    child = start(hosts, cache, "generate", PROMPT, *words)
+    try:
+        assert child.stdout
+        begun = child.stdout.read(20)
+        assert begun
+        if how == "Ctrl-C":
+            os.kill(child.pid, signal.SIGINT)
+        elif how in ("killed", "stopped"):
+            wait_for(lambda: bool(ranks_on(hosts, "node2")), "a rank on node2", 10)
+            os.kill(ranks_on(hosts, "node2")[0], signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        else:
+            hosts[1].disconnect()
+        _, errors = child.communicate(timeout=100)
+    finally:
+        hosts[1].reconnect()
+        child.kill()
+        child.communicate()
+    assert child.returncode != 0
+    assert "Traceback" not in errors
+    if how != "Ctrl-C":
+        assert "node2" in errors, errors
+    assert not hosts.wait_idle(30)
+
+
+def ranks_on(hosts: Hosts, name: str) -> list[int]:
+    """Process ids of the ranks on a host."""
+    found = hosts.cluster.processes().get(name, {})
+    return [pid for pid, command in found.items() if "inference.ranks.rank" in command and "launch" not in command]
