@@ -172,7 +172,8 @@ const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {
   // Halves have more bits than bfloat16: they are multiplied as floats.
   if (format != Format::f32 && format != Format::f16) {
     if (const auto* tiles = find_variant<TileGemmKernels>(isa)) return *tiles;
-    if (const auto* pairs = find_variant<PairGemmKernels>(isa)) return *pairs;
+    if (const auto* pairs = find_variant<PairGemmKernels>(isa))
+      if (pairs->quantised || format == Format::bf16) return *pairs;
   }
   // Sums of integers need one scale a unit.
   if ((format == Format::i4 || format == Format::i8) && shape.group != kUnit / 2)
