@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak soak-serve
-.PHONY: bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected
+.PHONY: bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected test-arm64 test-arm64-short test-cross arm64-package
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -108,7 +108,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 test: ready ## lint, the native tests and the tests without the slow ones
 	$(PYTEST) -m "not slow"
 
-test-all: ready sanitize ## lint, the native tests with and without sanitizers, and every test
+test-all: ready sanitize test-arm64 arm64-package ## lint, the native tests with and without sanitizers and for arm64, and every test
 	$(PYTEST)
 
 check: $(STAMP)-dev $(STAMP)-build ## lint and unit tests of what has changed, in 90 s at most (BASE=main: since then)
@@ -135,6 +135,25 @@ sanitize: $(STAMP)-demo ## build the native tests with address and thread saniti
 	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DANYACCEL_TESTS=ON -DANYACCEL_SANITIZE=$$sanitizer \
 	    -DANYACCEL_TEST_TIMEOUT=$(LIMIT) > /dev/null && $(call native_tests,$$folder); } || failed=1; \
 	done; exit $$failed
+
+# Processors as qemu calls them. Every 64-bit Arm has neon; a Graviton 2 has neon_dot too; the nearest to a Graviton 3
+# has all, with vectors of 256 bits. The tests run each variant that a processor has.
+ARM64 := cortex-a72 neoverse-n1 max,sve-max-vq=2 max/portable
+# What needs no part of the decoder, which takes minutes to compile.
+ARM64_SHORT ?= comm|optim
+test-arm64: $(STAMP)-demo ## build the native tests for arm64 and run them with qemu, as several processors
+	tools/test_cross.sh aarch64 '$(TEST)' $(ARM64)
+
+test-arm64-short: $(STAMP)-demo ## those of collectives and optimizers, all variants
+	@tools/test_cross.sh aarch64 '$(ARM64_SHORT)' max
+
+arm64-package: $(STAMP)-demo
+	tools/arm64_package.sh
+
+test-cross: $(STAMP)-demo ## the portable kernels for riscv64 and ppc64le, and what big-endian s390x answers, with qemu
+	tools/test_cross.sh riscv64 '$(TEST)' rv64
+	tools/test_cross.sh ppc64le '$(TEST)' power9
+	tools/test_cross.sh s390x 'isa|comm|optim|llm_matrix' qemu
 
 SOAK_SECONDS ?= 600
 soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECONDS), each checked against a reference

@@ -414,6 +414,14 @@ MACHINES: dict[str, Spec] = {
     "cpuset v2": Spec(packages=2, cores=4, threads=2, allowed="1,5-7,13", mems="1", cgroup="v2"),
     "arm64": Spec(packages=2, nodes=2, cores=8, arm64=True, l3="node"),
     "arm64, hybrid": Spec(cores=8, efficiency=4, arm64=True),
+    # NVIDIA Grace, two of them or one beside a Hopper, whose memory is a node far away.
+    "grace": Spec(packages=2, cores=72, arm64=True, caches=False, gib=240),
+    "grace hopper": Spec(cores=72, arm64=True, caches=False, gib=480, memory=(Memory(96, (0,), "nvidia", 80),)),
+    "graviton": Spec(cores=64, arm64=True, caches=False, gib=128),
+    # Ampere Altra, two sockets in quadrants.
+    "altra": Spec(packages=2, nodes=4, cores=20, arm64=True, caches=False),
+    # As device trees number them: little cores first, and no nodes.
+    "big.LITTLE": Spec(nodes=0, cores=8, efficiency=4, arm64=True, cpu_ids=(4, 5, 6, 7, 0, 1, 2, 3), gib=8),
     "hybrid": Spec(cores=16, threads=2, efficiency=8, numbering="side by side", model="13th Gen Intel(R) Core(TM)"),
     "vm without nodes": Spec(nodes=0, cores=2, threads=2, gib=8),
     "a node without memory": Spec(packages=2, without_memory=(1,)),

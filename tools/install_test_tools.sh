@@ -4,6 +4,8 @@
 # and oneCCL from PyPI, for the tests of backend ccl and benchmarks/allreduce.py.
 # What is there is left alone (then it takes 0.1 s); what cannot be had is one line, and the tests that need it are
 # skipped. Nothing that is installed here is started, now or at the next boot.
+# With arguments, `cross MACHINE...`: instead the cross compilers for these machines (as uname -m calls them) and qemu,
+# for tools/test_cross.sh.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,9 +18,17 @@ PATH=$PATH:/usr/sbin:/sbin
 say() { echo "install_test_tools: $*"; }
 
 # program:package
+what="cluster tests"
 wanted="mpirun.openmpi:openmpi-bin mpiexec.mpich:mpich pdsh:pdsh sshd:openssh-server ssh:openssh-client
   slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge ip:iproute2 numactl:numactl
   nsenter:util-linux"
+if [ "${1:-}" = cross ]; then
+  what="tests for ${*:2}" wanted=
+  for machine in "${@:2}"; do
+    triple=${machine/ppc64le/powerpc64le}-linux-gnu
+    wanted="$wanted $triple-g++:g++-$triple qemu-$machine:qemu-user"
+  done
+fi
 
 packages=
 for pair in $wanted; do
@@ -33,11 +43,11 @@ trap tidy EXIT
 
 install_packages() {
   if ! command -v apt-get >/dev/null; then
-    say "this is not Debian or Ubuntu; the cluster tests need:$packages"
+    say "this is not Debian or Ubuntu; the $what need:$packages"
     return
   fi
   if [ "$(id -u)" != 0 ]; then
-    say "not root, so nothing is installed; the cluster tests need: sudo apt-get install$packages"
+    say "not root, so nothing is installed; the $what need: sudo apt-get install$packages"
     return
   fi
   if [ ! -e "$policy" ]; then
@@ -73,6 +83,7 @@ install_packages() {
 }
 
 [ -z "$packages" ] || install_packages
+[ "${1:-}" != cross ] || exit 0
 
 # In a folder of its own: nothing of it shadows what the project's environment has. It is for x86-64 only.
 if [ ! -x "$impi/bin/mpiexec.hydra" ]; then

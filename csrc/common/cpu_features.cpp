@@ -12,6 +12,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace anyaccel {
@@ -58,6 +60,23 @@ std::map<std::string, bool> detect() {
       {"avx512_vnni", zmm && bit(leaf7.c, 11)}, {"avx512_bf16", zmm && bit(leaf7_1.a, 5)},
       {"avx512_fp16", zmm && bit(leaf7.d, 23)}, {"amx_tile", tiles},
       {"amx_bf16", tiles && bit(leaf7.d, 22)},  {"amx_int8", tiles && bit(leaf7.d, 25)},
+  };
+}
+
+#elif defined(__aarch64__)
+
+// By the names and the bits of Linux (/proc/cpuinfo, and the kernel's list of hwcaps for arm64), which says what the
+// processor and itself support together.
+std::map<std::string, bool> detect() {
+#ifdef __linux__
+  const auto caps = static_cast<uint64_t>(getauxval(AT_HWCAP)), more = static_cast<uint64_t>(getauxval(AT_HWCAP2));
+#else
+  const uint64_t caps = 2, more = 0;  // every 64-bit Arm processor has asimd
+#endif
+  const auto bit = [](uint64_t word, int index) { return ((word >> index) & 1u) != 0; };
+  return {
+      {"asimd", bit(caps, 1)}, {"asimdhp", bit(caps, 10)}, {"asimddp", bit(caps, 20)}, {"sve", bit(caps, 22)},
+      {"sve2", bit(more, 1)},  {"i8mm", bit(more, 13)},    {"bf16", bit(more, 14)},
   };
 }
 

@@ -131,11 +131,12 @@ constexpr Tile kTiles[kTileRows][3] = {{tile<B, 1, 1>, tile<B, 1, 2>, tile<B, 1,
                                        {},
                                        {},
                                        {tile<B, 12, 1>, tile<B, 12, 2>, nullptr}};
-#elif ANYACCEL_LANES == 8
+#elif ANYACCEL_LANES == 8 || ANYACCEL_REGISTERS == 32
 constexpr int kTileRows = 4;
 constexpr int rows_of_tile(int rows) { return rows; }
 template <class B>
-constexpr Tile kTiles[kTileRows][1] = {{tile<B, 1, 2>}, {tile<B, 2, 2>}, {tile<B, 3, 2>}, {tile<B, 4, 2>}};
+constexpr Tile kTiles[kTileRows][1] = {
+    {tile<B, 1, 16 / kLanes>}, {tile<B, 2, 16 / kLanes>}, {tile<B, 3, 16 / kLanes>}, {tile<B, 4, 16 / kLanes>}};
 #else
 constexpr int kTileRows = 2;
 constexpr int rows_of_tile(int rows) { return rows; }

@@ -175,7 +175,8 @@ const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {
   // Halves have more bits than bfloat16: they are multiplied as floats.
   if (format != Format::f32 && format != Format::f16) {
     if (const auto* tiles = find_variant<TileGemmKernels>(isa)) return *tiles;
-    if (const auto* pairs = find_variant<PairGemmKernels>(isa)) return *pairs;
+    if (const auto* pairs = find_variant<PairGemmKernels>(isa))
+      if (pairs->quantised || format == Format::bf16) return *pairs;
   }
   // Sums of integers need one scale a unit.
   if (is_quantised(format) && shape.group != kUnit / 2)

@@ -58,11 +58,16 @@ struct IntegerGemmKernels : GemmKernels {
   bool eight_bits;  // whether they are for int8 weights too, or for those of 4 bits only
 
   static constexpr bool compiled_for(const IsaRow& row) {
-    return row.isa == Isa::avx2 || row.isa == Isa::avx512 || row.isa == Isa::avx_vnni || row.isa == Isa::avx512_vnni;
+    return row.isa == Isa::avx2 || row.isa == Isa::avx512 || row.isa == Isa::avx_vnni || row.isa == Isa::avx512_vnni ||
+           row.isa == Isa::neon || row.isa == Isa::neon_dot || row.isa == Isa::neon_bf16_i8mm;
   }
 };
 struct PairGemmKernels : GemmKernels {
-  static constexpr bool compiled_for(const IsaRow& row) { return row.isa == Isa::avx512_bf16; }
+  bool quantised;  // whether they are for quantised weights too, or those have kernels that are faster
+
+  static constexpr bool compiled_for(const IsaRow& row) {
+    return row.isa == Isa::avx512_bf16 || row.isa == Isa::neon_bf16_i8mm;
+  }
 };
 struct TileGemmKernels : GemmKernels {
   static constexpr bool compiled_for(const IsaRow& row) { return row.isa == Isa::amx; }

@@ -52,7 +52,8 @@ struct GemvInput {
 
 struct GemvKernels {
   static constexpr bool compiled_for(const IsaRow& row) {
-    return row.variants != Variants::some_kernels || row.isa == Isa::avx_vnni || row.isa == Isa::avx512_vnni;
+    return row.variants != Variants::some_kernels || row.isa == Isa::avx_vnni || row.isa == Isa::avx512_vnni ||
+           row.isa == Isa::neon_dot;
   }
 
   void (*prepare)(const GemvInput& input);

@@ -20,10 +20,11 @@ constexpr size_t kLine = 64;           // bytes of a step of a block
 constexpr size_t kVecBytes = kLine / kVecs;
 // kTile: tokens whose sums fit the registers, kFloatTile: beside weights of one column of floats. kChains: sums a
 // token, to hide the latency of an addition. kUnroll: of the loops over tokens and over the lines of a group.
-constexpr int kTile = kLanes == 16 ? 8 : kLanes == 8 ? 4 : kLanes == 4 ? 2 : 1;
+constexpr bool kWide = kLanes >= 8 || ANYACCEL_REGISTERS == 32;  // as much as this is written for
+constexpr int kTile = kLanes == 16 ? 8 : kWide ? 4 : kLanes == 4 ? 2 : 1;
 constexpr int kFloatTile = kLanes == 8 ? 6 : kTile;
 constexpr int kChains = kLanes == 16 ? 2 : 1;
-constexpr int kUnroll = kLanes >= 8 ? 8 : 1;
+constexpr int kUnroll = kWide ? 8 : 1;
 
 // The rows of a block: 16 lanes of floats, of integers, and of what a step's products are made of.
 using Floats = Many<Vec, kVecs>;
@@ -44,7 +45,7 @@ inline void store_rows(float* p, const Floats& v) {
 // Blocks far from each other that a thread multiplies at once with a single token: a core's own prefetchers serve
 // several streams of weights faster than one, and the sums of one block are too few to hide what an addition takes.
 // With more tokens one block is enough, or as many do not fit the registers.
-constexpr int kStreams = kLanes >= 8 ? 4 : kLanes == 4 ? 2 : 1;
+constexpr int kStreams = kWide ? 4 : kLanes == 4 ? 2 : 1;
 // How far ahead of the product weights are asked for, all streams together: hardware prefetchers stop at the ends of
 // 4 KiB pages.
 constexpr size_t kAhead = 2048;

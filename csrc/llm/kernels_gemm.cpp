@@ -13,7 +13,8 @@ namespace {
 struct Float {
   using Operand = Vec;
   // What registers hold: of 32, 28 sums, 2 weights and an activation, 28 multiplications for 16 loads; of 16, 12 sums.
-  static constexpr int kTokens = kLanes == 16 ? 14 : kLanes == 8 ? 6 : kLanes == 4 ? 3 : 1;
+  // Of 32 with 4 lanes, 24 sums and 4 weights.
+  static constexpr int kTokens = kLanes == 16 ? 14 : kLanes == 8 || ANYACCEL_REGISTERS == 32 ? 6 : kLanes == 4 ? 3 : 1;
   static constexpr int kBlocks = kLanes == 16 ? 2 : 1, kColumns = 1;
   static constexpr int64_t kAhead = kCacheAhead;
   static Operand operand(const uint8_t* p) { return load(reinterpret_cast<const float*>(p)); }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: avx2 avx_vnni avx512 avx512_vnni
+// ISA: avx2 avx_vnni avx512 avx512_vnni neon neon_dot
 // Matrix products (gemm) of quantised weights with activations rounded to 8 bits, which have a scale for each token and
 // unit of 32 columns (as in gemv.h): sums of a unit are integers. VNNI multiplies int8 and 4-bit weights at four times
 // the rate of floats. Without it sums of 4-bit weights fit 16 bits, at twice the rate; int8 ones do not, and are not
 // for here.
 //
 // A panel of activations: for each unit [token][32 columns] int8, then [token] scale, then [token] scale * sum.
-// Unpacked weights: for each unit 8 lines [16 rows][4 columns] unsigned, then 16 scales, then 16 minima.
+// Unpacked weights: for each unit 8 lines [16 rows][4 columns], then 16 scales, then 16 minima.
 #include "llm/bit_planes.h"
-#include "llm/gemm_kernels.h"
+#include "llm/gemm_integer.h"
 #include "simd/pick.h"
 #include "simd/simd.h"
 
@@ -20,58 +20,26 @@ using namespace simd::ANYACCEL_ISA_VARIANT;
 constexpr int kTokens = 32;  // of a panel
 constexpr int64_t kTokenBytes = kUnit + 8;
 constexpr int64_t kPanelUnit = kTokens * kTokenBytes;
-constexpr int kRows = 16;                           // of a block
-constexpr int kLines = 8;                           // of weights a unit
-constexpr int64_t kWeightUnit = (kLines + 2) * 64;  // scales and minima too
-constexpr int kBlocks = kLanes == 16 ? 2 : 1;       // of a tile
-constexpr int kWidth = kBlocks * kRows;             // rows of a tile
-constexpr int kVecs = kWidth / kLanes;              // vectors of them
-constexpr int64_t kVecBytes = 4 * kLanes;           // of a line
+constexpr int kLines = 8;                                          // of weights a unit
+constexpr int64_t kWeightUnit = (kLines + 2) * 64;                 // scales and minima too
+constexpr int kBlocks = kLanes == 16 ? 2 : 1;                      // of a tile
+constexpr int kWidth = kBlocks * kRows;                            // rows of a tile
+constexpr int kVecs = kWidth / kLanes;                             // vectors of them
+constexpr int64_t kVecBytes = 4 * kLanes;                          // of a line
+constexpr int kAtOnce = sizeof(NibbleSum) > sizeof(IVec) ? 2 : 4;  // tokens whose sums fit the registers
+// Whether there is an instruction for products of bytes, so that int8 weights are for here.
+constexpr bool kBytes = row_of(Isa::ANYACCEL_ISA_VARIANT).variants == Variants::some_kernels;
 
 void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64_t cols, int64_t total, void* panel) {
   for (int t = 0; t < tokens; ++t) {
     const float* row = x + (rows != nullptr ? rows[t] : t) * stride;
     auto* out = static_cast<uint8_t*>(panel);
     for (int64_t u = 0; u < total; ++u, out += kPanelUnit) {
-      const float* from = row + u * kUnit;
-      float padded[kUnit] = {};
-      if (const int64_t left = cols - u * kUnit; left < kUnit) {
-        for (int64_t i = 0; i < left; ++i) padded[i] = from[i];
-        from = padded;
-      }
-      // Compared as integers, the bits of a NaN or an infinity are the largest, so the scale becomes NaN.
-      const uint32_t bits = magnitude_bits(from);
-      const float largest = simd::float_of(bits);
-      const bool finite = bits < 0x7f800000u;
-      // Below that size the inverse of the scale is not finite, and zero is near enough.
-      const bool some = finite && largest > 1e-30f;
-      const float scale = finite ? (some ? largest / 127.0f : 0.0f) : __builtin_nanf("");
       auto* q = reinterpret_cast<int8_t*>(out + t * kUnit);
-      int32_t quantised = 0;
-      if (some)
-        quantised = quantise32(from, 127.0f / largest, q);
-      else
-        std::memset(q, 0, kUnit);
-      const float sum = scale * static_cast<float>(quantised);
-      std::memcpy(out + kTokens * kUnit + t * 4, &scale, 4);
-      std::memcpy(out + kTokens * (kUnit + 4) + t * 4, &sum, 4);
+      const QuantisedUnit unit = quantise_unit(row + u * kUnit, cols - u * kUnit, q);
+      std::memcpy(out + kTokens * kUnit + t * 4, &unit.scale, 4);
+      std::memcpy(out + kTokens * (kUnit + 4) + t * 4, &unit.sum, 4);
     }
-  }
-}
-
-// value = scale * q + minimum, of the unsigned q that quantised values are here: int8 have 128 added.
-void write_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, uint8_t* to) {
-  const uint8_t* scales = block + layout.scales_offset;
-  if (layout.group != 0) scales += static_cast<size_t>(column / layout.group) * layout.scale_stride;
-  const FormatRow& format = row_of(layout.format);
-  const bool bytes = layout.format == Format::i8 || format.codes != nullptr;
-  const Vec zero = broadcast(bytes ? -128.0f : layout.minimum ? 0.0f : -static_cast<float>(1 << (format.bits - 1)));
-  auto* out = reinterpret_cast<float*>(to);
-  for (int r = 0; r < kRows; r += kLanes) {
-    const Vec scale = layout.group == 0 ? load(reinterpret_cast<const float*>(scales) + r) : load_f16(scales + 2 * r);
-    const Vec stored = layout.minimum ? load_f16(scales + 2 * (kRows + r)) : broadcast(0.0f);
-    store(out + r, scale);
-    store(out + kRows + r, fma(scale, zero, stored));
   }
 }
 
@@ -79,10 +47,10 @@ void unpack(const BlockLayout& layout, const uint8_t* block, int64_t unit, int64
   for (int64_t u = unit; u < unit + units; ++u, to += kWeightUnit) {
     if (layout.format == Format::i8) {
       const uint8_t* from = block + u * kUnit * kRows;
-      for (int b = 0; b < kLines * 64; ++b) to[b] = from[b] ^ 0x80;
+      for (int b = 0; b < kLines * 64; ++b) to[b] = from[b] ^ kAdded;
     } else if (layout.format != Format::i4) {
       const FormatRow& format = row_of(layout.format);
-      expand_unit(format, block + u * kPlaneLine * format.bits, format.codes != nullptr ? 128 : 0, to);
+      expand_unit(format, block + u * kPlaneLine * format.bits, format.codes != nullptr ? kAdded : 0, to);
     } else {
       const uint8_t* from = block + u * kUnit * kRows / 2;
       for (int i = 0; i < kLines; i += 2, from += 64)
@@ -119,16 +87,16 @@ inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weigh
   NibbleSum unit[kCount][kVecs];
 #pragma GCC unroll 4
   for (int t = 0; t < kCount; ++t)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) unit[t][v] = NibbleSum::zero();
 #pragma GCC unroll 4
   for (int i = 0; i < kLines / 2; ++i) {
     Nibbles w[kVecs];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) w[v] = held != nullptr ? held[v][i] : weights.lines(v, i);
 #pragma GCC unroll 4
     for (int t = 0; t < kCount; ++t)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) unit[t][v] = unit[t][v].plus(w[v], q + t * kUnit + 8 * i);
   }
 #pragma GCC unroll 4
@@ -136,7 +104,7 @@ inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weigh
     float scale_x, sum_x;
     std::memcpy(&scale_x, x + kTokens * kUnit + (token + t) * 4, 4);
     std::memcpy(&sum_x, x + kTokens * (kUnit + 4) + (token + t) * 4, 4);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       float* at = &sums[token + t][v * kLanes];
       const Vec total = fma(minimum[v], broadcast(sum_x), load(at));
@@ -146,21 +114,21 @@ inline void add_unit(const Nibbles (*held)[kLines / 2], const UnitWeights& weigh
 }
 
 // A unit of a tile times all tokens of a panel, whose sums are in the L1 cache. Registers hold the unit's weights where
-// there are 32 of them, and else the sums of four tokens.
+// there are 32 of them, and else the sums of a few tokens.
 void multiply_unit(const uint8_t* x, int tokens, const UnitWeights& weights, Sums& sums) {
   Vec scale[kVecs], minimum[kVecs];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int v = 0; v < kVecs; ++v) scale[v] = weights.scale(v), minimum[v] = weights.minimum(v);
   int t = 0;
   if constexpr (kLanes == 16) {
     Nibbles held[kVecs][kLines / 2];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v)
 #pragma GCC unroll 4
       for (int i = 0; i < kLines / 2; ++i) held[v][i] = weights.lines(v, i);
     for (; t < tokens; ++t) add_unit<1>(held, weights, scale, minimum, x, t, sums);
   } else {
-    for (; t + 4 <= tokens; t += 4) add_unit<4>(nullptr, weights, scale, minimum, x, t, sums);
+    for (; t + kAtOnce <= tokens; t += kAtOnce) add_unit<kAtOnce>(nullptr, weights, scale, minimum, x, t, sums);
     for (; t < tokens; ++t) add_unit<1>(nullptr, weights, scale, minimum, x, t, sums);
   }
 }
@@ -220,7 +188,7 @@ constexpr IntegerGemmKernels kKernels{{.operands = GemmKernels::Operands::bytes,
                                        .multiply = multiply,
                                        .begin = nullptr,
                                        .end = nullptr},
-                                      !kPairs8};
+                                      kBytes};
 
 }  // namespace
 }  // namespace anyaccel::llm

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: every avx_vnni avx512_vnni
+// ISA: every avx_vnni avx512_vnni neon_dot
 // Products with few tokens (gemv) of integer weights.
 #include "llm/gemv_integer.h"
 #include "llm/gemv_run.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: every avx_vnni avx512_vnni
+// ISA: every avx_vnni avx512_vnni neon_dot
 // Products with few tokens (gemv) of weights in planes of bits (bit_planes.h), and of codes.
 #include <utility>
 

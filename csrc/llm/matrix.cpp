@@ -2,6 +2,7 @@
 #include "llm/matrix.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -67,6 +68,8 @@ BlockLayout layout_of(const Shape& shape) {
 
 void check(const Shape& shape) {
   const auto fail = [](const std::string& what) { throw std::invalid_argument("weight matrix: " + what); };
+  // Kernels take single columns out of words of 32 bits.
+  if (std::endian::native != std::endian::little) fail("this machine is big-endian, which native models do not run on");
   if (static_cast<size_t>(shape.format) >= std::size(kFormats))
     fail("unknown format " + std::to_string(static_cast<int>(shape.format)));
   if (shape.rows < 1 || shape.cols < 1)

@@ -5,6 +5,8 @@
 
 #undef ANYACCEL_LANES
 #define ANYACCEL_LANES 8
+#undef ANYACCEL_REGISTERS
+#define ANYACCEL_REGISTERS 16
 
 #include <immintrin.h>
 

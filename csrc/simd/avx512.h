@@ -5,6 +5,8 @@
 
 #undef ANYACCEL_LANES
 #define ANYACCEL_LANES 16
+#undef ANYACCEL_REGISTERS
+#define ANYACCEL_REGISTERS 32
 
 #include <immintrin.h>
 

@@ -15,6 +15,8 @@
 #include "simd/pick.h"
 #ifdef ANYACCEL_X86
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -60,6 +62,13 @@
 #else
 #pragma GCC pop_options
 #endif
+#undef ANYACCEL_ISA_VARIANT
+
+#elif defined(__aarch64__)
+
+// What every processor of the machine has needs no target of its own.
+#define ANYACCEL_ISA_VARIANT neon
+#include ANYACCEL_EACH_ISA
 #undef ANYACCEL_ISA_VARIANT
 
 #endif

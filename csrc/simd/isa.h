@@ -17,13 +17,16 @@ namespace anyaccel {
   ROW(avx512, x86, kernels_and_ops, avx2, "avx512f avx512dq avx512bw avx512vl") \
   ROW(avx512_vnni, x86, some_kernels, avx512, "avx512_vnni")                    \
   ROW(avx512_bf16, x86, some_kernels, avx512_vnni, "avx512_bf16")               \
-  ROW(amx, x86, some_kernels, avx512_bf16, "amx_tile amx_bf16 amx_int8")
+  ROW(amx, x86, some_kernels, avx512_bf16, "amx_tile amx_bf16 amx_int8")        \
+  ROW(neon, arm64, kernels_and_ops, portable, "asimd")                          \
+  ROW(neon_dot, arm64, some_kernels, neon, "asimddp")                           \
+  ROW(neon_bf16_i8mm, arm64, some_kernels, neon_dot, "bf16 i8mm")
 
 #define ANYACCEL_ISA_NAME(name, machine, kernels, basis, features) name,
 enum class Isa { ANYACCEL_ISAS(ANYACCEL_ISA_NAME) };
 #undef ANYACCEL_ISA_NAME
 
-enum class Machine { any, x86 };
+enum class Machine { any, x86, arm64 };
 // some_kernels: the kernels that say so. every_kernel: all that CMake compiles once for each instruction set.
 // kernels_and_ops: also the ops, which each_isa.h compiles.
 enum class Variants { some_kernels, every_kernel, kernels_and_ops };
@@ -45,7 +48,8 @@ constexpr const IsaRow& row_of(Isa isa) { return kIsaRows[static_cast<int>(isa)]
 
 // Whether a processor of the instruction set `isa` has all instructions of `other`.
 constexpr bool includes(Isa isa, Isa other) {
-  while (isa > other) isa = row_of(isa).basis;
+  // The second condition always holds; without it GCC 12 warns of rows behind the last one.
+  while (isa > other && static_cast<int>(isa) < kIsaCount) isa = row_of(isa).basis;
   return isa == other;
 }
 
@@ -53,6 +57,8 @@ constexpr bool includes(Isa isa, Isa other) {
 constexpr bool exists_here(const IsaRow& row) {
 #ifdef ANYACCEL_X86
   constexpr Machine kHere = Machine::x86;
+#elif defined(__aarch64__)
+  constexpr Machine kHere = Machine::arm64;
 #else
   constexpr Machine kHere = Machine::any;
 #endif

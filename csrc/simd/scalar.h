@@ -4,6 +4,8 @@
 
 #undef ANYACCEL_LANES
 #define ANYACCEL_LANES 1
+#undef ANYACCEL_REGISTERS
+#define ANYACCEL_REGISTERS 16
 
 #include <math.h>
 

@@ -4,6 +4,7 @@
 // said, they are those of the operation on each lane.
 //
 //   Vec, IVec, Mask      kLanes floats, as many int32, a truth value for each lane; ANYACCEL_LANES is the same number
+//   ANYACCEL_REGISTERS   how many vectors a loop may count on to stay in registers
 //   broadcast(x)         x in every lane, of a float or an int32
 //   load, store          kLanes floats, anywhere in memory; load_n and store_n: the first n lanes, 0 < n <= kLanes,
 //                        where load_n has `other` in the rest

@@ -76,7 +76,11 @@ def _is_one(text: str) -> bool:
     return text == "1"
 
 
-ISA_NAMES = ("scalar", "portable", "avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+ISA_NAMES = (
+    *("scalar", "portable"),
+    *("avx2", "avx_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"),  # x86-64
+    *("neon", "neon_dot", "neon_bf16_i8mm"),  # arm64
+)
 
 DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of this name")
 DS_PIN_MEMORY_BACKEND = EnvVar(

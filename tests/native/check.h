@@ -14,7 +14,12 @@
   } while (false)
 
 // With a sanitizer all takes ten times as long, and lengths matter less than kinds: tests with much to do do a part.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef ANYACCEL_SLOW
+inline constexpr bool kEmulated = true;  // qemu runs them, which is slower still
+#else
+inline constexpr bool kEmulated = false;
+#endif
+#if defined(ANYACCEL_SLOW) || defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 inline constexpr bool kSanitized = true;
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)

@@ -54,25 +54,42 @@ void test_chosen() {
       {avx2 + avx512 + "avx_vnni avx512_vnni avx512_bf16", "avx_vnni", Isa::avx_vnni},
       {avx2 + avx512 + "avx_vnni avx512_vnni avx512_bf16 amx_tile amx_bf16 amx_int8", "", Isa::amx},
   };
-  for (const Expected& each : all) {
-    // Other machines than x86 have two of the rows.
-    const Isa isa = exists_here(row_of(Isa::avx2)) ? each.isa : std::min(each.isa, Isa::portable);
-    CHECK(choose_isa(features(each.features), each.cap) == isa);
-  }
+  const Expected arm[] = {
+      {"asimd", "", Isa::neon},
+      {"asimd", "portable", Isa::portable},
+      {"asimd", "amx", Isa::portable},
+      // Graviton 2, Altra
+      {"asimd asimdhp asimddp", "", Isa::neon_dot},
+      {"asimd asimdhp asimddp", "neon", Isa::neon},
+      {"asimd asimdhp asimddp bf16", "", Isa::neon_dot},
+      {"asimd i8mm bf16", "", Isa::neon},
+      // Graviton 3, Grace
+      {"asimd asimdhp asimddp sve bf16 i8mm", "", Isa::neon_bf16_i8mm},
+      {"asimd asimdhp asimddp sve bf16 i8mm", "neon_dot", Isa::neon_dot},
+  };
+  for (const Expected& each : all)
+    if (exists_here(row_of(Isa::avx2))) CHECK(choose_isa(features(each.features), each.cap) == each.isa);
+  for (const Expected& each : arm)
+    if (exists_here(row_of(Isa::neon))) CHECK(choose_isa(features(each.features), each.cap) == each.isa);
+  // A machine that is neither has no row of its own.
+  if (!exists_here(row_of(Isa::avx2))) CHECK(choose_isa(features(avx2 + avx512), "") == Isa::portable);
+  if (!exists_here(row_of(Isa::neon))) CHECK(choose_isa(features("asimd asimddp"), "") == Isa::portable);
   CHECK(choose_isa(features(avx2), "scalar") == Isa::scalar);
   try {
     choose_isa({}, "sse9");
     CHECK(false);
   } catch (const std::invalid_argument& error) {
     const std::string text = error.what();
-    CHECK(text.find("'sse9'") != std::string::npos && text.find(", avx512_bf16 or amx") != std::string::npos);
+    CHECK(text.find("'sse9'") != std::string::npos && text.find(", neon_dot or neon_bf16_i8mm") != std::string::npos);
   }
 }
 
 static_assert(includes(Isa::amx, Isa::scalar) && includes(Isa::amx, Isa::avx512_vnni) &&
-              includes(Isa::avx_vnni, Isa::avx2) && includes(Isa::avx2, Isa::avx2));
+              includes(Isa::avx_vnni, Isa::avx2) && includes(Isa::avx2, Isa::avx2) &&
+              includes(Isa::neon_bf16_i8mm, Isa::neon) && includes(Isa::neon, Isa::portable));
 static_assert(!includes(Isa::avx512, Isa::avx_vnni) && !includes(Isa::amx, Isa::avx_vnni) &&
-              !includes(Isa::avx_vnni, Isa::avx512) && !includes(Isa::avx2, Isa::avx_vnni));
+              !includes(Isa::avx_vnni, Isa::avx512) && !includes(Isa::avx2, Isa::avx_vnni) &&
+              !includes(Isa::neon, Isa::amx) && !includes(Isa::amx, Isa::neon));
 static_assert(highest_of_every_kernel(Isa::avx_vnni) == Isa::avx2 && highest_of_every_kernel(Isa::amx) == Isa::avx512);
 
 // A row comes behind that which it builds on, which includes() counts on.
@@ -82,6 +99,20 @@ constexpr bool in_order() {
   return true;
 }
 static_assert(in_order());
+
+void test_variants_of_arm() {
+  using llm::Format;
+  if (!exists_here(row_of(Isa::neon))) return;
+  const auto gemv = [](Isa isa) { return &pick<llm::GemvKernels>(isa); };
+  CHECK(gemv(Isa::neon) != gemv(Isa::portable) && gemv(Isa::neon_dot) != gemv(Isa::neon));
+  CHECK(gemv(Isa::neon_bf16_i8mm) == gemv(Isa::neon_dot));
+  const auto gemm = [](Isa isa, Format format, int group) { return &llm::gemm_kernels(isa, {format, 16, 32, group}); };
+  const llm::GemmKernels* floats = &pick<llm::GemmKernels>(Isa::neon);
+  const llm::GemmKernels* dot = find_variant<llm::IntegerGemmKernels>(Isa::neon_dot);
+  CHECK(gemm(Isa::neon, Format::i8, 0) == floats && gemm(Isa::neon, Format::i4, 32) != floats);
+  CHECK(gemm(Isa::neon_dot, Format::i8, 0) == dot && gemm(Isa::neon_dot, Format::i4, 32) == dot);
+  CHECK(gemm(Isa::neon_dot, Format::i8, 16) == floats && gemm(Isa::neon_dot, Format::bf16, 0) == floats);
+}
 
 void test_variants() {
   using llm::Format;
@@ -103,5 +134,6 @@ void test_variants() {
 int main() {
   test_chosen();
   test_variants();
+  test_variants_of_arm();
   return 0;
 }

@@ -482,7 +482,7 @@ int run_all() {
 
 int main() {
   // selected_isa() is read once a process.
-  for (const char* name : {"scalar", "portable", "avx2", "avx512"}) {
+  for (const char* name : {"scalar", "portable", "avx2", "avx512", "neon"}) {
     std::fflush(nullptr);
     const pid_t child = fork();
     CHECK(child >= 0);

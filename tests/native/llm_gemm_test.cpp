@@ -25,8 +25,9 @@ using namespace anyaccel;
 using namespace anyaccel::llm;
 using namespace anyaccel::simd;
 
-constexpr Isa kIsas[] = {Isa::scalar, Isa::portable,    Isa::avx2,        Isa::avx_vnni,
-                         Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16, Isa::amx};
+constexpr Isa kIsas[] = {Isa::scalar, Isa::portable,    Isa::avx2,          Isa::avx_vnni,
+                         Isa::avx512, Isa::avx512_vnni, Isa::avx512_bf16,   Isa::amx,
+                         Isa::neon,   Isa::neon_dot,    Isa::neon_bf16_i8mm};
 
 bool runs(Isa isa) {
 #ifdef ANYACCEL_EMULATE
@@ -191,7 +192,7 @@ constexpr Variant kVariants[] = {{false, false, 1.0f, false},
 
 void every_kind_and_size() {
   constexpr int64_t kRows[] = {1, 17, 100}, kCols[] = {1, 33, 576};
-  constexpr int kTokens[] = {17, 63, 200};
+  constexpr int kTokens[] = {17, kEmulated ? 21 : 63, kEmulated ? 35 : 200};
   std::mt19937 random(1);
   int count = 0;
   for (const Kind& kind : kKinds)
@@ -201,7 +202,7 @@ void every_kind_and_size() {
         for (int t = 0; t < 3; ++t)
           for (const Isa isa : kIsas) {
             // A third of the sizes: every pair of rows and columns, rows and tokens, columns and tokens is among them.
-            if (!runs(isa) || (emulated(isa) && (r + k + t) % 3 != 0)) continue;
+            if (!runs(isa) || ((emulated(isa) || kEmulated) && (r + k + t) % 3 != 0)) continue;
             check_product(c, kTokens[t], isa, 1 + count % 5, kVariants[(count / 5) % 5], random);
             ++count;
           }
@@ -212,36 +213,38 @@ void every_kind_and_size() {
 void many_passes() {
   std::mt19937 random(2);
   for (const Kind& kind : kKinds) {
-    const Case c({kind.format, 700, 1700, kind.group, kind.minimum}, random);
+    const Case c({kind.format, kEmulated ? 40 : 700, 1700, kind.group, kind.minimum}, random);
     for (const Isa isa : kIsas)
-      if (runs(isa)) check_product(c, 40, isa, 2, kVariants[2], random);
+      if (runs(isa)) check_product(c, kEmulated ? 17 : 40, isa, 2, kVariants[2], random);
   }
   const Case c({Format::bf16, 40, 100, 0, false}, random);
   for (const Isa isa : kIsas)
-    if (runs(isa)) check_product(c, 2500, isa, 3, kVariants[1], random);
+    if (runs(isa)) check_product(c, kEmulated ? 1100 : 2500, isa, 3, kVariants[1], random);
 }
 
 // A token's result is the same whatever the number of other tokens and of parts.
 void alone_or_together() {
   std::mt19937 random(3);
   std::normal_distribution<float> normal;
+  constexpr int kMost = kEmulated ? 40 : 200;
   for (const Kind& kind : kKinds) {
-    const Case c({kind.format, 100, 1100, kind.group, kind.minimum}, random);
-    std::vector<float> x(200 * 1100);
+    const Case c({kind.format, kEmulated ? 20 : 100, 1100, kind.group, kind.minimum}, random);
+    const auto rows = static_cast<size_t>(c.shape.rows);
+    std::vector<float> x(kMost * 1100);
     for (float& value : x) value = normal(random);
     for (const Isa isa : kIsas) {
       if (!runs(isa)) continue;
       const GemmKernels& kernels = gemm_kernels(isa, c.shape);
       const GemvKernels& gemv = anyaccel::pick<GemvKernels>(std::min(isa, selected_isa()));
-      std::vector<float> first, out(200 * 100);
-      for (const int tokens : {200, 17, 31})
+      std::vector<float> first, out(kMost * rows);
+      for (const int tokens : {kMost, 17, 31})
         for (const int parts : {1, 3}) {
           const Memory input = aligned(gemm_bytes_on(kernels, c.shape, tokens));
           gemm_prepare_on(kernels, c.shape, x.data(), 1100, nullptr, tokens, input.get(), 0, 1);
           for (int part = 0; part < parts; ++part)
-            gemm_multiply_on(kernels, gemv, c.matrix, input.get(), tokens, {out.data(), 100}, part, parts);
+            gemm_multiply_on(kernels, gemv, c.matrix, input.get(), tokens, {out.data(), c.shape.rows}, part, parts);
           if (first.empty()) first = out;
-          CHECK(std::memcmp(first.data(), out.data(), static_cast<size_t>(tokens) * 100 * 4) == 0);
+          CHECK(std::memcmp(first.data(), out.data(), static_cast<size_t>(tokens) * rows * 4) == 0);
         }
     }
   }

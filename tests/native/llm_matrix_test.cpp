@@ -2,6 +2,7 @@
 // Products with few tokens (gemv) of packed weight matrices: every format and instruction set against sums in double.
 // Instruction sets that this machine lacks are tested when the kernels are compiled with -DANYACCEL_EMULATE.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -271,6 +272,15 @@ void test_threads() {
 }  // namespace
 
 int main() {
+  if (std::endian::native != std::endian::little) {
+    try {
+      Matrix{Shape{Format::f32, 16, 16}};
+      CHECK(false);
+    } catch (const std::invalid_argument& error) {
+      CHECK(std::strstr(error.what(), "big-endian") != nullptr);
+    }
+    return 0;
+  }
   test_products();
   test_extremes();
   test_not_finite();

@@ -241,7 +241,7 @@ void test_argmax(const OpKernels& ops) {
 }  // namespace
 
 int main() {
-  for (const Isa isa : {Isa::scalar, Isa::portable, Isa::avx2, Isa::avx512}) {
+  for (const Isa isa : {Isa::scalar, Isa::portable, Isa::avx2, Isa::avx512, Isa::neon}) {
     if (!can_run(isa)) continue;
     const OpKernels& ops = anyaccel::pick<OpKernels>(isa);
     test_norms(ops);

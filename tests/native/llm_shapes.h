@@ -30,7 +30,8 @@ inline bool supported(Isa isa) {
 #endif
   return anyaccel::can_run(isa);
 }
-constexpr Isa kIsas[] = {Isa::scalar, Isa::portable, Isa::avx2, Isa::avx_vnni, Isa::avx512, Isa::avx512_vnni};
+constexpr Isa kIsas[] = {Isa::scalar, Isa::portable,    Isa::avx2, Isa::avx_vnni,
+                         Isa::avx512, Isa::avx512_vnni, Isa::neon, Isa::neon_dot};
 
 // Exactly as much memory as is used, aligned: reads beyond are seen by the sanitizer.
 struct Aligned {

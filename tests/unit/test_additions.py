@@ -308,6 +308,23 @@ def test_cmake_compiles_each_kernel_for_an_instruction_set_that_is_listed(tmp_pa
         assert (ROOT / "csrc" / "simd" / f"{name}.h").exists()
 
 
+def test_the_page_says_what_runs_with_each_instruction_set() -> None:
+    """A column for each but the reference, and in each cell kernels of its own or those of one that it builds on."""
+    page = (ROOT / "docs" / "cpu.md").read_text()
+    table = page[page.index("| kernels |") :].split("\n\n")[0].splitlines()
+    head, _, *rows = [line.strip("| ").split(" | ") for line in table]
+    columns = [name.strip("`") for name in head[1:]]
+    assert tuple(columns) == ISA_NAMES[1:]
+    basis = dict(re.findall(r"^  ROW\((\w+), \w+, \w+, (\w+),", (ROOT / "csrc/simd/isa.h").read_text(), re.MULTILINE))
+    for row in rows:
+        own = {name for name, cell in zip(columns, row[1:], strict=True) if cell == "own"}
+        for name, cell in zip(columns, row[1:], strict=True):
+            nearest = name
+            while nearest not in own:
+                nearest = basis[nearest]
+            assert cell == ("own" if name in own else f"`{nearest}`"), (row[0], name)
+
+
 def test_every_addition_has_a_page_that_the_site_shows() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("add-*.md"):

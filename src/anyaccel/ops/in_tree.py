@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ops whose sources are in csrc/: what each is made of, said once for the JIT loader and for CMake.
 
-Run as a script (by CMakeLists.txt) it prints the same as CMake calls. So this file imports nothing but the standard
-library.
+Run as a script (by CMakeLists.txt, with csrc/ and the machine to compile for) it prints the same as CMake calls. So
+this file imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -61,30 +61,33 @@ def sources(name: str) -> tuple[str, ...]:
     return (*SOURCES[name], *_COMMON)
 
 
-def flags() -> tuple[str, ...]:
-    """Flags to compile with, the same for every file of every op."""
+def flags(machine: str | None = None) -> tuple[str, ...]:
+    """Flags to compile with, the same for every file of every op. `machine`: as platform.machine(), the default."""
     # Baseline x86-64-v2: what every x86-64 machine of the last 15 years has.
-    x86 = platform.machine() in ("x86_64", "AMD64")
+    x86 = (machine or platform.machine()) in ("x86_64", "AMD64")
     return (*_FLAGS, *(("-march=x86-64-v2", "-DANYACCEL_X86") if x86 else ()))
 
 
-def variant(name: str, folder: Path) -> str:
+def variant(name: str, folder: Path, machine: str | None = None) -> str:
     """What a library of this op is built from: machine, flags, and the contents of sources and headers."""
     files = [folder / file for file in sources(name)]
     folders = sorted({*(file.parent for file in files), folder / "simd"})
     headers = [header for part in folders for header in sorted(part.glob("*.h"))]
-    digest = hashlib.sha256(" ".join([*flags(), *LINK_FLAGS]).encode())
+    digest = hashlib.sha256(" ".join([*flags(machine), *LINK_FLAGS]).encode())
     for file in (*files, *headers):
         digest.update(hashlib.sha256(file.read_bytes()).digest())
-    return f"{platform.machine()}-{digest.hexdigest()[:16]}"
+    return f"{machine or platform.machine()}-{digest.hexdigest()[:16]}"
 
 
-def _cmake(folder: Path) -> str:
-    lines = [f"set(ANYACCEL_OP_FLAGS {';'.join(flags())})", f"set(ANYACCEL_OP_LINK_FLAGS {';'.join(LINK_FLAGS)})"]
+def _cmake(folder: Path, machine: str | None = None) -> str:
+    lines = [
+        f"set(ANYACCEL_OP_FLAGS {';'.join(flags(machine))})",
+        f"set(ANYACCEL_OP_LINK_FLAGS {';'.join(LINK_FLAGS)})",
+    ]
     lines.append(f"anyaccel_op_common({' '.join(_COMMON[1:])})")
-    lines += [f'anyaccel_op({name} "{variant(name, folder)}" {" ".join(sources(name))})' for name in SOURCES]
+    lines += [f'anyaccel_op({name} "{variant(name, folder, machine)}" {" ".join(sources(name))})' for name in SOURCES]
     return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":
-    sys.stdout.write(_cmake(Path(sys.argv[1])))
+    sys.stdout.write(_cmake(Path(sys.argv[1]), *sys.argv[2:]))

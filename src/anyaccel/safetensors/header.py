@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +48,19 @@ class Header(NamedTuple):
     end: int
 
 
+def require_little_endian(path: object) -> None:
+    """Raise where the values of a file are not those of this machine.
+
+    Raises:
+        ModelError: the machine is big-endian; safetensors and GGUF files are little-endian, and read where they are.
+    """
+    if sys.byteorder != "little":
+        raise ModelError(
+            f"{path}: its values are little-endian, and this machine ({sys.byteorder}-endian) does not turn them "
+            "round; use a little-endian one, as x86-64, arm64, riscv64 and ppc64le are"
+        )
+
+
 def read_header(read: Callable[[int, int], Any], path: object, size: int) -> Header:
     """The header of a file of `size` bytes, all of it checked against the file.
 
@@ -57,6 +71,7 @@ def read_header(read: Callable[[int, int], Any], path: object, size: int) -> Hea
     Raises:
         ModelError: it is not a safetensors file, is damaged or cut off, or has a dtype that the format has not.
     """
+    require_little_endian(path)
     if size < _LENGTH_BYTES:
         raise ModelError(f"{path}: {size} bytes are too few for a safetensors file; is the download complete?")
     length = int.from_bytes(read(0, _LENGTH_BYTES), "little")

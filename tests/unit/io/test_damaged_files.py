@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from anyaccel.errors import AioError, ModelError, UsageError
+from anyaccel.inference.checkpoints.gguf_file import GgufFile
 from anyaccel.io import load, save
 from anyaccel.ops.aio import aio_handle
 
@@ -223,6 +224,19 @@ def test_damaged_headers_are_refused(text: str, message: str, tmp_path: Path) ->
     (tmp_path / "m").write_bytes(raw(text, 4))
     with pytest.raises(ModelError, match=message):
         load(tmp_path / "m")
+
+
+def test_files_on_a_big_endian_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their values would come out wrong: an error instead, also for GGUF."""
+    path = tmp_path / "one.safetensors"
+    path.write_bytes(raw(WHOLE))
+    (tmp_path / "one.gguf").write_bytes(b"GGUF" + bytes(20))
+    load(path)
+    monkeypatch.setattr("sys.byteorder", "big")
+    with pytest.raises(ModelError, match=r"safetensors: its values are little-endian, and this machine \(big-endian\)"):
+        load(path)
+    with pytest.raises(ModelError, match=r"one\.gguf: its values are little-endian"):
+        GgufFile(tmp_path / "one.gguf")
 
 
 def test_a_header_length_that_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -291,12 +292,48 @@ def test_memory_of_a_xeon_max_that_is_no_hbm(tmp_path: Path) -> None:
 # kinds of cores
 
 
-@pytest.mark.parametrize("name", ["hybrid", "arm64, hybrid"])
+@pytest.mark.parametrize("name", ["hybrid", "arm64, hybrid", "big.LITTLE"])
 def test_hybrid_cores(name: str, tmp_path: Path) -> None:
     machine, expected = read(MACHINES[name], tmp_path)
     kinds = {cpu.id: cpu.kind for cpu in machine.cpus}
     assert kinds == {cpu: "efficiency" if cpu in expected.efficient else "performance" for cpu in expected.online}
     assert {len(cpu.siblings) for cpu in machine.cpus if cpu.kind == "efficiency"} == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "shares", "memory"),
+    [
+        ("grace", 2, [range(72), range(72, 144)], [("bind", (0,)), ("bind", (1,))]),
+        ("grace hopper", 1, [range(72)], [("bind", (0,))]),  # and not to the memory of the GPU
+        ("graviton", 2, [range(32), range(32, 64)], [("bind", (0,))] * 2),
+        ("altra", 8, [range(20 * n, 20 * n + 20) for n in range(8)], [("bind", (n,)) for n in range(8)]),
+        ("altra", 2, [range(80), range(80, 160)], None),
+        ("big.LITTLE", 2, [(0, 1, 4, 5), (2, 3, 6, 7)], None),  # each has as many of either kind
+    ],
+)
+def test_plans_of_arm64_machines(
+    name: str,
+    ranks: int,
+    shares: list[Sequence[int]],
+    memory: list[tuple[str, tuple[int, ...]]] | None,
+    tmp_path: Path,
+) -> None:
+    machine, _ = read(MACHINES[name], tmp_path)
+    cores = [share.cores for share in bind_ranks(BindingOptions(bind_cores=True), machine, ranks).ranks]
+    assert cores == list(map(tuple, shares))
+    assert memory is None or [memory_policy(machine, each) for each in cores] == memory
+
+
+def test_packages_by_the_numbers_of_an_arm64_firmware(tmp_path: Path) -> None:
+    """ACPI's table has places in itself for them: 36 and 3180 are two sockets of an Altra."""
+    build(MACHINES["two sockets"], tmp_path)
+    for cpu in range(32):
+        package = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/physical_package_id"
+        package.write_text("36\n" if package.read_text() == "0\n" else "3180\n")
+    machine = read_machine(tmp_path)
+    assert {cpu.package for cpu in machine.cpus} == {36, 3180}
+    shares = [share.cores for share in bind_ranks(BindingOptions(bind_cores=True), machine, 2).ranks]
+    assert shares == [tuple(range(8)), tuple(range(8, 16))]
 
 
 def test_cores_that_only_clock_differently_are_of_one_kind(tmp_path: Path) -> None:

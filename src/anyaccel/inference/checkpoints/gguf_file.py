@@ -20,6 +20,7 @@ from anyaccel.inference.checkpoints.mapped_file import MappedFile
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorView
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import Values, shown, told
+from anyaccel.safetensors.header import require_little_endian
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -140,6 +141,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
+        require_little_endian(path)
         self.path = path
         self.file = MappedFile(path)
         reader = _Reader(self.file.bytes(0, self.file.size), path)

