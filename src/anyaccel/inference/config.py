@@ -26,7 +26,7 @@ DTYPE_NAMES = ("bf16", "fp16", "fp32")
 QUANTISED = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 CACHE_DTYPES = ("bf16", "int8", "fp32")
-RUNTIMES = ("auto", "native", "torch", "plain")
+RUNTIMES = ("auto", "native", "device", "torch", "plain")
 # What native code can hold; a sensible value is far below.
 _MOST = {"cache_bytes": 2**63 - 1, "threads": 2**31 - 1}
 
@@ -80,8 +80,10 @@ class InferenceConfig:
             else bf16.
         cache_bytes: most memory that the native key/value cache may take; 0: what the model and the machine allow.
         threads: of the native runtime; 0: the CPUs of this process.
-        runtime: "native" (the decoder in csrc/llm), "torch" (the Hugging Face module with packed native linears and
-            norms), "plain" (the Hugging Face module as it is), or "auto": the first of these that has the model.
+        runtime: "native" (the decoder in csrc/llm, on the CPU), "device" (the same decoder in torch's operators, on any
+            device), "torch" (the Hugging Face module with packed native linears and norms, on the CPU), "plain" (the
+            Hugging Face module as it is), or "auto": on the CPU native, torch or plain, elsewhere device or plain, the
+            first of these that has the model.
     """
 
     dtype: str = "bf16"
@@ -104,8 +106,8 @@ class InferenceConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise UsageError(f"{name}={value!r}: must be a whole number from 0 to {most}")
-        if self.runtime == "plain" and self.dtype in QUANTISED:
-            raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime='plain' does not have")
+        if self.runtime in ("plain", "device") and self.dtype in QUANTISED:
+            raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime={self.runtime!r} does not have")
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -40,13 +40,13 @@ def _attend(
         # Behind the pages of the longest comes page 0, whose first row is the key of the sink.
         keys = kv.shape[1] - PAGE if sinks is not None or count > 1 else keys
         kv = kv[:, : keys + (sinks is not None)]
-    k_BKSD = kv[..., : a.kv_heads * a.head_dim].unflatten(-1, (a.kv_heads, a.head_dim)).transpose(1, 2)
-    v_BKSV = kv[..., a.kv_heads * a.head_dim :].unflatten(-1, (a.kv_heads, a.value_dim)).transpose(1, 2)
+    k_BKSD = kv[..., : a.kv_heads * a.head_dim].view(count, -1, a.kv_heads, a.head_dim).transpose(1, 2)
+    v_BKSV = kv[..., a.kv_heads * a.head_dim :].view(count, -1, a.kv_heads, a.value_dim).transpose(1, 2)
     q = q_NHD[group.first : group.first + count * queries]
     if queries == 1:  # the heads of a group as queries of one key/value head: no kernel has to know of groups
         q_BKTD = q.view(count, a.kv_heads, per_head, a.head_dim)
     else:
-        q_BKTD = q.unflatten(0, (count, queries)).transpose(1, 2)
+        q_BKTD = q.view(count, queries, a.heads, a.head_dim).transpose(1, 2)
     mask = _mask(a, group, keys, q.dtype, sinks)
     grouped = queries > 1 and per_head > 1
     if a.softcap:

@@ -103,8 +103,8 @@ def make_batch(
         together = len(group) == 1 and not sinks and held[0] == list(range(held[0][0], held[0][0] + count))
         plans.append((group, ends, count, held[0][0] * PAGE if together else -1))
         if not together:
-            for pages in held:
-                numbers += pages + [0] * (count + 1 - len(pages))
+            for each in held:
+                numbers += each + [0] * (count + 1 - len(each))
     whole = to_device(torch.tensor(tokens + positions + rows + numbers, dtype=torch.int64), device)
     size = len(tokens)
     position_N = whole[size : 2 * size]
@@ -124,13 +124,14 @@ def make_batch(
         of_group = position_N[first : first + len(members) * queries].view(len(members), queries)
         groups.append(Group(first, len(members), queries, max(ends), of_group, pages, max(begin, 0), plain))
         first += len(members) * queries
-    angles = [_angles(rope, segments, position_N, max(positions) + 1, device) for rope in ropes]
+    angles = [angles_of(rope, segments, position_N, max(positions) + 1, device) for rope in ropes]
     return Batch(whole[:size], position_N, whole[2 * size : 3 * size], angles, groups)
 
 
-def _angles(
+def angles_of(
     rope: Angles, segments: Sequence[Segment], positions: torch.Tensor, most: int, device: torch.device
 ) -> torch.Tensor:
+    """[tokens, 2, values] of the segments' tokens, whose `positions` on the device are below `most`."""
     found = rope.at(positions, most)
     first = 0
     for segment in segments:

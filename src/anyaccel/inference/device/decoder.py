@@ -37,7 +37,7 @@ class Heads:
     def norm_(self, qk_NHD: torch.Tensor) -> None:
         """In place."""
         if self.qk.across:
-            q_NHD, k_NHD = qk_NHD.split([self.a.heads, self.a.kv_heads], 1)
+            q_NHD, k_NHD = torch.split(qk_NHD, [self.a.heads, self.a.kv_heads], 1)
             q_NHD.copy_(self._across(self.q, q_NHD.flatten(1), 1).view_as(q_NHD))
             k_NHD.copy_(self._across(self.k, k_NHD.flatten(1), self.a.kv_copies).view_as(k_NHD))
             return
@@ -117,7 +117,7 @@ class LayerRun:
         if a.clip:
             qkv.clamp_(-a.clip, a.clip)
         q_count = a.heads * a.head_dim
-        qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].unflatten(-1, (-1, a.head_dim))
+        qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(x), -1, a.head_dim)
         norm = self.heads
         if norm is not None and not norm.qk.after_rope:
             norm.norm_(qk_NHD)
@@ -134,13 +134,13 @@ class LayerRun:
         if self.q_a is not None:
             x_q = self.q_a(x)
             x_q = x_q if self.q_a_norm is None else self.q_a_norm(x_q)
-        q_NHD = self.q_b(x_q).unflatten(-1, (a.heads, a.head_dim))
-        latent, turned = self.kv_a(x).split([mla.kv_rank, mla.rope_dim], -1)
+        q_NHD = self.q_b(x_q).view(len(x), a.heads, a.head_dim)
+        latent, turned = torch.split(self.kv_a(x), [mla.kv_rank, mla.rope_dim], -1)
         k_N1D = turned[:, None]
         if self.rope is not None:
             turn(self.rope, q_NHD, self.rope.first, batch.angles[a.rope])
             turn(self.rope, k_N1D, max(self.rope.first - mla.nope_dim, 0), batch.angles[a.rope])
-        kv_NHD = self.kv_b(self.kv_a_norm(latent)).unflatten(-1, (a.heads, -1))
+        kv_NHD = self.kv_b(self.kv_a_norm(latent)).view(len(x), a.heads, -1)
         k_NHD = torch.cat([kv_NHD[..., : mla.nope_dim], k_N1D.expand(-1, a.heads, -1)], -1)
         return q_NHD, torch.cat([k_NHD.flatten(1), kv_NHD[..., mla.nope_dim :].flatten(1)], -1)
 

@@ -16,7 +16,7 @@ from anyaccel.inference.spec.decoder import Mlp, Moe, Norm
 
 # Rows of experts' features that may be gathered at once: of as many tokens, each with its experts, a copy of these
 # experts' weights costs no more than reading all.
-_GATHERED = 8
+GATHERED = 8
 
 
 class Ranks(Protocol):
@@ -136,7 +136,7 @@ class Experts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         chosen_NE, factors_NE = self.route(x)
-        y = self._few(x, chosen_NE, factors_NE) if len(x) <= _GATHERED else self._many(x, chosen_NE, factors_NE)
+        y = self._few(x, chosen_NE, factors_NE) if len(x) <= GATHERED else self._many(x, chosen_NE, factors_NE)
         if self.shared is None:
             return y
         shared = self.shared(x)
@@ -154,7 +154,7 @@ class Experts:
             scores = scores.sigmoid()
         choice = scores if self.choice_bias is None else scores + self.choice_bias
         if moe.top_groups < moe.groups:
-            grouped = choice.unflatten(-1, (moe.groups, -1))
+            grouped = choice.view(len(x), moe.groups, -1)
             pair = moe.group_score == "top2" and grouped.shape[-1] > 1
             best = grouped.topk(2, -1).values.sum(-1) if pair else grouped.amax(-1)
             kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(moe.top_groups, -1).indices, True)

@@ -10,6 +10,7 @@ import torch
 
 from anyaccel.inference.device.batch import Segment, make_batch, to_device
 from anyaccel.inference.device.decoder import Decoder
+from anyaccel.inference.device.graphs import Graphs
 from anyaccel.inference.device.pages import KvPages
 
 # Tokens of prompts that pass at once: their activations should stay small beside the weights.
@@ -30,6 +31,7 @@ class Passes:
 
     def __init__(self, decoder: Decoder, cache: KvPages, device: torch.device) -> None:
         self.decoder, self.cache, self.device = decoder, cache, device
+        self.graphs = Graphs(decoder, cache, device)
 
     def residuals(self, work: Sequence[Work], wanted: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Compute all tokens; how many of the wanted ones each run has, and their residuals.
@@ -44,8 +46,12 @@ class Passes:
             for segments in self._runs(work):
                 count = sum(len(each.tokens) for each in segments)
                 rows = [index - first for index in wanted[taken:] if index < first + count]
-                batch = make_batch(segments, self.cache, self.decoder.ropes, self.device, self.decoder.sinks)
-                h = self.decoder.run(batch)
+                captured = self.graphs.run(segments)
+                if captured is None:
+                    batch = make_batch(segments, self.cache, self.decoder.ropes, self.device, self.decoder.sinks)
+                    h = self.decoder.run(batch)
+                else:
+                    h = captured
                 first += count
                 taken += len(rows)
                 if rows:

@@ -5,19 +5,30 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.device.options import read_options
+from anyaccel.inference.device.pages import KvPages
 from anyaccel.inference.device.random import Random
 from anyaccel.inference.device.rotary import changes_between
 from anyaccel.inference.device.sampling import History, TokenScore
+from anyaccel.inference.spec.decoder import DecoderSpec
 
-if TYPE_CHECKING:
-    from anyaccel.inference.device.model import DeviceModel
+
+class Owner(Protocol):
+    """What a request needs of its model."""
+
+    spec: DecoderSpec
+    cache: KvPages
+    lock: threading.RLock
+
+    def check_tokens(self, tokens: Sequence[int]) -> None: ...
+    def leave(self, sequence: int) -> None: ...
 
 
 class Request:
@@ -25,7 +36,7 @@ class Request:
 
     def __init__(
         self,
-        model: DeviceModel,
+        model: Owner,
         prompt: Sequence[int],
         options: Mapping[str, Any],
         prefix: Request | None = None,

@@ -71,7 +71,7 @@ def turn(rope: Rope, heads: torch.Tensor, first: int, angles: torch.Tensor) -> N
     count = angles.shape[-1]
     part = heads if count == heads.shape[-1] else heads[..., first : first + count]
     if rope.interleaved:
-        swapped = part.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        swapped = part.reshape(*part.shape[:-1], -1, 2).flip(-1).view(part.shape)
     else:
         swapped = part.roll(count // 2, -1)
     part.mul_(angles[:, :1]).addcmul_(swapped, angles[:, 1:])

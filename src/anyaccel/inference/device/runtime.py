@@ -14,6 +14,7 @@ from anyaccel.inference.device.model import DeviceModel
 from anyaccel.inference.device.weights import DTYPES, DeviceWeights
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.runtime import NativeModel, open_checkpoint, plan_of
+from anyaccel.inference.spec.mapping import Unsupported
 
 if TYPE_CHECKING:
     from anyaccel import _llm
@@ -49,6 +50,8 @@ def load_device(
     Raises:
         Unsupported, ModelError, UsageError: see `load_native`.
     """
+    if size > 1:
+        raise Unsupported("tensor parallelism on devices other than the CPU")
     accelerator = get_accelerator()
     checkpoint = open_checkpoint(model, config, release)
     if check is not None:

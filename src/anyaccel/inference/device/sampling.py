@@ -7,15 +7,12 @@ Letters: R rows of logits, V the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from anyaccel.inference.device.batch import to_device
 from anyaccel.inference.device.options import Options
-
-if TYPE_CHECKING:
-    from anyaccel.inference.device.request import Request
 
 TokenScore = tuple[int, float, list[tuple[int, float]]]
 
@@ -43,7 +40,20 @@ class History:
         self._counted = len(tokens)
 
 
-def choose(logits_RV: torch.Tensor, requests: Sequence[Request], precise: torch.dtype) -> torch.Tensor:
+class Asking(Protocol):
+    """What is known of a request when its next token is chosen."""
+
+    options: Options
+    mask: torch.Tensor | None
+    all_tokens: list[int]
+
+    @property
+    def answered(self) -> int: ...
+    def history(self, vocabulary: int, device: torch.device) -> History: ...
+    def draw(self) -> float: ...
+
+
+def choose(logits_RV: torch.Tensor, requests: Sequence[Asking], precise: torch.dtype) -> torch.Tensor:
     """The next token of each request, [R] on the device; -1 where the logits are not numbers. Logits are changed.
 
     Args:
@@ -82,7 +92,7 @@ def _numbers(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return to_device(torch.tensor(values, dtype=torch.int64), device)
 
 
-def _process(logits_V: torch.Tensor, request: Request) -> None:
+def _process(logits_V: torch.Tensor, request: Asking) -> None:
     """What changes the logits before anything is chosen."""
     o = request.options
     device = logits_V.device
@@ -121,7 +131,7 @@ def _draw(
     logits_RV: torch.Tensor,
     highest_R: torch.Tensor,
     rows: Sequence[int],
-    requests: Sequence[Request],
+    requests: Sequence[Asking],
     filters: bool,
     precise: torch.dtype,
 ) -> torch.Tensor:
@@ -141,7 +151,7 @@ def _draw(
     uniform, temperature, top_p, min_p, typical = to_device(torch.tensor(given, dtype=precise), device)[..., None]
     order_RV = None
     if filters:
-        logits_RV, order_RV = logits_RV.sort(-1, descending=True, stable=True)
+        logits_RV, order_RV = logits_RV.sort(dim=-1, descending=True, stable=True)
     # Subtracting the largest first keeps tiny temperatures finite.
     weights_RV = ((logits_RV - highest_R[:, None]).to(precise) / temperature).exp()
     if filters:
@@ -182,7 +192,7 @@ def _typical(weights_RV: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     information_RV = -p_RV.log()
     entropy_R1 = torch.where(p_RV > 0, p_RV * information_RV, 0).sum(-1, keepdim=True)
     distance_RV = torch.where(p_RV > 0, (information_RV - entropy_R1).abs(), torch.inf)
-    sorted_RV, order_RV = distance_RV.sort(-1, stable=True)
+    sorted_RV, order_RV = distance_RV.sort(dim=-1, stable=True)
     sums_RV = p_RV.gather(1, order_RV).cumsum(-1)
     last_R1 = (sums_RV < mass).sum(-1, keepdim=True)
     # Rounding may leave the sum of all below the mass: then all of them stay.
