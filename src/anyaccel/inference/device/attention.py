@@ -49,10 +49,11 @@ def _attend(
         q_BKTD = q.view(count, queries, a.heads, a.head_dim).transpose(1, 2)
     mask = _mask(a, group, keys, q.dtype, sinks)
     grouped = queries > 1 and per_head > 1
+    causal = isinstance(mask, str)
     if a.softcap:
+        assert not isinstance(mask, str)
         out = _explicit(a, q_BKTD, k_BKSD, v_BKSV, mask, per_head if grouped else 1)
     else:
-        causal = isinstance(mask, str)
         out = F.scaled_dot_product_attention(
             q_BKTD,
             k_BKSD,
@@ -72,24 +73,21 @@ def _explicit(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: torch.Tensor | str | None,
+    mask: torch.Tensor | None,
     repeats: int,
 ) -> torch.Tensor:
     """Attention with a soft cap on its scores, which torch's own operator has not."""
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = (q @ k.transpose(-1, -2)) * (a.scale / a.softcap)
-    scores = scores.tanh_().mul_(a.softcap)
-    assert not isinstance(mask, str)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    scores = ((q * (a.scale / a.softcap)) @ k.transpose(-1, -2)).tanh_()
+    scores = scores.mul_(a.softcap) if mask is None else torch.add(mask, scores, alpha=a.softcap)
     return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def _mask(
     a: Attention, group: Group, keys: int, dtype: torch.dtype, sinks: torch.Tensor | None
 ) -> torch.Tensor | str | None:
-    """What hides keys: a tensor, "causal", or None for nothing."""
+    """What hides keys: a tensor (one that is added to the scores where these are capped), "causal", or None."""
     window = a.window if 0 < a.window < group.keys else 0
     chunk = a.chunk if 0 < a.chunk < group.keys else 0
     exact = keys == group.keys
@@ -99,14 +97,16 @@ def _mask(
         if not a.softcap:
             return "causal"
     seen_B1TS = _seen(group, keys, window, chunk)
-    if not a.alibi and sinks is None:
+    if not a.alibi and sinks is None and not a.softcap:
         return seen_B1TS
     # Added to the scores: [B, K, G, S] for single queries, else [B, H, T, S].
     bias = _bias(a, group, seen_B1TS, keys, dtype)
     if sinks is not None:
         own = sinks.to(dtype).view(1, -1, 1, 1).expand(group.sequences, -1, group.queries, 1)
         bias = torch.cat([bias.expand(-1, a.heads, -1, -1), own], -1)
-    return bias.view(group.sequences, a.kv_heads, -1, bias.shape[-1]) if group.queries == 1 else bias
+    if group.queries > 1 or bias.shape[1] == 1:
+        return bias
+    return bias.view(group.sequences, a.kv_heads, -1, bias.shape[-1])
 
 
 def _seen(group: Group, keys: int, window: int, chunk: int) -> torch.Tensor:

@@ -227,7 +227,8 @@ class NativeCausalLM(PrecisionMethods):
 
     def _device_with_index(self) -> torch.device:
         """Where the weights are: `device` has no number where there are several."""
-        return getattr(self._native.model, "device", self.device)  # type: ignore[no-any-return]
+        found: torch.device = getattr(self._native.model, "device", self.device)
+        return found
 
     @property
     def dtype(self) -> torch.dtype:
