@@ -81,10 +81,12 @@ def kernels_of(kind: str, layers: int) -> dict[str, int]:
     chosen = model.config._attn_implementation
     ids = torch.randint(3, 1000, (1, CONTEXT), device=device)
     found = {}
-    for name, kept in (
-        ("eager", None),
-        ("static cache", transformers.StaticCache(config=model.config, max_cache_len=64)),
+    for name, kept, attention in (
+        ("eager", None, chosen),
+        ("eager attention", None, "eager"),
+        ("static cache", transformers.StaticCache(config=model.config, max_cache_len=64), chosen),
     ):
+        model.set_attn_implementation(attention)
         with torch.inference_mode():
             past = model(ids, past_key_values=kept, use_cache=True).past_key_values
 
