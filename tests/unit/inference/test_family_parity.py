@@ -33,6 +33,8 @@ pytest.importorskip("transformers")
 _TOLERANCE = 1e-4  # relative to the largest logit
 _PROMPTS = (1, 7, 14)  # shortest first: transformers' dynamic rotary positions remember the longest
 _STEPS = 2
+# A case of each family; its variants take longer.
+_FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] if "-" in name else []) for name in family_cases.CASES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +123,6 @@ def _run(model: Any, vocab: int, tokens: Sequence[Sequence[int]]) -> list[torch.
     return [torch.cat(rows) for rows in logits]
 
 
-def _families() -> Iterator[Any]:
-    """A case of each family; its variants take longer."""
-    for name in family_cases.CASES:
-        yield pytest.param(name, marks=[pytest.mark.slow] if "-" in name else [])
-
-
 @pytest.mark.parametrize("name", family_cases.CASES)
 def test_the_native_runtime_computes_what_transformers_computes(name: str) -> None:
     case = _case(name)
@@ -135,7 +131,7 @@ def test_the_native_runtime_computes_what_transformers_computes(name: str) -> No
         _assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", list(_families()))
+@pytest.mark.parametrize("name", _FAMILIES)
 def test_the_device_runtime_computes_what_transformers_computes(name: str) -> None:
     """The other executor of the same spec and weights: eight sequences at once, and one alone."""
     case = _case(name)
@@ -145,7 +141,7 @@ def test_the_device_runtime_computes_what_transformers_computes(name: str) -> No
             _assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", list(_families()))
+@pytest.mark.parametrize("name", _FAMILIES)
 def test_both_executors_give_the_same_tokens(name: str) -> None:
     case = _case(name)
     answers = []
@@ -216,7 +212,7 @@ def test_ranks_compute_what_transformers_computes(name: str, size: int) -> None:
             _assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", list(_families()))
+@pytest.mark.parametrize("name", _FAMILIES)
 def test_a_saved_model_maps(name: str, tmp_path: Path) -> None:
     """config.json and the names of a checkpoint differ from those of the model in memory."""
     load_file = pytest.importorskip("safetensors.torch").load_file
