@@ -102,6 +102,19 @@ def small_model(folder):
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
+@pytest.mark.slow
+def test_generation_is_the_same_natively_and_in_torchs_operators(tmp_path):
+    pytest.importorskip("transformers")
+    small_model(tmp_path)
+    script = [sys.executable, str(EXAMPLES / "generate_anywhere.py"), str(tmp_path), "--tokens", "8", "--dtype", "fp32"]
+    outputs = []
+    for more in ([], ["--runtime", "device"]):
+        done = subprocess.run([*script, *more], capture_output=True, text=True, timeout=120, check=True)
+        outputs.append(done.stdout.splitlines())
+    assert [lines[0] for lines in outputs] == ["runtime: native on cpu", "runtime: device on cpu"]
+    assert outputs[0][1:] == outputs[1][1:]
+
+
 @two_cores
 @pytest.mark.slow
 def test_tensor_parallel_generation_gives_what_one_process_gives(tmp_path):

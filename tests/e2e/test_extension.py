@@ -381,6 +381,49 @@ def test_it_conforms(run: Run) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@installed
+def test_the_decoder_runs_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> None:
+    """A case of each family, unchanged: `runtime="auto"` is its torch operators, with the CPU's logits."""
+    pytest.importorskip("transformers")
+    tests = [str(REPOSITORY / "tests")]
+    code = f"""
+    import sys
+    sys.path[:0] = {tests!r}
+    import logging, torch, anyaccel, family_cases
+    logging.disable(logging.ERROR)
+    worst = 0.0
+    for name in [name for name in family_cases.CASES if "-" not in name]:
+        plain, model = family_cases.build(name), family_cases.build(name)
+        ids = torch.tensor([[5, 17, 99, 3, 64]])
+        with torch.inference_mode():
+            expected = plain(ids).logits
+        engine = anyaccel.init_inference(model, dtype="fp32")
+        assert (engine.runtime, engine.device.type) == ("device", "simd"), (name, engine.runtime, engine.why)
+        logits = engine(ids.to(engine.device)).logits
+        assert logits.device.type == "simd"
+        worst = max(worst, float((logits.cpu() - expected).abs().max() / expected.abs().max()))
+        if name in ("llama", "gpt_oss"):
+            tokens = engine.generate(ids.to(engine.device), max_new_tokens=8, do_sample=False, eos_token_id=None)
+            more = dict(max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+            assert tokens.cpu().tolist() == plain.generate(ids, **more).tolist(), name
+    print(worst <= 1e-4, worst)
+    """
+    assert _python(run, code, DS_ACCELERATOR="simd0", TRANSFORMERS_VERBOSITY="error").startswith("True")
+
+
+@installed
+def test_the_example_of_generation_runs_unchanged(run: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    script = [str(REPOSITORY / "examples" / "generate_anywhere.py"), str(tmp_path), "--tokens", "6", "--dtype", "fp32"]
+    said = [checked(run(*script, DS_ACCELERATOR=name)).splitlines() for name in ("simd0", "cpu")]
+    assert [lines[0] for lines in said] == ["runtime: device on simd", "runtime: native on cpu"]
+    assert said[0][1:] == said[1][1:]
+
+
 # The guide ------------------------------------------------------------------------------------------------------
 
 

@@ -46,8 +46,8 @@ EVERYBODYS = {"errors", "numerals", "outside", "vendors", "_lazy", "_version", "
 
 # The rooms of inference/ and what stands beside them; each imports only those before it, for types too.
 ROOMS = (
-    "config", "spec", "checkpoints", "text", "families", "modules", "native", "generic", "hf", "engine", "generate",
-    "quantize", "ranks",
+    "config", "spec", "checkpoints", "text", "families", "modules", "native", "device", "generic", "hf", "engine",
+    "generate", "quantize", "ranks",
 )  # fmt: skip
 
 MODULES = {

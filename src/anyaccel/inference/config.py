@@ -27,7 +27,7 @@ DTYPE_NAMES = ("bf16", "fp16", "fp32")
 QUANTISED = ("int8", "int4")
 GROUP_SIZES = (32, 64, 128)
 CACHE_DTYPES = ("bf16", "int8", "int4", "fp32")
-RUNTIMES = ("auto", "native", "torch", "plain")
+RUNTIMES = ("auto", "native", "device", "torch", "plain")
 # What native code can hold; a sensible value is far below.
 _MOST = {"cache_bytes": 2**63 - 1, "threads": 2**31 - 1}
 
@@ -96,8 +96,10 @@ class InferenceConfig:
             fp32, else bf16.
         cache_bytes: most memory that the native key/value cache may take; 0: what the model and the machine allow.
         threads: of the native runtime; 0: the CPUs of this process.
-        runtime: "native" (the decoder in csrc/llm), "torch" (the Hugging Face module with packed native linears and
-            norms), "plain" (the Hugging Face module as it is), or "auto": the first of these that has the model.
+        runtime: "native" (the decoder in csrc/llm, on the CPU), "device" (the same decoder in torch's operators, on any
+            device), "torch" (the Hugging Face module with packed native linears and norms, on the CPU), "plain" (the
+            Hugging Face module as it is), or "auto": on the CPU native, torch or plain, elsewhere device or plain, the
+            first of these that has the model.
     """
 
     dtype: str = "bf16"
@@ -121,13 +123,13 @@ class InferenceConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
                 raise UsageError(f"{name}={value!r}: must be a whole number from 0 to {most}")
-        if self.pipeline_parallel.size > 1 and self.runtime in ("torch", "plain"):
+        if self.pipeline_parallel.size > 1 and self.runtime not in ("auto", "native"):
             raise UsageError(
                 f"pipeline_parallel size={self.pipeline_parallel.size} is of the native runtime, not of "
                 f"runtime={self.runtime!r}"
             )
-        if self.runtime == "plain" and self.dtype in QUANTISED:
-            raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime='plain' does not have")
+        if self.runtime in ("plain", "device") and self.dtype in QUANTISED:
+            raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime={self.runtime!r} does not have")
 
     @property
     def torch_dtype(self) -> torch.dtype:

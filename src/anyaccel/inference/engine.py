@@ -47,9 +47,10 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         plan: which parts of its own weights those are; nothing is planned where the native runtime divides them.
         dtype: of the logits, and of the weights unless those are quantised.
         settings: what was asked for.
-        runtime: what runs the model: "native", "torch" or "plain", see InferenceConfig.
-        why: what the native runtime lacks for this model; empty when it runs it or was not asked to.
-        native: the native model; None when another runtime runs it.
+        runtime: what runs the model: "native", "device", "torch" or "plain", see InferenceConfig.
+        why: what the native runtime, or on a device the device's, lacks for this model; empty when it runs it or was
+            not asked to.
+        native: the model of "native" or "device"; None when another runtime runs it.
     """
 
     def __init__(
@@ -235,16 +236,18 @@ def init_inference(
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
     why = ""
-    if on_host and settings.runtime in ("auto", "native"):
+    executor = ("native" if on_host else "device") if settings.runtime == "auto" else settings.runtime
+    if executor in ("native", "device"):
         from anyaccel.inference.spec.mapping import Unsupported
 
         try:
-            return _native_engine(model, settings, group, rank, progress)
+            return _decoder_engine(model, settings, group, rank, progress, executor)
         except Unsupported as lack:
-            if settings.runtime == "native" or stages > 1:
+            if settings.runtime == executor or stages > 1:
                 raise
             why = lack.feature
-            logger.warning("the native runtime has no %s: using the model's own code with packed linears", why)
+            packed = " with packed linears" if on_host else ""
+            logger.warning("the %s runtime has no %s: using the model's own code%s", executor, why, packed)
     return _torch_engine(model, settings, group, rank, progress, on_host and settings.runtime != "plain", why)
 
 
@@ -266,22 +269,23 @@ def optimize(
     return init_inference(model, dtype=dtype, progress=progress, **options).module
 
 
-def _native_engine(
+def _decoder_engine(
     model: nn.Module | str | Path,
     settings: InferenceConfig,
     group: dist.ProcessGroup | None,
     rank: int,
     progress: Progress | None,
+    executor: str,
 ) -> InferenceEngine:
-    """The engine on the native decoder of csrc/llm.
+    """The engine on one of the two executors of DecoderSpec.
 
     Raises:
-        Unsupported: the native runtime lacks something that the model needs.
+        Unsupported: it lacks something that the model needs.
     """
-    from anyaccel.inference.native.runtime import load_native
+    from anyaccel.inference.device.loading import load_decoder
 
-    tp_size, stages = settings.tensor_parallel.tp_size, settings.pipeline_parallel.size
-    stage, tp_rank = divmod(rank, tp_size)
+    tp_size = settings.tensor_parallel.tp_size
+    tp_rank = rank % tp_size
     hosts = hosts_of(group)
     shapes: dict[int, torch.Size] = {}
     if isinstance(model, nn.Module):
@@ -291,22 +295,7 @@ def _native_engine(
     try:
         native = together(
             group,
-            lambda: load_native(
-                model,
-                dtype=None if settings.dtype == "auto" else settings.dtype,
-                group=settings.group_size,
-                rank=tp_rank,
-                size=tp_size,
-                stage=stage,
-                stages=stages,
-                on_host=hosts.count(hosts[rank]) if hosts else 1,
-                threads=settings.threads,
-                cache_dtype=settings.cache_dtype,
-                cache_limit=settings.cache_bytes,
-                progress=progress,
-                beside=group is None,
-                release=True,
-            ),
+            lambda: load_decoder(model, settings, rank, hosts.count(hosts[rank]) if hosts else 1, progress, executor),
             hosts,
         )
     except BaseException:
@@ -324,7 +313,7 @@ def _native_engine(
         module = Later(lambda: _native_module(model, native, settings, group, shapes, later), str(kinds[0]))
     else:
         module = _native_module(model, native, settings, group, shapes, later)
-    return InferenceEngine(module, TensorParallelPlan(tp_rank, tp_size), settings, group, "native", "", native)
+    return InferenceEngine(module, TensorParallelPlan(tp_rank, tp_size), settings, group, executor, "", native)
 
 
 def _native_module(

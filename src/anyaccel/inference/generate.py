@@ -248,9 +248,9 @@ def generate_tokens(
 
 def native_steps(native: NativeModel, ids: list[int], options: dict[str, Any], result: Generation) -> Iterator[int]:
     """The tokens of one native Request. Torch-free."""
-    from anyaccel import _llm
+    from anyaccel.inference.native.requests import new_request
 
-    request = _llm.Request(native.model, ids, options)
+    request = new_request(native.model, ids, options)
     try:
         yield from request_steps(native, request, result)
     finally:

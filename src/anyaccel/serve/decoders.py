@@ -12,7 +12,7 @@ from anyaccel import host_memory
 from anyaccel.errors import UsageError
 from anyaccel.serve.contract import ModelFacts
 from anyaccel.serve.facts import (
-    ONLY_NATIVE,
+    ONLY_ALONE,
     Decoder,
     check_pages,
     context_of,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LocalDecoder:
-    """A model in the native runtime of this process."""
+    """A model in this process, in the native runtime or on a device."""
 
     goes_ahead = True
 
@@ -77,28 +77,37 @@ def open_decoder(
         replica: which of `settings.replicas` it is.
 
     Raises:
-        UsageError: it is not one of the native runtime, or does not fit the settings.
+        UsageError: it is not one of those that DecoderSpec has, or does not fit the settings.
         AnyAccelError: it cannot be read.
     """
-    from anyaccel.inference.ranks.loading import describe_weights, host_accelerator, loader
+    from anyaccel.inference.ranks.loading import (
+        describe_accelerator,
+        describe_weights,
+        device_loader,
+        host_accelerator,
+        loader,
+        runs_on_host,
+    )
     from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.inference.text.tokenizer import end_tokens
     from anyaccel.topology import read_machine
 
     machine = read_machine()
     host = host_accelerator(machine)
-    if host is None:
-        raise UsageError(f"{ONLY_NATIVE}, on the host's own processor: set DS_ACCELERATOR=cpu to use it")
-    cache_bytes = settings.cache_bytes or host_memory.available() // 4
+    alone = options.ranks == 1 and settings.replicas == 1
+    on_host = host is not None or runs_on_host()
+    if not on_host and not alone:
+        raise UsageError(f"{ONLY_ALONE}, on the host's own processor: set DS_ACCELERATOR=cpu to use it")
+    cache_bytes = settings.cache_bytes or (host_memory.available() // 4 if on_host else 0)
     options = replace(options, cache_bytes=cache_bytes // settings.replicas)
-    if options.ranks > 1 or settings.replicas > 1:
+    if not alone:
         from anyaccel.serve.ranks import RanksDecoder
 
         return RanksDecoder(options, screen, settings, tokenizer, replica)
-    screen.line(f"accelerator: {host[1]}")
+    screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
     screen.line(f"topology: {machine.summary()}")
     try:
-        native = loader(options, screen.progress, check=check)()
+        native = (loader if on_host else device_loader)(options, screen.progress, check=check)()
     except Unsupported as lack:
         raise lacking(lack.feature) from None
     describe_weights(native, screen)
@@ -106,6 +115,7 @@ def open_decoder(
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
     context = context_of(native.spec.max_tokens, settings)
     decoder = LocalDecoder(native, ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype))
-    plan = plan_line(decoder, f"one process of {native.model.threads} threads", options, settings)
+    where = f"one process of {native.model.threads} threads" if on_host else "one process and its accelerator"
+    plan = plan_line(decoder, where, options, settings)
     decoder.facts = replace(decoder.facts, plan=plan)
     return decoder

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from anyaccel.serve.settings import EngineSettings
 
 ONLY_NATIVE = "anyaccel serve has models of the native runtime only in this version"
+ONLY_ALONE = "anyaccel serve has several ranks or replicas of a model in the native runtime only"
 
 
 def lacking(feature: str) -> UsageError:

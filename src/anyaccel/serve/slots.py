@@ -117,12 +117,12 @@ class Slots:
         self._options.clear()
 
     def _change(self, kind: str, numbers: list[int], work: Work) -> None:
-        from anyaccel import _llm
+        from anyaccel.inference.native.requests import new_request
 
         number, *rest = numbers
         if kind == Start.__name__:
             prompt, options = work.new[str(number)]
-            self._requests[number] = _llm.Request(self._model, prompt, _native(options))
+            self._requests[number] = new_request(self._model, prompt, _native(options))
             self._options[number] = options
             if rest[1]:
                 self._requests[number].share(self._requests[rest[0]], rest[1])

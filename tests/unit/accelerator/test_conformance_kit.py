@@ -29,6 +29,7 @@ from anyaccel.accelerator.conformance.checking import CHECKS, Check, Conformance
 from anyaccel.accelerator.conformance.run import Result, run_check, run_checks, select_checks, uncovered_methods
 from anyaccel.accelerator.spec import METHODS_OF, BackendSpec, Capabilities, Capability, CollectiveBackend, Unavailable
 from anyaccel.errors import CapabilityError
+from recorded_graph import RecordedGraph
 
 MIB = 1 << 20
 BY_ID = {check.id: check for check in CHECKS}
@@ -139,12 +140,6 @@ class FakeEvent:
         return (end.time - self.time) * 1e3
 
 
-class FakeGraph(list[Callable[[], object]]):
-    def replay(self) -> None:
-        for call in self:
-            call()
-
-
 class Queue(CPU):
     """The CPU's tensors, two devices of one index to torch, real queues, graphs and host registration."""
 
@@ -184,12 +179,12 @@ class Queue(CPU):
         return CURRENT[-1]
 
     def create_graph(self) -> Any:
-        return FakeGraph()
+        return RecordedGraph()
 
     @contextlib.contextmanager
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Iterator[Any]:  # type: ignore[override]
         self.capturing = True
-        with Deferred(graph):
+        with graph.capture():
             yield
         self.capturing = False
 
@@ -367,7 +362,7 @@ class NeverEvent(FakeEvent):
         return False
 
 
-class IgnoredGraph(FakeGraph):
+class IgnoredGraph(RecordedGraph):
     replay = nothing
 
 
@@ -494,6 +489,7 @@ WRONG = [
     wrong("graphs-a_replay", "after the capture, the result 0.0", Queue, capture_to_graph=runs_at_once),
     wrong("graphs-a_replay", "to return a graph", create_graph=nothing),
     wrong("graphs-a_replay", "return None", replay_graph=0),
+    wrong("graphs-a_tiny", "tokens of a tiny decoder", Queue, create_graph=lambda self: IgnoredGraph()),
     wrong("graphs-is_current", "within a capture", Queue, is_current_stream_capturing=False),
     wrong("graphs-is_current", "outside a capture", is_current_stream_capturing=True),
     # memory

@@ -24,6 +24,7 @@ import decoder_reference
 import family_cases
 from anyaccel.errors import ModelError
 from anyaccel.inference.families.registry import FAMILIES, family_of
+from anyaccel.inference.native.requests import new_request
 from anyaccel.inference.spec.decoder import DecoderSpec
 from anyaccel.inference.spec.mapping import Unsupported
 
@@ -32,6 +33,8 @@ pytest.importorskip("transformers")
 _TOLERANCE = 1e-4  # relative to the largest logit
 _PROMPTS = (1, 7, 14)  # shortest first: transformers' dynamic rotary positions remember the longest
 _STEPS = 2
+# A case of each family; its variants take longer.
+_FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] if "-" in name else []) for name in family_cases.CASES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +94,16 @@ def _native(source: Any, **more: Any) -> Any:
     return load_native(source, **settings).model
 
 
-def _run_native(model: Any, vocab: int, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+def _on_device(source: Any, **more: Any) -> Any:
+    """A float32 model of inference/device, on the CPU."""
+    from anyaccel.inference.device.runtime import load_device
+
+    return load_device(source, dtype="fp32", cache_limit=1 << 26, **more).model
+
+
+def _run(model: Any, vocab: int, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Logits of all tokens: the prompts of all sequences in one call, then a token of each at a time."""
+    prompts = (_PROMPTS * len(tokens))[: len(tokens)]
     sequences = [model.create() for _ in tokens]
     logits: list[list[torch.Tensor]] = [[] for _ in tokens]
 
@@ -104,9 +115,9 @@ def _run_native(model: Any, vocab: int, tokens: Sequence[Sequence[int]]) -> list
         for rows, part in zip(logits, out.split(counts), strict=True):
             rows.append(part)
 
-    forward([ids[:count] for count, ids in zip(_PROMPTS, tokens, strict=True)])
+    forward([ids[:count] for count, ids in zip(prompts, tokens, strict=True)])
     for step in range(_STEPS):
-        forward([ids[count + step :][:1] for count, ids in zip(_PROMPTS, tokens, strict=True)])
+        forward([ids[count + step :][:1] for count, ids in zip(prompts, tokens, strict=True)])
     for sequence, ids in zip(sequences, tokens, strict=True):
         assert model.length(sequence) == len(ids)
         model.destroy(sequence)
@@ -116,7 +127,7 @@ def _run_native(model: Any, vocab: int, tokens: Sequence[Sequence[int]]) -> list
 @pytest.mark.parametrize("name", family_cases.CASES)
 def test_the_native_runtime_computes_what_transformers_computes(name: str) -> None:
     case = _case(name)
-    logits = _run_native(_native(case.model, threads=2), case.spec.vocab, case.tokens)
+    logits = _run(_native(case.model, threads=2), case.spec.vocab, case.tokens)
     for actual, expected in zip(logits, case.logits, strict=True):
         _assert_close(actual, expected)
 
@@ -139,7 +150,7 @@ def _in_4_bits(x_THD: torch.Tensor) -> torch.Tensor:
 def test_a_cache_of_few_bits_rounds_keys_and_values(name: str, dtype: str, keep: Any) -> None:
     case = _case(name)
     reference = decoder_reference.Reference(case.spec, case.weights, keep=keep)
-    found = _run_native(_native(case.model, threads=2, cache_dtype=dtype), case.spec.vocab, case.tokens)
+    found = _run(_native(case.model, threads=2, cache_dtype=dtype), case.spec.vocab, case.tokens)
     differences, rounding = [], []
     for count, ids, actual, exact in zip(_PROMPTS, case.tokens, found, case.logits, strict=True):
         sequence = reference.start()
@@ -151,6 +162,29 @@ def test_a_cache_of_few_bits_rounds_keys_and_values(name: str, dtype: str, keep:
     # four bits, queries and weights are rounded to eight.
     difference, whole = float(torch.cat(differences).median()), float(torch.cat(rounding).median())
     assert difference <= (_TOLERANCE if dtype == "int8" else 0.4 * whole) and whole > _TOLERANCE
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_the_device_runtime_computes_what_transformers_computes(name: str) -> None:
+    """The other executor of the same spec and weights: eight sequences at once, and one alone."""
+    case = _case(name)
+    model = _on_device(case.model, config=case.config)
+    for tokens in ((case.tokens * 3)[:8], case.tokens[:1]):
+        for actual, expected in zip(_run(model, case.spec.vocab, tokens), case.logits * 3, strict=False):
+            _assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_both_executors_give_the_same_tokens(name: str) -> None:
+    case = _case(name)
+    answers = []
+    for model in (_native(case.model, config=case.config, threads=1), _on_device(case.model, config=case.config)):
+        most = 32 if not 0 < case.spec.max_tokens < 46 else case.spec.max_tokens - 14
+        requests = [new_request(model, prompt, {"max_new_tokens": most}) for prompt in case.tokens[1:]]
+        while not all(request.finished for request in requests):
+            model.step(requests)
+        answers.append([request.tokens for request in requests])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.slow
@@ -192,7 +226,7 @@ def _run_ranks(case: Case, size: int) -> list[list[torch.Tensor]]:
         list(pool.map(lambda model: model.connect(names, [os.getpid()] * size), models))
         for model in models:
             model.unlink()
-        return list(pool.map(lambda model: _run_native(model, case.spec.vocab, case.tokens), models))
+        return list(pool.map(lambda model: _run(model, case.spec.vocab, case.tokens), models))
 
 
 def _sizes() -> Iterator[Any]:
@@ -211,9 +245,7 @@ def test_ranks_compute_what_transformers_computes(name: str, size: int) -> None:
             _assert_close(actual, expected)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if "-" in name else []) for name in family_cases.CASES]
-)
+@pytest.mark.parametrize("name", _FAMILIES)
 def test_a_saved_model_maps(name: str, tmp_path: Path) -> None:
     """config.json and the names of a checkpoint differ from those of the model in memory."""
     load_file = pytest.importorskip("safetensors.torch").load_file
@@ -227,7 +259,7 @@ def test_a_saved_model_maps(name: str, tmp_path: Path) -> None:
     assert found.keys() == case.weights.keys()
     assert all(torch.equal(found[key], case.weights[key]) for key in found)
     model = _native(tmp_path, threads=1)
-    _assert_close(_run_native(model, spec.vocab, case.tokens)[-1], case.logits[-1])
+    _assert_close(_run(model, spec.vocab, case.tokens)[-1], case.logits[-1])
 
 
 def test_a_tied_pair_is_found_under_either_name() -> None:

@@ -43,6 +43,18 @@ def check_a_replay_sees_new_input(accelerator: Accelerator) -> None:
         graph.reset()
 
 
+@check("graphs", "create_graph", "capture_to_graph", "replay_graph")
+def check_a_tiny_model_decodes_by_replays(accelerator: Accelerator) -> None:
+    """A step of a decoder with a static key/value cache, replayed token by token, gives what it gives on the host.
+
+    It has what steps of real models have: products, a norm, attention over a cache that is written in place, and the
+    chosen token, which the next step reads where it lies.
+    """
+    expected = _decoded(_tiny_decoder(HOST), None)
+    found = _decoded(_tiny_decoder(accelerator.device(accelerator.current_device())), accelerator)
+    expect_equal("tokens of a tiny decoder", found, expected)
+
+
 @check("graphs", "is_current_stream_capturing")
 def check_is_current_stream_capturing_tells(accelerator: Accelerator) -> None:
     """True within a capture only; always false where nothing is captured."""
@@ -59,6 +71,63 @@ def check_is_current_stream_capturing_tells(accelerator: Accelerator) -> None:
         inside = accelerator.is_current_stream_capturing()
     expect_equal("within a capture, is_current_stream_capturing()", inside, True)
     expect_equal("after a capture, is_current_stream_capturing()", accelerator.is_current_stream_capturing(), False)
+
+
+_VOCABULARY, _WIDTH, _CONTEXT, _STEPS = 61, 32, 16, 12
+
+
+def _tiny_decoder(device: torch.device) -> dict[str, torch.Tensor]:
+    """Weights, cache, and what a step reads and writes: token, position, position of all keys."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = {"embed": (_VOCABULARY, _WIDTH), "qkv": (3 * _WIDTH, _WIDTH), "o": (_WIDTH, _WIDTH)}
+    state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    state["cache"] = torch.zeros(_CONTEXT, 2 * _WIDTH)
+    state["token"], state["position"] = torch.tensor([3]), torch.tensor([0])
+    state["places"] = torch.arange(_CONTEXT)
+    return {name: value.to(device) for name, value in state.items()}
+
+
+def _step(state: dict[str, torch.Tensor]) -> None:
+    h = state["embed"].index_select(0, state["token"])
+    x = torch.nn.functional.layer_norm(h, (_WIDTH,))
+    q, kv = torch.split(torch.nn.functional.linear(x, state["qkv"]), [_WIDTH, 2 * _WIDTH], -1)
+    state["cache"].index_copy_(0, state["position"], kv)
+    k, v = (part[None] for part in _halves(state["cache"]))
+    seen = (state["places"] <= state["position"]).view(1, 1, 1, -1)
+    y = torch.nn.functional.scaled_dot_product_attention(q.view(1, 2, 1, -1), k, v, attn_mask=seen)
+    h = torch.addmm(h, y.reshape(1, _WIDTH), state["o"].t())
+    logits = torch.nn.functional.linear(torch.nn.functional.layer_norm(h, (_WIDTH,)), state["embed"])
+    state["token"].copy_(logits.argmax(-1))
+    state["position"].add_(1)
+
+
+def _halves(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, [2 heads, places, values of a head] each."""
+    k, v = cache.view(_CONTEXT, 2, 2, -1).unbind(1)
+    return k.transpose(0, 1), v.transpose(0, 1)
+
+
+def _decoded(state: dict[str, torch.Tensor], accelerator: Accelerator | None) -> list[int]:
+    """Tokens of several steps; by replays of one captured step where the accelerator has graphs."""
+    graph = None
+    if accelerator is not None and accelerator.has(Capability.GRAPHS):
+        _step(state)  # kernels must not be loaded within a capture
+        state["token"].fill_(3)
+        state["position"].zero_()
+        accelerator.synchronize()
+        graph = accelerator.create_graph()
+        with accelerator.capture_to_graph(graph):
+            _step(state)
+    tokens = []
+    for _ in range(_STEPS):
+        if graph is None or accelerator is None:
+            _step(state)
+        else:
+            accelerator.replay_graph(graph)
+        tokens += state["token"].tolist()
+    with contextlib.suppress(AttributeError):
+        graph.reset()  # type: ignore[union-attr]
+    return tokens
 
 
 def _same_value(tensor: torch.Tensor) -> float:

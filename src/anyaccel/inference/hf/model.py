@@ -154,18 +154,12 @@ class NativeCausalLM(PrecisionMethods):
         places = place_BT[:, list(columns)][shown_BK]
         wanted = sorted(set(places.tolist()))
         vocabulary = native.whole_spec.vocab
-        logits = torch.empty(len(wanted), vocabulary, dtype=torch.float32)
         ids = input_ids.cpu()[new_BT].to(torch.int64).contiguous()
         active = [row for row, count in enumerate(counts) if count]
         try:
-            if active:
-                native.model.forward(
-                    [cache.sequences[row] for row in active],
-                    [counts[row] for row in active],
-                    ids.data_ptr(),
-                    logits.data_ptr() if wanted else 0,
-                    wanted,
-                )
+            logits = _computed(
+                native, [cache.sequences[row] for row in active], [counts[row] for row in active], ids, wanted
+            )
         except BaseException:
             cache.crop(0)  # takes back the tokens that some of the sequences have got before the step failed
             raise
@@ -173,7 +167,7 @@ class NativeCausalLM(PrecisionMethods):
         shape = (*shown_BK.shape, vocabulary)
         if len(wanted) == shown_BK.numel() and wanted == places.tolist():
             return logits.view(shape)
-        result = torch.zeros(shape, dtype=self._native_dtype)
+        result = torch.zeros(shape, dtype=self._native_dtype, device=logits.device)
         result[shown_BK] = logits[torch.searchsorted(torch.tensor(wanted), places)]
         return result
 
@@ -231,6 +225,11 @@ class NativeCausalLM(PrecisionMethods):
     def device(self) -> torch.device:
         return get_accelerator().device()
 
+    def _device_with_index(self) -> torch.device:
+        """Where the weights are: `device` has no number where there are several."""
+        found: torch.device = getattr(self._native.model, "device", self.device)
+        return found
+
     @property
     def dtype(self) -> torch.dtype:
         """Of the logits."""
@@ -238,7 +237,9 @@ class NativeCausalLM(PrecisionMethods):
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if (device is not None and device != self.device) or dtype not in (None, self._native_dtype):
+        own = self._device_with_index()
+        elsewhere = device is not None and torch.device(device.type, device.index or own.index) != own
+        if elsewhere or dtype not in (None, self._native_dtype):
             refuse_state_dict(f"to{args}")
         return self
 
@@ -265,6 +266,20 @@ class NativeCausalLM(PrecisionMethods):
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         refuse_state_dict("pickle or deepcopy")
+
+
+def _computed(
+    native: NativeModel, sequences: list[int], counts: list[int], ids: torch.Tensor, wanted: list[int]
+) -> torch.Tensor:
+    """float32 [wanted, vocabulary] of new tokens of sequences, where the model is."""
+    on_device = getattr(native.model, "logits", None)
+    if on_device is not None:
+        found: torch.Tensor = on_device(sequences, counts, ids.tolist(), wanted)
+        return found.clone()  # an inference tensor would not go through the caller's own autograd
+    logits = torch.empty(len(wanted), native.whole_spec.vocab, dtype=torch.float32)
+    if sequences:
+        native.model.forward(sequences, counts, ids.data_ptr(), logits.data_ptr() if wanted else 0, wanted)
+    return logits
 
 
 @functools.cache

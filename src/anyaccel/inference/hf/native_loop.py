@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.native.requests import new_request
 from anyaccel.inference.text.stopping import StopStrings
 
 if TYPE_CHECKING:
@@ -89,10 +90,8 @@ class _Loop:
         self.ids = job.input_ids.repeat_interleave(job.copies, dim=0)
 
     def request(self, index: int, prompt: list[int], prefix: _llm.Request | None) -> _Row:
-        from anyaccel import _llm
-
         options = self.job.options | {"seed": (self.job.seed + index * 0x9E3779B97F4A7C15) % 2**64}
-        request = _llm.Request(self.native.model, prompt, options, prefix, self.job.keep_logits)
+        request = new_request(self.native.model, prompt, options, prefix, self.job.keep_logits)
         return _Row(request, prompt, self.job.stop)
 
     def first_step(self) -> list[int]:

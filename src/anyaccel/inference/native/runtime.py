@@ -28,6 +28,7 @@ from anyaccel.outside import Values, line, text
 if TYPE_CHECKING:
     from anyaccel import _llm
     from anyaccel.inference.native.checkpoint import Checkpoint
+    from anyaccel.inference.native.packing import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -138,12 +139,10 @@ def load_native(
     if cache_dtype not in _CACHE_FORMATS:
         raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8, int4 or fp32")
     cache_format = _CACHE_FORMATS[cache_dtype]
-    place = _Place(rank, size, stage, stages, on_host or size * stages)
+    place = Place(rank, size, stage, stages, on_host or size * stages)
     settings = _Settings(precision, place, threads, cache_format, cache_limit, progress, check)
     if not isinstance(model, str | Path):
-        from anyaccel.inference.native.in_memory import checkpoint_in_memory
-
-        return _packed(settings, checkpoint_in_memory(model, config, release))[0]
+        return _packed(settings, open_checkpoint(model, config, release))[0]
     path = Path(model).expanduser()
     check_model_path(path)
     entry = None
@@ -174,14 +173,14 @@ def load_native(
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Of this rank among those that share the model."""
 
     rank: int
     size: int
-    stage: int
-    stages: int
-    on_host: int
+    stage: int = 0
+    stages: int = 1
+    on_host: int = 1
 
     def key(self) -> dict[str, Any]:
         """What packed weights depend on."""
@@ -191,7 +190,7 @@ class _Place:
 @dataclass(frozen=True)
 class _Settings:
     precision: Precision
-    place: _Place
+    place: Place
     threads: int
     cache_format: str
     cache_limit: int
@@ -266,36 +265,52 @@ def _from_cache(entry: Entry, saved: Mapping[str, Any] | None, settings: _Settin
     )
 
 
-def _from_files(path: Path, settings: _Settings) -> tuple[NativeModel, dict[str, Any]]:
+def open_checkpoint(model: Any, config: Mapping[str, Any] | None = None, release: bool = False) -> Checkpoint:
+    """What weights are read from: `load_native` says what `model`, `config` and `release` are."""
+    if not isinstance(model, str | Path):
+        from anyaccel.inference.native.in_memory import checkpoint_in_memory
+
+        return checkpoint_in_memory(model, config, release)
     from anyaccel.inference.native.checkpoint import checkpoint_of
 
+    path = Path(model).expanduser()
     checkpoint = checkpoint_of(path)
     given = Values(checkpoint.config, f"{path}: config: ").items("architectures")
     kinds = [text(kind, f"{path}: config: architectures") for kind in given]
     if kinds and not any(kind.endswith(_CAUSAL_LMS) for kind in kinds):
         logger.warning("%s: its config.json says %s; it runs as a causal LM here", path, line(", ".join(kinds)))
-    return _packed(settings, checkpoint)
+    return checkpoint
 
 
-def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, dict[str, Any]]:
-    """The model, and the shapes of its weights."""
+def _from_files(path: Path, settings: _Settings) -> tuple[NativeModel, dict[str, Any]]:
+    return _packed(settings, open_checkpoint(path))
+
+
+def plan_of(checkpoint: Checkpoint, precision: Precision, place: Place) -> Plan:
+    """How a checkpoint becomes the weights of a rank; what in it is not used is said."""
     from anyaccel.inference.native.packing import Plan
 
-    settings.go_on()
-    plan = Plan(checkpoint, settings.precision, **settings.place.key())
-    settings.go_on()
+    plan = Plan(checkpoint, precision, **place.key())
     if unread := plan.unread():
         logger.warning(
             "%d weights of the checkpoint are not part of the model that its configuration describes, for example %s",
             len(unread),
             unread[0],
         )
-    if plan.untied and settings.place.rank == 0:
+    if plan.untied and place.rank == 0:
         logger.warning(
             "config.json ties %s to %s, but the checkpoint has both with different values: each is used as it is; "
             "tie_word_embeddings=false there says so",
             *reversed(plan.untied),
         )
+    return plan
+
+
+def _packed(settings: _Settings, checkpoint: Checkpoint) -> tuple[NativeModel, dict[str, Any]]:
+    """The model, and the shapes of its weights."""
+    settings.go_on()
+    plan = plan_of(checkpoint, settings.precision, settings.place)
+    settings.go_on()
     shapes = plan.shapes()
     made = _make(plan.spec, shapes, settings)
     plan.fill(made, settings.report)

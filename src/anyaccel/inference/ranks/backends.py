@@ -22,7 +22,7 @@ class Backend(Protocol):
     """A model, wherever it is.
 
     Attributes:
-        runtime: native, torch or plain, see InferenceConfig.
+        runtime: native, device, torch or plain, see InferenceConfig.
         first: whether this process is the one that shows the text.
         ends: tokens that end a text.
         tokenizer: text to tokens and back; None in a rank whose command does that.
@@ -102,14 +102,14 @@ class NativeBackend(_InThisProcess):
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
     ) -> Generator[int, None, None]:
         """Generate; what `ids` and the last call's text have in common is still in the cache."""
-        from anyaccel import _llm
         from anyaccel.inference.generate import check_prompt, request_steps
+        from anyaccel.inference.native.requests import new_request
 
         check_prompt(ids, max_new_tokens, self.vocabulary, self.context, getattr(self.tokenizer, "where", ""))
         result.prompt_tokens = len(ids)
         options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": self.ends}
         # The new request holds the old one until its first step has shared what both have.
-        self._last = _llm.Request(self.native.model, ids, options, self._last)
+        self._last = new_request(self.native.model, ids, options, self._last)
         yield from request_steps(self.native, self._last, result)
 
     def forget(self) -> None:

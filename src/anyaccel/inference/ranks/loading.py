@@ -135,6 +135,35 @@ def loader(
     )
 
 
+def runs_on_host() -> bool:
+    """Whether the accelerator is the host's own processor, by asking it: what `host_accelerator` is not sure of."""
+    import torch
+
+    from anyaccel.accelerator import get_accelerator
+    from anyaccel.accelerator.select import silence_detection
+
+    silence_detection()
+    return torch.empty(0, device=get_accelerator().device()).is_cpu
+
+
+def device_loader(
+    options: ModelOptions, progress: Callable[[int, int], object], check: Callable[[], object] | None = None
+) -> Callable[[], NativeModel]:
+    """A function that loads a model onto the accelerator; it raises as `loader`'s does."""
+    from anyaccel.accelerator.select import silence_detection
+    from anyaccel.inference.device.runtime import load_device
+
+    silence_detection()
+    return lambda: load_device(
+        Path(options.model),
+        dtype=options.dtype,
+        cache_dtype=None if options.kv_cache == "auto" else options.kv_cache,
+        cache_limit=options.cache_bytes,
+        progress=progress,
+        check=check,
+    )
+
+
 def _open_native(options: ModelOptions, path: Path, accelerator: str, screen: Watcher) -> NativeBackend:
     """Load through csrc/llm.
 

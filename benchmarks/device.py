@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`runtime="device"` beside Hugging Face: how many kernels a token costs, and on a device how fast tokens come.
+
+Kernels are the operators that torch dispatches in a step of one token, without those that only make views, of models
+with four and with two layers: half the difference is a layer's. They stand for speed where no device is at hand, since
+at batch 1 most accelerators wait for launches. With --speed, decoding is timed on `get_accelerator()`, in turns, beside
+Hugging Face as it is, with a static cache, and compiled (mode reduce-overhead), with the share of the memory bandwidth
+that reading all weights for each token takes, where --bandwidth gives what the device has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from _common import emit_json, machine, median, note, table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CONTEXT = 40
+# "eager": as transformers runs it when nothing is said, with torch's own attention; the second has theirs in Python.
+CONTENDERS = ("eager", "eager attention", "static cache", "device")
+MODELS = {
+    "llama": ("LlamaConfig", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma2": ("Gemma2Config", {"head_dim": 32}),
+    "gpt_neox": ("GPTNeoXConfig", {}),
+}
+SIZES = {  # of --speed: hidden, intermediate, layers, heads, key/value heads, vocabulary
+    "small": (576, 1536, 30, 9, 3, 49152),
+    "1.2b": (2048, 8192, 16, 32, 8, 128256),
+    "8b": (4096, 14336, 32, 32, 8, 128256),
+}
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute or copy: whose result is not a view of what they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)}
+        made = [each for each in tree_leaves(out) if torch.is_tensor(each)]
+        views = all(each.untyped_storage().data_ptr() in given for each in made)
+        self.count += op._schema.is_mutable or not views
+        return out
+
+
+def config(kind: str, layers: int) -> Any:
+    import transformers
+
+    name, more = MODELS[kind]
+    common = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+    common |= {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    return getattr(transformers, name)(**common, **more)
+
+
+def counted(step: Any) -> int:
+    step()
+    with torch.inference_mode(), Kernels() as kernels:
+        step()
+    return kernels.count
+
+
+def kernels_of(kind: str, layers: int) -> dict[str, int]:
+    """Kernels of a step of one token of each contender."""
+    import transformers
+
+    import anyaccel
+    from anyaccel.inference.native.requests import new_request
+
+    device = anyaccel.get_accelerator().device()
+    model = transformers.AutoModelForCausalLM.from_config(config(kind, layers)).eval().to(device)
+    chosen = model.config._attn_implementation
+    ids = torch.randint(3, 1000, (1, CONTEXT), device=device)
+    found = {}
+    for name, kept, attention in (
+        ("eager", None, chosen),
+        ("eager attention", None, "eager"),
+        ("static cache", transformers.StaticCache(config=model.config, max_cache_len=64), chosen),
+    ):
+        model.set_attn_implementation(attention)
+        with torch.inference_mode():
+            past = model(ids, past_key_values=kept, use_cache=True).past_key_values
+
+        def step(past: Any = past) -> None:
+            with torch.inference_mode():
+                model(ids[:, :1], past_key_values=past, use_cache=True).logits[:, -1].argmax(-1)
+
+        found[name] = counted(step)
+    model.set_attn_implementation(chosen)
+    engine = anyaccel.init_inference(model.cpu(), dtype="fp32", runtime="device")
+    request = new_request(engine.native.model, ids[0].tolist(), {})
+    engine.native.model.step([request])
+    found["device"] = counted(lambda: engine.native.model.step([request]))
+    return found
+
+
+def launches(json: bool) -> int:
+    rows, worst, results = [], 0.0, {}
+    for kind in MODELS:
+        small, large = kernels_of(kind, 2), kernels_of(kind, 4)
+        a_layer = {name: (large[name] - small[name]) / 2 for name in large}
+        worst = max(worst, a_layer["device"] / a_layer["eager"])
+        results[kind] = a_layer
+        rows.append([kind, *(f"{a_layer[name]:g} ({large[name]})" for name in CONTENDERS)])
+        rows[-1].append(f"{a_layer['device'] / a_layer['eager']:.2f}")
+    if json:
+        emit_json({"kernels a layer a token": results})
+    else:
+        print(
+            table(["kernels a layer (a step of 4 layers)", "HF eager", "HF static cache", "device", "of eager"], rows)
+        )
+    note(f"the most that a layer has of eager's kernels: {worst:.2f}")
+    return 0
+
+
+def speed(size: str, dtype: str, tokens: int, batches: list[int], bandwidth: float) -> None:
+    import transformers
+
+    import anyaccel
+    from anyaccel.inference.native.requests import new_request
+
+    hidden, wide, layers, heads, kv_heads, vocabulary = SIZES[size]
+    values = {"hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096}
+    accelerator = anyaccel.get_accelerator()
+    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**values), dtype=torch_dtype).eval()
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        model.to(accelerator.device())
+        engine = anyaccel.init_inference(folder, dtype=dtype, runtime="device")
+        compiled = torch.compile(model, mode="reduce-overhead")
+        for batch in batches:
+            ids = torch.randint(3, 1000, (batch, 128))
+
+            def ours(count: int, ids: torch.Tensor = ids) -> None:
+                requests = [new_request(engine.native.model, row.tolist(), {"max_new_tokens": count}) for row in ids]
+                while not all(request.finished for request in requests):
+                    engine.native.model.step(requests)
+
+            def theirs(count: int, which: Any = model, ids: torch.Tensor = ids, **more: Any) -> None:
+                which.generate(
+                    ids.to(accelerator.device()), max_new_tokens=count, min_new_tokens=count, do_sample=False, **more
+                )
+
+            def static(count: int) -> None:
+                theirs(count, cache_implementation="static")
+
+            def with_compiler(count: int) -> None:
+                theirs(count, compiled, cache_implementation="static")
+
+            for name, run in {
+                "device": ours,
+                "HF eager": theirs,
+                "HF static": static,
+                "HF compiled": with_compiler,
+            }.items():
+                seconds = []
+                for _ in range(3):
+                    both = []
+                    for count in (1, tokens + 1):
+                        accelerator.synchronize()
+                        start = time.perf_counter()
+                        run(count)
+                        accelerator.synchronize()
+                        both.append(time.perf_counter() - start)
+                    seconds.append((both[1] - both[0]) / tokens)
+                a_token = median(seconds)
+                share = f"{weight_bytes / a_token / (bandwidth * 1e9):.0%}" if bandwidth else "-"
+                rows.append([f"{name}, batch {batch}", f"{batch / a_token:.1f}", f"{a_token * 1e3:.2f}", share])
+    print(table([f"{size} {dtype} on {accelerator.device_name()}", "tokens/s", "ms a step", "of bandwidth"], rows))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--speed", choices=SIZES, help="time a random model of this size")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 32])
+    parser.add_argument("--bandwidth", type=float, default=0, help="of the device's memory, GB/s")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    note(machine())
+    if options.speed:
+        speed(options.speed, options.dtype, options.tokens, options.batch, options.bandwidth)
+        return 0
+    return launches(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

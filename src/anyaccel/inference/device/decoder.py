@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Executes a DecoderSpec on a torch device. What differs between families is read from the spec, never from a name.
+
+Suffixes: N tokens of a batch, H heads, D values of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from anyaccel.inference.device.attention import attend
+from anyaccel.inference.device.batch import Batch
+from anyaccel.inference.device.pages import KvPages
+from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed
+from anyaccel.inference.device.rotary import Angles, turn
+from anyaccel.inference.device.weights import DeviceWeights
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Moe, QkNorm, Rope
+
+
+class Heads:
+    """Norms of queries and keys, both in one pass where each head is normed alone."""
+
+    def __init__(self, a: Attention, qk: QkNorm, weights: DeviceWeights, at: str, ranks: Ranks | None) -> None:
+        self.a, self.qk, self.ranks = a, qk, ranks
+        self.q, self.k = Normed(qk.norm, weights, f"{at}.q_norm"), Normed(qk.norm, weights, f"{at}.k_norm")
+        self.weight = self._both(self.q.weight, self.k.weight)
+        self.bias = self._both(self.q.bias, self.k.bias)
+
+    def _both(self, of_q: torch.Tensor | None, of_k: torch.Tensor | None) -> torch.Tensor | None:
+        """[heads and key/value heads, head_dim], or None."""
+        if of_q is None or of_k is None or self.qk.across:
+            return None
+        a = self.a
+        parts = (of_q.view(-1, a.head_dim).expand(a.heads, -1), of_k.view(-1, a.head_dim).expand(a.kv_heads, -1))
+        return torch.cat(parts)
+
+    def norm_(self, qk_NHD: torch.Tensor) -> None:
+        """In place."""
+        if self.qk.across:
+            q_NHD, k_NHD = torch.split(qk_NHD, [self.a.heads, self.a.kv_heads], 1)
+            q_NHD.copy_(self._across(self.q, q_NHD.flatten(1), 1).view_as(q_NHD))
+            k_NHD.copy_(self._across(self.k, k_NHD.flatten(1), self.a.kv_copies).view_as(k_NHD))
+            return
+        plain = self.q.plain(qk_NHD)
+        if self.weight is None:
+            qk_NHD.copy_(plain if self.bias is None else plain + self.bias)
+        elif self.bias is None:
+            torch.mul(plain, self.weight, out=qk_NHD)
+        else:
+            torch.addcmul(self.bias, plain, self.weight, out=qk_NHD)
+
+    def _across(self, norm: Normed, x: torch.Tensor, copies: int) -> torch.Tensor:
+        """One norm over all heads, those of other ranks included; `copies` ranks have the same ones."""
+        if self.ranks is None:
+            return norm(x)
+        own = x.float()
+        sums = torch.stack([own.sum(-1), own.square().sum(-1), torch.full_like(own[:, 0], x.shape[-1])])
+        total, squares, count = self.ranks.add(sums / copies)[..., None]
+        mean = total / count if norm.norm.kind == "layer" else torch.zeros_like(total)
+        y = ((own - mean) * torch.rsqrt(squares / count - mean.square() + norm.norm.eps)).to(x.dtype)
+        y = y if norm.weight is None else y * norm.weight
+        return y if norm.bias is None else y + norm.bias
+
+
+class LayerRun:
+    """One layer: `run` takes the residual and gives the next one."""
+
+    def __init__(self, spec: DecoderSpec, index: int, weights: DeviceWeights, ranks: Ranks | None) -> None:
+        self.layer: Layer = spec.layers[index]
+        self.a = a = self.layer.attention
+        self.ranks = ranks
+        self.rope: Rope | None = spec.ropes[a.rope] if a.rope >= 0 else None
+        at = f"layers.{index}"
+        layer = self.layer
+        self.attn_norm = normed(layer.attn_norm, weights, f"{at}.attn_norm")
+        self.attn_post_norm = normed(layer.attn_post_norm, weights, f"{at}.attn_post_norm")
+        self.mlp_norm = normed(layer.mlp_norm, weights, f"{at}.mlp_norm")
+        self.mlp_post_norm = normed(layer.mlp_post_norm, weights, f"{at}.mlp_post_norm")
+        if a.mla is None:
+            self.qkv = Linear(weights, f"{at}.qkv")
+        else:
+            self.q_a = Linear(weights, f"{at}.q_a") if a.mla.q_rank else None
+            self.q_a_norm = normed(a.mla.q_norm, weights, f"{at}.q_a_norm") if a.mla.q_rank else None
+            self.q_b, self.kv_a, self.kv_b = (Linear(weights, f"{at}.{name}") for name in ("q_b", "kv_a", "kv_b"))
+            self.kv_a_norm = Normed(a.mla.kv_norm, weights, f"{at}.kv_a_norm")
+        self.heads = None if a.qk_norm is None else Heads(a, a.qk_norm, weights, at, ranks)
+        self.sinks = weights[f"{at}.sinks"] if a.sinks else None
+        self.o = Linear(weights, f"{at}.o")
+        self.mlp: Dense | Experts = (
+            Experts(layer.mlp, weights, at) if isinstance(layer.mlp, Moe) else Dense(layer.mlp, weights, f"{at}.mlp")
+        )
+
+    def run(self, h: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        layer, scale, ranks = self.layer, self.layer.residual_scale, self.ranks
+        x = h if self.attn_norm is None else self.attn_norm(h)
+        seen = self._attention(x, batch, cache)
+        if layer.parallel:
+            before_mlp = x if self.mlp_norm is None else self.mlp_norm(h)
+            if ranks is not None:  # one exchange for both
+                return torch.add(h, ranks.add(self.o(seen) + self.mlp(before_mlp)), alpha=scale)
+            return self.mlp.added(self.o.added(h, seen, scale, None), before_mlp, scale, None)
+        residual = x if layer.residual_from_norm else h
+        h = _added(self.o, residual, seen, scale, self.attn_post_norm, ranks)
+        x = h if self.mlp_norm is None else self.mlp_norm(h)
+        return _added(self.mlp, x if layer.residual_from_norm else h, x, scale, self.mlp_post_norm, ranks)
+
+    def _attention(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        a = self.a
+        q_NHD, row = self._projected(x, batch) if a.mla is None else self._latent(a.mla, x, batch)
+        cache.view(-1, cache.shape[-1]).index_copy_(0, batch.rows, row)
+        return attend(a, q_NHD, cache, batch, self.sinks)
+
+    def _projected(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, and the cache's rows of keys and values. All of it stays in the product's own memory."""
+        a = self.a
+        qkv = self.qkv(x)
+        if a.clip:
+            qkv.clamp_(-a.clip, a.clip)
+        q_count = a.heads * a.head_dim
+        qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(x), -1, a.head_dim)
+        norm = self.heads
+        if norm is not None and not norm.qk.after_rope:
+            norm.norm_(qk_NHD)
+        if self.rope is not None:
+            turn(self.rope, qk_NHD, self.rope.first, batch.angles[a.rope])
+        if norm is not None and norm.qk.after_rope:
+            norm.norm_(qk_NHD)
+        return qk_NHD[:, : a.heads], qkv[:, q_count:]
+
+    def _latent(self, mla: Mla, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed."""
+        a = self.a
+        x_q = x
+        if self.q_a is not None:
+            x_q = self.q_a(x)
+            x_q = x_q if self.q_a_norm is None else self.q_a_norm(x_q)
+        q_NHD = self.q_b(x_q).view(len(x), a.heads, a.head_dim)
+        latent, turned = torch.split(self.kv_a(x), [mla.kv_rank, mla.rope_dim], -1)
+        k_N1D = turned[:, None]
+        if self.rope is not None:
+            turn(self.rope, q_NHD, self.rope.first, batch.angles[a.rope])
+            turn(self.rope, k_N1D, max(self.rope.first - mla.nope_dim, 0), batch.angles[a.rope])
+        kv_NHD = self.kv_b(self.kv_a_norm(latent)).view(len(x), a.heads, -1)
+        k_NHD = torch.cat([kv_NHD[..., : mla.nope_dim], k_N1D.expand(-1, a.heads, -1)], -1)
+        return q_NHD, torch.cat([k_NHD.flatten(1), kv_NHD[..., mla.nope_dim :].flatten(1)], -1)
+
+
+def _added(
+    of: Linear | Dense | Experts,
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    scale: float,
+    post: Normed | None,
+    ranks: Ranks | None,
+) -> torch.Tensor:
+    """residual + scale * post(of(x)); without a norm in between the product itself adds."""
+    if post is None:
+        return of.added(residual, x, scale, ranks)
+    y = of(x)
+    return torch.add(residual, post(y if ranks is None else ranks.add(y)), alpha=scale)
+
+
+class Decoder:
+    """All layers, from tokens to logits; `cache` is written as batches pass."""
+
+    def __init__(
+        self, spec: DecoderSpec, weights: DeviceWeights, dtype: torch.dtype, cache: KvPages, ranks: Ranks | None = None
+    ) -> None:
+        self.spec, self.cache, self.ranks = spec, cache, ranks
+        self.ropes = [Angles(rope, dtype, weights.device) for rope in spec.ropes]
+        self.sinks = any(layer.attention.sinks for layer in spec.layers)
+        self.embed = weights["embed"]
+        self.positions = weights["positions"] if spec.positions else None
+        self.embed_norm = normed(spec.embedding_norm, weights, "embed_norm")
+        self.layers = [LayerRun(spec, index, weights, ranks) for index in range(len(spec.layers))]
+        self.final_norm = normed(spec.final_norm, weights, "final_norm")
+        self.head = self.embed if spec.tied else weights["head"]
+        self.head_bias = weights["head.bias"] if spec.head_bias else None
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The residual of every token behind the last layer."""
+        h = self._embedded(batch.tokens)
+        if self.spec.embedding_scale != 1.0:
+            h = h * self.spec.embedding_scale
+        if self.positions is not None:
+            at = batch.positions + self.spec.position_offset if self.spec.position_offset else batch.positions
+            h = h + self.positions.index_select(0, at)
+        if self.embed_norm is not None:
+            h = self.embed_norm(h)
+        for layer, cache in zip(self.layers, self.cache.layers, strict=True):
+            h = layer.run(h, batch, cache)
+        return h
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.ranks is None:
+            return self.embed.index_select(0, tokens)
+        own = tokens - self.spec.vocab_first
+        here = (own >= 0) & (own < len(self.embed))
+        rows = self.embed.index_select(0, own.clamp(0, len(self.embed) - 1))
+        return self.ranks.add(rows * here[:, None])
+
+    def hidden(self, h: torch.Tensor) -> torch.Tensor:
+        """What the head gets, of residuals."""
+        return h if self.final_norm is None else self.final_norm(h)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocabulary]."""
+        spec = self.spec
+        logits = torch.nn.functional.linear(hidden, self.head, self.head_bias)
+        if self.ranks is not None:
+            logits = self.ranks.join(logits)
+        logits = logits.float()
+        if spec.logits_scale != 1.0:
+            logits = logits * spec.logits_scale
+        return (logits / spec.logits_softcap).tanh_() * spec.logits_softcap if spec.logits_softcap else logits

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of all sequences: pages of 64 tokens in one static tensor a layer, written in place.
+
+Page 0 belongs to nobody: its first row stays zero (a key that scores 0, for sinks), its last takes what is written for
+places of a graph's batch that have no sequence.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from anyaccel.errors import ModelError, UsageError
+
+PAGE = 64
+WASTE_ROW = PAGE - 1
+_MEBIBYTE = 1 << 20
+
+
+@dataclass
+class _Sequence:
+    length: int = 0
+    pages: list[int] = field(default_factory=list)
+
+
+class KvPages:
+    """The cache of one model.
+
+    Args:
+        widths: values of a token's row in each layer: the keys of all heads, then the values.
+        limit_bytes: `reserve` fails rather than use more.
+    """
+
+    def __init__(self, widths: Sequence[int], dtype: torch.dtype, device: torch.device, limit_bytes: int) -> None:
+        self.page_bytes = PAGE * sum(widths) * dtype.itemsize
+        self.limit_bytes = limit_bytes
+        self.version = 0  # changes when the tensors are others, which captured graphs must know
+        self._sequences: dict[int, _Sequence] = {}
+        self._next = 0
+        self._references: dict[int, int] = {}
+        self._free: list[int] = []  # heap of pages; those that are in _references are stale entries
+        self.layers = [torch.zeros(1, PAGE, width, dtype=dtype, device=device) for width in widths]
+
+    # Sequences ------------------------------------------------------------------------------------------------
+
+    def create(self) -> int:
+        number = self._next
+        self._next += 1
+        self._sequences[number] = _Sequence()
+        return number
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._sequences
+
+    def length(self, sequence: int) -> int:
+        return self._sequences[sequence].length
+
+    def pages(self, sequence: int) -> list[int]:
+        """The pages that have its tokens, in their order."""
+        return self._sequences[sequence].pages
+
+    def destroy(self, sequence: int) -> None:
+        self._release(self._sequences.pop(sequence).pages)
+
+    def fork(self, sequence: int, tokens: int) -> int:
+        """A new sequence with the first `tokens` of another; pages are shared until one of the two writes to them."""
+        of = self._sequences[sequence]
+        if not 0 <= tokens <= of.length:
+            raise UsageError("fork beyond the sequence's end")
+        number = self.create()
+        pages = of.pages[: _pages_of(tokens)]
+        self._sequences[number] = _Sequence(tokens, list(pages))
+        for page in pages:
+            self._references[page] += 1
+        return number
+
+    def truncate(self, sequence: int, tokens: int) -> None:
+        of = self._sequences[sequence]
+        if not 0 <= tokens <= of.length:
+            raise UsageError("truncate beyond the sequence's end")
+        kept = _pages_of(tokens)
+        self._release(of.pages[kept:])
+        del of.pages[kept:]
+        of.length = tokens
+
+    # Pages ----------------------------------------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        return len(self._references) * self.page_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def wanted(self, sequence: int, tokens: int) -> int:
+        """How many new pages that many more tokens need."""
+        of = self._sequences[sequence]
+        return _pages_of(of.length + tokens) - len(of.pages) + (1 if self._copies(of, tokens) else 0)
+
+    def check_room(self, pages: int) -> None:
+        """Raise ModelError when that many more do not fit."""
+        needed = pages * self.page_bytes
+        left = max(self.limit_bytes - self.used_bytes, 0)
+        if needed > left:
+            raise ModelError(
+                f"the key/value cache needs {_megabytes(needed)} more and has {_megabytes(left)} left of its limit of "
+                f"{_megabytes(self.limit_bytes)}"
+            )
+
+    def reserve(self, pages: int) -> None:
+        """Have room for that many more pages, so that the tensors stay where they are while they are taken.
+
+        Raises:
+            ModelError: see `check_room`; or the device has no memory.
+        """
+        self.check_room(pages)
+        have = self.layers[0].shape[0] if self.layers else 1
+        needed = 1 + len(self._references) + pages
+        if needed <= have:
+            return
+        most = 1 + self.limit_bytes // max(self.page_bytes, 1)
+        count = min(max(needed, have + have // 2), most)
+        try:
+            for index, layer in enumerate(self.layers):  # one layer at a time is there twice
+                grown = layer.new_zeros(count, *layer.shape[1:])
+                grown[:have].copy_(layer)
+                self.layers[index] = grown
+        except RuntimeError as error:  # torch's OutOfMemoryError is one
+            self.layers = [layer[:have] for layer in self.layers]
+            raise ModelError(f"the device has no memory for {_megabytes(pages * self.page_bytes)} of cache") from error
+        for page in range(have, count):
+            heapq.heappush(self._free, page)
+        self.version += 1
+
+    def extend(self, sequence: int, tokens: int) -> None:
+        """Give a sequence room for more tokens; a page that others have too becomes its own first."""
+        of = self._sequences[sequence]
+        if self._copies(of, tokens):
+            shared, own = of.pages[-1], self._take(0)
+            for layer in self.layers:
+                layer[own].copy_(layer[shared])
+            self._release([shared])
+            of.pages[-1] = own
+        of.length += tokens
+        while len(of.pages) < _pages_of(of.length):
+            of.pages.append(self._take(of.pages[-1] + 1 if of.pages else 0))
+
+    def clear(self, sequence: int) -> None:
+        """Set what is in its own pages to zero: a value that is no number would reach whoever has the page next."""
+        for page in self._sequences[sequence].pages:
+            if self._references[page] == 1:
+                for layer in self.layers:
+                    layer[page].zero_()
+
+    def _copies(self, of: _Sequence, tokens: int) -> bool:
+        return tokens > 0 and of.length % PAGE != 0 and self._references[of.pages[-1]] > 1
+
+    def _take(self, liked: int) -> int:
+        """A free page: `liked`, which follows the sequence's last one, if it can be."""
+        have = self.layers[0].shape[0]
+        page = liked
+        if not 0 < liked < have or liked in self._references:
+            page = heapq.heappop(self._free)
+            while page in self._references:
+                page = heapq.heappop(self._free)
+        self._references[page] = 1
+        return page
+
+    def _release(self, pages: Sequence[int]) -> None:
+        for page in pages:
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                del self._references[page]
+                heapq.heappush(self._free, page)
+        if self.layers and len(self._free) > 2 * self.layers[0].shape[0]:
+            self._free = [page for page in range(1, self.layers[0].shape[0]) if page not in self._references]
+
+
+def _pages_of(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+def _megabytes(count: int) -> str:
+    return f"{-(-count // _MEBIBYTE)} MiB"

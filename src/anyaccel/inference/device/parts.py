@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What layers are made of: products, norms, activations, MLPs and experts, each in as few operators as torch has."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from anyaccel.inference.device.weights import DeviceWeights
+from anyaccel.inference.spec.decoder import Mlp, Moe, Norm
+
+# Rows of experts' features that may be gathered at once: of as many tokens, each with its experts, a copy of these
+# experts' weights costs no more than reading all.
+GATHERED = 8
+
+
+class Ranks(Protocol):
+    """The other ranks of tensor parallelism."""
+
+    def add(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' parts, which may be in the place of this one."""
+
+    def join(self, part: torch.Tensor) -> torch.Tensor:
+        """[rows, vocabulary] of the ranks' parts of it."""
+
+
+class Linear:
+    """y = x Wᵀ + bias. A router's is in float32 whatever x is."""
+
+    def __init__(self, weights: DeviceWeights, name: str) -> None:
+        self.weight = weights[name]
+        self.bias = weights.get(f"{name}.bias")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+    def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
+        """h + factor * (this of x), of all ranks: each has a part of the columns."""
+        if ranks is not None:
+            return torch.add(h, ranks.add(self(x)), alpha=factor)
+        if self.bias is not None:
+            h = torch.add(h, self.bias, alpha=factor)
+        return torch.addmm(h, x, self.weight.t(), alpha=factor)
+
+
+class Normed:
+    """A norm over the last dimension."""
+
+    def __init__(self, norm: Norm, weights: DeviceWeights, name: str) -> None:
+        self.norm = norm
+        self.weight = weights[f"{name}.weight"] if norm.weight else None
+        self.bias = weights[f"{name}.bias"] if norm.bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.norm.kind == "layer":
+            return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.norm.eps)
+        y = F.rms_norm(x, x.shape[-1:], self.weight, self.norm.eps)
+        return y if self.bias is None else y + self.bias
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        """Without weight and bias."""
+        if self.norm.kind == "layer":
+            return F.layer_norm(x, x.shape[-1:], eps=self.norm.eps)
+        return F.rms_norm(x, x.shape[-1:], eps=self.norm.eps)
+
+
+def normed(norm: Norm | None, weights: DeviceWeights, name: str) -> Normed | None:
+    return None if norm is None else Normed(norm, weights, name)
+
+
+def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def activated(mlp: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
+    """The features, of rows of gates and ups."""
+    if not mlp.gated:
+        return _ACTIVATIONS[mlp.activation](gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    if mlp.activation == "swiglu_oai":
+        return _swiglu_oai(gate, up)
+    return _ACTIVATIONS[mlp.activation](gate).mul_(up)
+
+
+class Dense:
+    """An MLP that every token goes through."""
+
+    def __init__(self, mlp: Mlp, weights: DeviceWeights, name: str) -> None:
+        self.mlp = mlp
+        self.gate_up = Linear(weights, f"{name}.gate_up")
+        self.down = Linear(weights, f"{name}.down")
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return activated(self.mlp, self.gate_up(x))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A rank's part of the result."""
+        return self.down(self.features(x))
+
+    def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
+        return self.down.added(h, self.features(x), factor, ranks)
+
+
+class Experts:
+    """A mixture of experts. Few tokens gather the weights of theirs; many go through one expert after the other."""
+
+    def __init__(self, moe: Moe, weights: DeviceWeights, at: str) -> None:
+        self.moe = moe
+        self.router = Linear(weights, f"{at}.router")
+        self.choice_bias = weights.get(f"{at}.router.choice_bias")
+        stacks = weights.stacks
+        self.gate_up, self.down = stacks[f"{at}.experts.gate_up"], stacks[f"{at}.experts.down"]
+        self.gate_up_bias, self.down_bias = (stacks.get(f"{at}.experts.{name}.bias") for name in ("gate_up", "down"))
+        self.shared = None if moe.shared is None else Dense(moe.shared, weights, f"{at}.shared")
+        self.shared_gate = Linear(weights, f"{at}.shared_gate") if moe.shared_gate else None
+
+    def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
+        y = self(x)
+        return torch.add(h, y if ranks is None else ranks.add(y), alpha=factor)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        chosen_NE, factors_NE = self.route(x)
+        y = self._few(x, chosen_NE, factors_NE) if len(x) <= GATHERED else self._many(x, chosen_NE, factors_NE)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(x)).to(shared.dtype)
+        return y + shared
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers and factors of the experts of each token."""
+        moe = self.moe
+        scores = self.router(x)
+        if moe.scoring == "softmax":
+            scores = scores.softmax(-1)
+        elif moe.scoring == "sigmoid":
+            scores = scores.sigmoid()
+        choice = scores if self.choice_bias is None else scores + self.choice_bias
+        if moe.top_groups < moe.groups:
+            grouped = choice.view(len(x), moe.groups, -1)
+            pair = moe.group_score == "top2" and grouped.shape[-1] > 1
+            best = grouped.topk(2, -1).values.sum(-1) if pair else grouped.amax(-1)
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(moe.top_groups, -1).indices, True)
+            choice = grouped.masked_fill(~kept[..., None], -math.inf).flatten(-2)
+        chosen = choice.topk(moe.top_k, -1).indices
+        factors = scores.gather(-1, chosen)
+        if moe.softmax_after:
+            factors = factors.softmax(-1)
+        if moe.normalise:
+            factors = factors / (factors.sum(-1, keepdim=True) + 1e-20)
+        return chosen, factors * moe.scale if moe.scale != 1.0 else factors
+
+    def _few(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        tokens, each = chosen.shape
+        flat = chosen.flatten()
+        rows = x[:, None].expand(-1, each, -1).reshape(tokens * each, -1, 1)
+        y = torch.bmm(self.gate_up.index_select(0, flat), rows)[..., 0]
+        if self.gate_up_bias is not None:
+            y = y + self.gate_up_bias.index_select(0, flat)
+        features = activated(self.moe.expert, y)[..., None]
+        y = torch.bmm(self.down.index_select(0, flat), features)[..., 0]
+        if self.down_bias is not None:
+            y = y + self.down_bias.index_select(0, flat)
+        return torch.bmm(factors.to(y.dtype)[:, None], y.view(tokens, each, -1))[:, 0]
+
+    def _many(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        """Tokens in the order of their experts; how many each expert has is the one thing the host must know."""
+        each = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.zeros(self.moe.experts, dtype=torch.int64, device=x.device)
+        counts.index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
+        token = order // each
+        rows = x.index_select(0, token)
+        parts = []
+        first = 0
+        for expert, count in enumerate(counts.tolist()):
+            if count:
+                bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
+                y = activated(self.moe.expert, F.linear(rows[first : first + count], self.gate_up[expert], bias))
+                parts.append(F.linear(y, self.down[expert], None if self.down_bias is None else self.down_bias[expert]))
+            first += count
+        y = torch.cat(parts) * factors.flatten().index_select(0, order).to(x.dtype)[:, None]
+        return torch.zeros_like(x).index_add_(0, token, y)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of inference/device on the CPU, with the weights of native_models."""
+
+from __future__ import annotations
+
+import torch
+
+import native_models
+from anyaccel.inference.device.model import DeviceModel
+from anyaccel.inference.device.weights import DeviceWeights
+from anyaccel.inference.spec.decoder import weights
+
+
+def on_device(name: str, positions: int = 0, cache_limit: int = 1 << 26) -> DeviceModel:
+    """The same model as `native_models.native(name, positions)`."""
+    _, spec, values = native_models.whole(name, positions)
+    matrices, vectors = weights(spec)
+    shapes = {
+        "matrices": [(each.name, each.rows, each.cols, "f32", 0, False) for each in matrices],
+        "vectors": [(each.name, each.count) for each in vectors],
+    }
+    filled = native_models.fill(DeviceWeights(shapes, torch.float32, torch.device("cpu")), spec, values)
+    return DeviceModel(spec, filled, torch.float32, cache_limit)

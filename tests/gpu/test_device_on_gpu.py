@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder in torch's operators on an NVIDIA GPU, its graphs included; `benchmarks/device.py --speed` times it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import anyaccel
+import family_cases
+from anyaccel.accelerator.conformance.run import run_checks
+from anyaccel.inference.native.requests import new_request
+
+pytest.importorskip("transformers")
+if not torch.cuda.is_available() or torch.version.cuda is None:
+    pytest.skip("needs an NVIDIA GPU and a torch built for it", allow_module_level=True)
+
+_BOUNDS = {"fp32": 1e-4, "bf16": 0.06}
+
+
+def test_the_conformance_kit_passes() -> None:
+    results = run_checks(anyaccel.get_accelerator())
+    failed = {result.check: result.detail for result in results if result.outcome == "fail"}
+    assert not failed
+
+
+@pytest.mark.parametrize("dtype", _BOUNDS)
+@pytest.mark.parametrize("name", [name for name in family_cases.CASES if "-" not in name])
+def test_logits_are_those_of_transformers(name: str, dtype: str) -> None:
+    ids = torch.randint(3, 131, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = family_cases.build(name)(ids).logits
+        engine = anyaccel.init_inference(family_cases.build(name), dtype=dtype)
+        logits = engine(ids.to(engine.device)).logits
+    assert (engine.runtime, logits.device.type) == ("device", "cuda")
+    assert float((logits.cpu().float() - expected).abs().max() / expected.abs().max()) < _BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "bloom"])
+def test_replayed_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
+    model = anyaccel.init_inference(family_cases.build(name, positions=512), dtype="fp32").native.model
+    graphs = model._passes.graphs
+    assert graphs.usable
+    answers = []
+    for usable in (True, False):
+        graphs.usable = usable
+        requests = [new_request(model, [3 + i for i in range(count)], {"max_new_tokens": 40}) for count in (5, 17, 40)]
+        while not all(request.finished for request in requests):
+            model.step([request for request in requests if not request.finished])
+        answers.append([request.tokens for request in requests])
+    assert graphs.taken >= 39
+    assert answers[0] == answers[1]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps as graphs of the accelerator, on one that records operators and runs them again on the same tensors."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from anyaccel.inference.device import graphs
+from anyaccel.inference.native.requests import new_request
+from device_models import on_device
+from recorded_graph import RecordedGraph
+
+pytest.importorskip("transformers")
+
+
+class _Recording:
+    """An accelerator with graphs."""
+
+    def has(self, _capability: object) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def create_graph(self) -> RecordedGraph:
+        return RecordedGraph()
+
+    def capture_to_graph(self, graph: RecordedGraph) -> AbstractContextManager[None]:
+        return graph.capture()
+
+    def replay_graph(self, graph: RecordedGraph) -> None:
+        graph.replay()
+
+
+@pytest.fixture
+def recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "get_accelerator", _Recording)
+
+
+def _answers(model: Any, counts: tuple[int, ...], most: int) -> list[list[int]]:
+    requests = [
+        new_request(model, [3 + i % 100 for i in range(n)], {"max_new_tokens": most + 3 * (n % 3)}) for n in counts
+    ]
+    while not all(request.finished for request in requests):
+        model.step([request for request in requests if not request.finished])
+    return [request.tokens for request in requests]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "phi3-longrope", "bloom"])
+def test_replayed_steps_give_the_same_tokens(name: str, recording: None) -> None:
+    """Windows, soft caps, sinks, experts, latents, ALiBi; batches that shrink and contexts that grow."""
+    model = on_device(name, positions=512)
+    captured = model._passes.graphs
+    answers = _answers(model, (5, 17, 40), 10)
+    assert captured.taken > 10
+    assert 1 <= captured.captured <= 8
+    captured.usable = False
+    assert _answers(model, (5, 17, 40), 10) == answers
+
+
+def test_few_graphs_are_kept_and_none_of_another_cache(recording: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    model = on_device("llama", positions=1024)
+    captured = model._passes.graphs
+    for count in (1, 2, 3, 1):
+        _answers(model, (9,) * count, 3)
+        assert len(captured._kept) <= 2
+    kept = dict(captured._kept)
+    _answers(model, (700,), 3)  # the cache grows: its tensors are others
+    assert not kept.keys() & {key for key, each in captured._kept.items() if each in kept.values()}
+
+
+def test_a_device_without_graphs_runs_as_it_is_called() -> None:
+    model = on_device("llama")
+    _answers(model, (5,), 4)
+    assert not model._passes.graphs.usable
+    assert model._passes.graphs.captured == 0
