@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_SHRUNK = tuple(1.0 - 0.04 * step for step in range(11))  # how much of a group's range the levels cover
+_SHRUNK = tuple(1.0 - 0.06 * step for step in range(7))  # how much of a group's range the levels cover
+_FITS = 2
 
 
 @dataclass(frozen=True)
@@ -89,49 +90,60 @@ def _least(values: Tensor, weight: Tensor, candidates: Any) -> tuple[Tensor, Ten
 
 
 def with_minima(values: Tensor, weight: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Scales >= 0 and minima <= 0 [groups, 1, rows] for q up to `levels`: several ranges, each then fitted to its q."""
+    """Scales >= 0 and minima <= 0 [groups, 1, rows] for q to `levels`: the best of several ranges, fitted to its q."""
     top = values.amax(1, keepdim=True).clamp_(min=0)
     bottom = values.amin(1, keepdim=True).clamp_(max=0)
-    total = weight.sum(1, keepdim=True)
-    mean = (weight * values).sum(1, keepdim=True)
 
-    def candidates() -> Any:
+    def ranges() -> Any:
         for share in _SHRUNK:
             scale, minimum = (top - bottom) * (share / levels), bottom * share
-            q = rounded(values, scale, minimum, 0, levels)
-            yield scale, minimum, q.clone()
-            # The straight line through (q, value) with the least weighted squares.
-            q_mean, q_square = (weight * q).sum(1, keepdim=True), (weight * q * q).sum(1, keepdim=True)
-            product = (weight * q * values).sum(1, keepdim=True)
-            determinant = total * q_square - q_mean * q_mean
-            usable = determinant > 1e-12 * total * q_square
-            slope = torch.where(usable, (total * product - q_mean * mean) / determinant, scale)
-            offset = torch.where(usable, (q_square * mean - q_mean * product) / determinant, minimum)
-            positive = offset > 0  # formats hold minima of one sign
-            slope = torch.where(positive, product / q_square.clamp(min=1e-30), slope)
-            offset = offset.clamp(max=0)
-            usable = slope > 0
-            slope, offset = torch.where(usable, slope, scale), torch.where(usable, offset, minimum)
-            yield slope, offset, rounded(values, slope, offset, 0, levels)
+            yield scale, minimum, rounded(values, scale, minimum, 0, levels)
 
-    return _least(values, weight, candidates())
+    scale, minimum = _least(values, weight, ranges())
+    for _ in range(_FITS):
+        q = rounded(values, scale, minimum, 0, levels)
+        slope, offset = _line(values, weight, q)
+        usable = slope > 0
+        slope, offset = torch.where(usable, slope, scale), torch.where(usable, offset, minimum)
+        again = rounded(values, slope, offset, 0, levels)
+        scale, minimum = _least(values, weight, ((scale, minimum, q), (slope, offset, again)))
+    return scale, minimum
+
+
+def _line(values: Tensor, weight: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The straight line through (q, value) with the least weighted squares, and no offset above 0; slope 0 for none."""
+    weighted = weight * q
+    total, first = weight.sum(1, keepdim=True), weighted.sum(1, keepdim=True)
+    mean, product = (weight * values).sum(1, keepdim=True), (weighted * values).sum(1, keepdim=True)
+    square = weighted.mul_(q).sum(1, keepdim=True)
+    determinant = total * square - first * first
+    usable = determinant > 1e-12 * total * square
+    slope = torch.where(usable, (total * product - first * mean) / determinant, torch.zeros_like(first))
+    offset = (square * mean - first * product) / determinant
+    positive = offset > 0  # formats hold minima of one sign
+    slope = torch.where(usable & positive, product / square.clamp(min=1e-30), slope)
+    return slope, torch.where(usable, offset.clamp(max=0), torch.zeros_like(offset))
 
 
 def symmetric(values: Tensor, weight: Tensor, low: int, high: int) -> Tensor:
     """Scales [groups, 1, rows] for q from `low` to `high`, of either sign: the larger side takes the longer range."""
     largest = values.gather(1, values.abs().argmax(1, keepdim=True))
 
-    def candidates() -> Any:
-        zero = torch.zeros_like(largest)
+    zero = torch.zeros_like(largest)
+
+    def ranges() -> Any:
         for share in _SHRUNK:
             scale = largest * (share / low)
-            q = rounded(values, scale, zero, low, high)
-            yield scale, zero, q.clone()
-            squares = (weight * q * q).sum(1, keepdim=True)
-            fitted = torch.where(squares > 0, (weight * q * values).sum(1, keepdim=True) / squares, scale)
-            yield fitted, zero, rounded(values, fitted, zero, low, high)
+            yield scale, zero, rounded(values, scale, zero, low, high)
 
-    return _least(values, weight, candidates())[0]
+    scale = _least(values, weight, ranges())[0]
+    for _ in range(_FITS):
+        q = rounded(values, scale, zero, low, high)
+        squares = (weight * q * q).sum(1, keepdim=True)
+        fitted = torch.where(squares > 0, (weight * q * values).sum(1, keepdim=True) / squares, scale)
+        again = rounded(values, fitted, zero, low, high)
+        scale = _least(values, weight, ((scale, zero, q), (fitted, zero, again)))[0]
+    return scale
 
 
 @dataclass(frozen=True)
