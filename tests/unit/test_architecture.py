@@ -47,7 +47,7 @@ EVERYBODYS = {"errors", "numerals", "outside", "vendors", "_lazy", "_version", "
 # The rooms of inference/ and what stands beside them; each imports only those before it, for types too.
 ROOMS = (
     "config", "spec", "checkpoints", "text", "families", "modules", "native", "device", "generic", "hf", "engine",
-    "generate", "quantize", "ranks",
+    "generate", "calibration", "quantize", "ranks",
 )  # fmt: skip
 
 MODULES = {

@@ -11,6 +11,9 @@ from anyaccel.cli._parser import Parser
 
 _EXAMPLES = """\
   anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4
+  anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4 --calibrate builtin
+  anyaccel quantize ~/models/Llama-3.2-1B llama-int4 --calibrate notes.txt --bits 4.5
+  anyaccel quantize llama-bf16.gguf llama-q4.gguf --format gguf --calibrate builtin --bits 4.8
   anyaccel quantize story.gguf story-int8 --dtype int8
   anyaccel quantize ~/models/Llama-3.1-8B llama-int4 --group-size 128 --asymmetric --force --json"""
 
@@ -25,7 +28,7 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face model folder or .gguf file")
-    add("out", metavar="OUT", help="folder to make")
+    add("out", metavar="OUT", help="folder to make; with --format gguf a file")
     add("--dtype", choices=("int4", "int8"), default="int4", help="of the weights (default: int4)")
     group = add(
         "--group-size",
@@ -35,6 +38,29 @@ def build_parser() -> Parser:
         help="weights that share a scale in int4 (default: 32)",
     )
     parser.also(group, "--group")
+    add(
+        "--calibrate",
+        metavar="TEXT",
+        help="text file, or 'builtin': make up for errors by what the model computes on it (needs torch; minutes)",
+    )
+    add(
+        "--calibration-tokens",
+        type=int,
+        metavar="N",
+        help="of the text that are used (default: 16384)",
+    )
+    add(
+        "--bits",
+        type=float,
+        metavar="B",
+        help="stored for a weight on average: with --calibrate, each matrix gets what it turns out to need",
+    )
+    add(
+        "--format",
+        choices=("compressed-tensors", "gguf"),
+        default="compressed-tensors",
+        help="of OUT; gguf: a calibrated copy of a .gguf file in the K types (default: compressed-tensors)",
+    )
     add("--asymmetric", action="store_true", help="int4 with a zero point for each group: closer, a little larger")
     add("--force", action="store_true", help="replace OUT when it is a model folder")
     add("--json", action="store_true", help="print one JSON object: sizes, and the error of each matrix")
@@ -57,6 +83,10 @@ def main(argv: list[str]) -> int:
             dtype=options.dtype,
             group=options.group_size,
             asymmetric=options.asymmetric,
+            calibrate=options.calibrate,
+            tokens=options.calibration_tokens,
+            bits=options.bits,
+            format=options.format,
             force=options.force,
             progress=screen.progress,
             announce=screen.line,

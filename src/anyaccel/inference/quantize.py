@@ -14,12 +14,14 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import ModelError, UsageError
-from anyaccel.inference.checkpoints.new_folder import new_folder
+from anyaccel.inference.calibration.summary import QuantisedMatrix, Summary
+from anyaccel.inference.checkpoints.compressed_config import compressed_config
+from anyaccel.inference.checkpoints.new_folder import check_room, new_folder
 from anyaccel.inference.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorView, entry_of
 from anyaccel.inference.checkpoints.stored_values import (
@@ -41,8 +43,6 @@ from anyaccel.inference.spec.decoder import MatrixShape, each_weight
 
 Progress = Callable[[int, int], object]
 
-_FORMAT = "pack-quantized"
-_VERSION = "0.9.0"  # of compressed-tensors whose format this is
 _NOT_COPIED = (".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".index.json")
 # What a model folder is made of; one with anything else in it is not removed.
 _MODEL_FILES = (
@@ -54,35 +54,6 @@ _CHUNK_BYTES = 16 << 20  # of rows that are quantised at a time
 _NOT_LINEAR = ("embed", "head", "positions", "router", "shared_gate")  # native weights that stay as they are
 
 
-@dataclass(frozen=True)
-class QuantisedMatrix:
-    """Attributes: relative_error: the norm of the error by the norm of the matrix."""
-
-    name: str
-    rows: int
-    cols: int
-    group: int
-    bytes: int
-    relative_error: float
-
-
-@dataclass
-class Summary:
-    """What was done; `bytes_before` and `bytes_after` are of all tensors."""
-
-    model: str
-    out: str
-    dtype: str
-    group: int
-    asymmetric: bool
-    bytes_before: int = 0
-    bytes_after: int = 0
-    seconds: float = 0.0
-    relative_error: float = 0.0
-    matrices: list[QuantisedMatrix] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-
-
 def quantize(
     model: str | Path,
     out: str | Path,
@@ -90,6 +61,10 @@ def quantize(
     dtype: str = "int4",
     group: int = 32,
     asymmetric: bool = False,
+    calibrate: str | Path | None = None,
+    tokens: int | None = None,
+    bits: float | None = None,
+    format: str = "compressed-tensors",
     force: bool = False,
     progress: Progress | None = None,
     announce: Callable[[str], object] | None = None,
@@ -98,8 +73,12 @@ def quantize(
 
     Args:
         model: Hugging Face folder (safetensors) or GGUF file.
-        out: folder to make.
+        out: folder to make; a .gguf file for format "gguf".
         dtype: int4 or int8.
+        calibrate: a text file, or "builtin": make up for errors by what the model computes on it.
+        tokens: of that text that are used.
+        format: compressed-tensors; or gguf, for a calibrated copy of a GGUF file in the K types.
+        bits: stored for a weight of the calibrated matrices, on average at most: each gets what it needs.
         group: columns that share a scale in int4: 32, 64 or 128; less where a matrix needs it.
         asymmetric: int4 with a zero point for each group.
         force: replace `out` when it exists and is a model folder, with nothing else in it.
@@ -115,21 +94,54 @@ def quantize(
     if dtype not in ("int4", "int8"):
         raise UsageError(f"dtype {dtype!r}: quantize makes int4 or int8")
     Precision(dtype, group, asymmetric)
+    if calibrate is not None and dtype != "int4":
+        raise UsageError("--calibrate is for int4: int8 loses next to nothing without")
+    if tokens is not None and calibrate is None:
+        raise UsageError("--calibration-tokens: of which text? Give --calibrate too")
+    if bits is not None and calibrate is None:
+        raise UsageError("--bits: what each matrix needs is measured on a text; give --calibrate too")
     if asymmetric and dtype != "int4":
         raise UsageError("asymmetric: int4 only; int8 has room enough without")
     if not source.exists():
         raise UsageError(f"{model}: no such model folder or .gguf file; models are read from local files only")
-    _check_target(source, target, force)
+    if format == "gguf":
+        _check_gguf(source, target, calibrate, force)
+    else:
+        _check_target(source, target, force)
     checkpoint = checkpoint_of(source)
     if checkpoint.config.get("quantization_config"):
         raise ModelError(f"{source}: its weights are quantised already")
     summary = Summary(str(source), str(target), dtype, group if dtype == "int4" else 0, asymmetric)
+    if format == "gguf":
+        from anyaccel.inference.calibration.gguf_copy import copy_gguf
+
+        copy_gguf(source, target, checkpoint, summary, str(calibrate), tokens, bits, progress, announce)
+        summary.seconds = time.perf_counter() - start
+        return summary
     work = _Work(checkpoint, summary, progress)
+    check_room(target.parent, work.bytes_after)
+    if calibrate is not None:
+        work.calibrate(source, str(calibrate), tokens, bits, announce)
     with new_folder(target) as beside:
         work.write(beside)
         _write_configs(source, beside, checkpoint, work, announce)
     summary.seconds = time.perf_counter() - start
     return summary
+
+
+def _check_gguf(source: Path, target: Path, calibrate: Any, force: bool) -> None:
+    if calibrate is None:
+        raise UsageError("--format gguf: for calibrated copies only; give --calibrate too")
+    if not source.is_file():
+        raise UsageError(
+            f"{source}: --format gguf copies a GGUF file; llama.cpp's convert_hf_to_gguf.py makes one in 16 bits"
+        )
+    if target.suffix != ".gguf":
+        raise UsageError(f"{target}: call the new file NAME.gguf")
+    if not target.parent.is_dir():
+        raise UsageError(f"{target.parent}: no such folder")
+    if target.exists() and (not force or not target.is_file() or target.samefile(source)):
+        raise UsageError(f"{target}: exists already; give another name, or --force to replace another model's file")
 
 
 def _check_target(source: Path, target: Path, force: bool) -> None:
@@ -152,6 +164,7 @@ class _Work:
     """The tensors of one checkpoint: which are quantised, and how."""
 
     def __init__(self, checkpoint: Checkpoint, summary: Summary, progress: Progress | None) -> None:
+        self._checkpoint = checkpoint
         self.source: Any = checkpoint.source
         self.summary = summary
         self._progress = progress
@@ -169,6 +182,48 @@ class _Work:
         self._total = sum(stored_bytes(self.source.tensor(name)) for name in self.source.names())
         self._done = 0
         self._squares = [0.0, 0.0]
+        self._grids: dict[str, Any] = {}  # of calibrated matrices
+        self._calibrated: Any = None  # where calibrated matrices come from, block by block
+
+    @property
+    def bytes_after(self) -> int:
+        """Of all tensors that will be written."""
+        return sum(each.bytes for name in self.source.names() for each in self._planned(name))
+
+    def calibrate(self, source: Path, text: str, tokens: int | None, bits: float | None, announce: Any) -> None:
+        """Have the matrices of the decoder's blocks quantised by what they compute on a text."""
+        from anyaccel.inference.calibration.session import Calibration
+
+        def steps(done: int, total: int) -> None:
+            if self._progress is not None:
+                self._progress(done * self._total // total, self._total)
+
+        config = self._checkpoint.config
+        self._calibrated = Calibration(source, self.source, config, text, tokens, announce, steps)
+        self.summary.calibration = self._calibrated.told
+        menus = {name: self._menu(name, bits) for name in self._groups}
+        self._grids = self._calibrated.choose(menus, bits)
+
+    def _menu(self, name: str, bits: float | None) -> list[Any]:
+        """What a matrix can be: 4 bits, for a target with fewer or more scales, and 8 bits."""
+        from anyaccel.inference.calibration.grids import IntGrid
+
+        if bits is None:
+            return [IntGrid(4, self._groups[name], self.summary.asymmetric)]
+        cols = shape_of(self.source.tensor(name))[1]
+        return [*(IntGrid(4, group, True) for group in reversed(GROUPS) if cols % group == 0), IntGrid(8, cols, False)]
+
+    def _has_zeros(self, name: str) -> bool:
+        return self._grids[name].asymmetric if name in self._grids else self.summary.asymmetric
+
+    def _bits_of(self, name: str) -> int:
+        return self._grids[name].q_bits if name in self._grids else self._bits
+
+    def _group_of_grid(self, name: str) -> int:
+        """Columns that share a scale, 0 for all."""
+        if name not in self._grids:
+            return self._groups[name]
+        return self._grids[name].group if self._grids[name].q_bits == 4 else 0
 
     def _linear_names(self, checkpoint: Checkpoint) -> set[str]:
         """Tensors that are whole nn.Linear weights: what the matrices of the native runtime are made of."""
@@ -201,6 +256,8 @@ class _Work:
 
     def write(self, folder: Path) -> None:
         names = sorted(self.source.names())
+        if self._calibrated is not None:  # blocks after all else, in the order in which they are computed
+            names.sort(key=self._calibrated.place)
         planned = [each for name in names for each in self._planned(name)]
         writer = SafetensorsWriter(folder, planned, {"format": "pt"})
         self.summary.bytes_after = writer.total
@@ -222,12 +279,13 @@ class _Work:
             yield Planned(name, kept_dtype(tensor), shape)
             return
         rows, cols = shape
+        group, bits = self._group_of_grid(name), self._bits_of(name)
         groups = cols // group if group else 1
         stem = name.removesuffix(".weight")
-        yield Planned(f"{stem}.weight_packed", "I32", (rows, cols * self._bits // 32))
-        yield Planned(f"{stem}.weight_scale", "F16" if self._bits == 4 else "F32", (rows, groups))
+        yield Planned(f"{stem}.weight_packed", "I32", (rows, cols * bits // 32))
+        yield Planned(f"{stem}.weight_scale", "F16" if bits == 4 else "F32", (rows, groups))
         yield Planned(f"{stem}.weight_shape", "I64", (2,))
-        if self.summary.asymmetric:
+        if self._has_zeros(name):
             yield Planned(f"{stem}.weight_zero_point", "I32", (-(-rows // 8), groups))
 
     def _write_tensor(self, writer: SafetensorsWriter, name: str) -> None:
@@ -236,9 +294,16 @@ class _Work:
             self.summary.kept.append(name)
             writer.write(name, self._kept(tensor))
             return
-        import numpy
 
-        rows, cols = tensor.shape
+        rows, cols = shape_of(tensor)
+        if self._calibrated is not None and self._calibrated.has(name):
+            from anyaccel.inference.calibration.session import as_rows
+
+            matrix = self._calibrated.matrix(name)
+            q, scale, zero = as_rows(matrix.rounded)
+            words = packed_words(q, self._bits_of(name))
+            self._write_matrix(writer, name, (rows, cols), [words], [scale], [zero], list(matrix.errors))
+            return
         packed, scales, zeros = [], [], []
         error = [0.0, 0.0]
         step = max(_CHUNK_BYTES // (4 * cols) // 16, 1) * 16
@@ -252,20 +317,35 @@ class _Work:
             self._advance(stored_bytes(tensor) * len(part) // rows, tensor, part)
         if not math.isfinite(sum(error)):
             raise ModelError(f"{tensor.where}: has values that are infinite or not numbers")
+        self._write_matrix(writer, name, (rows, cols), packed, scales, zeros, error)
+
+    def _write_matrix(
+        self,
+        writer: SafetensorsWriter,
+        name: str,
+        shape: tuple[int, ...],
+        packed: Any,
+        scales: Any,
+        zeros: Any,
+        error: Any,
+    ) -> None:
+        """One matrix, of which there are some rows after others."""
+        import numpy
+
+        rows, cols = shape
         stem = name.removesuffix(".weight")
         size = writer.write(f"{stem}.weight_packed", packed)
-        kind = "f2" if self._bits == 4 else "f4"
-        size += writer.write(f"{stem}.weight_scale", [each.astype(kind) for each in scales])
+        stored = "f2" if self._bits_of(name) == 4 else "f4"
+        size += writer.write(f"{stem}.weight_scale", [each.astype(stored) for each in scales])
         size += writer.write(f"{stem}.weight_shape", [numpy.array([rows, cols], "i8")])
-        if self.summary.asymmetric:
+        if self._has_zeros(name):
             zero = numpy.concatenate(zeros)
             padded = numpy.pad(zero, ((0, -len(zero) % 8), (0, 0))).astype("u1")
             words = numpy.ascontiguousarray(packed_words(numpy.ascontiguousarray(padded.T), 4).T)
             size += writer.write(f"{stem}.weight_zero_point", [words])
         self._squares = [a + b for a, b in zip(self._squares, error, strict=True)]
-        self.summary.matrices.append(
-            QuantisedMatrix(name, rows, cols, self._groups[name], size, relative_error(*error))
-        )
+        group, kind = self._group_of_grid(name), f"int{self._bits_of(name)}"
+        self.summary.matrices.append(QuantisedMatrix(name, rows, cols, group, size, relative_error(*error), kind))
 
     def _kept(self, tensor: Any) -> Iterator[Any]:
         """The values of a tensor that is not quantised, in 16 bits or as they are."""
@@ -286,7 +366,7 @@ class _Work:
         if isinstance(tensor, TensorView) and tensor.order is None:
             tensor.done(rows)
         self._done += size
-        if self._progress is not None:
+        if self._progress is not None and self._calibrated is None:
             self._progress(min(self._done, self._total), self._total)
 
     def _quantised(self, tensor: Any, rows: range, group: int) -> tuple[Any, Any, Any, tuple[float, float]]:
@@ -314,42 +394,17 @@ class _Work:
 
     def quantization_config(self) -> dict[str, Any]:
         """The config's `quantization_config`: matrices with a group of their own are named, and so is what stays."""
-        by_group: dict[int, list[str]] = {}
-        for name, group in self._groups.items():
-            by_group.setdefault(group, []).append(name.removesuffix(".weight"))
-        common = max(by_group, key=lambda group: len(by_group[group]))
-        groups = {}
-        for number, group in enumerate(sorted(by_group, key=lambda each: each != common)):
-            groups[f"group_{number}"] = {
-                "targets": ["Linear"] if group == common else by_group[group],
-                "weights": {
-                    "num_bits": self._bits,
-                    "type": "int",
-                    "symmetric": not self.summary.asymmetric,
-                    "strategy": "group" if group else "channel",
-                    "group_size": group or None,
-                    "dynamic": False,
-                    "actorder": None,
-                },
-                "input_activations": None,
-                "output_activations": None,
-                "format": _FORMAT,
-            }
+        by_group: dict[tuple[int, int, bool], list[str]] = {}
+        for name in self._groups:
+            kind = self._bits_of(name), self._group_of_grid(name), self._has_zeros(name)
+            by_group.setdefault(kind, []).append(name.removesuffix(".weight"))
         ignored = {name.removesuffix(".weight") for name in self.source.names() if name.endswith(".weight")}
         ignored = {
             name
             for name in ignored - {n for names in by_group.values() for n in names}
             if len(self.source.tensor(f"{name}.weight").shape) == 2 and "embed" not in name
         }
-        return {
-            "quant_method": "compressed-tensors",
-            "format": _FORMAT,
-            "quantization_status": "compressed",
-            "config_groups": groups,
-            "ignore": sorted(ignored | {"lm_head"}),
-            "kv_cache_scheme": None,
-            "version": _VERSION,
-        }
+        return compressed_config(by_group, ignored)
 
 
 def _write_configs(source: Path, folder: Path, checkpoint: Checkpoint, work: _Work, announce: Any) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from anyaccel.errors import UsageError
+
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -28,6 +30,26 @@ class _EndedBySignal(BaseException):
 def new_folder(target: Path) -> Iterator[Path]:
     """An empty folder beside `target`, which takes its place at the end; an existing `target` is replaced.
 
+    When it fails, nothing is left: see `_beside`.
+    """
+    with _beside(target) as folder:
+        yield folder
+        folder.chmod(0o755)
+        _move(folder, target)
+
+
+@contextlib.contextmanager
+def new_file(target: Path) -> Iterator[Path]:
+    """A path for a file that takes the place of `target` at the end; see `new_folder`."""
+    with _beside(target) as folder:
+        yield folder / target.name
+        (folder / target.name).replace(target)
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[Path]:
+    """An empty folder beside `target`, for as long as the block lasts.
+
     When the block fails, or SIGTERM or SIGHUP ends the process, it is removed. What SIGKILL leaves behind goes with
     the next call for the same `target`: a folder's lock tells that nobody works in it any more.
     """
@@ -39,8 +61,6 @@ def new_folder(target: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with _signals_raise():
             yield beside
-            beside.chmod(0o755)
-            _move(beside, target)
     except _EndedBySignal as ended:
         shutil.rmtree(beside, ignore_errors=True)
         os.kill(os.getpid(), ended.number)  # its handler is the system's again
@@ -48,6 +68,13 @@ def new_folder(target: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         os.close(lock)
+
+
+def check_room(folder: Path, size: int) -> None:
+    """Raise UsageError when a file system has not so many bytes left, before work that would be in vain."""
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise UsageError(f"{folder}: {free / 2**20:.0f} MiB are free and {size / 2**20:.0f} MiB are needed")
 
 
 def _move(beside: Path, target: Path) -> None:

@@ -6,7 +6,7 @@ After llama.cpp's convert_hf_to_gguf.py, the other way round. Each is an entry o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,13 @@ class GgufTensors:
         if entry is not None:
             tensor = entry_of(tensor, entry)
         return replace(tensor, **changes) if changes else tensor  # type: ignore[no-any-return]
+
+    def stored(self, name: str) -> tuple[str, Sequence[int] | None] | None:
+        """The file's own name of a matrix and the stored row of each row; None when it is not one of its own there."""
+        stored, changes, entry = self._names[name]
+        alone = sum(each[0] == stored for each in self._names.values()) == 1
+        plain = entry is None and not changes.keys() - {"order"}
+        return (stored, changes.get("order")) if alone and plain else None
 
     def release(self, name: str) -> None:
         """Nothing to do: its pages have gone as its rows were read, and another name may be of the same tensor."""

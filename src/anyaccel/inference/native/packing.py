@@ -112,7 +112,7 @@ class Plan:
         sizes = []
         for name, shape in self._whole_matrices.items():
             form = choose(shape, precision, [stored_format(each.tensor, range(shape.cols)) for each in found[name]])
-            sizes.append((name, shape.rows * shape.cols * _BITS[form.format] // 8))
+            sizes.append((name, shape.rows * shape.cols * FORMATS[form.format].bits // 8))
         return split_layers(*bytes_by_layer(self.whole, sizes), stages)
 
     def shapes(self) -> dict[str, Any]:

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A calibrated copy of a GGUF file: the same metadata and tensors, the matrices in the K types (llama.cpp reads it)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.calibration.compensation import nearest
+from anyaccel.inference.calibration.gguf_grids import GRIDS, SMALL, packed
+from anyaccel.inference.calibration.grids import Grid
+from anyaccel.inference.calibration.layers import Progress
+from anyaccel.inference.calibration.session import Calibration
+from anyaccel.inference.calibration.summary import QuantisedMatrix, Summary
+from anyaccel.inference.checkpoints.gguf_file import GgufSource
+from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES
+from anyaccel.inference.checkpoints.new_folder import check_room, new_file
+from anyaccel.inference.checkpoints.stored_values import floats_of, relative_error
+
+_MENU = ("q4_k", "q5_k", "q6_k", "q8_0")
+_PLAIN = ("f32", "f16", "bf16", "f64", "q8_0")  # types that have lost nothing, or next to nothing
+_ROWS = 1024  # of an embedding that are rounded at a time
+_QUANTISATION_VERSION = 2  # of llama.cpp's types
+_FILE_TYPE = 15  # "mostly Q4_K - medium": the name that tools show
+_OWN_KEYS = ("GGUF.", "split.", "general.architecture", "general.file_type", "general.quantization_version")
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the new file: `type` and the name by which it is calibrated; neither: its bytes as they are."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    calibrated: str | None = None
+    copied: bool = False
+
+    @property
+    def bytes(self) -> int:
+        values, size = BLOCK_BYTES[self.type]
+        return int(numpy.prod(self.shape)) // values * size
+
+
+class GgufCopy:
+    """What a copy consists of.
+
+    Attributes: bytes_before, bytes_after: of all tensors. matrices, errors: of what is written, the squared sums.
+
+    Raises:
+        ModelError: its weights are quantised already.
+    """
+
+    def __init__(self, path: Path, source: Any, calibration: Calibration, bits: float | None) -> None:
+        self._path = path
+        self._names = source
+        self._file = GgufSource(path)
+        self._calibration = calibration
+        infos = {name: self._file.file_of(name).infos[name] for name in self._file.names()}
+        for name, info in infos.items():
+            if len(info.shape) > 1 and info.type not in _PLAIN:
+                raise ModelError(f"{path}: tensor {name!r} is {info.type}: its weights are quantised already")
+        own = {name: where for name in source.names() if (where := source.stored(name)) is not None}
+        menus = {
+            name: _menu(infos[stored].shape[1], bits)
+            for name, (stored, _) in own.items()
+            if len(infos[stored].shape) == 2 and infos[stored].shape[1] % 32 == 0
+        }
+        grids = calibration.choose(menus, bits)
+        self._orders: dict[str, Sequence[int] | None] = {name: own[name][1] for name in grids}
+        by_stored = {own[name][0]: name for name in grids}
+        self._tensors = [
+            self._planned(name, infos[name], by_stored.get(name), grids, "output.weight" in infos) for name in infos
+        ]
+        # Matrices in the order in which they are computed, behind all that stays.
+        self._tensors.sort(key=lambda each: calibration.place(each.calibrated) if each.calibrated else 0)
+        self.bytes_before = sum(info.end - info.begin for info in infos.values())
+        self.bytes_after = sum(each.bytes for each in self._tensors)
+        self.matrices: list[QuantisedMatrix] = []
+        self.errors: list[tuple[float, float]] = []
+
+    def _planned(self, name: str, info: Any, calibrated: str | None, grids: dict[str, Grid], untied: bool) -> _Tensor:
+        if calibrated is not None:
+            return _Tensor(name, info.shape, grids[calibrated].name, calibrated)
+        if name in ("output.weight", "token_embd.weight") and info.shape[-1] % 32 == 0:
+            # As llama.cpp does: the head has more bits; an embedding that is the head too has them as well.
+            kind = "q4_k" if name == "token_embd.weight" and untied else "q6_k"
+            return _Tensor(name, info.shape, kind if info.shape[-1] % 256 == 0 else SMALL[kind])
+        return _Tensor(name, info.shape, info.type, copied=True)
+
+    def write(self, out: Path) -> None:
+        import gguf
+
+        known = gguf.GGUFReader(self._path)
+        writer = gguf.GGUFWriter(out, str(self._file.metadata["general.architecture"]))
+        for key, value in known.fields.items():
+            if not key.startswith(_OWN_KEYS):
+                of = value.types[-1] if value.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(key, value.contents(), value.types[0], sub_type=of)
+        writer.add_file_type(_FILE_TYPE)
+        writer.add_quantization_version(_QUANTISATION_VERSION)
+        for each in self._tensors:
+            kind = gguf.GGMLQuantizationType[each.type.upper()]
+            values, size = BLOCK_BYTES[each.type]
+            row_bytes = each.shape[-1] // values * size
+            shape = (*each.shape[:-1], row_bytes)
+            writer.add_tensor_info(each.name, shape, numpy.dtype(numpy.uint8), each.bytes, kind)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for each in self._tensors:
+                writer.write_tensor_data(self._data(each))
+        finally:
+            writer.close()
+
+    def _data(self, tensor: _Tensor) -> Any:
+        if tensor.copied:
+            file = self._file.file_of(tensor.name)
+            info = file.infos[tensor.name]
+            return numpy.frombuffer(bytes(file.file.bytes(info.begin, info.end - info.begin)), numpy.uint8)
+        if tensor.calibrated is None:
+            return numpy.concatenate(list(self._nearest(tensor)))
+        matrix = self._calibration.matrix(tensor.calibrated)
+        data = packed(matrix.rounded)
+        order = self._orders[tensor.calibrated]
+        if order is not None:  # row i of the model is the stored row order[i]
+            stored = numpy.empty_like(data)
+            stored[numpy.asarray(order)] = data
+            data = stored
+        rows, cols = tensor.shape
+        error = relative_error(*matrix.errors)
+        group = GRIDS[tensor.type].group
+        self.matrices.append(QuantisedMatrix(tensor.calibrated, rows, cols, group, tensor.bytes, error, tensor.type))
+        self.errors.append(matrix.errors)
+        return data
+
+    def _nearest(self, tensor: _Tensor) -> Iterator[Any]:
+        values: Any = self._file.tensor(tensor.name)
+        for first in range(0, tensor.shape[0], _ROWS):
+            rows = floats_of(values, range(first, min(first + _ROWS, tensor.shape[0])))
+            yield packed(nearest(torch.from_numpy(rows), GRIDS[tensor.type]))
+
+
+def copy_gguf(
+    source: Path,
+    target: Path,
+    checkpoint: Any,
+    summary: Summary,
+    text: str,
+    tokens: int | None,
+    bits: float | None,
+    progress: Progress | None,
+    announce: Callable[[str], object] | None,
+) -> None:
+    """Write a calibrated copy; `summary` is filled."""
+    size = source.stat().st_size
+
+    def steps(done: int, total: int) -> None:
+        if progress is not None:
+            progress(done * size // total, size)
+
+    calibration = Calibration(source, checkpoint.source, checkpoint.config, text, tokens, announce, steps)
+    copy = GgufCopy(source, checkpoint.source, calibration, bits)
+    check_room(target.parent, copy.bytes_after)
+    summary.calibration = calibration.told
+    summary.bytes_before, summary.bytes_after = copy.bytes_before, copy.bytes_after
+    with new_file(target) as beside:
+        copy.write(beside)
+    summary.asymmetric, summary.group = True, 32
+    summary.matrices = copy.matrices
+    errors = [sum(each) for each in zip(*copy.errors, strict=True)]
+    summary.relative_error = relative_error(errors[0], errors[1])
+
+
+def _menu(cols: int, bits: float | None) -> list[Grid]:
+    menu = _MENU[: None if bits is not None else 1]
+    return [GRIDS[each if cols % 256 == 0 or each == "q8_0" else SMALL[each]] for each in menu]

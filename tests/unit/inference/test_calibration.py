@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibrated quantisation: levels that readers give back, errors that are made up for, files as a whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.calibration.compensation import Inputs, compensated, nearest
+from anyaccel.inference.calibration.gguf_grids import GRIDS, packed
+from anyaccel.inference.calibration.grids import Grid, IntGrid
+from anyaccel.inference.calibration.mixed import spent
+from anyaccel.inference.calibration.text import builtin_text
+from anyaccel.inference.checkpoints.gguf_file import GgufSource
+from anyaccel.inference.checkpoints.stored_values import floats_of
+from anyaccel.inference.native.checkpoint import checkpoint_of
+from anyaccel.inference.quantize import quantize
+
+INTS = [IntGrid(4, 32, True), IntGrid(4, 64, False), IntGrid(4, 128, True), IntGrid(8, 256, False)]
+
+
+def correlated(cols: int, count: int) -> torch.Tensor:
+    """Inputs whose features depend on each other, as those of a model do."""
+    torch.manual_seed(1)
+    return torch.randn(count, cols // 4) @ torch.randn(cols // 4, cols) + 0.3 * torch.randn(count, cols)
+
+
+@pytest.mark.parametrize("grid", [*INTS, *GRIDS.values()], ids=lambda grid: grid.name)
+def test_errors_are_made_up_for(grid: Grid) -> None:
+    x = correlated(512, 1024)
+    torch.manual_seed(0)
+    w = torch.randn(48, 512)
+    if isinstance(grid, IntGrid) and grid.q_bits == 8:
+        grid = IntGrid(8, 512, False)
+    plain, made_up = nearest(w, grid), compensated(w, grid, Inputs(x.T @ x, grid.width))
+    errors = [float(((each.values() - w) @ x.T).square().mean().sqrt()) for each in (plain, made_up)]
+    assert errors[1] < 0.75 * errors[0]
+    size = float((w @ x.T).square().mean().sqrt())
+    assert errors[0] / size < 0.2 * 2.0 ** (4 - math.floor(grid.bits))
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_blocks_are_read_as_the_same_values(kind: str) -> None:
+    from gguf import GGMLQuantizationType, dequantize
+
+    torch.manual_seed(0)
+    w = torch.randn(8, 512) * torch.rand(8, 1)
+    w[3] = 0.0
+    w[4, :300] = 0.0
+    w[5] = w[5].abs()
+    rounded = nearest(w, GRIDS[kind])
+    found = dequantize(packed(rounded), GGMLQuantizationType[kind.upper()])
+    np.testing.assert_allclose(found, rounded.values().numpy(), rtol=0, atol=1e-6)
+
+
+def test_inputs_that_are_always_zero() -> None:
+    x = correlated(64, 256)
+    x[:, 5:40] = 0.0
+    w = torch.randn(8, 64)
+    values = compensated(w, INTS[0], Inputs(x.T @ x, 32)).values()
+    assert torch.isfinite(values).all()
+    assert float(((values - w) @ x.T).norm() / (w @ x.T).norm()) < 0.1
+
+
+def byte_model(folder: Path) -> Path:
+    """A small random Llama whose tokens are bytes; features that are correlated, as those of real models."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    mixing = torch.randn(12, 64)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(torch.randn(256, 12) @ mixing + 0.1 * torch.randn(256, 64))
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.normal_(0, 0.08)
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({each: number for number, each in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_model(tmp_path_factory.mktemp("calibration") / "model")
+
+
+def text(folder: Path, characters: int = 6000) -> Path:
+    file = folder / "text.txt"
+    file.write_text(builtin_text()[:characters])
+    return file
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Of a text that was not calibrated on, with the values that the checkpoint stands for."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source: Any = checkpoint_of(folder).source
+    config = AutoConfig.from_pretrained(folder)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    values = {name: torch.from_numpy(floats_of(source.tensor(name))) for name in made.state_dict()}
+    made.load_state_dict(values)
+    window = torch.tensor([ord(each) % 256 for each in "A text that nothing was fitted to; 1, 2, 3 and so on."])
+    with torch.inference_mode():
+        return made(window[None]).logits[0]
+
+
+def test_a_calibrated_model_is_closer(model: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    quantize(model, tmp_path / "plain", asymmetric=True)
+    made = tmp_path / "calibrated"
+    summary = quantize(
+        model, made, calibrate=text(tmp_path), tokens=4096, asymmetric=True,
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert summary.calibration == {"text": str(tmp_path / "text.txt"), "tokens": 4096}
+    assert len(summary.matrices) == 14
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1]
+    wanted = logits(model)
+    plain, calibrated = (float((logits(tmp_path / name) - wanted).norm()) for name in ("plain", "calibrated"))
+    assert calibrated < 0.8 * plain
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["calibrated", "plain", "text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [("", "is empty"), (" \n", "is empty"), ("short", "5 tokens; at least 2048 are needed")]
+)
+def test_texts_that_are_of_no_use(model: Path, tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "text.txt").write_text(content)
+    with pytest.raises(UsageError, match=said):
+        quantize(model, tmp_path / "out", calibrate=tmp_path / "text.txt")
+    with pytest.raises(UsageError, match="no such text file"):
+        quantize(model, tmp_path / "out", calibrate=tmp_path / "other.txt")
+    with pytest.raises(UsageError, match="int8 loses next to nothing"):
+        quantize(model, tmp_path / "out", calibrate="builtin", dtype="int8")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["text.txt"]
+
+
+def test_no_room(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 10))
+    with pytest.raises(UsageError, match="0 MiB are free"):
+        quantize(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bits_go_where_they_spare_most() -> None:
+    damage = {("a",): [9.0, 1.0, 0.5], ("b",): [2.0, 1.9, 0.0], ("c",): [1.0, 0.9, 0.8]}
+    bits = {names: [4.0, 5.0, 8.0] for names in damage}
+    sizes = dict.fromkeys(damage, 100)
+    assert spent(damage, bits, sizes, 4.0) == {("a",): 0, ("b",): 0, ("c",): 0}
+    assert spent(damage, bits, sizes, 4.4) == {("a",): 1, ("b",): 0, ("c",): 0}
+    assert spent(damage, bits, sizes, 5.7) == {("a",): 1, ("b",): 2, ("c",): 0}
+    assert spent(damage, bits, sizes, 99.0) == {("a",): 2, ("b",): 2, ("c",): 2}
+    with pytest.raises(UsageError, match=r"--bits 3: the smallest there is has 4.00 bits"):
+        spent(damage, bits, sizes, 3.0)
+
+
+def test_mixed_precision_keeps_to_its_target(model: Path, tmp_path: Path) -> None:
+    summary = quantize(model, tmp_path / "out", calibrate=text(tmp_path), bits=5.2)
+    weights = sum(each.rows * each.cols for each in summary.matrices)
+    assert (
+        4.8 < 8 * sum(each.bytes - 16 for each in summary.matrices) / weights < 5.3
+    )  # scales of rows, zero points padded
+    kinds = {each.name: (each.type, each.group) for each in summary.matrices}
+    assert {kind for kind, _ in kinds.values()} == {"int4", "int8"}
+    for layer in range(2):  # what is one matrix natively is of one kind
+        at = f"model.layers.{layer}."
+        assert len({kinds[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"}) == 1
+        assert len({kinds[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")}) == 1
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert {group["weights"]["num_bits"] for group in settings.values()} == {4, 8}
+    assert float((logits(tmp_path / "out") - logits(model)).norm() / logits(model).norm()) < 0.2
+
+
+class Octets:
+    """A tokenizer whose tokens are bytes."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def gguf_model(folder: Path, out: Path) -> Path:
+    """The model of a folder as a GGUF file in bfloat16, with rows as llama.cpp orders them."""
+    import gguf
+    from safetensors.torch import load_file
+
+    parts = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    others = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    config = json.loads((folder / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(16)
+    writer.add_array("tokenizer.ggml.tokens", [f"t{number}" for number in range(256)])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem = name.removesuffix(".weight")
+        layer = stem.removeprefix("model.layers.").partition(".")
+        stored = others.get(stem) or f"blk.{layer[0]}.{parts[layer[2]]}"
+        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(stem[-6:])
+        if heads:
+            tensor = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        values = tensor.float().contiguous().numpy()
+        if tensor.dim() == 1:
+            writer.add_tensor(f"{stored}.weight", values)
+        else:
+            halves = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(f"{stored}.weight", halves, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def test_a_calibrated_gguf_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anyaccel.inference.calibration.text.load_text_tokenizer", lambda *_: Octets())
+    file = gguf_model(model, tmp_path / "model.gguf")
+    text(tmp_path)
+    summary = quantize(file, tmp_path / "out.gguf", calibrate=tmp_path / "text.txt", format="gguf")
+    assert {each.type for each in summary.matrices} == {"q4_k", "q4_1"}  # down_proj has 256 columns
+    before, after = (checkpoint_of(tmp_path / name).source for name in ("model.gguf", "out.gguf"))
+    assert sorted(before.names()) == sorted(after.names())
+    assert GgufSource(tmp_path / "out.gguf").metadata["llama.block_count"] == 2
+    for name in before.names():
+        a, b = floats_of(before.tensor(name)), floats_of(after.tensor(name))
+        assert np.linalg.norm(a - b) <= (0.0 if a.ndim == 1 else 0.15) * np.linalg.norm(a), name
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.gguf", "out.gguf", "text.txt"]
+    with pytest.raises(UsageError, match="exists already"):
+        quantize(file, tmp_path / "out.gguf", calibrate=tmp_path / "text.txt", format="gguf")
+    with pytest.raises(ModelError, match="quantised already"):
+        quantize(tmp_path / "out.gguf", tmp_path / "b.gguf", calibrate=tmp_path / "text.txt", format="gguf")
+    with pytest.raises(UsageError, match="copies a GGUF file"):
+        quantize(model, tmp_path / "b.gguf", calibrate=tmp_path / "text.txt", format="gguf")
