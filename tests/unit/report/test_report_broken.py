@@ -61,7 +61,7 @@ def outcomes(name: str, problem: str, *commands: list[str]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        ("missing", "torch is not installed in this environment: pip install torch"),
+        ("missing", "torch is not installed in this environment: pip install 'anyaccel[torch]'"),
         ("library", "torch is installed and cannot be imported (OSError: libtorch_cpu.so: cannot open shared object"),
         ("exit", "torch is installed and cannot be imported (SystemExit: no licence); pip install --force-reinstall"),
     ],
