@@ -136,7 +136,7 @@ def test_without_torch_what_needs_it_says_which_extra_to_install() -> None:
     codes = {
         "import anyaccel; anyaccel.topology, anyaccel.launch": "works",
         "import anyaccel; anyaccel.get_accelerator()": "AcceleratorUnavailableError: torch is not installed",
-        "import anyaccel; anyaccel.init_inference": "MissingPackageError: anyaccel.init_inference needs torch",
+        "import anyaccel; anyaccel.init_inference": "MissingPackageError: anyaccel.inference.init_inference needs torch",
         "import anyaccel; anyaccel.init_distributed": "MissingPackageError: ",
         "import anyaccel; anyaccel.io.load": "MissingPackageError: anyaccel.io.load needs torch, which is not",
         "from anyaccel.ops.adam import CPUAdam": "MissingPackageError: ",
