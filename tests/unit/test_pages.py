@@ -136,7 +136,7 @@ def test_without_torch_what_needs_it_says_which_extra_to_install() -> None:
     codes = {
         "import anyaccel; anyaccel.topology, anyaccel.launch": "works",
         "import anyaccel; anyaccel.get_accelerator()": "AcceleratorUnavailableError: torch is not installed",
-        "import anyaccel; anyaccel.init_inference": "MissingPackageError: anyaccel.inference.init_inference needs torch",
+        "import anyaccel; anyaccel.init_inference": "MissingPackageError: anyaccel.inference.init_inference needs",
         "import anyaccel; anyaccel.init_distributed": "MissingPackageError: ",
         "import anyaccel; anyaccel.io.load": "MissingPackageError: anyaccel.io.load needs torch, which is not",
         "from anyaccel.ops.adam import CPUAdam": "MissingPackageError: ",
@@ -148,3 +148,45 @@ def test_without_torch_what_needs_it_says_which_extra_to_install() -> None:
     said = done.stdout.splitlines()
     assert [line[: len(start)] for line, start in zip(said, codes.values(), strict=True)] == list(codes.values())
     assert all("pip install 'anyaccel[torch]'" in line for line in said if line != "works")
+
+
+def test_the_support_matrix_is_current_and_has_tests_behind_it() -> None:
+    from anyaccel.vendors import VENDORS
+
+    matrix = tool("support_matrix")
+    assert matrix.page() == matrix.PAGE.read_text(), "run python tools/support_matrix.py"
+    data = matrix.data()
+    assert {name for name in data["devices"] if not name.startswith("cpu, ")} == VENDORS.keys() - {"cpu"}
+    recorded = {file.stem for file in (ROOT / "tests" / "data" / "vendor_api").glob("*.json")}
+    for device, known in data["devices"].items():
+        assert list(known) == data["features"]
+        for feature, word in known.items():
+            assert word in data["statuses"]
+            # What is tested names its test; a test on the hardware is one on a CPU, as no other machine runs the tests.
+            if word in ("hardware", "emulation", "recorded", "imitated", "torch"):
+                assert (ROOT / data["evidence"][feature][word]).is_file(), (device, feature)
+            assert word != "hardware" or device.startswith("cpu, x86-64")
+            assert word != "recorded" or device in recorded, device
+
+
+@pytest.mark.parametrize("name", ["memory_table", "commands_page"])
+def test_generated_pages_are_current(name: str) -> None:
+    written = tool(name)
+    assert written.page() == written.PAGE.read_text(), f"run python tools/{name}.py"
+
+
+def test_the_address_of_the_repository_goes_everywhere() -> None:
+    address = "https://forge.example/owner/anyaccel"
+    put = tool("set_address").with_address
+    readme = put("README.md", (ROOT / "README.md").read_text(), address)
+    links = re.findall(r"\]\(([^)]+)\)", readme)
+    assert [link for link in links if not link.startswith((f"{address}/", "https://", "#"))] == []
+    assert f"]({address}/blob/main/docs/install.md)" in readme
+    assert f"]({address}/raw/main/docs/pictures/topo.svg)" in readme
+    project = (ROOT / "pyproject.toml").read_text()
+    for _ in range(2):  # again, when it moves
+        project = put("pyproject.toml", project, address)
+    assert tomllib.loads(project)["project"]["urls"]["Issues"] == f"{address}/issues"
+    assert project.count("[project.scripts]") == 1
+    assert f"- repo: {address}\n" in put("docs/porting.md", (ROOT / "docs" / "porting.md").read_text(), address)
+    assert put("CITATION.cff", (ROOT / "CITATION.cff").read_text(), address).endswith(f"\nrepository-code: {address}\n")
