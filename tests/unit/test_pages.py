@@ -190,3 +190,11 @@ def test_the_address_of_the_repository_goes_everywhere() -> None:
     assert project.count("[project.scripts]") == 1
     assert f"- repo: {address}\n" in put("docs/porting.md", (ROOT / "docs" / "porting.md").read_text(), address)
     assert put("CITATION.cff", (ROOT / "CITATION.cff").read_text(), address).endswith(f"\nrepository-code: {address}\n")
+
+
+def test_the_map_is_drawn_with_every_package() -> None:
+    made = tool("map_picture")
+    assert made.TARGET.read_text() == made.drawing(), "run python tools/map_picture.py"
+    drawn = {part.strip() for _, parts in made.LAYERS for part in parts}
+    assert {each.name for each in (ROOT / "src" / "anyaccel").iterdir() if (each / "__init__.py").exists()} <= drawn
+    assert {each.name for each in (ROOT / "csrc").iterdir() if each.is_dir()} <= drawn
