@@ -198,3 +198,11 @@ def test_the_map_is_drawn_with_every_package() -> None:
     drawn = {part.strip() for _, parts in made.LAYERS for part in parts}
     assert {each.name for each in (ROOT / "src" / "anyaccel").iterdir() if (each / "__init__.py").exists()} <= drawn
     assert {each.name for each in (ROOT / "csrc").iterdir() if each.is_dir()} <= drawn
+
+
+def test_the_speed_that_the_readme_tells_is_that_of_the_measurements() -> None:
+    said = re.search(r"decodes ([\d.]+) to ([\d.]+) times as fast", (ROOT / "README.md").read_text())
+    assert said is not None
+    table = (ROOT / "docs" / "performance.md").read_text().split("| ours / peer |")[1].split("\n\n")[0]
+    times = [float(row.split("|")[2].split("(")[1].rstrip(") ")) for row in table.splitlines()[2:]]
+    assert (float(said[1]), float(said[2])) == (min(times), max(times))
