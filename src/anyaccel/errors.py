@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that anyaccel raises on purpose.
+"""The errors that programs catch. Every error that anyaccel raises on purpose derives from `AnyAccelError`.
 
 A message says what was wrong, the value that was seen, and what to do. The CLI prints it as one line without a
 traceback and exits with the class's ``exit_code``.
@@ -34,6 +34,16 @@ class ProgramNotRunnableError(UsageError):
 
 class AcceleratorUnavailableError(AnyAccelError, RuntimeError):
     """An accelerator was asked for by name and cannot be used; the message says what to install."""
+
+
+class MissingPackageError(AnyAccelError, ModuleNotFoundError):
+    """A package that a part of this one needs is not installed; the message names the extra that brings it."""
+
+    def __init__(self, message: str, package: str) -> None:
+        super().__init__(message, name=package)
+
+    def __reduce__(self) -> tuple[type[MissingPackageError], tuple[str, str | None]]:
+        return type(self), (str(self), self.name)
 
 
 class CapabilityError(AnyAccelError, NotImplementedError):

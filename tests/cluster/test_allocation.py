@@ -67,6 +67,25 @@ def test_the_binder_below_srun_below_run(hosts: Hosts, tmp_path: Path) -> None:
     assert not set(found[0]["cores"]) & set(found[1]["cores"])  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
+def test_the_batch_script_of_the_guide(hosts: Hosts, tmp_path: Path) -> None:
+    """docs/slurm.md shows it; it is run here as `sbatch` runs it, on two hosts."""
+    hosts.need("slurm")
+    (tmp_path / "show.py").write_text(SHOW)
+    script = Path(__file__).parents[2] / "examples" / "slurm.sbatch"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = hosts[0].run(
+        ["sbatch", "--wait", "--nodes=2", "--output=job.out", str(script), "show.py"],
+        cwd=tmp_path, env=hosts.environment("slurm") | {"PATH": path}, timeout=120,
+    )  # fmt: skip
+    said = (tmp_path / "job.out").read_text() if (tmp_path / "job.out").exists() else ""
+    assert done.returncode == 0, done.stderr + said
+    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert sorted((rank["host"], rank["RANK"]) for rank in found) == [
+        ("node1", "0"), ("node1", "1"), ("node2", "2"), ("node2", "3")
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "launcher", ["pdsh", *(pytest.param(n, marks=pytest.mark.slow) for n in LAUNCHERS if n != "pdsh")]
 )

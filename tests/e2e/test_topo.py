@@ -120,7 +120,7 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (("--sysfs-root", tree, "--bind_core_list", "0-9"), 2, "CPU 4-9, which this machine does not have"),
         (("--bind_core_list", "a"), 2, "--bind_core_list 'a'"),
         (("--smt",), 2, "--smt is about workers that are bound"),
-        (("--sysfsroot", "x"), 2, "unrecognized arguments: --sysfsroot x; see anyaccel topo --help"),
+        (("--sysfsroot", "x"), 2, "unrecognized arguments: --sysfsroot x .did you mean --sysfs-root"),
     ]
     for arguments, code, message in cases:
         done = topo(*arguments)

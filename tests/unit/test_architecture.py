@@ -42,7 +42,18 @@ MAY_IMPORT = {
     # The alias stands for everything, the command included.
     "compat.deepspeed": {"accelerator", "cli", "comm", "compat", "env", "inference", "launch", "ops", "topology"},
 }  # fmt: skip
-EVERYBODYS = {"errors", "numerals", "outside", "vendors", "_lazy", "_version", "_native", "_llm"}
+EVERYBODYS = {
+    "errors",
+    "extras",
+    "_needs_torch",
+    "numerals",
+    "outside",
+    "vendors",
+    "_lazy",
+    "_version",
+    "_native",
+    "_llm",
+}
 
 # The rooms of inference/ and what stands beside them; each imports only those before it, for types too.
 ROOMS = (

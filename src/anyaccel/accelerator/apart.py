@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from anyaccel import _native
 from anyaccel.errors import AcceleratorUnavailableError
 
 # Seconds; importing torch takes two, on a loaded machine or from a slow disk many more. Detection has its own limits.
@@ -63,7 +62,7 @@ def run_apart(work: Callable[[], Any], what: str) -> Any:
 def _be_the_child(work: Callable[[], Any], writer: int) -> None:
     code = 1
     try:
-        _native.set_parent_death_signal(signal.SIGKILL)
+        _end_with_parent()
         try:
             outcome = {"result": work()}
         except (Exception, SystemExit) as error:  # noqa: BLE001 - told by the other process
@@ -78,6 +77,14 @@ def _be_the_child(work: Callable[[], Any], writer: int) -> None:
         code = 130  # the other process says it
     finally:
         os._exit(code)
+
+
+def _end_with_parent() -> None:
+    try:
+        from anyaccel import _native
+    except ImportError:  # a source tree that was not built, or a damaged module: the report says so itself
+        return
+    _native.set_parent_death_signal(signal.SIGKILL)
 
 
 def _read(reader: int, what: str) -> bytes:

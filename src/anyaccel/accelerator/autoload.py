@@ -17,6 +17,7 @@ from anyaccel import env
 from anyaccel.accelerator import deadline
 from anyaccel.accelerator.spec import BackendSpec
 from anyaccel.errors import AcceleratorUnavailableError
+from anyaccel.extras import pip_line
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def _is_missing(error: BaseException) -> bool:
 
 def _unusable(error: BaseException) -> AcceleratorUnavailableError:
     if _is_missing(error):
-        return AcceleratorUnavailableError("torch is not installed in this environment: pip install torch")
+        return AcceleratorUnavailableError(f"torch is not installed in this environment: {pip_line('torch')}")
     reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return AcceleratorUnavailableError(
         f"torch is installed and cannot be imported ({reason}); pip install --force-reinstall torch"

@@ -11,6 +11,7 @@ import sys
 from anyaccel._version import __version__
 from anyaccel.cli._interrupts import Interrupts, careful_interrupts
 from anyaccel.cli._streams import drop_output, output_fails, standard_streams, written
+from anyaccel.cli._style import did_you_mean, styled, terminal_width
 from anyaccel.errors import AnyAccelError
 
 # Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
@@ -33,8 +34,14 @@ COMMANDS = {
 
 
 def _usage() -> str:
+    import textwrap
+
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:{width}}  {text}" for name, text in COMMANDS.items()]
+    room = max(20, terminal_width() - width - 4)
+    lines = []
+    for name, text in COMMANDS.items():
+        first, *others = textwrap.wrap(text, room)
+        lines += [f"  {name:{width}}  {first}", *(" " * (width + 4) + other for other in others)]
     return "\n".join(
         [
             "usage: anyaccel [--version] COMMAND ...",
@@ -47,6 +54,10 @@ def _usage() -> str:
     )
 
 
+def _say_error(message: str) -> None:
+    print(f"anyaccel: {styled('error:', 'error', sys.stderr)} {message}", file=sys.stderr)
+
+
 def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -55,7 +66,8 @@ def _dispatch(argv: list[str]) -> int:
         print(f"anyaccel {__version__}")
         return 0
     if argv[0] not in COMMANDS:
-        print(f"anyaccel: error: unknown command {argv[0]!r}; commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        near = did_you_mean(argv[0], COMMANDS)
+        _say_error(f"unknown command {argv[0]!r}{near}; commands: {', '.join(COMMANDS)}")
         return 2
     module = importlib.import_module(f"anyaccel.cli.{argv[0]}")
     code: int = module.main(argv[1:])
@@ -88,7 +100,7 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
         interrupts.raise_waiting()
         return code
     except AnyAccelError as error:
-        print(f"anyaccel: error: {error}", file=sys.stderr)
+        _say_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         # A launcher and the terminal may both send SIGINT: a second one would interrupt the clean-up.
@@ -98,7 +110,7 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
     except ImportError as error:
         if (said := _import_problem(error)) is None:
             raise
-        print(f"anyaccel: error: {said}", file=sys.stderr)
+        _say_error(said)
         return 1
     except BrokenPipeError:
         drop_output()  # the reader went away (`| head`)
@@ -107,7 +119,7 @@ def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
         if output_fails():  # `written` prints the message
             return 1
         # Too many open files, no space left, a file that may not be read: the system's message is enough.
-        print(f"anyaccel: error: {' '.join(str(error).split())}{_about_folder()}", file=sys.stderr)
+        _say_error(f"{' '.join(str(error).split())}{_about_folder()}")
         return 1
 
 
@@ -122,5 +134,7 @@ def _import_problem(error: ImportError) -> str | None:
     if not package or package in sys.stdlib_module_names:
         return None
     if isinstance(error, ModuleNotFoundError):
-        return f"the package {package} is missing ({reason}): pip install {package}"
+        from anyaccel.extras import pip_line
+
+        return f"the package {package} is missing ({reason}): {pip_line(package)}"
     return f"the package {package} is damaged ({reason}): pip install --force-reinstall {package}"

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterable
 
+from anyaccel.cli._style import did_you_mean, terminal_width
 from anyaccel.errors import UsageError
 from anyaccel.numerals import parse_number, parse_whole
 
@@ -24,14 +24,17 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     """A formatter that is told its width: argparse would import shutil for it, which takes 14 ms."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=_terminal_width() - 2)
+        width = terminal_width() - 2
+        super().__init__(prog, width=width, max_help_position=24 if width > 70 else 16)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """A description is filled to the width, paragraph by paragraph; examples stay as they were written."""
+        if text.startswith("examples:"):
+            return super()._fill_text(text, width, indent)
+        import textwrap
 
-def _terminal_width() -> int:
-    try:
-        return int(os.environ.get("COLUMNS", "")) or os.get_terminal_size().columns
-    except (ValueError, OSError):
-        return 80
+        filled = [textwrap.fill(" ".join(each.split()), width) for each in text.split("\n\n")]
+        return super()._fill_text("\n\n".join(filled), width, indent)
 
 
 def strict_numbers(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +66,11 @@ class Parser(argparse.ArgumentParser):
         print(message, end="", file=file or sys.stderr)
 
     def error(self, message: str) -> NoReturn:
+        start, _, rest = message.partition("unrecognized arguments: ")
+        if rest and not start:
+            option = rest.split()[0].partition("=")[0]
+            known = (name for action in self._actions for name in action.option_strings if name[:2] == "--")
+            message += did_you_mean(option, known) if option.startswith("--") else ""
         said = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
         raise UsageError(f"{said}; see {self.prog} --help")
 

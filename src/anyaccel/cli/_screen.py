@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from anyaccel.cli._style import styled
+
 _PROGRESS_SECONDS = 0.3  # loading that takes less is not worth a bar
 
 
@@ -31,9 +33,9 @@ class Screen:
         self._drawn = 0.0
         self._bar = sys.stderr.isatty()
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, kind: str = "plan") -> None:
         if self.shown:
-            print(text, file=sys.stderr, flush=True)
+            print(styled(text, kind, sys.stderr), file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int) -> None:
         """How many bytes of the weights are loaded: a line that changes on a terminal, else one at the end."""

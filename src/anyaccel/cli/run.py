@@ -72,7 +72,13 @@ def build_parser() -> Parser:
     )
     parser.usage = "anyaccel run [options] script [args ...]"
     add = parser.add_argument
-    add("--num_accelerators", "--num_gpus", type=int, metavar="N", help="workers a host; default: one per device")
+    add(
+        "--num_accelerators",
+        "--num_gpus",
+        type=int,
+        metavar="N",
+        help="workers on each host; default: one for each device",
+    )
     add("--master_addr", metavar="ADDR", help="address of rank 0; default: 127.0.0.1, or as other hosts see the first")
     add("--master_port", type=int, metavar="PORT", help="TCP port of rank 0; default: a free one")
     add("-m", "--module", action="store_true", help="script is a module, run as python -m does")
@@ -86,7 +92,7 @@ def build_parser() -> Parser:
         default=DEFAULT_GRACE_PERIOD,
         help="seconds between asking workers to end and killing them; default: %(default)g",
     )
-    add("--as-deepspeed", action="store_true", help="`import deepspeed` is anyaccel's alias, in this job")
+    add("--as-deepspeed", action="store_true", help="let `import deepspeed` give anyaccel's alias in this job")
     add("--dry-run", action="store_true", help="print the plan and start nothing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     add_binding_options(parser)
@@ -114,7 +120,7 @@ def _add_cluster_options(parser: Parser) -> None:
     add("--exclude", "-e", default="", metavar="LIST", help="all but these hosts and slots")
     add("--num_nodes", type=int, metavar="N", help="only the first N hosts")
     add("--launcher", metavar="NAME", help=f"{_LAUNCHERS}; default: ssh")
-    add("--launcher_args", default="", metavar="ARGS", help="more arguments for it, in one word")
+    add("--launcher_args", default="", metavar="ARGS", help="more arguments for the launcher, quoted as one word")
     add("--ssh_port", "-p", type=int, metavar="PORT", help="TCP port of sshd on all hosts")
     add(
         "--export", action="append", default=[], metavar="NAME", help="variable that travels, or NAME=VALUE; repeatable"

@@ -56,21 +56,43 @@ def build_parser() -> Parser:
         type=_replicas,
         default=1,
         metavar="N|auto",
-        help="whole models beside each other, on cores of their own; auto: one a NUMA node (default: 1)",
+        help="copies of the model, each on cores of its own; auto: one on each NUMA node (default: 1)",
     )
     add("--max-batch", type=int, default=32, metavar="N", help="requests that a model computes at once (default: 32)")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait; more get 429 (default: 256)")
-    add("--max-context", type=int, default=0, metavar="N", help="tokens of prompt and answer (default: the model's)")
-    add("--cache-bytes", type=int, default=0, metavar="N", help="of keys and values (default: a quarter of the memory)")
-    add("--no-prefix-cache", action="store_true", help="requests that begin alike share nothing of what is computed")
-    add("--request-timeout", type=float, default=600.0, metavar="S", help="seconds for an answer (default: 600)")
+    add(
+        "--max-context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most tokens of prompt and answer together (default: the model's)",
+    )
+    add(
+        "--cache-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="memory for keys and values (default: a quarter of what is free)",
+    )
+    add(
+        "--no-prefix-cache",
+        action="store_true",
+        help="compute the beginning of each prompt anew, also where several requests share it",
+    )
+    add(
+        "--request-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that an answer may take (default: 600)",
+    )
     add = parser.group("API")
     add(
         "--served-model-name",
         action="append",
         default=[],
         metavar="NAME",
-        help="in requests; may be given several times",
+        help="name of the model in requests; may be given several times",
     )
     add(
         "--generation-config",
@@ -81,7 +103,7 @@ def build_parser() -> Parser:
     )
     add("--tool-format", choices=_FORMATS, default="auto", help="how the model writes calls (default: by its template)")
     add("--pooling", choices=("mean", "last"), default="mean", help="of embeddings (default: mean)")
-    add("--no-page", action="store_true", help="no chat page at /")
+    add("--no-page", action="store_true", help="serve no chat page at /")
     add = parser.group("server")
     add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine alone)")
     add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
@@ -97,7 +119,12 @@ def build_parser() -> Parser:
     add("--ssl-keyfile", metavar="FILE", help="key for HTTPS")
     add("--ssl-certfile", metavar="FILE", help="certificate for HTTPS")
     add("--drain-seconds", type=float, default=30.0, metavar="S", help="for open requests at the end (default: 30)")
-    add("--log-level", choices=_LEVELS, default="info", help="info has a line a request (default: info)")
+    add(
+        "--log-level",
+        choices=_LEVELS,
+        default="info",
+        help="how much is logged; info has one line for each request (default: info)",
+    )
     add("--json-logs", action="store_true", help="one JSON object a line")
     add("-q", "--quiet", action="store_true", help="print no topology, plan, address and hints")
     return parser

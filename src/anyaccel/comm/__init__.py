@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication among the ranks of a job: torch.distributed's names, plus shared memory inside one host."""
 
+import anyaccel._needs_torch  # noqa: F401
+
+# isort: split
 from torch.distributed import (
     ReduceOp,
     all_gather,

@@ -6,6 +6,9 @@ from __future__ import annotations
 import functools
 from typing import Any, ClassVar
 
+import anyaccel._needs_torch  # noqa: F401
+
+# isort: split
 import torch
 
 from anyaccel.errors import UsageError

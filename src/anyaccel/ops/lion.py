@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import anyaccel._needs_torch  # noqa: F401
+
+# isort: split
 import torch
 
 from anyaccel.ops._checks import betas_of, check_range

@@ -7,6 +7,9 @@ file systems without O_DIRECT. Errors are `AioError`. docs/aio.md says how it wo
 
 from __future__ import annotations
 
+import anyaccel._needs_torch  # noqa: F401
+
+# isort: split
 import torch
 
 from anyaccel.errors import AioError

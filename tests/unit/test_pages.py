@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pages say of this repository: how it is installed, its files, decisions, extras and classes of errors."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from anyaccel import errors
+from anyaccel.extras import EXTRA_OF, pip_line
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    page
+    for page in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+    if page.name != "CHANGELOG.md"
+]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_page_installs_anyaccel_from_an_index() -> None:
+    """It is on none; `pip install 'anyaccel[llm]'` stands in messages, where anyaccel is installed already."""
+    wrong = []
+    for page in PAGES:
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            told = re.match(r"\s*(?:- run: |\$ )pip install (.*)", line)
+            if told and re.search(r"(?:^|\s)[\"']?anyaccel\b", told[1].partition("#")[0]):
+                wrong.append(f"{page.relative_to(ROOT)}:{number}: {line}")
+    assert wrong == []
+
+
+def test_files_that_pages_name_are_there() -> None:
+    wrong = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for name in re.findall(r"`((?:benchmarks|tools|tests|examples|deploy|docs)/[\w./-]+)`", text):
+            if "NAME" not in name and not (ROOT / name).exists():
+                wrong.append(f"{page.relative_to(ROOT)}: {name}")
+    # What a reader makes on these pages.
+    assert [each for each in wrong if not re.match(r"docs/(add-|setup/|porting)", each)] == []
+
+
+def test_decisions_are_numbered_without_a_gap() -> None:
+    numbers = sorted(int(page.name[:4]) for page in (ROOT / "docs" / "adr").glob("*.md"))
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_every_error_derives_from_ours() -> None:
+    """But for what never leaves the part that raises it: its name says so, or it is listed here."""
+    inside = {"ClientGoneError", "ApiError", "UnreadableError", "NotPythonError", "ConformanceError", "UncheckedError"}
+    known = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    others = []
+    for path in sorted((ROOT / "src" / "anyaccel").rglob("*.py")):
+        if path.name == "errors.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Error"):
+                bases = {base.id for base in node.bases if isinstance(base, ast.Name)}
+                if not bases & known and not node.name.startswith("_") and node.name not in inside:
+                    others.append((path, node.name, bases))
+                known.add(node.name)
+    assert others == []
+
+
+def test_messages_name_extras_that_bring_the_package() -> None:
+    extras = PROJECT["optional-dependencies"]
+
+    def brings(extra: str) -> set[str]:
+        found = set()
+        for requirement in extras[extra]:
+            own = re.fullmatch(r"anyaccel\[(.*)\]", requirement)
+            for inner in own[1].split(",") if own else ():
+                found |= brings(inner)
+            found.add(re.split(r"[\[<>=~]", requirement)[0])
+        return found
+
+    assert PROJECT["dependencies"] == []
+    assert {package for package, extra in EXTRA_OF.items() if package not in brings(extra)} == set()
+    assert pip_line("torch") == "pip install 'anyaccel[torch]'"
+    assert pip_line("matplotlib") == "pip install matplotlib"
+
+
+def test_the_page_about_installing_has_every_extra() -> None:
+    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert set(table) == PROJECT["optional-dependencies"].keys() - {"dev", "docs"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_included_code_is_that_of_its_source(page: Path) -> None:
+    text = page.read_text()
+    if "<!-- include:" in text and page.name not in ("CONTRIBUTING.md",):
+        assert tool("include_snippets").expand(text) == text
+
+
+# Imports of these fail; then each piece of code runs, and the first line of its error is printed.
+_WITHOUT = """
+import sys
+hidden = set(sys.argv[1].split(","))
+
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Hidden())
+for code in sys.argv[2:]:
+    try:
+        exec(code)
+        print("works")
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def test_without_torch_what_needs_it_says_which_extra_to_install() -> None:
+    codes = {
+        "import anyaccel; anyaccel.topology, anyaccel.launch": "works",
+        "import anyaccel; anyaccel.get_accelerator()": "AcceleratorUnavailableError: torch is not installed",
+        "import anyaccel; anyaccel.init_inference": "MissingPackageError: anyaccel.inference.init_inference needs",
+        "import anyaccel; anyaccel.init_distributed": "MissingPackageError: ",
+        "import anyaccel; anyaccel.io.load": "MissingPackageError: anyaccel.io.load needs torch, which is not",
+        "from anyaccel.ops.adam import CPUAdam": "MissingPackageError: ",
+        "from anyaccel.ops.aio import aio_handle": "MissingPackageError: ",
+    }
+    hidden = ",".join(["torch", "numpy", "transformers"])
+    command = [sys.executable, "-c", _WITHOUT, hidden, *codes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    said = done.stdout.splitlines()
+    assert [line[: len(start)] for line, start in zip(said, codes.values(), strict=True)] == list(codes.values())
+    assert all("pip install 'anyaccel[torch]'" in line for line in said if line != "works")
+
+
+def test_the_support_matrix_is_current_and_has_tests_behind_it() -> None:
+    from anyaccel.vendors import VENDORS
+
+    matrix = tool("support_matrix")
+    assert matrix.page() == matrix.PAGE.read_text(), "run python tools/support_matrix.py"
+    data = matrix.data()
+    assert {name for name in data["devices"] if not name.startswith("cpu, ")} == VENDORS.keys() - {"cpu"}
+    recorded = {file.stem for file in (ROOT / "tests" / "data" / "vendor_api").glob("*.json")}
+    for device, known in data["devices"].items():
+        assert list(known) == data["features"]
+        for feature, word in known.items():
+            assert word in data["statuses"]
+            # What is tested names its test; a test on the hardware is one on a CPU, as no other machine runs the tests.
+            if word in ("hardware", "emulation", "recorded", "imitated", "torch"):
+                assert (ROOT / data["evidence"][feature][word]).is_file(), (device, feature)
+            assert word != "hardware" or device.startswith("cpu, x86-64")
+            assert word != "recorded" or device in recorded, device
+
+
+@pytest.mark.parametrize("name", ["memory_table", "commands_page"])
+def test_generated_pages_are_current(name: str) -> None:
+    written = tool(name)
+    assert written.page() == written.PAGE.read_text(), f"run python tools/{name}.py"
+
+
+def test_the_address_of_the_repository_goes_everywhere() -> None:
+    address = "https://forge.example/owner/anyaccel"
+    put = tool("set_address").with_address
+    readme = put("README.md", (ROOT / "README.md").read_text(), address)
+    links = re.findall(r"\]\(([^)]+)\)", readme)
+    assert [link for link in links if not link.startswith((f"{address}/", "https://", "#"))] == []
+    assert f"]({address}/blob/main/docs/install.md)" in readme
+    assert f"]({address}/raw/main/docs/pictures/topo.svg)" in readme
+    project = (ROOT / "pyproject.toml").read_text()
+    for _ in range(2):  # again, when it moves
+        project = put("pyproject.toml", project, address)
+    assert tomllib.loads(project)["project"]["urls"]["Issues"] == f"{address}/issues"
+    assert project.count("[project.scripts]") == 1
+    assert f"- repo: {address}\n" in put("docs/porting.md", (ROOT / "docs" / "porting.md").read_text(), address)
+    assert put("CITATION.cff", (ROOT / "CITATION.cff").read_text(), address).endswith(f"\nrepository-code: {address}\n")
+
+
+def test_the_map_is_drawn_with_every_package() -> None:
+    made = tool("map_picture")
+    assert made.TARGET.read_text() == made.drawing(), "run python tools/map_picture.py"
+    drawn = {part.strip() for _, parts in made.LAYERS for part in parts}
+    assert {each.name for each in (ROOT / "src" / "anyaccel").iterdir() if (each / "__init__.py").exists()} <= drawn
+    assert {each.name for each in (ROOT / "csrc").iterdir() if each.is_dir()} <= drawn
+
+
+def test_the_speed_that_the_readme_tells_is_that_of_the_measurements() -> None:
+    said = re.search(r"decodes ([\d.]+) to ([\d.]+) times as fast", (ROOT / "README.md").read_text())
+    assert said is not None
+    table = (ROOT / "docs" / "performance.md").read_text().split("| ours / peer |")[1].split("\n\n")[0]
+    times = [float(row.split("|")[2].split("(")[1].rstrip(") ")) for row in table.splitlines()[2:]]
+    assert (float(said[1]), float(said[2])) == (min(times), max(times))
