@@ -9,12 +9,12 @@
 namespace anyaccel::llm {
 namespace {
 
-// Calls fn(0), fn(8), ..., as constants, for the columns of a sum.
-template <int kColumns, class Fn>
+// Calls fn(0), fn(kStep), ..., as constants, for numbers below kEnd.
+template <int kEnd, int kStep, class Fn>
 [[gnu::always_inline]] inline void each_step(const Fn& fn) {
-  [&]<int... kStep>(std::integer_sequence<int, kStep...>) {
-    (fn(std::integral_constant<int, 8 * kStep>{}), ...);
-  }(std::make_integer_sequence<int, kColumns / 8>{});
+  [&]<int... kNumber>(std::integer_sequence<int, kNumber...>) {
+    (fn(std::integral_constant<int, kStep * kNumber>{}), ...);
+  }(std::make_integer_sequence<int, kEnd / kStep>{});
 }
 
 // Eight columns from kColumn on of a plane of a unit.
@@ -26,20 +26,33 @@ inline auto load_plane(const uint8_t* plane) {
   return each<kVecs>([&](int v) { return load_bits<kBits, kQuad % kFields * kBits>(line + v * kVecBytes); });
 }
 
+// The same of a unit with a second plane.
+template <int kLow, int kHigh, int kColumn>
+inline auto load_columns(const uint8_t* unit) {
+  const auto low = load_plane<kLow, kColumn>(unit);
+  if constexpr (kHigh == 0) {
+    return low;
+  } else {
+    const auto high = load_plane<kHigh, kColumn>(unit + kLow * kPlaneLine);
+    return each<kVecs>([&](int v) { return join<kLow>(low.x[v], high.x[v]); });
+  }
+}
+
 template <int M>
 inline void set_zero(Many<NibbleSum, kVecs> (&sums)[M]) {
 #pragma GCC unroll kUnroll
   for (int t = 0; t < M; ++t) sums[t] = all(NibbleSum::zero());
 }
 
-// Values of kLow + kHigh bits: the product is that of the low bits and 2^kLow times that of the high ones. kHalves: two
-// groups of weights to one of activations.
+// Values of kLow + kHigh bits. kHalves: two groups of weights to one of activations.
 template <int kLow, int kHigh, bool kHalves, bool kMinimum>
 struct PlanesKernel {
   template <int M, int S>
   static void blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const uint8_t* x_bytes, Floats (&out)[S][M]) {
     constexpr int kColumns = kHalves ? kActivationGroup / 2 : kActivationGroup;
     constexpr int kLines = kLow + kHigh;  // of a unit
+    // Of a sum that may have 16 bits only (simd.h).
+    constexpr int kSumColumns = kLines == 6 ? 8 : kLines == 5 ? 16 : kColumns;
     const auto* x = reinterpret_cast<const int8_t*>(x_bytes);
     const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
     const auto* first_sums = reinterpret_cast<const int32_t*>(params + layout.padded_cols / kActivationGroup * M);
@@ -53,26 +66,26 @@ struct PlanesKernel {
 #pragma GCC unroll 8
         for (int line = 0; line < kLines; ++line) ask_for<S>(w[s] + line * kPlaneLine);
         const auto part = [&]<int kFirst>(std::integral_constant<int, kFirst>) {
-          Many<NibbleSum, kVecs> low[M], high[M];
-          set_zero(low);
-          set_zero(high);
-          each_step<kColumns>([&](auto step) {
-            constexpr int kColumn = kFirst + decltype(step)::value;
-            const auto low_bits = load_plane<kLow, kColumn>(w[s]);
+          Ints sums[M];
 #pragma GCC unroll kUnroll
-            for (int t = 0; t < M; ++t) low[t] = dot(low[t], low_bits, x + t * kActivationGroup + kColumn);
-            if constexpr (kHigh > 0) {
-              const auto high_bits = load_plane<kHigh, kColumn>(w[s] + kLow * kPlaneLine);
+          for (int t = 0; t < M; ++t) sums[t] = all(broadcast(int32_t{0}));
+          each_step<kColumns, kSumColumns>([&](auto sum_step) {
+            Many<NibbleSum, kVecs> products[M];
+            set_zero(products);
+            each_step<kSumColumns, 8>([&](auto step) {
+              constexpr int kColumn = kFirst + decltype(sum_step)::value + decltype(step)::value;
+              const auto w_bits = load_columns<kLow, kHigh, kColumn>(w[s]);
 #pragma GCC unroll kUnroll
-              for (int t = 0; t < M; ++t) high[t] = dot(high[t], high_bits, x + t * kActivationGroup + kColumn);
-            }
+              for (int t = 0; t < M; ++t) products[t] = dot(products[t], w_bits, x + t * kActivationGroup + kColumn);
+            });
+#pragma GCC unroll kUnroll
+            for (int t = 0; t < M; ++t) sums[t] = add(sums[t], total(products[t]));
           });
           const Floats scale = load_rows_f16(scales[s]);
           __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
 #pragma GCC unroll kUnroll
           for (int t = 0; t < M; ++t) {
-            Floats sum = convert(total(low[t]));
-            if constexpr (kHigh > 0) sum = fma(convert(total(high[t])), broadcast(float{1 << kLow}), sum);
+            Floats sum = convert(sums[t]);
             int32_t sum_x = params[t].sum_8 / -8;
             if constexpr (kHalves) sum_x = kFirst == 0 ? first_sums[t] : sum_x - first_sums[t];
             if constexpr (!kMinimum)  // whole numbers: exact

@@ -149,6 +149,11 @@ inline Nibbles load_bits(const uint8_t* p) {
   return {_mm256_and_si256(low, mask), _mm256_and_si256(_mm256_srli_epi16(line, kFirst + kBits), mask)};
 }
 inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
+template <int kShift>
+inline Nibbles join(Nibbles a, Nibbles b) {
+  return {_mm256_or_si256(a.low, _mm256_slli_epi16(b.low, kShift)),
+          _mm256_or_si256(a.high, _mm256_slli_epi16(b.high, kShift))};
+}
 using Table = IVec;
 inline Table load_table(const int8_t* codes) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));

@@ -135,6 +135,11 @@ inline Nibbles load_bits(const uint8_t* p) {
   return {_mm512_and_si512(low, mask), _mm512_and_si512(_mm512_srli_epi16(line, kFirst + kBits), mask)};
 }
 inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
+template <int kShift>
+inline Nibbles join(Nibbles a, Nibbles b) {
+  return {_mm512_or_si512(a.low, _mm512_slli_epi16(b.low, kShift)),
+          _mm512_or_si512(a.high, _mm512_slli_epi16(b.high, kShift))};
+}
 using Table = IVec;
 inline Table load_table(const int8_t* codes) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));

@@ -185,6 +185,11 @@ inline Nibbles load_bits(const uint8_t* p) {
            column(kNext + 8), column(kNext + 16), column(kNext + 24)}};
 }
 inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
+template <int kShift>
+inline Nibbles join(Nibbles a, const Nibbles& b) {
+  for (int i = 0; i < 8; ++i) a.v[i] |= b.v[i] << kShift;
+  return a;
+}
 using Table = const int8_t*;
 inline Table load_table(const int8_t* codes) { return codes; }
 struct Codes {

@@ -111,6 +111,14 @@ inline Nibbles load_bits(const uint8_t* p) {
   return result;
 }
 inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
+template <int kShift>
+inline Nibbles join(Nibbles a, const Nibbles& b) {
+  for (int i = 0; i < 4; ++i) {
+    a.low[i] = static_cast<uint8_t>(a.low[i] | b.low[i] << kShift);
+    a.high[i] = static_cast<uint8_t>(a.high[i] | b.high[i] << kShift);
+  }
+  return a;
+}
 using Table = const int8_t*;
 inline Table load_table(const int8_t* codes) { return codes; }
 struct Codes {

@@ -28,8 +28,10 @@
 //   Quads, load_quads(p)   4 columns of int8. kPairs8: activations for them are int16, in pairs (0, 2), (1, 3) of the
 //                        4 columns, and products come out 256 times too large; else they are int8, and kShift8 says
 //                        whether 128 times their sum comes out too much
-//   Nibbles, load_nibbles(p)   8 columns of 4 bits; NibbleSum: their products with activations over at most 32 columns
+//   Nibbles, load_nibbles(p)   8 columns of 4 bits; NibbleSum: their products with activations over at most 32 columns,
+//                        of values of 5 bits 16, of 6 bits 8
 //   load_bits<b, f>(p)   the same of b bits from bit f of each byte on, four columns, and from f + b on, four more
+//   join<s>(a, b)        a + 2^s b, of columns whose bits do not meet
 //   Codes, load_codes(p, table)   as load_quads(), of what 8 columns of 4 bits stand for in load_table(16 of int8)
 //   column8<I>(p), column4<I>(p)   one of these columns
 //   magnitude_bits(x), quantise32(x, factor, q) and the same for 16 groups: 32 floats as 8 bits (llm/gemv.h)
