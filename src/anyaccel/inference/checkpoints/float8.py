@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.checkpoints.quantised import Layout
+from anyaccel.inference.checkpoints.quantised_layout import Layout
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import Values
