@@ -216,7 +216,7 @@ def test_lists_of_weights_that_do_not_fit() -> None:
         ([*lists, lists[0]], "listed twice"),
         ([("embed", 131, 47, "f32", 0, False), *lists[1:]], "131 x 47"),
         ([("embed", 131, 48, "i4", 7, False), *lists[1:]], "'embed'"),
-        ([("embed", 131, 48, "i3", 0, False), *lists[1:]], "format 'i3'"),
+        ([("embed", 131, 48, "i7", 0, False), *lists[1:]], "format 'i7'"),
     ]:
         with pytest.raises(UsageError, match=text):
             make(wrong)
