@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from anyaccel.port import source
+from anyaccel.port import notebook, source
 from anyaccel.port.links import Imports, groups
 from anyaccel.port.together import is_test, left_in_text
 
@@ -42,13 +42,18 @@ def waiting(
 
 
 def _told(path: str) -> str:
-    if not path.endswith((".py", ".pyi")):
-        return ""
     try:
-        found = left_in_text(source.decode(source.read_bytes(path)).text)
+        text = source.decode(source.read_bytes(path)).text
+        book = notebook.read(text) if path.endswith(".ipynb") else None
     except source.UnreadableError:
         return ""
-    return place(path, found.line, found.code) if found is not None else ""
+    found = left_in_text(text if book is None else book.module)
+    if found is None:
+        return ""
+    if book is None:
+        return place(path, found.line, found.code)
+    cell, line = book.cell_of(found.line)
+    return place(f"{path} cell {cell}", line, found.code)
 
 
 def place(path: str, line: int, code: str) -> str:

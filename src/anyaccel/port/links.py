@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 _FROM = re.compile(r"^[ \t]*from[ \t]+(\.*)[ \t]*([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n#;]*)", re.MULTILINE)
@@ -13,6 +13,8 @@ _WHOLE = re.compile(
     r"^[ \t]*import[ \t]+([\w.]+(?:[ \t]+as[ \t]+\w+)?(?:[ \t]*,[ \t]*[\w.]+(?:[ \t]+as[ \t]+\w+)?)*)", re.MULTILINE
 )
 _LAZY = re.compile(r"import_module\([ \t]*[\"'](\.*)([\w.]+)[\"']")
+_EXTENSION = re.compile(r"\bCUDAExtension\(\s*(?:name\s*=\s*)?[\"']([\w.]+)[\"']")
+_PROGRAM = re.compile(r"(?:^[!%]?run|\bpython[\d.]*|\b(?:accelerate|launch|torchrun)\b)[ \t][^\n;&|]*?([\w./-]+)\.py\b")
 _NAME = re.compile(r"(\w+|\*)(?:\s+as\s+(\w+))?")
 _CODE = re.compile(r"^(?:class|def|async[ \t]+def)[ \t]", re.MULTILINE)
 
@@ -28,10 +30,18 @@ class Import:
 
 @dataclass(frozen=True)
 class Imports:
-    """What a file imports, and whether it defines something itself."""
+    """What a file imports, whether it defines something itself, and the extensions for CUDA that it builds."""
 
     imports: tuple[Import, ...] = ()
     defines: bool = False
+    builds: tuple[str, ...] = ()
+
+    def with_programs(self, lines: Iterable[str]) -> Imports:
+        """With the programs that a notebook's lines of shell run: `!python train.py` uses them as an import does."""
+        found = (match[1] for line in lines for match in _PROGRAM.finditer(line))
+        parts = ([part for part in each.split("/") if part.strip(".")] for each in found)
+        programs = tuple(Import(0, ".".join(each)) for each in parts if each)
+        return replace(self, imports=(*self.imports, *programs))
 
 
 NO_IMPORTS = Imports()
@@ -47,7 +57,8 @@ def imports(text: str) -> Imports:
     for match in _WHOLE.finditer(text):
         found += [Import(0, each.split()[0]) for each in match[1].split(",")]
     found += [Import(len(match[1]), match[2]) for match in _LAZY.finditer(text)]
-    return Imports(tuple(found), _CODE.search(text) is not None)
+    builds = tuple(_EXTENSION.findall(text)) if "CUDAExtension" in text else ()
+    return Imports(tuple(found), _CODE.search(text) is not None, builds)
 
 
 def groups(files: Mapping[str, Imports], package: Callable[[str], str] = str) -> list[list[str]]:
@@ -81,8 +92,11 @@ class _Finder:
         self._by_name: dict[str, list[tuple[tuple[str, ...], str]]] = {}
         for path in files:
             parts = _module(path)
-            if parts:
+            if parts and not path.endswith(".ipynb"):  # nothing imports a notebook
                 self._by_name.setdefault(parts[-1], []).append((parts, path))
+            for name in files[path].builds:  # what imports the extension works together with what builds it
+                built = tuple(name.split("."))
+                self._by_name.setdefault(built[-1], []).append((built, path))
 
     def only_passes_on(self, path: str) -> bool:
         return PurePath(path).stem == "__init__" and not self._files[path].defines

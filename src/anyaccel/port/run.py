@@ -190,10 +190,13 @@ def _look_at(
 
 def _outline(path: str) -> Outline:
     """What a file says to the others; nothing where it cannot be read, which look() tells."""
-    if not path.endswith((".py", ".pyi")):
-        return Outline()
     try:
-        return outline(source.read_bytes(path).decode("utf-8", "replace"))
+        text = source.read_bytes(path).decode("utf-8", "replace")
+        if path.endswith(".ipynb"):
+            book = notebook.read(text)
+            found = outline(book.module)
+            return replace(found, links=found.links.with_programs(book.masked))
+        return outline(text) if path.endswith((".py", ".pyi")) else Outline()
     except source.UnreadableError:
         return Outline()
 

@@ -145,7 +145,11 @@ def device_index(node: cst.CSTNode) -> cst.BaseExpression | bool | None:
             return right
     match node:
         case cst.Call(func=cst.Attribute(attr=cst.Name("format"), value=pattern), args=[arg]):
-            if text_of(pattern) in ("cuda:{}", "cuda:{0}") and arg.keyword is None and not arg.star:
+            if (
+                text_of(pattern) in ("cuda:{}", "cuda:{0}", "cuda:{:d}", "cuda:{0:d}")
+                and arg.keyword is None
+                and not arg.star
+            ):
                 return arg.value
     return False
 

@@ -25,6 +25,10 @@ from anyaccel.port.silence import is_silenced
 from anyaccel.port.syntax import dotted
 
 _ALONE = {"empty_cache", "ipc_collect", "manual_seed", "manual_seed_all", "seed", "seed_all"}
+_BEFORE_FIGURES = {"empty_cache", "ipc_collect", "synchronize"}
+_FIGURES = re.compile(
+    r"\bcuda\.(?:(?:max_)?memory_(?:allocated|reserved|cached|stats|summary|snapshot)|reset_\w*memory\w*|mem_get_info)\b"
+)
 _SETTINGS = "ACC504"  # CUDA's own switches, without effect elsewhere
 _ABOUT_GPUS = re.compile("cuda|gpu|nvidia|nccl", re.IGNORECASE)
 _JUMPS = (cst.Return, cst.Raise, cst.Continue, cst.Break)
@@ -34,6 +38,9 @@ _FP64 = re.compile(
     r"\w\.double\(\)|\btorch\.DoubleTensor\b|set_default_dtype\(\s*torch\.(?:float64|double)\b"
     r"|\bdtype\s*=\s*torch\.(?:float64|double)\b(?!\s+if)|\.to\(\s*torch\.(?:float64|double)\b|\.type\(\s*\w+(?:\[\d\])?\.type\(\)"
 )
+# An array of NumPy that goes to a device as it is, in a file that makes some of float64.
+_OF_FLOAT64 = re.compile(r"\b(?:np|numpy)\.(?:float64|double)\b")
+_ARRAY = re.compile(r"\bfrom_numpy\([\w.]+\)\.(?:to\(\s*(?:device|\w+\.device)\b|cuda\()")
 _OF_CUDA = re.compile(r"torch\.cuda|cuda\.(?:device|stream|graph)")
 _OF_TESTS = re.compile(r"(?:^|/)tests?/|(?:^|/)(?:test_[^/]*|[^/]*_test|conftest)\.py$")
 
@@ -73,6 +80,9 @@ def _holds(ctx: Context, each: Candidate) -> bool:
 def left_in_text(text: str) -> Holder | None:
     """What no rule is about, and what still is for CUDA only, or for a device that has float64, in a file."""
     lines = text.split("\n")
+    array = _ARRAY.search(text) if _OF_FLOAT64.search(text) else None
+    if array is not None:
+        return Holder(text.count("\n", 0, array.start()) + 1, array[0])
     for match in _FP64.finditer(text):
         line = text.count("\n", 0, match.start())
         if "#" not in lines[line].partition(match[0].split("\n")[0])[0] and not is_silenced(lines[line], "ACC2"):
@@ -180,13 +190,31 @@ def _is_alone(ctx: Context, each: Candidate, stays: Sequence[Candidate]) -> bool
     if each.code == "ACC110":
         return True
     name = usage.last_name(ctx.tree.imported(each.node) or "")
-    if each.code != "ACC101":
+    if each.code != "ACC101" or (name in _BEFORE_FIGURES and _is_measured(ctx, each, name)):
         return False
     call = ctx.tree.parent(each.node)
     if name == "synchronize" and isinstance(call, cst.Call) and not call.args:
         function = ctx.tree.enclosing(each.node, cst.FunctionDef)
         return not any(ctx.tree.enclosing(other.node, cst.FunctionDef) is function for other in stays)
     return name in _ALONE
+
+
+def _is_measured(ctx: Context, each: Candidate, name: str) -> bool:
+    """Whether a cache is freed, or work awaited, for figures of memory: beside it, or in a method of its class."""
+    function = ctx.tree.enclosing(each.node, cst.FunctionDef)
+    around = ctx.tree.enclosing(each.node, cst.ClassDef) if name == "synchronize" else None
+    if isinstance(around, cst.ClassDef):
+        code = ctx.tree.module.code_for_node(around)
+    elif isinstance(function, cst.FunctionDef):
+        code = "\n".join(
+            ctx.tree.module.code_for_node(line)
+            for line in function.body.body
+            if isinstance(line, cst.BaseStatement | cst.BaseSmallStatement)
+            and not isinstance(line, cst.BaseCompoundStatement)
+        )
+    else:
+        return False
+    return _FIGURES.search(code) is not None
 
 
 def _does_no_more(region: cst.CSTNode) -> bool:

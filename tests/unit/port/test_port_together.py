@@ -152,3 +152,69 @@ def test_links_between_files_are_those_of_names() -> None:
     assert frozenset({"alone.py"}) in found and frozenset({"p/__init__.py"}) in found
     whole = groups({path: imports(text) for path, text in files.items()}, lambda path: path.split("/")[0])
     assert any({"p/one.py", "p/two.py", "uses_a.py", "uses_b.py"} <= set(each) for each in whole)
+
+
+def test_an_assertion_that_stays_holds_what_it_leads_to(tmp_path: Path) -> None:
+    text = (
+        "import torch\nimport torch.multiprocessing as mp\n\n\ndef main():\n    assert torch.cuda.is_available()\n"
+        "    n = torch.cuda.device_count()\n    mp.spawn(run, nprocs=n, args=(n,))\n\n\n"
+        "def run(rank, n):\n    torch.cuda.set_device(rank)\n    net().cuda(rank)\n"
+    )
+    assert port(tmp_path, {"a.py": text})["a.py"].after is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("torch.cuda.empty_cache()", "torch.cuda.reset_peak_memory_stats()"),
+        ("torch.cuda.synchronize()", "return self.total()"),
+    ],
+)
+def test_what_comes_before_figures_of_memory_waits_with_them(tmp_path: Path, first: str, second: str) -> None:
+    text = (
+        "import torch\nimport b\n\n\nclass A:\n    def total(self):\n        return torch.cuda.memory_allocated()\n\n"
+        f"    def f(self):\n        {first}\n        {second}\n"
+    )
+    assert port(tmp_path, {"a.py": text, "b.py": STAYS})["a.py"].after is None
+
+
+@pytest.mark.parametrize(
+    ("text", "ported"),
+    [
+        ("import numpy as np\nA = np.ones(3, dtype=np.float64)\n\n\ndef g(x):\n    return torch.from_numpy(A)", False),
+        ("import numpy as np\nA = np.ones(3, dtype=np.float32)\n\n\ndef g(x):\n    return torch.from_numpy(A)", True),
+    ],
+)
+def test_arrays_of_float64_that_go_to_a_device_hold_devices_back(tmp_path: Path, text: str, ported: bool) -> None:
+    files = {"a.py": PLACES, "b.py": f"import torch\n{text}.to(device=x.device)\n"}
+    assert (port(tmp_path, files)["a.py"].after is not None) == ported
+
+
+@pytest.mark.parametrize(
+    ("line", "ported"),
+    [
+        ("from b import g\\n", False),
+        ("!python tools/b.py --fast\\n", False),
+        ("%run b.py\\n", False),
+        ("g = 1\\n", True),
+    ],
+)
+def test_a_notebook_waits_for_the_modules_that_it_uses(tmp_path: Path, line: str, ported: bool) -> None:
+    cell = '{"cell_type": "code", "source": ["' + line + '", "import torch\\n", "x = torch.ones(1).cuda()"]}'
+    files = {"a.ipynb": '{"cells": [' + cell + "]}", "tools/b.py": STAYS}
+    if "tools" not in line:
+        files["b.py"] = files.pop("tools/b.py")
+    assert (port(tmp_path, files)["a.ipynb"].after is not None) == ported
+
+
+@pytest.mark.parametrize("name", ["ext", "other"])
+def test_what_imports_an_extension_for_cuda_waits_for_it(tmp_path: Path, name: str) -> None:
+    setup = f'from torch.utils.cpp_extension import CUDAExtension\n\nsetup(ext_modules=[CUDAExtension("{name}", [])])\n'
+    files = {"a.py": PLACES, "b.py": "import ext\n\n\ndef g(x):\n    return ext.g(x)\n", "setup.py": setup}
+    assert (port(tmp_path, files)["a.py"].after is None) == (name == "ext")
+
+
+def test_an_index_that_is_formatted_as_a_number_names_a_device(tmp_path: Path) -> None:
+    text = 'import torch\n\n\ndef f(net, rank):\n    net.to(torch.device("cuda:{:d}".format(rank)))\n'
+    after = port(tmp_path, {"a.py": text})["a.py"].after
+    assert after is not None and b"get_accelerator().device_name(rank)" in after
