@@ -154,6 +154,11 @@ inline Nibbles load_bits(const uint8_t* p) {
           vreinterpretq_s32_u8(vandq_u8(vshrq_n_u8(line, kFirst + kBits), mask))};
 }
 inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
+// Whole lanes shifted: no bit of a byte reaches the next.
+template <int kShift>
+inline Nibbles join(Nibbles a, Nibbles b) {
+  return {vorrq_s32(a.low, vshlq_n_s32(b.low, kShift)), vorrq_s32(a.high, vshlq_n_s32(b.high, kShift))};
+}
 
 constexpr bool kPairs8 = false, kShift8 = false;
 struct Quads {

@@ -158,6 +158,40 @@ void test_products() {
   }
 }
 
+// Activations are rounded to the same 8 bits by all, halves to even ones: one by one, and 16 groups at a time. Answers
+// of two instruction sets still differ where two tokens are nearly as likely, since sums of floats are rounded
+// otherwise.
+void test_rounding() {
+  const Shape shape{Format::i4, 16, 17 * kActivationGroup + 5, 32, false};
+  std::vector<float> x = random_floats(static_cast<size_t>(shape.padded_cols()), 25);
+  std::fill(x.begin() + shape.cols, x.end(), 0.0f);
+  for (size_t k = 0; k < 3 * kActivationGroup; ++k) {
+    const float half = static_cast<float>(k) - 47.5f;  // times 1 it is rounded, and times a power of two
+    x[k] = k % kActivationGroup == 0 ? 127.0f : half;
+    x[k + 8 * kActivationGroup] = x[k] * -0x1p-20f;
+  }
+  for (Isa isa : kIsas) {
+    if (!supported(isa)) continue;
+    const Aligned input(gemv_bytes(shape, 1));
+    const int64_t groups = shape.padded_cols() / kActivationGroup;
+    anyaccel::pick<GemvKernels>(isa).prepare({layout_of(shape), x.data(), 0, nullptr, 1, input.data, 0, groups});
+    const auto* q = reinterpret_cast<const int8_t*>(input.data);
+    const auto* params = reinterpret_cast<const GroupParams*>(q + shape.padded_cols());
+    for (int64_t g = 0; g < groups; ++g, q += kActivationGroup) {
+      const float* from = x.data() + g * kActivationGroup;
+      float most = 0;
+      for (int i = 0; i < kActivationGroup; ++i) most = std::max(most, std::fabs(from[i]));
+      int32_t sum = 0;
+      for (int i = 0; i < kActivationGroup; ++i) {
+        CHECK(static_cast<float>(q[i]) == std::nearbyint(from[i] * (127.0f / most)));
+        sum += q[i];
+      }
+      CHECK(params[g].scale == most / 127.0f && params[g].scaled_sum == most / 127.0f * static_cast<float>(sum));
+      CHECK(params[g].sum_8 == -8 * sum && params[g].sum_128 == -128 * sum);
+    }
+  }
+}
+
 // The largest values that there are, where sums in few bits could overflow or saturate.
 void test_extremes() {
   for (Isa isa : kIsas) {
@@ -282,6 +316,7 @@ int main() {
     return 0;
   }
   test_products();
+  test_rounding();
   test_extremes();
   test_not_finite();
   test_unpack();
