@@ -297,6 +297,7 @@ def _decoder_engine(
             group,
             lambda: load_decoder(model, settings, rank, hosts.count(hosts[rank]) if hosts else 1, progress, executor),
             hosts,
+            None if isinstance(model, nn.Module) else Path(model).expanduser(),
         )
     except BaseException:
         if isinstance(model, nn.Module):

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,8 +33,9 @@ class Model:
 
 
 class Native:
-    def __init__(self) -> None:
+    def __init__(self, **config: Any) -> None:
         self.model = Model()
+        self.config = config
 
 
 def with_other(*told: Any) -> Any:
@@ -52,12 +55,12 @@ def test_ranks_learn_names_and_the_pids_that_mean_something() -> None:
     space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
     for there, pid in ((space, 7), ("pid:[1]", 0)):
         native: Any = Native()
-        assert together(with_other([["theirs", 7, there], "", ""], ""), lambda native=native: native) is native
+        assert together(with_other([["theirs", 7, there, {}], "", ""], ""), lambda native=native: native) is native
         assert native.model.calls == [(False, [], False), (["mine", "theirs"], [os.getpid(), pid]), "unlink"]
 
 
 def test_an_error_of_one_rank_is_the_error_of_all() -> None:
-    card = ["", 0, ""]
+    card = ["", 0, "", {}]
     with pytest.raises(OtherRankError, match="rank 1: no such weights"):
         together(with_other([card, "no such weights", ""]), Native)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="mine") as caught:
@@ -68,13 +71,44 @@ def test_an_error_of_one_rank_is_the_error_of_all() -> None:
 
 
 def test_what_one_rank_cannot_run_natively_none_does_unless_there_is_an_error() -> None:
-    card = ["", 0, ""]
+    card = ["", 0, "", {}]
     with pytest.raises(Unsupported) as caught:
         together(with_other([card, "the native runtime has no x", "x"]), Native)  # type: ignore[arg-type]
     assert caught.value.feature == "x"
     with pytest.raises(OtherRankError, match="rank 1: damaged"):
         together(with_other([card, "damaged", ""]), Native)  # type: ignore[arg-type]
     with pytest.raises(Unsupported):
-        together(with_other([["theirs", 7, ""], "", ""]), refuse(Unsupported("y")))
+        together(with_other([["theirs", 7, "", {}], "", ""]), refuse(Unsupported("y")))
     with pytest.raises(Unsupported):  # its own; the other rank has an error and raises that
         together(with_other([card, "damaged", ""]), refuse(Unsupported("y")))
+
+
+def copy(folder: Path, values: bytes = b"some values", theta: int = 1, note: str = "") -> Path:
+    """A host's copy of a model, whose config it answers with."""
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(values)
+    (folder / "training_args.bin").write_text(str(folder))  # nothing that is loaded
+    (folder / "config.json").write_text(json.dumps({"theta": theta, "transformers_version": note}))
+    return folder
+
+
+def told_by(folder: Path, other: list[Any] | None = None) -> list[Any]:
+    """What a rank tells that loads this folder, beside one on another host that tells the same or `other`."""
+    native: Any = Native(**json.loads((folder / "config.json").read_text()))
+    told: list[Any] = []
+
+    def exchange(mine: Any) -> list[Any]:
+        told.append(mine)
+        return [mine if other is None or len(told) > 1 else other, mine]
+
+    assert together(exchange, lambda: native, hosts=["a", "b"], source=folder) is native
+    return list(told[0])
+
+
+def test_hosts_with_parts_of_other_models_are_refused(tmp_path: Path) -> None:
+    first = told_by(copy(tmp_path / "first"))
+    told_by(copy(tmp_path / "same", note="5.0"), first)
+    others: dict[str, dict[str, Any]] = {"model.safetensors": {"values": b"SOME values"}, "config.json": {"theta": 2}}
+    for name, change in others.items():
+        with pytest.raises(ModelError, match=f"{name} on the host of rank 1 is another file than on that of rank 0"):
+            told_by(copy(tmp_path / f"other-{name}", **change), first)

@@ -76,6 +76,19 @@ def identity(source: Path) -> dict[str, Any]:
     return {"path": str(source), "files": [[*_status(path), _digest(path, blocks)] for path in files]}
 
 
+def weights_of(source: Path) -> dict[str, list[Any]]:
+    """Size and digest of each file with weights, as JSON values: equal for copies of a model on several hosts.
+
+    Raises:
+        OSError: one is gone.
+    """
+    files = [path for path in files_of(source_path(source)) if path.name not in _CONFIGS]
+    if any(path.suffix == ".safetensors" for path in files):  # then nothing is read from others
+        files = [path for path in files if path.suffix == ".safetensors"]
+    blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(files)))
+    return {path.name: [path.stat().st_size, _digest(path, blocks)] for path in files}
+
+
 def has_changed(found: dict[str, Any]) -> bool:
     """Whether the files are others than when `identity` told this, from what the file system says.
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -61,12 +62,16 @@ def hosts_of(group: dist.ProcessGroup | None) -> list[str]:
 
 
 def together(
-    group: dist.ProcessGroup | None, work: Callable[[], NativeModel], hosts: Sequence[str] = ()
+    group: dist.ProcessGroup | None,
+    work: Callable[[], NativeModel],
+    hosts: Sequence[str] = (),
+    source: Path | None = None,
 ) -> NativeModel:
     """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
 
     Args:
         hosts: what `hosts_of` says; () where all ranks are on one.
+        source: the model's folder or file; None for one in memory.
 
     Raises:
         AnyAccelError: this rank's own error.
@@ -74,7 +79,7 @@ def together(
     """
     if group is None:
         return work()
-    return joining.together(lambda value: shm.exchange_objects(group, value), work, hosts=hosts)
+    return joining.together(lambda value: shm.exchange_objects(group, value), work, hosts=hosts, source=source)
 
 
 def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommError, ModelError
+from anyaccel.inference.checkpoints.identity import weights_of
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.launch.address import addresses_of_interface, own_addresses
 
@@ -18,6 +22,9 @@ if TYPE_CHECKING:
 
 # Tells a value of each rank, which JSON can hold, to all: given this rank's, everybody's in rank order.
 Exchange = Callable[[Any], list[Any]]
+
+# Of config.json: what says nothing about the model.
+_NOTES = frozenset(("_name_or_path", "transformers_version"))
 
 
 class OtherRankError(ModelError):
@@ -30,6 +37,7 @@ def together(
     *,
     anonymous: bool = False,
     hosts: Sequence[str] = (),
+    source: Path | None = None,
 ) -> NativeModel:
     """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
 
@@ -39,6 +47,8 @@ def together(
         anonymous: the ranks see each other's process ids, so that their shared memory needs no name in /dev/shm, where
             a rank that is killed just then would leave it.
         hosts: the host of each rank, by any name that is equal for ranks which can share memory; () for one host.
+        source: the model's folder or file. Each host has its own, and parts of two models would make a third one,
+            which talks nonsense: so the hosts compare theirs.
 
     Raises:
         Unsupported: the native runtime lacks something that a rank's part needs, and nothing else is wrong anywhere.
@@ -47,13 +57,14 @@ def together(
     """
     error: BaseException | None = None
     native = None
-    card: list[Any] = ["", 0, ""]
+    card: list[Any] = ["", 0, "", {}]
     try:
         native = work()
         numbers = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
         addresses = addresses_for_others() if len(set(numbers)) > 1 else []
         segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get(), anonymous, numbers, addresses)
-        card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid")]  # noqa: PTH115
+        files = _contents(source, native.config) if source is not None and len(set(numbers)) > 1 else {}
+        card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid"), files]  # noqa: PTH115
     except (AnyAccelError, OSError, MemoryError, ValueError) as problem:
         error = problem
     told = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
@@ -64,14 +75,42 @@ def together(
     assert native is not None
     model = native.model
     cards = [other for other, _, _ in told]
+    _compare(source, [files for *_, files in cards])
     try:
         # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
-        model.connect([name for name, _, _ in cards], [pid if space == card[2] else 0 for _, pid, space in cards])
+        model.connect([name for name, *_ in cards], [pid if space == card[2] else 0 for _, pid, space, _ in cards])
     except (AnyAccelError, OSError, ValueError) as problem:
         error = problem if isinstance(problem, CommError) else CommError(f"the ranks cannot be connected: {problem}")
     _raise_any(error, exchange(_text(error)))
     model.unlink()  # every rank has mapped every segment
     return native
+
+
+def _contents(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells a model's files from those of another; the config of a GGUF file is in the file.
+
+    Raises:
+        OSError: a file is gone.
+    """
+    found: dict[str, Any] = dict(weights_of(source))
+    if source.is_dir():
+        said = {name: value for name, value in config.items() if name not in _NOTES}
+        found["config.json"] = hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return found
+
+
+def _compare(source: Path | None, contents: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ModelError, the same on each rank, where a file is not what rank 0 has under its name.
+
+    What a host has under other names may be the same weights in other parts.
+    """
+    for rank, files in enumerate(contents):
+        for name in sorted(files.keys() & contents[0].keys()):
+            if files[name] != contents[0][name]:
+                raise ModelError(
+                    f"{source}: {name} on the host of rank {rank} is another file than on that of rank 0; "
+                    "copy the model from one host to the others"
+                )
 
 
 def addresses_for_others() -> list[str]:

@@ -153,7 +153,11 @@ def _open_native(
     # process ids.
     hosts = exchange(host_identity() + os.readlink("/proc/self/ns/pid")) if options.ranks > 1 else [""]  # noqa: PTH115
     load: Callable[[], Any] = loader(options, screen.progress, rank, on_host=hosts.count(hosts[rank]))
-    native = together(exchange, load, anonymous=True, hosts=hosts) if options.ranks > 1 else load()
+    native = (
+        together(exchange, load, anonymous=True, hosts=hosts, source=Path(options.model))
+        if options.ranks > 1
+        else load()
+    )
     describe_weights(native, screen)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
     return NativeBackend(native, None, ends, accelerator, options.dtype)
