@@ -299,7 +299,7 @@ def only_tells(ctx: Context, each: Candidate) -> bool:
     if isinstance(parent, cst.If) and parent.test is child:
         lines = [line for line in parent.body.body if isinstance(line, cst.BaseStatement)]
         return all(only_says(ctx, cst.IndentedBlock([line])) or sets_cuda(ctx, line) for line in lines)
-    if isinstance(parent, cst.Assert):
+    if isinstance(parent, cst.Assert) and each.code == "ACC101":
         return False  # whoever comes by without CUDA gets no further
     return not kept_under(ctx, each.answer) and not isinstance(parent, cst.IfExp)
 
