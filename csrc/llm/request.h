@@ -37,7 +37,7 @@ struct RequestOptions {
 
 // A token that has been chosen, and the state of the generator after it.
 struct ChosenToken {
-  int64_t token;
+  int64_t token = 0;
   Random random;
   TokenScore score;
 };

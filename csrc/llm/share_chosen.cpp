@@ -54,7 +54,7 @@ void put(Writer& to, const ChosenToken& chosen) {
 }
 
 ChosenToken get_chosen(Reader& from) {
-  ChosenToken chosen{};
+  ChosenToken chosen;
   chosen.token = from.get<int64_t>();
   chosen.random = from.get<Random>();
   chosen.score.token = from.get<int64_t>();

@@ -32,6 +32,10 @@ inline Matrix matrix_of(const Shape& shape, const std::vector<float>& values) {
       const bool finite = std::isfinite(values[at]);
       const auto number = static_cast<uint32_t>(finite ? static_cast<int32_t>(values[at] * 1e4f) : 0);
       q[at] = static_cast<uint8_t>(number * 40503u >> 7 & ((1u << bits) - 1));
+      // Nor is a value near the middle, from which the kernels of bytes subtract.
+      const int middle = 1 << (bits - 1);
+      if (!shape.minimum && bits >= 5 && bits < 8 && std::abs(q[at] - middle) < 4)
+        q[at] = static_cast<uint8_t>(q[at] ^ 8);
       if (std::fabs(scales[g]) <= std::fabs(values[at]) || !finite) scales[g] = values[at];
     }
   const float part = row_of(shape.format).codes == kNonlinearCodes ? 0x1p-7f : 0x1p-3f;
