@@ -28,7 +28,11 @@ _PLAIN = ("f32", "f16", "bf16", "f64", "q8_0")  # types that have lost nothing, 
 _ROWS = 1024  # of an embedding that are rounded at a time
 _QUANTISATION_VERSION = 2  # of llama.cpp's types
 _FILE_TYPE = 15  # "mostly Q4_K - medium": the name that tools show
-_OWN_KEYS = ("GGUF.", "split.", "general.architecture", "general.file_type", "general.quantization_version")
+# What the copy says itself; its tensors are aligned to 32 bytes, as readers expect of a file that does not say.
+_OWN_KEYS = (
+    *("GGUF.", "split.", "general.architecture", "general.file_type", "general.quantization_version"),
+    "general.alignment",
+)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from anyaccel.inference.calibration.grids import Grid
 
 Progress = Callable[[int, int], object]
 _ENOUGH_BITS = 7.0  # rounding to so many costs nothing that could be made up for
+_MANY_COLUMNS = 2048  # up to which one thread rounds a matrix: it takes thousands of short steps
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def quantised_blocks(blocks: Blocks, grids: Mapping[str, Grid], progress: Progre
         watch = watched(block, hidden, step)
         found: dict[str, Matrix] = {}
         for names, squares in zip(watch.sets, watch.squares, strict=True):
-            found |= _quantised_set(block, [name for name in names if name in grids], grids, squares)
+            with _threads(1 if len(squares) <= _MANY_COLUMNS else torch.get_num_threads()):
+                found |= _quantised_set(block, [name for name in names if name in grids], grids, squares)
         watch.squares.clear()
         done = number * steps + len(hidden) + 4
         step(0)
@@ -71,6 +74,17 @@ def watched(block: Block, hidden: list[Tensor], step: Callable[[], object] | Non
     finally:
         watch.close()
     return watch
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """That many threads of torch: where cores are shared, each short step would wait for all of them to get one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _quantised_set(block: Block, names: list[str], grids: Mapping[str, Grid], squares: Tensor) -> dict[str, Matrix]:
