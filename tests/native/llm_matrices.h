@@ -36,6 +36,8 @@ inline Matrix matrix_of(const Shape& shape, const std::vector<float>& values) {
       const int middle = 1 << (bits - 1);
       if (!shape.minimum && bits >= 5 && bits < 8 && std::abs(q[at] - middle) < 4)
         q[at] = static_cast<uint8_t>(q[at] ^ 8);
+      // Nor the code whose value is 1, of which kernels that add 128 to make it a byte without a sign keep few bits.
+      if (row_of(shape.format).codes == kNonlinearCodes && q[at] == 8) q[at] = 9;
       if (std::fabs(scales[g]) <= std::fabs(values[at]) || !finite) scales[g] = values[at];
     }
   const float part = row_of(shape.format).codes == kNonlinearCodes ? 0x1p-7f : 0x1p-3f;
