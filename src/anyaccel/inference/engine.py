@@ -221,10 +221,6 @@ def init_inference(
     """
     settings = InferenceConfig.from_options({**(config or {}), **options})
     stages = settings.pipeline_parallel.size
-    asked = f"tensor_parallel tp_size={settings.tensor_parallel.tp_size}"
-    if stages > 1:
-        asked = f"{asked} with pipeline_parallel size={stages}"
-    group, rank = tp_group(settings.tensor_parallel.tp_size * stages, asked)
     on_host = torch.empty(0, device=get_accelerator().device()).is_cpu
     if not on_host and (settings.runtime in ("native", "torch") or settings.dtype in QUANTISED):
         asked = f"runtime={settings.runtime!r}" if settings.runtime != "auto" else f"dtype={settings.dtype!r}"
@@ -241,14 +237,14 @@ def init_inference(
         from anyaccel.inference.spec.mapping import Unsupported
 
         try:
-            return _decoder_engine(model, settings, group, rank, progress, executor)
+            return _decoder_engine(model, settings, progress, executor)
         except Unsupported as lack:
             if settings.runtime == executor or stages > 1:
                 raise
             why = lack.feature
             packed = " with packed linears" if on_host else ""
             logger.warning("the %s runtime has no %s: using the model's own code%s", executor, why, packed)
-    return _torch_engine(model, settings, group, rank, progress, on_host and settings.runtime != "plain", why)
+    return _torch_engine(model, settings, progress, on_host and settings.runtime != "plain", why)
 
 
 def optimize(
@@ -269,11 +265,20 @@ def optimize(
     return init_inference(model, dtype=dtype, progress=progress, **options).module
 
 
+def _model_group(settings: InferenceConfig) -> tuple[dist.ProcessGroup | None, int]:
+    """The ranks that have a part of the model, and this rank's place among them.
+
+    Raises:
+        UsageError: the ranks of the job cannot be divided into such groups.
+    """
+    tp_size, stages = settings.tensor_parallel.tp_size, settings.pipeline_parallel.size
+    asked = f"tensor_parallel tp_size={tp_size}"
+    return tp_group(tp_size * stages, f"{asked} with pipeline_parallel size={stages}" if stages > 1 else asked)
+
+
 def _decoder_engine(
     model: nn.Module | str | Path,
     settings: InferenceConfig,
-    group: dist.ProcessGroup | None,
-    rank: int,
     progress: Progress | None,
     executor: str,
 ) -> InferenceEngine:
@@ -285,7 +290,7 @@ def _decoder_engine(
     from anyaccel.inference.device.loading import load_decoder
 
     tp_size = settings.tensor_parallel.tp_size
-    tp_rank = rank % tp_size
+    group, rank = _model_group(settings)
     hosts = hosts_of(group)
     shapes: dict[int, torch.Size] = {}
     if isinstance(model, nn.Module):
@@ -314,7 +319,7 @@ def _decoder_engine(
         module = Later(lambda: _native_module(model, native, settings, group, shapes, later), str(kinds[0]))
     else:
         module = _native_module(model, native, settings, group, shapes, later)
-    return InferenceEngine(module, TensorParallelPlan(tp_rank, tp_size), settings, group, executor, "", native)
+    return InferenceEngine(module, TensorParallelPlan(rank % tp_size, tp_size), settings, group, executor, "", native)
 
 
 def _native_module(
@@ -365,13 +370,12 @@ def _refuse(model: nn.Module, _args: object) -> NoReturn:
 def _torch_engine(
     model: nn.Module | str | Path,
     settings: InferenceConfig,
-    group: dist.ProcessGroup | None,
-    rank: int,
     progress: Progress | None,
     packed: bool,
     why: str,
 ) -> InferenceEngine:
     """The engine on the model's own code: divided among ranks, and with packed linears where they fit."""
+    group, rank = _model_group(settings)
     # What is not quantised, and arithmetic, of a model with quantised linears.
     dtype = torch.bfloat16 if settings.dtype in ("auto", *QUANTISED) else settings.torch_dtype
     if packed and (replaced := _replaced_layers(settings)):
