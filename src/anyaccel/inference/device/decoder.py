@@ -12,7 +12,7 @@ from anyaccel.inference.device.attention import attend
 from anyaccel.inference.device.batch import Batch
 from anyaccel.inference.device.pages import KvPages
 from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed
-from anyaccel.inference.device.rotary import Angles, turn
+from anyaccel.inference.device.rotary import Angles, has_complex, turn
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Moe, QkNorm, Rope
 
@@ -122,7 +122,7 @@ class LayerRun:
         if norm is not None and not norm.qk.after_rope:
             norm.norm_(qk_NHD)
         if self.rope is not None:
-            turn(self.rope, qk_NHD, self.rope.first, batch.angles[a.rope])
+            turn(qk_NHD, self.rope.first, batch.angles[a.rope])
         if norm is not None and norm.qk.after_rope:
             norm.norm_(qk_NHD)
         return qk_NHD[:, : a.heads], qkv[:, q_count:]
@@ -138,8 +138,8 @@ class LayerRun:
         latent, turned = torch.split(self.kv_a(x), [mla.kv_rank, mla.rope_dim], -1)
         k_N1D = turned[:, None]
         if self.rope is not None:
-            turn(self.rope, q_NHD, self.rope.first, batch.angles[a.rope])
-            turn(self.rope, k_N1D, max(self.rope.first - mla.nope_dim, 0), batch.angles[a.rope])
+            turn(q_NHD, self.rope.first, batch.angles[a.rope])
+            turn(k_N1D, max(self.rope.first - mla.nope_dim, 0), batch.angles[a.rope])
         kv_NHD = self.kv_b(self.kv_a_norm(latent)).view(len(x), a.heads, -1)
         k_NHD = torch.cat([kv_NHD[..., : mla.nope_dim], k_N1D.expand(-1, a.heads, -1)], -1)
         return q_NHD, torch.cat([k_NHD.flatten(1), kv_NHD[..., mla.nope_dim :].flatten(1)], -1)
@@ -167,7 +167,8 @@ class Decoder:
         self, spec: DecoderSpec, weights: DeviceWeights, dtype: torch.dtype, cache: KvPages, ranks: Ranks | None = None
     ) -> None:
         self.spec, self.cache, self.ranks = spec, cache, ranks
-        self.ropes = [Angles(rope, dtype, weights.device) for rope in spec.ropes]
+        as_complex = has_complex(spec, dtype, weights.device)
+        self.ropes = [Angles(rope, dtype, weights.device, as_complex) for rope in spec.ropes]
         self.sinks = any(layer.attention.sinks for layer in spec.layers)
         self.embed = weights["embed"]
         self.positions = weights["positions"] if spec.positions else None

@@ -72,7 +72,7 @@ def load_device(
     kind = DTYPES[_FLOATS[asked]]
     if cache_dtype not in (None, asked):
         raise UsageError(f"kv_cache={cache_dtype!r}: runtime='device' keeps keys and values in the model's own {asked}")
-    weights = DeviceWeights(plan.shapes(), kind, accelerator.device(accelerator.current_device()))
+    weights = DeviceWeights(plan.spec, plan.shapes(), kind, accelerator.device(accelerator.current_device()))
 
     def report(done: int, total: int) -> None:
         if check is not None:

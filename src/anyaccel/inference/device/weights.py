@@ -15,6 +15,8 @@ import torch
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.sources import BLOCKS
+from anyaccel.inference.device.layout import row_orders
+from anyaccel.inference.spec.decoder import DecoderSpec
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _SOURCES = DTYPES | {"f64": torch.float64}
@@ -27,15 +29,17 @@ class DeviceWeights:
     """Every weight by its native name; those of a layer's experts are the entries of one tensor.
 
     Args:
+        spec: by which `layout.row_orders` puts rows elsewhere.
         shapes: as `packing.Plan.shapes` gives them, of float formats.
         dtype: of vectors.
     """
 
-    def __init__(self, shapes: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, shapes: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         self.stacks: dict[str, torch.Tensor] = {}  # "layers.3.experts.down" -> [experts, rows, cols]
         self._tensors: dict[str, torch.Tensor] = {}
         self._missing: dict[str, int] = {}
+        self._orders = row_orders(spec)
         counts: dict[str, int] = {}
         names = [each[0] for each in shapes["matrices"]] + [each[0] for each in shapes["vectors"]]
         for name in names:
@@ -104,7 +108,11 @@ class DeviceWeights:
         target = self._tensors[name]
         if values.dtype is not target.dtype:
             values = values.to(target.dtype)  # here: a device may lack the file's type
-        target[first : first + len(values)].copy_(values)
+        order = self._orders.get(name)
+        moved = 0 if order is None else min(max(len(order) - first, 0), len(values))  # what comes behind them stays
+        if order is not None and moved:
+            target.index_copy_(0, order[first : first + moved].to(self.device), values[:moved].to(self.device))
+        target[first + moved : first + len(values)].copy_(values[moved:])
         self._missing[name] -= len(values)
 
     def finish(self) -> None:
