@@ -128,7 +128,7 @@ class InferenceConfig:
                 f"pipeline_parallel size={self.pipeline_parallel.size} is of the native runtime, not of "
                 f"runtime={self.runtime!r}"
             )
-        if self.runtime in ("plain", "device") and self.dtype in QUANTISED:
+        if self.runtime == "plain" and self.dtype in QUANTISED:
             raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime={self.runtime!r} does not have")
 
     @property
