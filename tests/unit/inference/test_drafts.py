@@ -45,7 +45,7 @@ def _prompt(seed: int, count: int) -> list[int]:
 
 
 def _request(model: Any, prompt: list[int], draft: int, **options: Any) -> Any:
-    given = {"ignore_end": True, "max_new_tokens": 60, "logprobs": 2, "draft_tokens": draft}
+    given = {"ignore_end": True, "max_new_tokens": 60, "logprobs": 2, "draft_tokens": draft, "draft_always": True}
     return _llm.Request(model, prompt, given | options)
 
 
@@ -127,7 +127,12 @@ def test_requests_in_company_and_with_events_answer_as_without_drafts(llama: Any
             elif event < 0.12:
                 request.set_mask(bytes([0x55] * 4 * ((VOCAB + 31) // 32)))
             elif event < 0.16:
-                other = _llm.Request(llama, [*_prompt(3, 33), 7], {"max_new_tokens": 9, "draft_tokens": draft}, request)
+                other = _llm.Request(
+                    llama,
+                    [*_prompt(3, 33), 7],
+                    {"max_new_tokens": 9, "draft_tokens": draft, "draft_always": True},
+                    request,
+                )
                 requests[generator.randrange(len(requests))] = other
             batch = generator.sample(requests, generator.randrange(1, 6))
             log.append(llama.step(batch, [generator.choice((0, 1, 7)) for _ in batch], True))
