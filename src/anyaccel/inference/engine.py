@@ -297,10 +297,11 @@ def _decoder_engine(
         from anyaccel.inference.hf.frozen import shapes_of
 
         shapes = shapes_of(model)
+    on_host = hosts.count(hosts[rank]) if hosts else 1
     try:
         native = together(
             group,
-            lambda: load_decoder(model, settings, rank, hosts.count(hosts[rank]) if hosts else 1, progress, executor),
+            lambda: load_decoder(model, settings, rank, on_host, progress, executor, group),
             hosts,
             None if isinstance(model, nn.Module) else Path(model).expanduser(),
         )
