@@ -19,9 +19,12 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
                        " ranks, the model among " + std::to_string(spec_.size * spec_.stages));
   }
   const auto held = lock();
+  if (draft != nullptr && weighed_.lock() != draft) {
+    model_pace_ = {};
+    weighed_ = draft;
+  }
   draft_ = std::move(draft);
   translation_ = std::move(translation);
-  model_pace_ = {};
 }
 
 DraftPace& Model::pace_of(const Request& request) { return request.options_.draft_model ? model_pace_ : text_pace_; }

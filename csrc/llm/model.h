@@ -167,6 +167,7 @@ class Model {
   std::shared_ptr<Model> draft_;
   DraftTranslation translation_;
   DraftPace text_pace_, model_pace_;
+  std::weak_ptr<Model> weighed_;  // whose drafts model_pace_ is of: it may come back
 
   StepTokens tokens_;
   std::vector<float> logits_, hidden_;

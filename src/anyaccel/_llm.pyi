@@ -99,8 +99,8 @@ class Model:
     def connect(self, names: Sequence[str], pids: Sequence[int]) -> None: ...
     def unlink(self) -> None: ...
     def shared(self, value: int) -> int: ...  # rank 0's, 64 bits without a sign; every rank calls it, between steps
-    # The model that guesses for requests with draft_model; None: none. Where it has a vocabulary of its own, `to_draft`
-    # makes its tokens of this model's, and from_draft(tokens, before, said) this model's of what it says behind `before`.
+    # The model that guesses for requests with draft_model; None: none. Where its tokens are others, `to_draft` makes
+    # them of this model's, and from_draft(tokens, before, said) makes this model's of what it says behind `before`.
     def set_draft(
         self,
         draft: Model | None,

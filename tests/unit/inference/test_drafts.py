@@ -176,7 +176,7 @@ def test_the_option_of_the_commands(text: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "ngram:", "ngram:0", "ngram:-1", "ngram:x", "lookup", "ngram:99999999999"])
 def test_an_option_that_cannot_be(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--draft: .*: must be ngram or ngram:N"):
+    with pytest.raises(UsageError, match=r"--draft: .*: must be ngram, ngram:N"):
         build_parser().parse_args(["--draft", text, "a prompt"])
 
 
