@@ -22,6 +22,7 @@ DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
 # The names that torch and transformers have for them, which `inference.config` accepts as well.
 _OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 GROUP_SIZES = (32, 64, 128)
+RUNTIMES = ("auto", "native", "device", "torch", "plain")
 CACHE_DTYPES = ("auto", "bf16", "int8", "int4", "fp32")
 
 
@@ -59,6 +60,13 @@ def add_model_options(parser: Parser) -> None:
         choices=CACHE_DTYPES,
         default="auto",
         help="precision of the key/value cache (default: auto, fp32 with fp32 and else bf16)",
+    )
+    add(
+        "--runtime",
+        choices=RUNTIMES,
+        default="auto",
+        help="what runs the model: native (C++, on a CPU), device (torch's operators, anywhere), torch or plain (the "
+        "model's own code); default: auto, native on a CPU and device elsewhere where they have the model",
     )
     add("--threads", type=int, default=0, metavar="N", help="of the native runtime (default: the CPUs it may use)")
 

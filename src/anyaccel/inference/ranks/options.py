@@ -18,6 +18,7 @@ class ModelOptions:
         tp: ranks that share each layer.
         cache_bytes: most bytes of keys and values, on all ranks together; 0: what memory has room for.
         pp: stages that share the layers, of `tp` ranks each.
+        runtime: what runs it, as in InferenceConfig.
     """
 
     model: str
@@ -28,6 +29,7 @@ class ModelOptions:
     tp: int = 1
     cache_bytes: int = 0
     pp: int = 1
+    runtime: str = "auto"
 
     @property
     def ranks(self) -> int:

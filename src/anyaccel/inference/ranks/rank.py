@@ -109,18 +109,29 @@ def _open(
     lacking: Callable[[str], AnyAccelError] | None,
 ) -> Model:
     """This rank's part of the model, connected to the others'."""
-    from anyaccel.inference.ranks.loading import describe_accelerator, host_accelerator, open_engine
+    from anyaccel.inference.ranks.loading import (
+        describe_accelerator,
+        executor_of,
+        host_accelerator,
+        instead,
+        open_engine,
+    )
     from anyaccel.topology import read_machine
 
     screen = _Screen(channel, rank)
     host = host_accelerator(read_machine())
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
     screen.line(summary)
-    if host:
+    executor = executor_of(options, host is not None)
+    if options.pp > 1 and executor != "native":
+        raise UsageError(f"--pp {options.pp}: only the native runtime has it, which runs on the CPU")
+    if executor:
         from anyaccel.inference.spec.mapping import Unsupported
 
         try:
-            return _open_native(channel, rank, options, host[0], screen)
+            if executor == "device":
+                return _open_device(rank, options, screen)
+            return _open_native(channel, rank, options, host[0] if host else "", screen)
         except Unsupported as lack:  # raised on every rank: all of them go on with the engine
             if lacking is not None:
                 raise lacking(lack.feature) from None
@@ -128,9 +139,7 @@ def _open(
                 raise UsageError(
                     f"--pp {options.pp}: only the native runtime has it, which has no {lack.feature}"
                 ) from None
-            screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
-    if options.pp > 1:
-        raise UsageError(f"--pp {options.pp}: only the native runtime has it, which runs on the CPU")
+            screen.line(instead(options, executor, lack.feature))
     return open_engine(options, Path(options.model), screen)
 
 
@@ -161,6 +170,22 @@ def _open_native(
     describe_weights(native, screen)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
     return NativeBackend(native, None, ends, accelerator, options.dtype)
+
+
+def _open_device(rank: int, options: ModelOptions, screen: _Screen) -> NativeBackend:
+    from anyaccel.inference.hf.group import hosts_of, together, tp_group
+    from anyaccel.inference.ranks.backends import NativeBackend
+    from anyaccel.inference.ranks.loading import accelerator_name, describe_weights, device_loader
+    from anyaccel.inference.text.tokenizer import end_tokens
+
+    path = Path(options.model)
+    group, place = tp_group(options.tp, options.asked)
+    hosts = hosts_of(group)
+    on_host = hosts.count(hosts[place]) if hosts else 1
+    native = together(group, device_loader(options, screen.progress, place, None, group, on_host), hosts, path)
+    describe_weights(native, screen)
+    ends = end_tokens(native.generation_config, native.config, path, note=rank == 0)
+    return NativeBackend(native, None, ends, accelerator_name(), options.dtype, "device")
 
 
 def _serve(channel: Channel, rank: int, backend: Model) -> None:
