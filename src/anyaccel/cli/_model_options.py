@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.checkpoints.model_path import default_model_file
+from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
 from anyaccel.inference.ranks.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def model_path(given: str | None) -> Path:
     if given is not None:
         path = Path(given).expanduser()
         if not path.exists():
-            raise UsageError(f"--model {given}: no such folder or file; models are read from local files only")
+            raise UsageError(f"--model {no_such_model(given)}")
         return path.absolute()
     return default_model_file()
 

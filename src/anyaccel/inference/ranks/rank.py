@@ -19,6 +19,7 @@ from anyaccel import env
 from anyaccel.errors import AnyAccelError, PeerLostError, UsageError
 from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.wire import Channel
+from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.backends import EngineBackend, NativeBackend
@@ -52,7 +53,7 @@ def main(
         try:
             channel = call_command()
         except AnyAccelError as error:
-            sys.stderr.write(f"anyaccel: error: {error}\n")
+            sys.stderr.write(f"anyaccel: {marked(f'error: {error}', sys.stderr)}\n")
             return error.exit_code
     rank = int(os.environ["RANK"])
     try:
