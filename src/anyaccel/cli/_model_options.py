@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.checkpoints.model_path import default_model_file
+from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
 from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.ranks.options import ModelOptions
 
@@ -23,6 +23,7 @@ DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
 # The names that torch and transformers have for them, which `inference.config` accepts as well.
 _OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 GROUP_SIZES = (32, 64, 128)
+RUNTIMES = ("auto", "native", "device", "torch", "plain")
 CACHE_DTYPES = ("auto", "bf16", "int8", "int4", "fp32")
 
 
@@ -60,6 +61,13 @@ def add_model_options(parser: Parser) -> None:
         choices=CACHE_DTYPES,
         default="auto",
         help="precision of the key/value cache (default: auto, fp32 with fp32 and else bf16)",
+    )
+    add(
+        "--runtime",
+        choices=RUNTIMES,
+        default="auto",
+        help="what runs the model: native (C++, on a CPU), device (torch's operators, anywhere), torch or plain (the "
+        "model's own code); default: auto, native on a CPU and device elsewhere where they have the model",
     )
     add("--threads", type=int, default=0, metavar="N", help="of the native runtime (default: the CPUs it may use)")
 
@@ -219,7 +227,7 @@ def model_path(given: str | None) -> Path:
     if given is not None:
         path = Path(given).expanduser()
         if not path.exists():
-            raise UsageError(f"--model {given}: no such folder or file; models are read from local files only")
+            raise UsageError(f"--model {no_such_model(given)}")
         return path.absolute()
     return default_model_file()
 

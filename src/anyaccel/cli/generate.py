@@ -67,7 +67,9 @@ def main(argv: list[str]) -> int:
     options.prompt = _prompt(options.prompt)
     options.model = str(model_path(options.model))
     screen = Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
-    with contextlib.closing(_open(options, screen)) as backend:
+    with screen.loading():
+        opened = _open(options, screen)
+    with contextlib.closing(opened) as backend:
         return _generate(options, screen, backend)
 
 
