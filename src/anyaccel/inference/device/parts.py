@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers are made of: products, norms, activations, MLPs and experts, each in as few operators as torch has."""
+"""What layers are made of: products, norms, MLPs and experts, each in as few operators as torch has."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from anyaccel.inference.device.activations import activated
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Mlp, Moe, Norm
 
@@ -73,31 +72,6 @@ def normed(norm: Norm | None, weights: DeviceWeights, name: str) -> Normed | Non
     return None if norm is None else Normed(norm, weights, name)
 
 
-def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate = gate.clamp(max=7.0)
-    return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(1.702 * gate))
-
-
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),
-}
-
-
-def activated(mlp: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
-    """The features, of rows of gates and ups."""
-    if not mlp.gated:
-        return _ACTIVATIONS[mlp.activation](gate_up)
-    gate, up = gate_up.chunk(2, -1)
-    if mlp.activation == "swiglu_oai":
-        return _swiglu_oai(gate, up)
-    return _ACTIVATIONS[mlp.activation](gate).mul_(up)
-
-
 class Dense:
     """An MLP that every token goes through."""
 
@@ -106,15 +80,12 @@ class Dense:
         self.gate_up = Linear(weights, f"{name}.gate_up")
         self.down = Linear(weights, f"{name}.down")
 
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        return activated(self.mlp, self.gate_up(x))
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """A rank's part of the result."""
-        return self.down(self.features(x))
+        return self.down(activated(self.mlp, self.gate_up(x)))
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
-        return self.down.added(h, self.features(x), factor, ranks)
+        return self.down.added(h, activated(self.mlp, self.gate_up(x)), factor, ranks)
 
 
 class Experts:

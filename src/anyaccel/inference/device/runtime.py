@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 
 from anyaccel.accelerator import Capability, get_accelerator
 from anyaccel.errors import UsageError
 from anyaccel.inference.device.model import DeviceModel
+from anyaccel.inference.device.ranks import TensorRanks
 from anyaccel.inference.device.weights import DTYPES, DeviceWeights
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.runtime import NativeModel, Place, open_checkpoint, plan_of
-from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.native.shard import shard
 
 if TYPE_CHECKING:
     from anyaccel import _llm
@@ -34,6 +36,8 @@ def load_device(
     size: int = 1,
     cache_dtype: str | None = None,
     cache_limit: int = 0,
+    group: dist.ProcessGroup | None = None,
+    on_host: int = 1,
     progress: Callable[[int, int], object] | None = None,
     release: bool = False,
     check: Callable[[], object] | None = None,
@@ -45,13 +49,14 @@ def load_device(
     Args:
         dtype: fp32, bf16 or fp16; None or "auto": that of the file, bf16 for a quantised one.
         cache_dtype: of keys and values; None: as `dtype`, and there is no other.
+        rank, size: of tensor parallelism; `group` has these ranks, of which `on_host` share this host's memory.
         cache_limit: most bytes of keys and values; 0: three quarters of what the device has left.
 
     Raises:
         Unsupported, ModelError, UsageError: see `load_native`.
     """
-    if size > 1:
-        raise Unsupported("tensor parallelism on devices other than the CPU")
+    if size > 1 and group is None:
+        raise UsageError(f"size={size}: the ranks that share a model on a device need a process group")
     place = Place(rank, size)
     accelerator = get_accelerator()
     checkpoint = open_checkpoint(model, config, release)
@@ -67,7 +72,7 @@ def load_device(
     kind = DTYPES[_FLOATS[asked]]
     if cache_dtype not in (None, asked):
         raise UsageError(f"kv_cache={cache_dtype!r}: runtime='device' keeps keys and values in the model's own {asked}")
-    weights = DeviceWeights(plan.shapes(), kind, accelerator.device(accelerator.current_device()))
+    weights = DeviceWeights(plan.spec, plan.shapes(), kind, accelerator.device(accelerator.current_device()))
 
     def report(done: int, total: int) -> None:
         if check is not None:
@@ -82,8 +87,13 @@ def load_device(
     if limit == 0:
         known = accelerator.has(Capability.MEMORY_SIZE)
         limit = int(accelerator.available_memory() * _SHARE_OF_MEMORY) if known else _UNKNOWN_MEMORY
+        if weights["embed"].is_cpu:
+            limit //= on_host
     precise = torch.float64 if accelerator.has(Capability.FP64) else torch.float32
-    made = DeviceModel(plan.spec, weights, kind, limit, precise)
+    ranks = None
+    if size > 1 and group is not None:
+        ranks = TensorRanks(group, [shard(plan.whole, each, size).vocab_count for each in range(size)])
+    made = DeviceModel(plan.spec, weights, kind, limit, precise, ranks)
     return NativeModel(
         cast("_llm.Model", made),
         plan.spec,

@@ -15,9 +15,14 @@ import torch
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.sources import BLOCKS
+from anyaccel.inference.device.activations import activated
+from anyaccel.inference.device.layout import CONSTANTS, LayerLayout, layer_layout, row_orders
+from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Mlp
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _SOURCES = DTYPES | {"f64": torch.float64}
+_FOLDED = 1 << 22  # values of a matrix that are in float32 at once
+_CONSTANT = 16.0  # what activations leave large; divisions by it are exact
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.*)")
 # Vectors that belong to the choice of experts, which is made in float32 whatever the rest is.
 _OF_ROUTER = re.compile(r"(router|shared_gate)\.")
@@ -27,35 +32,97 @@ class DeviceWeights:
     """Every weight by its native name; those of a layer's experts are the entries of one tensor.
 
     Args:
+        spec: by which `layout` puts weights elsewhere, and has some of them changed when all are there.
         shapes: as `packing.Plan.shapes` gives them, of float formats.
         dtype: of vectors.
     """
 
-    def __init__(self, shapes: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: DecoderSpec, shapes: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
+        self.spec = spec
         self.stacks: dict[str, torch.Tensor] = {}  # "layers.3.experts.down" -> [experts, rows, cols]
         self._tensors: dict[str, torch.Tensor] = {}
+        self._filled: dict[str, torch.Tensor] = {}  # what a weight's own values go to, where its tensor has more
+        self._owned: list[torch.Tensor] = []
         self._missing: dict[str, int] = {}
+        self._orders = row_orders(spec)
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, rows, cols, kind, _group, _minimum in shapes["matrices"]:
+            sizes[name] = (rows, cols), DTYPES[kind]
+        for name, count in shapes["vectors"]:
+            sizes[name] = (count,), torch.float32 if _OF_ROUTER.search(name) else dtype
+        self._missing = {name: shape[0] for name, (shape, _) in sizes.items()}
+        kinds = {name: kind for name, _, _, kind, _, _ in shapes["matrices"]}
+        self.layouts: list[LayerLayout] = []
+        for index, layer in enumerate(spec.layers):
+            at = f"layers.{index}."
+            own = {name.removeprefix(at): kind for name, kind in kinds.items() if name.startswith(at)}
+            self.layouts.append(layer_layout(layer, own))
+            self._lay_out(at, layer, self.layouts[-1], sizes, dtype)
         counts: dict[str, int] = {}
-        names = [each[0] for each in shapes["matrices"]] + [each[0] for each in shapes["vectors"]]
-        for name in names:
+        for name in sizes:
             if found := _EXPERT.match(name):
                 stack = f"{found[1]}.{found[3]}"
                 counts[stack] = max(counts.get(stack, 0), int(found[2]) + 1)
-        for name, rows, cols, kind, _group, _minimum in shapes["matrices"]:
-            self._make(name, (rows, cols), DTYPES[kind], counts)
-        for name, count in shapes["vectors"]:
-            self._make(name, (count,), torch.float32 if _OF_ROUTER.search(name) else dtype, counts)
+        for name, (shape, kind) in sizes.items():
+            self._make(name, shape, kind, counts)
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self._owned.append(torch.zeros(shape, dtype=dtype, device=self.device))
+        return self._owned[-1]
 
     def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, counts: Mapping[str, int]) -> None:
-        self._missing[name] = shape[0]
         if found := _EXPERT.match(name):
             stack = f"{found[1]}.{found[3]}"
             if stack not in self.stacks:
-                self.stacks[stack] = torch.empty((counts[stack], *shape), dtype=dtype, device=self.device)
+                self.stacks[stack] = self._new((counts[stack], *shape), dtype)
             self._tensors[name] = self.stacks[stack][int(found[2])]
         else:
-            self._tensors[name] = torch.empty(shape, dtype=dtype, device=self.device)
+            self._tensors[name] = self._new(shape, dtype)
+
+    def _lay_out(
+        self,
+        at: str,
+        layer: Layer,
+        layout: LayerLayout,
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        dtype: torch.dtype,
+    ) -> None:
+        """Make what a layer has in another form; the rest stays in `sizes`."""
+        if not (layout.joint or layout.constant):
+            return
+        assert isinstance(layer.mlp, Mlp)
+        qkv, gate_up, down = f"{at}qkv", f"{at}mlp.gate_up", f"{at}mlp.down"
+        (features, cols), kind = sizes.pop(gate_up)
+        more = CONSTANTS if layout.constant else 0
+        halves = 2 if layer.mlp.gated else 1
+        rows = features + more * halves
+        if more and halves == 2:  # each half has its own
+            order = torch.arange(features)
+            order[features // 2 :] += more
+            self._orders[gate_up] = self._orders[f"{gate_up}.bias"] = order
+        before = sizes[qkv][0][0] if layout.joint else 0
+        whole = self._new((before + rows, cols), kind)
+        if layout.joint:
+            self._tensors[f"{at}joint"] = whole
+            self._tensors[qkv] = whole[:before]
+            del sizes[qkv]
+        self._tensors[gate_up] = whole[before:]
+        biases = [
+            f"{each}.bias" for each in (qkv, gate_up) if f"{each}.bias" in sizes and (layout.joint or each != qkv)
+        ]
+        if biases or layout.folded or more:
+            bias = self._new((before + rows,), dtype)
+            if layout.joint:
+                self._tensors[f"{at}joint.bias"] = bias
+                self._tensors[f"{qkv}.bias"] = bias[:before]
+            self._tensors[f"{gate_up}.bias"] = bias[before:]
+            for name in biases:
+                del sizes[name]
+        if more:
+            (hidden, inner), kind = sizes.pop(down)
+            self._tensors[down] = self._new((hidden, inner + more), kind)
+            self._filled[down] = self._tensors[down][:, :inner]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -65,7 +132,7 @@ class DeviceWeights:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(each.nbytes for each in self._tensors.values())
+        return sum(each.nbytes for each in self._owned)
 
     # What `packing.Plan.fill` calls, with the meaning that it has for `_llm.Model` -----------------------------
 
@@ -80,8 +147,7 @@ class DeviceWeights:
         col_stride: int = 0,
         order: Sequence[int] | None = None,
     ) -> None:
-        target = self._tensors[name]
-        cols = target.shape[1]
+        cols = self._target(name).shape[1]
         stored = count if order is None else max(order) + 1
         if BLOCKS[type][0] > 1:
             rows = _blocks(address, type, stored, cols, row_stride)
@@ -100,11 +166,18 @@ class DeviceWeights:
         values = _memory(address, type, (count,), (stride or _SOURCES[type].itemsize,))
         self._write(name, first, values.float() + plus if plus else values)
 
+    def _target(self, name: str) -> torch.Tensor:
+        return self._filled.get(name, self._tensors[name])
+
     def _write(self, name: str, first: int, values: torch.Tensor) -> None:
-        target = self._tensors[name]
+        target = self._target(name)
         if values.dtype is not target.dtype:
             values = values.to(target.dtype)  # here: a device may lack the file's type
-        target[first : first + len(values)].copy_(values)
+        order = self._orders.get(name)
+        moved = 0 if order is None else min(max(len(order) - first, 0), len(values))  # what comes behind them stays
+        if order is not None and moved:
+            target.index_copy_(0, order[first : first + moved].to(self.device), values[:moved].to(self.device))
+        target[first + moved : first + len(values)].copy_(values[moved:])
         self._missing[name] -= len(values)
 
     def finish(self) -> None:
@@ -116,6 +189,38 @@ class DeviceWeights:
         missing = sorted(name for name, rows in self._missing.items() if rows > 0)
         if missing:
             raise ModelError(f"{len(missing)} weights were not set or not in full, {missing[0]!r} among them")
+        for index, (layer, layout) in enumerate(zip(self.spec.layers, self.layouts, strict=True)):
+            at = f"layers.{index}."
+            if layout.folded:
+                self._fold(f"{at}attn_norm", f"{at}qkv")
+                self._fold(f"{at}mlp_norm", f"{at}mlp.gate_up")
+            if layout.constant:
+                self._take_in_biases(at, layer)
+
+    def _fold(self, norm: str, name: str) -> None:
+        """Have a product do what a norm's weight and bias do to what it reads."""
+        weight, bias = self._tensors[name], self._tensors[f"{name}.bias"]
+        if (own := self._tensors.pop(f"{norm}.bias", None)) is not None:
+            step = max(_FOLDED // weight.shape[1], 1)
+            for first in range(0, len(weight), step):
+                rows = weight[first : first + step]
+                bias[first : first + step] += (rows.float() @ own.float()).to(bias.dtype)
+        if (own := self._tensors.pop(f"{norm}.weight", None)) is not None:
+            weight.mul_(own)
+
+    def _take_in_biases(self, at: str, layer: Layer) -> None:
+        """Have the last products' biases as a column of the MLP's matrix, beside a feature that is always the same."""
+        assert isinstance(layer.mlp, Mlp)
+        mlp, first = layer.mlp, self._tensors[f"{at}mlp.gate_up.bias"]
+        down, bias = self._tensors[f"{at}mlp.down"], self._tensors.pop(f"{at}mlp.down.bias").float()
+        inner = down.shape[1] - CONSTANTS
+        first[inner] = _CONSTANT
+        if mlp.gated:
+            first[-CONSTANTS] = 1.0
+        if layer.parallel and (of_attention := self._tensors.pop(f"{at}o.bias", None)) is not None:
+            bias = bias + of_attention.float()
+        constant = activated(mlp, first.to(down.dtype))[inner]
+        down[:, inner].copy_(bias / constant.float())
 
 
 def _memory(address: int, type: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
