@@ -208,7 +208,8 @@ def init_inference(
         config: options as a dict; keyword arguments go before it.
         progress: called with (bytes loaded, bytes in all) of this rank while weights load.
         dtype: torch.bfloat16 (default), torch.float16, torch.float32, or a name: bf16, fp16, fp32, int8, int4.
-        tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1.
+        tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1. `"wire_dtype"`: "bf16" or
+            "int8" for fewer bytes between hosts, see TensorParallelConfig.
         pipeline_parallel: `{"size": n}`; consecutive groups of tp_size ranks are the n stages of a model. Default 1.
         group_size, kv_cache, cache_bytes, threads, runtime: see InferenceConfig.
         draft: path of a smaller model, or an engine of one, that guesses tokens: the same answers, sooner. From a path
@@ -311,6 +312,7 @@ def _decoder_engine(
             lambda: load_decoder(model, settings, rank, on_host, progress, executor, group),
             hosts,
             None if isinstance(model, nn.Module) else Path(model).expanduser(),
+            settings.tensor_parallel.wire_dtype,
         )
         if settings.draft is not None:
             from anyaccel.inference.hf.drafting import draft_for
