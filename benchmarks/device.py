@@ -30,6 +30,7 @@ MODELS = {
     "gemma2": ("Gemma2Config", {"head_dim": 32}),
     "gpt_neox": ("GPTNeoXConfig", {}),
 }
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = {  # of --speed: hidden, intermediate, layers, heads, key/value heads, vocabulary
     "small": (576, 1536, 30, 9, 3, 49152),
     "1.2b": (2048, 8192, 16, 32, 8, 128256),
@@ -69,7 +70,7 @@ def counted(step: Any) -> int:
     return kernels.count
 
 
-def kernels_of(kind: str, layers: int) -> dict[str, int]:
+def kernels_of(kind: str, layers: int, dtype: str) -> dict[str, int]:
     """Kernels of a step of one token of each contender."""
     import transformers
 
@@ -77,7 +78,8 @@ def kernels_of(kind: str, layers: int) -> dict[str, int]:
     from anyaccel.inference.native.requests import new_request
 
     device = anyaccel.get_accelerator().device()
-    model = transformers.AutoModelForCausalLM.from_config(config(kind, layers)).eval().to(device)
+    model = transformers.AutoModelForCausalLM.from_config(config(kind, layers), dtype=DTYPES[dtype]).eval()
+    model.to(device)
     chosen = model.config._attn_implementation
     ids = torch.randint(3, 1000, (1, CONTEXT), device=device)
     found = {}
@@ -96,28 +98,26 @@ def kernels_of(kind: str, layers: int) -> dict[str, int]:
 
         found[name] = counted(step)
     model.set_attn_implementation(chosen)
-    engine = anyaccel.init_inference(model.cpu(), dtype="fp32", runtime="device")
+    engine = anyaccel.init_inference(model.cpu(), dtype=dtype, runtime="device")
     request = new_request(engine.native.model, ids[0].tolist(), {})
     engine.native.model.step([request])
     found["device"] = counted(lambda: engine.native.model.step([request]))
     return found
 
 
-def launches(json: bool) -> int:
+def launches(dtype: str, json: bool) -> int:
     rows, worst, results = [], 0.0, {}
     for kind in MODELS:
-        small, large = kernels_of(kind, 2), kernels_of(kind, 4)
+        small, large = kernels_of(kind, 2, dtype), kernels_of(kind, 4, dtype)
         a_layer = {name: (large[name] - small[name]) / 2 for name in large}
         worst = max(worst, a_layer["device"] / a_layer["eager"])
         results[kind] = a_layer
         rows.append([kind, *(f"{a_layer[name]:g} ({large[name]})" for name in CONTENDERS)])
         rows[-1].append(f"{a_layer['device'] / a_layer['eager']:.2f}")
     if json:
-        emit_json({"kernels a layer a token": results})
+        emit_json({"kernels a layer a token": results, "dtype": dtype})
     else:
-        print(
-            table(["kernels a layer (a step of 4 layers)", "HF eager", "HF static cache", "device", "of eager"], rows)
-        )
+        print(table([f"kernels a layer in {dtype} (a step of 4 layers)", *CONTENDERS, "of eager"], rows))
     note(f"the most that a layer has of eager's kernels: {worst:.2f}")
     return 0
 
@@ -132,8 +132,9 @@ def speed(size: str, dtype: str, tokens: int, batches: list[int], bandwidth: flo
     values = {"hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "vocab_size": vocabulary}
     values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096}
     accelerator = anyaccel.get_accelerator()
-    torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**values), dtype=torch_dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**values), dtype=DTYPES[dtype]
+    ).eval()
     weight_bytes = sum(each.nbytes for each in model.parameters())
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +186,7 @@ def speed(size: str, dtype: str, tokens: int, batches: list[int], bandwidth: flo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", choices=SIZES, help="time a random model of this size")
-    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--dtype", choices=DTYPES, help="fp32; with --speed bf16")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--bandwidth", type=float, default=0, help="of the device's memory, GB/s")
@@ -196,9 +197,9 @@ def main() -> int:
     logging.set_verbosity_error()
     note(machine())
     if options.speed:
-        speed(options.speed, options.dtype, options.tokens, options.batch, options.bandwidth)
+        speed(options.speed, options.dtype or "bf16", options.tokens, options.batch, options.bandwidth)
         return 0
-    return launches(options.json)
+    return launches(options.dtype or "fp32", options.json)
 
 
 if __name__ == "__main__":

@@ -19,5 +19,5 @@ def on_device(name: str, positions: int = 0, cache_limit: int = 1 << 26) -> Devi
         "matrices": [(each.name, each.rows, each.cols, "f32", 0, False) for each in matrices],
         "vectors": [(each.name, each.count) for each in vectors],
     }
-    filled = native_models.fill(DeviceWeights(shapes, torch.float32, torch.device("cpu")), spec, values)
+    filled = native_models.fill(DeviceWeights(spec, shapes, torch.float32, torch.device("cpu")), spec, values)
     return DeviceModel(spec, filled, torch.float32, cache_limit)

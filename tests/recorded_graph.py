@@ -14,9 +14,48 @@ from torch.utils._pytree import tree_leaves
 _WAITS = ("_local_scalar_dense", "nonzero", "lift_fresh")  # what reads values on the host, or comes from there
 
 
+class RecordingAccelerator:
+    """An accelerator with graphs, which hold 1000 bytes each."""
+
+    def __init__(self) -> None:
+        self.graphs: list[RecordedGraph] = []
+
+    def has(self, _capability: object) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def memory_reserved(self) -> int:
+        return 1000 * sum(bool(graph.calls) for graph in self.graphs)
+
+    def create_graph(self) -> RecordedGraph:
+        self.graphs.append(RecordedGraph())
+        return self.graphs[-1]
+
+    def capture_to_graph(self, graph: RecordedGraph, pool: object = None) -> contextlib.AbstractContextManager[None]:
+        return graph.capture()
+
+    def replay_graph(self, graph: RecordedGraph) -> None:
+        graph.replay()
+
+
+def recording_accelerator(monkeypatch: Any) -> RecordingAccelerator:
+    """Have runtime="device" take its steps through recorded graphs."""
+    from anyaccel.inference.device import capture, graphs
+
+    made = RecordingAccelerator()
+    for module in (capture, graphs):
+        monkeypatch.setattr(module, "get_accelerator", lambda: made)
+    return made
+
+
 class RecordedGraph:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def reset(self) -> None:
+        self.calls.clear()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:

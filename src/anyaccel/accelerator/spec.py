@@ -105,11 +105,14 @@ class CollectiveBackend(NamedTuple):
         name: as `init_process_group(backend=)` takes it.
         package: must import before the backend exists; empty for a part of torch.
         why_not: "module:function" that says, before that, why it cannot be used here; the empty text when it can.
+        in_graphs: its calls may be captured into a graph of the device. Where they may not, or it is not known, a step
+            of tensor-parallel ranks is captured in pieces, between which the calls are made.
     """
 
     name: str
     package: str = ""
     why_not: str = ""
+    in_graphs: bool = False
 
 
 class HostRegistration(NamedTuple):

@@ -65,7 +65,9 @@ def main(argv: list[str]) -> int:
     check_numbers(options)
     options.model = str(model_path(options.model))
     screen = Screen(shown=not options.quiet)
-    with contextlib.closing(_open(options, screen)) as backend:
+    with screen.loading():
+        opened = _open(options, screen)
+    with contextlib.closing(opened) as backend:
         if not backend.tokenizer.has_chat_template:
             raise ModelError(f"{options.model}: the model has no chat template; use `anyaccel generate`")
         if sys.stdin.isatty():

@@ -9,7 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._screen import waiting
 from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.terminal import moves_cursor
 
 if TYPE_CHECKING:
     import argparse
@@ -105,7 +107,8 @@ def _port(options: argparse.Namespace) -> int:
     from anyaccel.port import output, run
     from anyaccel.port.source import UnreadableError, write_bytes
 
-    files, skipped = _files(options)
+    with waiting("looking for files"):
+        files, skipped = _files(options)
     findings = []
     mentions: list[dict[str, Any]] = []
     problems = [f"{each.path}: not ported: {each.reason}" for each in skipped if each.failed]
@@ -209,12 +212,12 @@ def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[
 def _progress(total: int) -> Iterator[Callable[[], Any]]:
     """A progress bar, when a person is watching and tqdm is there."""
     bar = None
-    if sys.stderr.isatty() and total > 20:
+    if moves_cursor(sys.stderr):
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # no thread: workers are forked
-            bar = tqdm(total=total, unit="file", leave=False, file=sys.stderr)
+            bar = tqdm(total=total, desc="porting", unit="file", leave=False, file=sys.stderr, delay=0.5)
     try:
         yield bar.update if bar is not None else lambda: None
     finally:

@@ -21,6 +21,7 @@ from anyaccel.inference.ranks.beside import Beside
 from anyaccel.inference.text.tokenizer import load_text_tokenizer
 from anyaccel.serve import listening
 from anyaccel.serve.listening import Settings
+from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
     from anyaccel.serve.contract import Engine
@@ -143,12 +144,14 @@ def main(argv: list[str]) -> int:
     check_model_path(Path(options.model))
     screen = Screen(shown=not options.quiet)
     for warning in listening.warnings_of(settings):
-        print(f"anyaccel: {warning}", file=sys.stderr, flush=True)
+        print(f"anyaccel: {marked(warning, sys.stderr)}", file=sys.stderr, flush=True)
     with listening.bind(settings.host, settings.port) as taken, Beside() as importing:
         importing.start(lambda: _beside(options))  # while the model is read
-        tokenizer = load_text_tokenizer(Path(options.model), screen.line)
+        with screen.loading():
+            tokenizer = load_text_tokenizer(Path(options.model), screen.line)
         try:
-            engine = _engine(options, screen, tokenizer)
+            with screen.loading():
+                engine = _engine(options, screen, tokenizer)
         except UsageError as error:
             raise by_option(error, options) from None
         for line in engine.facts.plan:

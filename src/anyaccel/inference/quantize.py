@@ -21,6 +21,7 @@ from typing import Any
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.calibration.summary import QuantisedMatrix, Summary
 from anyaccel.inference.checkpoints.compressed_config import compressed_config
+from anyaccel.inference.checkpoints.model_path import no_such_model
 from anyaccel.inference.checkpoints.new_folder import check_room, new_folder
 from anyaccel.inference.checkpoints.safetensors_writer import Planned, SafetensorsWriter
 from anyaccel.inference.checkpoints.sources import BLOCKS, TensorView, entry_of
@@ -103,7 +104,7 @@ def quantize(
     if asymmetric and dtype != "int4":
         raise UsageError("asymmetric: int4 only; int8 has room enough without")
     if not source.exists():
-        raise UsageError(f"{model}: no such model folder or .gguf file; models are read from local files only")
+        raise UsageError(no_such_model(model))
     if format == "gguf":
         _check_gguf(source, target, calibrate, force)
     else:

@@ -11,6 +11,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +23,7 @@ from vendors import BACKENDS, CASES, HERE, NAMES, Outcome, run_all
 
 from anyaccel.accelerator import get_accelerator, select
 from anyaccel.errors import AcceleratorUnavailableError
+from anyaccel.inference.device.capture import Captured
 from anyaccel.vendors import HOST, VENDORS
 
 TOOL = Path(__file__).parents[3] / "tools" / "backend_table.py"
@@ -51,6 +54,41 @@ def test_every_method_and_every_backend_is_covered() -> None:
     assert {backend.entry or name for name, backend in BACKENDS.items()} == {
         entry.name for entry in select.REGISTRY if entry.origin == "anyaccel"
     }
+
+
+@pytest.mark.usefixtures("undecided")
+@pytest.mark.parametrize("name", ["cuda", "npu", "hpu", "mlu", "musa", "supa", "xpu.native", "mtia"])
+def test_what_decoding_asks_of_graphs_is_there(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A step in pieces, with the memory of another step's graphs where the vendor's can share it; replays; its end."""
+
+    class Ranks:
+        capturable = False
+
+        @contextmanager
+        def in_pieces(self, between: Callable[[Callable[[], object]], None]) -> Iterator[None]:
+            self.between = between
+            yield
+
+    ranks, called = Ranks(), []
+
+    def work() -> torch.Tensor:
+        assert vendor.state.capturing
+        ranks.between(lambda: called.append(vendor.state.capturing))
+        assert vendor.state.capturing
+        return torch.zeros(1)
+
+    monkeypatch.setenv("DS_ACCELERATOR", name)
+    with installed(name) as vendor:
+        assert get_accelerator().has("graphs")
+        first = Captured(work, ranks)
+        assert (not vendor.state.capturing, called) == (True, [])
+        first.replay()
+        first.replay()
+        assert called == [False, False]
+        second = Captured(work, ranks, first.pool)
+        assert (second.pool == first.pool) and (first.pool is None) == (name == "hpu")
+        for each in (first, second):
+            each.reset()
 
 
 # The fake itself -------------------------------------------------------------------------------------------

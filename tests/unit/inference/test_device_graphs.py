@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -11,33 +10,14 @@ import pytest
 from anyaccel.inference.device import graphs
 from anyaccel.inference.native.requests import new_request
 from device_models import on_device
-from recorded_graph import RecordedGraph
+from recorded_graph import recording_accelerator
 
 pytest.importorskip("transformers")
 
 
-class _Recording:
-    """An accelerator with graphs."""
-
-    def has(self, _capability: object) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def create_graph(self) -> RecordedGraph:
-        return RecordedGraph()
-
-    def capture_to_graph(self, graph: RecordedGraph) -> AbstractContextManager[None]:
-        return graph.capture()
-
-    def replay_graph(self, graph: RecordedGraph) -> None:
-        graph.replay()
-
-
 @pytest.fixture
 def recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "get_accelerator", _Recording)
+    recording_accelerator(monkeypatch)
 
 
 def _answers(model: Any, counts: tuple[int, ...], most: int) -> list[list[int]]:
@@ -68,6 +48,7 @@ def test_few_graphs_are_kept_and_none_of_another_cache(recording: None, monkeypa
     for count in (1, 2, 3, 1):
         _answers(model, (9,) * count, 3)
         assert len(captured._kept) <= 2
+        assert model.graph_bytes == 1000 * len(captured._kept)
     kept = dict(captured._kept)
     _answers(model, (700,), 3)  # the cache grows: its tensors are others
     assert not kept.keys() & {key for key, each in captured._kept.items() if each in kept.values()}

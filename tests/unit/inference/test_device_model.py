@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import native_models
 from anyaccel._llm import TokenFeed
@@ -197,7 +198,7 @@ def test_a_cache_without_room_leaves_all_as_it_was() -> None:
 def test_logits_that_are_no_numbers_are_said_and_leave_no_trace(models: list[Any]) -> None:
     model = on_device("llama", positions=1024)
     good, bad = (new_request(model, _prompt(9, seed), {"max_new_tokens": 4}) for seed in (1, 2))
-    head = model.decoder.head
+    head = model.decoder.head.weight
     whole = head.clone()
     head.fill_(float("nan"))
     with pytest.raises(ModelError, match="NaN or infinite, for request 0"):
@@ -253,6 +254,44 @@ def test_a_server_drives_it_as_the_native_model(models: list[Any]) -> None:
         return told
 
     _same(models, served)
+
+
+class _Kernels(TorchDispatchMode):
+    """The operators that compute or copy: whose result is not a view of what they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        given, made = (
+            {each.untyped_storage().data_ptr() for each in tree_leaves(some) if isinstance(each, torch.Tensor)}
+            for some in ((args, kwargs), out)
+        )
+        if op._schema.is_mutable or not made <= given:
+            self.seen.append(op.__name__)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("llama", 11), ("qwen3", 13), ("gemma2", 20), ("gpt_neox", 8), ("phi", 8), ("gpt2", 10)]
+)
+def test_a_layer_dispatches_few_operators(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a token: a third of transformers' at most, which `benchmarks/device.py` counts beside them."""
+    model = on_device(name)
+    request = new_request(model, _prompt(3), {})  # within all windows: masks are made once for all layers
+    model.step([request])
+    layer = model.decoder.layers[0]
+    run, kernels = layer.run, _Kernels()
+
+    def counted(*args: Any) -> torch.Tensor:
+        with kernels:
+            return run(*args)
+
+    monkeypatch.setattr(layer, "run", counted)
+    model.step([request])
+    assert len(kernels.seen) <= most, kernels.seen
 
 
 class _Waits(TorchDispatchMode):

@@ -23,6 +23,7 @@ import anyaccel
 import decoder_reference
 import family_cases
 from anyaccel.errors import ModelError
+from anyaccel.inference.device import rotary
 from anyaccel.inference.families.registry import FAMILIES, family_of
 from anyaccel.inference.native.requests import new_request
 from anyaccel.inference.spec.decoder import DecoderSpec
@@ -172,6 +173,20 @@ def test_the_device_runtime_computes_what_transformers_computes(name: str) -> No
     for tokens in ((case.tokens * 3)[:8], case.tokens[:1]):
         for actual, expected in zip(_run(model, case.spec.vocab, tokens), case.logits * 3, strict=False):
             _assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "cohere", "qwen3", "olmo2", "deepseek_v3", "phi3-longrope"])
+def test_positions_without_complex_numbers_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with 16 bits, and on devices that have no complex numbers."""
+    from anyaccel.inference.device import decoder
+
+    case = _case(name)
+    assert rotary.has_complex(case.spec, torch.float32, torch.device("cpu"))
+    assert not rotary.has_complex(case.spec, torch.bfloat16, torch.device("cpu"))
+    monkeypatch.setattr(decoder, "has_complex", lambda *_: False)
+    model = _on_device(case.model, config=case.config)
+    for actual, expected in zip(_run(model, case.spec.vocab, case.tokens), case.logits, strict=True):
+        _assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", _FAMILIES)

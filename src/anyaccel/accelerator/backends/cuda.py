@@ -26,7 +26,7 @@ class CudaAccelerator(TorchDeviceAccelerator):
         install="install a CUDA or ROCm build of torch (https://pytorch.org/get-started) and the GPU driver",
         order=120,
         why="after the vendors that redirect torch.cuda to their own device",
-        collectives=(CollectiveBackend("nccl"),),  # RCCL goes by the same name
+        collectives=(CollectiveBackend("nccl", in_graphs=True),),  # RCCL goes by the same name
         visible_devices=("CUDA_VISIBLE_DEVICES",),
         export_prefixes=("NCCL", "TORCH_NCCL"),
         graph_class="CUDAGraph",

@@ -58,7 +58,7 @@ class Batch:
     """Attributes:
     tokens, positions: [tokens].
     rows: of the cache, [tokens]: where their keys and values go.
-    angles: of each of the decoder's ropes, [tokens, 2, values].
+    angles: of each of the decoder's ropes, for all tokens, as `rotary.Angles` gives them.
     """
 
     tokens: torch.Tensor
@@ -131,7 +131,7 @@ def make_batch(
 def angles_of(
     rope: Angles, segments: Sequence[Segment], positions: torch.Tensor, most: int, device: torch.device
 ) -> torch.Tensor:
-    """[tokens, 2, values] of the segments' tokens, whose `positions` on the device are below `most`."""
+    """Those of the segments' tokens, whose `positions` on the device are below `most`."""
     found = rope.at(positions, most)
     first = 0
     for segment in segments:

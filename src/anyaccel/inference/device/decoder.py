@@ -6,13 +6,16 @@ Suffixes: N tokens of a batch, H heads, D values of a head.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from anyaccel.inference.device.activations import activated
 from anyaccel.inference.device.attention import attend
 from anyaccel.inference.device.batch import Batch
 from anyaccel.inference.device.pages import KvPages
-from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed
-from anyaccel.inference.device.rotary import Angles, turn
+from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed, rows_of
+from anyaccel.inference.device.rotary import Angles, has_complex, turn
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Moe, QkNorm, Rope
 
@@ -69,15 +72,21 @@ class LayerRun:
         self.layer: Layer = spec.layers[index]
         self.a = a = self.layer.attention
         self.ranks = ranks
+        self.joint = weights.layouts[index].joint
         self.rope: Rope | None = spec.ropes[a.rope] if a.rope >= 0 else None
         at = f"layers.{index}"
         layer = self.layer
-        self.attn_norm = normed(layer.attn_norm, weights, f"{at}.attn_norm")
+        layout = weights.layouts[index]
+        attn_norm = layer.attn_norm
+        if attn_norm is not None and layout.folded:
+            attn_norm = replace(attn_norm, weight=False, bias=False)
+        self.attn_norm = normed(attn_norm, weights, f"{at}.attn_norm")
         self.attn_post_norm = normed(layer.attn_post_norm, weights, f"{at}.attn_post_norm")
-        self.mlp_norm = normed(layer.mlp_norm, weights, f"{at}.mlp_norm")
+        self.mlp_norm = normed(None if layout.folded else layer.mlp_norm, weights, f"{at}.mlp_norm")
         self.mlp_post_norm = normed(layer.mlp_post_norm, weights, f"{at}.mlp_post_norm")
         if a.mla is None:
-            self.qkv = Linear(weights, f"{at}.qkv")
+            self.qkv = Linear(weights, f"{at}.joint" if layout.joint else f"{at}.qkv")
+            self.qkv_rows = a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
         else:
             self.q_a = Linear(weights, f"{at}.q_a") if a.mla.q_rank else None
             self.q_a_norm = normed(a.mla.q_norm, weights, f"{at}.q_a_norm") if a.mla.q_rank else None
@@ -93,6 +102,8 @@ class LayerRun:
     def run(self, h: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         layer, scale, ranks = self.layer, self.layer.residual_scale, self.ranks
         x = h if self.attn_norm is None else self.attn_norm(h)
+        if self.joint:
+            return self._run_joint(h, x, batch, cache)
         seen = self._attention(x, batch, cache)
         if layer.parallel:
             before_mlp = x if self.mlp_norm is None else self.mlp_norm(h)
@@ -104,25 +115,39 @@ class LayerRun:
         x = h if self.mlp_norm is None else self.mlp_norm(h)
         return _added(self.mlp, x if layer.residual_from_norm else h, x, scale, self.mlp_post_norm, ranks)
 
+    def _run_joint(self, h: torch.Tensor, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        """Attention and MLP at once, of one product."""
+        assert isinstance(self.mlp, Dense)
+        scale, ranks = self.layer.residual_scale, self.ranks
+        both = self.qkv(x)
+        seen = self._seen(*self._heads_of(both[:, : self.qkv_rows], batch), batch, cache)
+        features = activated(self.mlp.mlp, both[:, self.qkv_rows :])
+        if ranks is not None:  # one exchange for both
+            return torch.add(h, ranks.add(self.mlp.down.added(self.o(seen), features, 1.0, None)), alpha=scale)
+        return self.mlp.down.added(self.o.added(h, seen, scale, None), features, scale, None)
+
     def _attention(self, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
         a = self.a
-        q_NHD, row = self._projected(x, batch) if a.mla is None else self._latent(a.mla, x, batch)
+        made = self._heads_of(self.qkv(x), batch) if a.mla is None else self._latent(a.mla, x, batch)
+        return self._seen(*made, batch, cache)
+
+    def _seen(self, q_NHD: torch.Tensor, row: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
+        a = self.a
         cache.view(-1, cache.shape[-1]).index_copy_(0, batch.rows, row)
         return attend(a, q_NHD, cache, batch, self.sinks)
 
-    def _projected(self, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _heads_of(self, qkv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, and the cache's rows of keys and values. All of it stays in the product's own memory."""
         a = self.a
-        qkv = self.qkv(x)
         if a.clip:
             qkv.clamp_(-a.clip, a.clip)
         q_count = a.heads * a.head_dim
-        qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(x), -1, a.head_dim)
+        qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(qkv), -1, a.head_dim)
         norm = self.heads
         if norm is not None and not norm.qk.after_rope:
             norm.norm_(qk_NHD)
         if self.rope is not None:
-            turn(self.rope, qk_NHD, self.rope.first, batch.angles[a.rope])
+            turn(qk_NHD, self.rope.first, batch.angles[a.rope])
         if norm is not None and norm.qk.after_rope:
             norm.norm_(qk_NHD)
         return qk_NHD[:, : a.heads], qkv[:, q_count:]
@@ -138,8 +163,8 @@ class LayerRun:
         latent, turned = torch.split(self.kv_a(x), [mla.kv_rank, mla.rope_dim], -1)
         k_N1D = turned[:, None]
         if self.rope is not None:
-            turn(self.rope, q_NHD, self.rope.first, batch.angles[a.rope])
-            turn(self.rope, k_N1D, max(self.rope.first - mla.nope_dim, 0), batch.angles[a.rope])
+            turn(q_NHD, self.rope.first, batch.angles[a.rope])
+            turn(k_N1D, max(self.rope.first - mla.nope_dim, 0), batch.angles[a.rope])
         kv_NHD = self.kv_b(self.kv_a_norm(latent)).view(len(x), a.heads, -1)
         k_NHD = torch.cat([kv_NHD[..., : mla.nope_dim], k_N1D.expand(-1, a.heads, -1)], -1)
         return q_NHD, torch.cat([k_NHD.flatten(1), kv_NHD[..., mla.nope_dim :].flatten(1)], -1)
@@ -167,15 +192,15 @@ class Decoder:
         self, spec: DecoderSpec, weights: DeviceWeights, dtype: torch.dtype, cache: KvPages, ranks: Ranks | None = None
     ) -> None:
         self.spec, self.cache, self.ranks = spec, cache, ranks
-        self.ropes = [Angles(rope, dtype, weights.device) for rope in spec.ropes]
+        as_complex = has_complex(spec, dtype, weights.device)
+        self.ropes = [Angles(rope, dtype, weights.device, as_complex) for rope in spec.ropes]
         self.sinks = any(layer.attention.sinks for layer in spec.layers)
-        self.embed = weights["embed"]
+        self.embed = weights.matrix("embed")
         self.positions = weights["positions"] if spec.positions else None
         self.embed_norm = normed(spec.embedding_norm, weights, "embed_norm")
         self.layers = [LayerRun(spec, index, weights, ranks) for index in range(len(spec.layers))]
         self.final_norm = normed(spec.final_norm, weights, "final_norm")
-        self.head = self.embed if spec.tied else weights["head"]
-        self.head_bias = weights["head.bias"] if spec.head_bias else None
+        self.head = Linear(weights, "embed" if spec.tied else "head", bias="head.bias")
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The residual of every token behind the last layer."""
@@ -193,10 +218,10 @@ class Decoder:
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
-            return self.embed.index_select(0, tokens)
+            return rows_of(self.embed, tokens)
         own = tokens - self.spec.vocab_first
         here = (own >= 0) & (own < len(self.embed))
-        rows = self.embed.index_select(0, own.clamp(0, len(self.embed) - 1))
+        rows = rows_of(self.embed, own.clamp(0, len(self.embed) - 1))
         return self.ranks.add(rows * here[:, None])
 
     def hidden(self, h: torch.Tensor) -> torch.Tensor:
@@ -206,7 +231,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary]."""
         spec = self.spec
-        logits = torch.nn.functional.linear(hidden, self.head, self.head_bias)
+        logits = self.head(hidden)
         if self.ranks is not None:
             logits = self.ranks.join(logits)
         logits = logits.float()

@@ -3,11 +3,12 @@
 
 A device that declares no graphs runs the same code as it is called. What a replay reads lies in tensors of the graph's
 own that are written before it; the cache's tensors are where they are until they grow, and then all graphs go.
+All graphs compute in the same memory where the vendor's can share it, as only one is replayed at a time: together they
+take what the largest step takes.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,36 +18,45 @@ import torch
 
 from anyaccel.accelerator import Capability, get_accelerator
 from anyaccel.inference.device.batch import Batch, Group, Segment, angles_of
+from anyaccel.inference.device.capture import Captured, Interrupting
 from anyaccel.inference.device.decoder import Decoder
 from anyaccel.inference.device.pages import PAGE, WASTE_ROW, KvPages
 from anyaccel.inference.device.parts import GATHERED
 from anyaccel.inference.spec.decoder import Moe
 
-MOST_GRAPHS = 32  # each keeps the activations of its step; the one that was used longest ago goes
+MOST_GRAPHS = 32  # the one that was used longest ago goes
 _MOST_SEQUENCES = 64
 _LEAST_PAGES = 4
 
 
-@dataclass
-class _Captured:
-    graph: Any
+@dataclass(eq=False)
+class _Step:
     inputs: torch.Tensor
     batch: Batch
-    residuals: torch.Tensor
+    captured: Captured | None = None
 
 
 class Graphs:
-    """The graphs of one model. `taken` and `captured` count what was replayed and made."""
+    """The graphs of one model.
 
-    def __init__(self, decoder: Decoder, cache: KvPages, device: torch.device) -> None:
-        self._decoder, self._cache, self._device = decoder, cache, device
-        self._kept: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
+    Attributes:
+        taken, captured: how many steps were replayed, and how many graphs were made.
+        bytes: what the kept ones have added to the memory that the device holds; 0 where it does not tell.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KvPages, device: torch.device, ranks: Interrupting | None = None
+    ) -> None:
+        self._decoder, self._cache, self._device, self._ranks = decoder, cache, device, ranks
+        self._kept: OrderedDict[tuple[int, int], _Step] = OrderedDict()
+        self._pool: Any = None
+        self.bytes = 0
         self._version = cache.version
         self.taken = self.captured = 0
         # Many tokens of a mixture of experts need counts on the host, which no graph can wait for.
         experts = any(isinstance(layer.mlp, Moe) for layer in decoder.spec.layers)
         self._most = GATHERED if experts else _MOST_SEQUENCES
-        self.usable = get_accelerator().has(Capability.GRAPHS) and decoder.ranks is None
+        self.usable = get_accelerator().has(Capability.GRAPHS)
 
     def run(self, segments: Sequence[Segment]) -> torch.Tensor | None:
         """The residuals of single tokens; None for a batch that no graph takes."""
@@ -59,34 +69,42 @@ class Graphs:
             self._version = self._cache.version
         found = self._kept.get(bucket)
         if found is None:
-            found = self._kept[bucket] = self._prepared(*bucket)
+            found = self._prepared(*bucket)
             self._fill(found, segments, pages, *bucket)
-            self._capture(found)
+            captured = found.captured = self._capture(found.batch)
+            self._kept[bucket] = found
             while len(self._kept) > MOST_GRAPHS:
-                _reset(self._kept.popitem(last=False)[1].graph)
+                self._forget(self._kept.popitem(last=False)[1])
         else:
+            assert found.captured is not None
+            captured = found.captured
             self._fill(found, segments, pages, *bucket)
         self._kept.move_to_end(bucket)
-        get_accelerator().replay_graph(found.graph)
+        captured.replay()
         self.taken += 1
-        return found.residuals[: len(segments)]
+        return captured.result[: len(segments)]
 
     def clear(self) -> None:
-        for each in self._kept.values():
-            _reset(each.graph)
-        self._kept.clear()
+        while self._kept:
+            self._forget(self._kept.popitem()[1])
+        self._pool = None
+        self.bytes = 0
 
-    def _prepared(self, count: int, pages: int) -> _Captured:
+    def _forget(self, step: _Step) -> None:
+        assert step.captured is not None
+        step.captured.reset()
+        if step.captured.pool is None:  # what graphs share stays until all of them go
+            self.bytes -= step.captured.bytes
+
+    def _prepared(self, count: int, pages: int) -> _Step:
         """Inputs for so many sequences of so many pages, and the batch that reads them."""
         inputs = torch.zeros(3 * count + count * (pages + 1), dtype=torch.int64, device=self._device)
         tokens, positions, rows = inputs[: 3 * count].view(3, count)
         group = Group(0, count, 1, pages * PAGE, positions.view(count, 1), inputs[3 * count :], 0, "")
         angles = [rope.at(positions, 1) for rope in self._decoder.ropes]
-        return _Captured(None, inputs, Batch(tokens, positions, rows, angles, [group]), inputs)
+        return _Step(inputs, Batch(tokens, positions, rows, angles, [group]))
 
-    def _fill(
-        self, to: _Captured, segments: Sequence[Segment], pages: Sequence[list[int]], count: int, most: int
-    ) -> None:
+    def _fill(self, to: _Step, segments: Sequence[Segment], pages: Sequence[list[int]], count: int, most: int) -> None:
         """Write what this step reads; places without a sequence read page 0 and write to its waste row."""
         idle = count - len(segments)
         numbers = [each.tokens[0] for each in segments] + [0] * idle
@@ -103,24 +121,19 @@ class Graphs:
         for kept, rope in zip(to.batch.angles, self._decoder.ropes, strict=True):
             kept.copy_(angles_of(rope, segments, to.batch.positions, longest, self._device))
 
-    def _capture(self, to: _Captured) -> None:
-        accelerator = get_accelerator()
-        (group,) = to.batch.groups
-        self._decoder.run(to.batch)  # kernels must not be loaded within a capture; it writes what the replay writes
+    def _capture(self, batch: Batch) -> Captured:
+        (group,) = batch.groups
+        self._decoder.run(batch)  # kernels must not be loaded within a capture; it writes what the replay writes
         # Masks are made anew, within the graph; slopes were copied from the host, which a graph cannot do.
         group.made = {key: value for key, value in group.made.items() if isinstance(key, tuple) and key[0] == "slopes"}
-        accelerator.synchronize()
-        to.graph = accelerator.create_graph()
-        with accelerator.capture_to_graph(to.graph):
-            to.residuals = self._decoder.run(to.batch)
+        get_accelerator().synchronize()
+        made = Captured(lambda: self._decoder.run(batch), self._ranks, self._pool)
+        self._pool = made.pool
         self.captured += 1
+        self.bytes += made.bytes
+        return made
 
 
 def _power(count: int, least: int) -> int:
     """The next power of two."""
     return max(least, 1 << (count - 1).bit_length())
-
-
-def _reset(graph: Any) -> None:
-    with contextlib.suppress(AttributeError):  # not every vendor's graph can be emptied
-        graph.reset()

@@ -18,6 +18,7 @@ def load_decoder(
     on_host: int,
     progress: Callable[[int, int], object] | None,
     executor: str,
+    group: Any = None,
 ) -> NativeModel:
     """A rank's part of what an engine was asked for.
 
@@ -25,6 +26,7 @@ def load_decoder(
         rank: among all of the model's; consecutive groups of `tp_size` are its stages.
         on_host: ranks that share this host's memory.
         executor: "native" or "device".
+        group: of torch.distributed, with all of the model's ranks; None for one.
 
     Raises:
         Unsupported, ModelError, UsageError: see `load_native`.
@@ -38,10 +40,13 @@ def load_decoder(
         return load_device(
             model,
             dtype=dtype,
+            group_size=settings.group_size,
             rank=rank,
             size=size,
             cache_dtype=None if settings.kv_cache == "auto" else settings.kv_cache,
             cache_limit=settings.cache_bytes,
+            group=group,
+            on_host=on_host,
             progress=progress,
             release=True,
         )

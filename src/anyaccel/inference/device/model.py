@@ -13,8 +13,8 @@ import torch
 from anyaccel.errors import UsageError
 from anyaccel.inference.device.decoder import Decoder
 from anyaccel.inference.device.pages import PAGE, KvPages
-from anyaccel.inference.device.parts import Ranks
 from anyaccel.inference.device.passes import Passes, Work
+from anyaccel.inference.device.ranks import TensorRanks
 from anyaccel.inference.device.request import Request
 from anyaccel.inference.device.results import Results, wanted_of
 from anyaccel.inference.device.rotary import changes_between
@@ -41,7 +41,7 @@ class DeviceModel:
         dtype: torch.dtype,
         cache_limit_bytes: int,
         precise: torch.dtype = torch.float64,
-        ranks: Ranks | None = None,
+        ranks: TensorRanks | None = None,
     ) -> None:
         self.spec = spec
         self.device = weights.device
@@ -52,9 +52,11 @@ class DeviceModel:
         widths = [
             each.attention.kv_heads * (each.attention.head_dim + each.attention.value_dim) for each in spec.layers
         ]
-        self.cache = KvPages(widths, dtype, self.device, cache_limit_bytes)
+        self.ranks = ranks
+        least = None if ranks is None else ranks.least
+        self.cache = KvPages(widths, dtype, self.device, cache_limit_bytes, least)
         self.decoder = Decoder(spec, weights, dtype, self.cache, ranks)
-        self._passes = Passes(self.decoder, self.cache, self.device)
+        self._passes = Passes(self.decoder, self.cache, self.device, ranks)
         self._precise = precise
 
     # Checks and sequences -------------------------------------------------------------------------------------
@@ -129,9 +131,29 @@ class DeviceModel:
     def cache_limit_bytes(self) -> int:
         return self.cache.limit_bytes
 
+    @property
+    def graph_bytes(self) -> int:
+        """What captured steps hold of the device's memory; 0 without graphs, and where the device does not tell."""
+        return self._passes.graphs.bytes
+
+    # Ranks ----------------------------------------------------------------------------------------------------
+
+    def create_segment(
+        self, timeout_s: float, anonymous: bool = False, hosts: Sequence[int] = (), addresses: Sequence[str] = ()
+    ) -> str:
+        """Nothing that others need to know: the ranks talk through a group of torch.distributed, which is there."""
+        return ""
+
+    def connect(self, names: Sequence[str], pids: Sequence[int]) -> None:
+        """Agree on what all ranks must have the same of; every rank calls it."""
+        self.cache.agree()
+
+    def unlink(self) -> None:
+        """Nothing has a name that has to go."""
+
     def shared(self, value: int) -> int:
-        """Rank 0's."""
-        return value
+        """Rank 0's, 64 bits without a sign; every rank calls it, between steps."""
+        return value if self.ranks is None else self.ranks.shared(value)
 
     # Passes ---------------------------------------------------------------------------------------------------
 
@@ -193,7 +215,7 @@ class DeviceModel:
         with self.lock:
             self._free_left()
             first, second = self._waves(requests, limits)
-            results = Results(self.decoder, self.cache, self._precise, requests)
+            results = Results(self.decoder, self.cache, self._precise, requests, self.ranks)
             try:
                 self._step_some(first, exact, results)
                 # The second wave can share what the first one has put into the cache.
@@ -270,6 +292,7 @@ class DeviceModel:
             work.append(Work(request.sequence, request.all_tokens[begin : begin + request.passing], context))
         if not requests:
             return
+        results.begin(work)
         wanted, pooled = wanted_of(requests)
         everything = sorted({each.index for each in (*wanted, *pooled)})
         place = 0

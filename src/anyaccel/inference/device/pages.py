@@ -8,7 +8,7 @@ places of a graph's batch that have no sequence.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,11 +32,20 @@ class KvPages:
     Args:
         widths: values of a token's row in each layer: the keys of all heads, then the values.
         limit_bytes: `reserve` fails rather than use more.
+        least: of other ranks whose caches have the same pages, the smallest number that any of them gives.
     """
 
-    def __init__(self, widths: Sequence[int], dtype: torch.dtype, device: torch.device, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        widths: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        limit_bytes: int,
+        least: Callable[[int], int] | None = None,
+    ) -> None:
         self.page_bytes = PAGE * sum(widths) * dtype.itemsize
         self.limit_bytes = limit_bytes
+        self._least = least
         self.version = 0  # changes when the tensors are others, which captured graphs must know
         self._sequences: dict[int, _Sequence] = {}
         self._next = 0
@@ -124,17 +133,28 @@ class KvPages:
             return
         most = 1 + self.limit_bytes // max(self.page_bytes, 1)
         count = min(max(needed, have + have // 2), most)
+        problem: RuntimeError | None = None
+        self.version += 1  # also when it fails: some of the tensors are others then
         try:
             for index, layer in enumerate(self.layers):  # one layer at a time is there twice
                 grown = layer.new_zeros(count, *layer.shape[1:])
                 grown[:have].copy_(layer)
                 self.layers[index] = grown
         except RuntimeError as error:  # torch's OutOfMemoryError is one
+            problem = error
+        # All ranks grow in the same step, and go on with as many pages.
+        elsewhere = self._least is not None and self._least(problem is None) == 0
+        if problem is not None or elsewhere:
             self.layers = [layer[:have] for layer in self.layers]
-            raise ModelError(f"the device has no memory for {_megabytes(pages * self.page_bytes)} of cache") from error
+            where = "the device" if problem is not None else "the device of another rank"
+            raise ModelError(f"{where} has no memory for {_megabytes(pages * self.page_bytes)} of cache") from problem
         for page in range(have, count):
             heapq.heappush(self._free, page)
-        self.version += 1
+
+    def agree(self) -> None:
+        """Have as many pages at most as any other rank may have."""
+        if self._least is not None and self.page_bytes:
+            self.limit_bytes = self._least(self.limit_bytes // self.page_bytes) * self.page_bytes
 
     def extend(self, sequence: int, tokens: int) -> None:
         """Give a sequence room for more tokens; a page that others have too becomes its own first."""

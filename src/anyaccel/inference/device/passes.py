@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from anyaccel.inference.device.batch import Segment, make_batch, to_device
+from anyaccel.inference.device.capture import Interrupting
 from anyaccel.inference.device.decoder import Decoder
 from anyaccel.inference.device.graphs import Graphs
 from anyaccel.inference.device.pages import KvPages
@@ -29,9 +30,11 @@ class Work:
 class Passes:
     """Runs work through a decoder."""
 
-    def __init__(self, decoder: Decoder, cache: KvPages, device: torch.device) -> None:
+    def __init__(
+        self, decoder: Decoder, cache: KvPages, device: torch.device, ranks: Interrupting | None = None
+    ) -> None:
         self.decoder, self.cache, self.device = decoder, cache, device
-        self.graphs = Graphs(decoder, cache, device)
+        self.graphs = Graphs(decoder, cache, device, ranks)
 
     def residuals(self, work: Sequence[Work], wanted: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Compute all tokens; how many of the wanted ones each run has, and their residuals.

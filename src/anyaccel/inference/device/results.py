@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import CommError, ModelError
 from anyaccel.inference.device.batch import to_device
 from anyaccel.inference.device.decoder import Decoder
 from anyaccel.inference.device.pages import KvPages
+from anyaccel.inference.device.passes import Work
+from anyaccel.inference.device.ranks import TensorRanks
 from anyaccel.inference.device.request import Request
 from anyaccel.inference.device.sampling import choose, scores_of
 
@@ -57,9 +60,36 @@ class Results:
         chosen: id() of a request -> its next token.
     """
 
-    def __init__(self, decoder: Decoder, cache: KvPages, precise: torch.dtype, asked: Sequence[Request]) -> None:
-        self._decoder, self._cache, self._precise, self._asked = decoder, cache, precise, asked
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KvPages,
+        precise: torch.dtype,
+        asked: Sequence[Request],
+        ranks: TensorRanks | None = None,
+    ) -> None:
+        self._decoder, self._cache, self._precise, self._asked, self._ranks = decoder, cache, precise, asked, ranks
+        self._checksum = 0
         self.chosen: dict[int, int] = {}
+
+    def begin(self, work: Sequence[Work]) -> None:
+        """What this step computes; the ranks tell by it whether they compute the same."""
+        if self._ranks is not None:
+            told = repr([(each.tokens, each.context) for each in work])
+            self._checksum = zlib.crc32(told.encode(), self._checksum)
+
+    def _of_all_ranks(self, tokens: torch.Tensor) -> list[int]:
+        """The step's one copy to the host. Rank 0's choice is everybody's, whatever rounds differently elsewhere.
+
+        Raises:
+            CommError: a rank computes another step than rank 0.
+        """
+        if self._ranks is None:
+            return tokens.tolist()
+        told = self._ranks.first(torch.cat([tokens, tokens.new_full((1,), self._checksum)])).tolist()
+        if told.pop() != self._checksum:
+            raise CommError("the ranks disagree: this one computes other requests or tokens than rank 0 in this step")
+        return told
 
     def take(self, residuals: torch.Tensor, wanted: Sequence[tuple[int, Wanted]]) -> None:
         """From residuals to tokens and log-probabilities."""
@@ -81,7 +111,7 @@ class Results:
             if request.keep_logits:
                 request.logits = logits[row].clone()
         kept = logits.clone() if any(request.options.logprobs >= 0 for request in requests) else None
-        tokens = choose(logits, requests, self._precise).tolist()  # the step's one copy to the host
+        tokens = self._of_all_ranks(choose(logits, requests, self._precise))
         for request, token in zip(requests, tokens, strict=True):
             self._check_numbers(0.0 if token >= 0 else float("nan"), request)
             self.chosen[id(request)] = token

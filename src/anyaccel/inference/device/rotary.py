@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary positions: tables of cosines and sines on the device, and turning heads in place by three operators."""
+"""Rotary positions: tables of cosines and sines on the device, and turning heads in place.
+
+The two values of a pair are neighbours whatever the checkpoint has: `neighbours` says which row of queries and keys
+goes where when weights are loaded, which changes no product of a query and a key. So a pair is one complex number, and
+turning all heads is one product where the device multiplies complex numbers of the model's precision, else two
+operators.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from anyaccel.inference.spec.decoder import Rope
+from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Rope
 
 _GROWTH = 512
 
@@ -26,16 +32,55 @@ def changes_between(rope: Rope, tokens: int, others: int) -> bool:
     return False
 
 
-class Angles:
-    """Cosines and sines of one Rope, [2, values] a position: as `turn` takes them."""
+def neighbours(rope: Rope, head_dim: int, heads: int, first: int) -> torch.Tensor | None:
+    """Where each row of so many heads goes so that pairs are neighbours; None where they are already.
 
-    def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device) -> None:
+    Args:
+        first: the first value of a head that turns.
+    """
+    if rope.interleaved:
+        return None
+    half = len(rope.inv_freq)
+    head = torch.arange(head_dim)
+    pair = 2 * torch.arange(half)
+    head[first : first + 2 * half] = first + torch.cat([pair, pair + 1])
+    return (head_dim * torch.arange(heads)[:, None] + head).flatten()
+
+
+def has_complex(spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether pairs of values in `dtype` can be turned as complex numbers there, which is tried."""
+    sizes = [n for layer in spec.layers for n in _alignments(layer.attention)]
+    if dtype is not torch.float32 or any(size % 2 for size in sizes):
+        return False  # torch has complex numbers of 16-bit floats on few devices, and says that they are unfinished
+    try:
+        pair = torch.tensor([3.0, 4.0], device=device)
+        torch.view_as_complex(pair).mul_(torch.complex(torch.zeros(()), torch.ones(())).to(device))
+        return pair.tolist() == [-4.0, 3.0]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
+
+
+def _alignments(a: Attention) -> tuple[int, ...]:
+    """Numbers of values in front of or between turned ones."""
+    if a.mla is not None:
+        return a.head_dim, a.mla.kv_rank, a.mla.nope_dim, a.mla.rope_dim
+    return a.head_dim, a.kv_heads * a.value_dim
+
+
+class Angles:
+    """Cosines and sines of one Rope as `turn` takes them.
+
+    Those of a position are complex numbers [pairs], or else matrices [pairs, 2, 2] which rows of two values are
+    multiplied by.
+    """
+
+    def __init__(self, rope: Rope, dtype: torch.dtype, device: torch.device, as_complex: bool) -> None:
         self.rope = rope
-        self._dtype, self._device = dtype, device
-        self._table = torch.empty(0, 2, 2 * len(rope.inv_freq), dtype=dtype, device=device)
+        self._dtype, self._device, self._complex = dtype, device, as_complex
+        self._table = self._rows(torch.arange(0), rope.inv_freq, rope.scale).to(device)
 
     def at(self, positions: torch.Tensor, most: int) -> torch.Tensor:
-        """[tokens, 2, values] of positions on the device, all below `most`."""
+        """Of positions [tokens] on the device, all below `most`."""
         if most > len(self._table):
             count = max(-(-most // _GROWTH) * _GROWTH, len(self._table) * 5 // 4)
             self._table = self._rows(torch.arange(count), self.rope.inv_freq, self.rope.scale).to(self._device)
@@ -59,22 +104,19 @@ class Angles:
         # Factors and angles are rounded to float32, as transformers does: at large positions that is visible.
         angles = positions.float()[:, None] * torch.tensor(inv_freq, dtype=torch.float64).float()
         cosine, sine = angles.cos().double() * scale, angles.sin().double() * scale
-        if self.rope.interleaved:
-            whole = cosine.repeat_interleave(2, -1), torch.stack([-sine, sine], -1).flatten(-2)
-        else:
-            whole = torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)
-        return torch.stack(whole, 1).float().to(self._dtype)
+        if self._complex:
+            return torch.complex(cosine.float(), sine.float())
+        return torch.stack([cosine, sine, -sine, cosine], -1).view(*angles.shape, 2, 2).float().to(self._dtype)
 
 
-def turn(rope: Rope, heads: torch.Tensor, first: int, angles: torch.Tensor) -> None:
-    """Rotate heads [tokens, heads, values] in place; `angles` are [tokens, 2, values that turn]."""
-    count = angles.shape[-1]
-    part = heads if count == heads.shape[-1] else heads[..., first : first + count]
-    if rope.interleaved:
-        swapped = part.reshape(*part.shape[:-1], -1, 2).flip(-1).view(part.shape)
+def turn(heads: torch.Tensor, first: int, angles: torch.Tensor) -> None:
+    """Rotate heads [tokens, heads, values] in place, those from `first` on; `angles` are the tokens'."""
+    part = heads[..., first : first + 2 * angles.shape[1]]
+    pairs = part.view(*part.shape[:-1], -1, 2)
+    if angles.is_complex():
+        torch.view_as_complex(pairs).mul_(angles[:, None])
     else:
-        swapped = part.roll(count // 2, -1)
-    part.mul_(angles[:, :1]).addcmul_(swapped, angles[:, 1:])
+        torch.sum(pairs[..., None] * angles[:, None], -2, out=pairs)
 
 
 def _is_dynamic(rope: Rope, context: int) -> bool:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations of MLPs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from anyaccel.inference.spec.decoder import Mlp
+
+
+def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=7.0)
+    return (up.clamp(-7.0, 7.0) + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu_quick": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def activated(mlp: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
+    """The features, of rows of gates and ups."""
+    if not mlp.gated:
+        return _ACTIVATIONS[mlp.activation](gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    if mlp.activation == "swiglu_oai":
+        return _swiglu_oai(gate, up)
+    return _ACTIVATIONS[mlp.activation](gate).mul_(up)
