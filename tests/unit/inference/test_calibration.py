@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.calibration import compensation
 from anyaccel.inference.calibration.compensation import Inputs, compensated, nearest
 from anyaccel.inference.calibration.gguf_grids import GRIDS, packed
 from anyaccel.inference.calibration.grids import Grid, IntGrid
-from anyaccel.inference.calibration.mixed import spent
+from anyaccel.inference.calibration.mixed import _damage, spent
 from anyaccel.inference.calibration.text import builtin_text
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.stored_values import floats_of
@@ -67,6 +68,46 @@ def test_inputs_that_are_always_zero() -> None:
     values = compensated(w, INTS[0], Inputs(x.T @ x, 32)).values()
     assert torch.isfinite(values).all()
     assert float(((values - w) @ x.T).norm() / (w @ x.T).norm()) < 0.1
+
+
+def test_inputs_that_rounding_has_moved_are_made_up_for() -> None:
+    """What counts is nearness to the products with the inputs of the model that nothing was rounded of."""
+    x = correlated(256, 512)
+    torch.manual_seed(2)
+    wanted = x + 0.3 * x @ torch.randn(256, 256) / 16  # moved alike for each token, as by a matrix that was rounded
+    w = torch.randn(16, 256)
+    without = compensated(w, INTS[0], Inputs(x.T @ x, 32))
+    made_up = compensated(w, INTS[0], Inputs(x.T @ x, 32, (wanted - x).T @ x))
+    errors = [float((each.values() @ x.T - w @ wanted.T).norm()) for each in (without, made_up)]
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("grid", [INTS[0], INTS[1], GRIDS["q4_k"], GRIDS["q6_k"]], ids=lambda grid: grid.name)
+def test_levels_chosen_again_are_closer(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = correlated(256, 512)
+    torch.manual_seed(3)
+    w = torch.randn(16, 256)
+    errors = []
+    for passes in (0, 1, 2):
+        monkeypatch.setattr(compensation, "_AGAIN", passes)
+        found = compensated(w, grid, Inputs(x.T @ x, grid.width))
+        assert int(found.q.min()) >= grid.low
+        assert int(found.q.max()) <= grid.high
+        errors.append(float(((found.values() - w) @ x.T).norm()))
+    assert errors[2] < errors[1] < 0.97 * errors[0]
+
+
+def test_damage_is_relative_to_each_token() -> None:
+    """One token that is a thousand times larger than the others hides nothing of what is done to them."""
+    torch.manual_seed(4)
+    linear = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
+    block: Any = SimpleNamespace(linears={"w": linear}, run=linear)
+    small = torch.randn(1, 40, 64)
+    large = torch.cat([1000 * small[:, :1], small[:, 1:]], 1)
+    moments = small.square().sum((0, 1))
+    found = [_damage(block, ("w",), INTS[:2], moments, [each], [linear(each)]) for each in (small, large)]
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[0][0] > 0
 
 
 def byte_model(folder: Path) -> Path:
