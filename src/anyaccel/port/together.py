@@ -172,6 +172,11 @@ def _alone(ctx: Context, candidates: Sequence[Candidate]) -> list[Candidate]:
     guards = [each for each in fixed if each.question == "device_there" and _guards_only(ctx, each, candidates, calls)]
     questions = {id(each.answer) for each in guards}
     calls = [each for each in calls if not _is_reached_by_cuda(ctx, each, questions)]
+    alone = [*calls, *(each for each in guards if _guards_only(ctx, each, candidates, calls))]
+    if all(each in alone or each.allowed or not (each.fix or each.breaks or each.asks) for each in candidates):
+        return alone
+    # Waits are for times of what is done on CUDA, where anything else of the file stays or waits.
+    calls = [each for each in calls if usage.last_name(ctx.tree.imported(each.node) or "") != "synchronize"]
     return [*calls, *(each for each in guards if _guards_only(ctx, each, candidates, calls))]
 
 
