@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.cli._model_options import add_model_options, add_tp_option, by_option, model_of, model_path
+from anyaccel.cli._model_options import add_model_options, add_tp_option, model_of, model_path, said_by_option
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
@@ -149,11 +149,8 @@ def main(argv: list[str]) -> int:
         importing.start(lambda: _beside(options))  # while the model is read
         with screen.loading():
             tokenizer = load_text_tokenizer(Path(options.model), screen.line)
-        try:
-            with screen.loading():
-                engine = _engine(options, screen, tokenizer)
-        except UsageError as error:
-            raise by_option(error, options) from None
+        with screen.loading(), said_by_option(options):
+            engine = _engine(options, screen, tokenizer)
         for line in engine.facts.plan:
             screen.line(line)
         try:
