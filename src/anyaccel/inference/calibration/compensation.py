@@ -144,10 +144,10 @@ def compensated(weight: Tensor, grid: Grid, inputs: Inputs) -> Rounded:
                 window[column + 1 :].addr_(block[column, column + 1 :], error, alpha=-1.0)
         if first + width < cols:
             values[first + width :].addmm_(upper[first : first + width, first + width :].T, errors, alpha=-1.0)
-    found = Rounded(grid, q, [each for each in fitted if each is not None])
+    result = Rounded(grid, q, [each for each in fitted if each is not None])
     for _ in range(_AGAIN):
-        _choose_again(found, aim, inputs)
-    return found
+        _choose_again(result, aim, inputs)
+    return result
 
 
 def _choose_again(found: Rounded, aim: Tensor, inputs: Inputs) -> None:
