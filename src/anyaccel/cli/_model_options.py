@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
+from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.ranks.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -159,22 +160,38 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
     add(
         "--draft",
-        dest="draft_tokens",
-        type=_drafts,
-        default=0,
-        metavar="ngram[:N]",
-        help="guess up to N tokens (default: 15) from what followed the same words before, verify them in one pass: "
-        "the same text, sooner where it repeats itself (native runtime; default: no drafts)",
+        dest="drafts",
+        type=drafts_of,
+        default=Drafts(),
+        metavar="ngram[:N]|PATH",
+        help="guess tokens and verify them in one pass, for the same text sooner: from what followed the same words "
+        "before, up to N (default: 15), or by a smaller model (native runtime; default: no drafts)",
     )
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
 
 
-def _drafts(text: str) -> int:
+@dataclass(frozen=True)
+class Drafts:
+    """Who guesses tokens: the text, up to `tokens` of a pass, or the model of a folder or GGUF file."""
+
+    tokens: int = 0
+    model: str = ""
+
+
+def drafts_of(text: str) -> Drafts:
+    """What --draft says."""
     kind, colon, count = text.partition(":")
-    if kind != "ngram" or (colon and not (count.isascii() and count.isdigit() and 0 < int(count) < 2**31)):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be ngram or ngram:N, N from 1 on")
-    return int(count) if colon else 15
+    if kind == "ngram" and not colon:
+        return Drafts(MOST_DRAFTS)
+    if kind == "ngram" and count.isascii() and count.isdigit() and 0 < int(count) < 2**31:
+        return Drafts(int(count))
+    path = Path(text).expanduser()
+    if not text or not path.exists():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be ngram, ngram:N with N from 1 on, or a model's folder or .gguf file that is there"
+        )
+    return Drafts(MOST_DRAFTS, str(path.absolute()))
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -217,7 +234,7 @@ def model_path(given: str | None) -> Path:
 
 def model_of(options: argparse.Namespace) -> ModelOptions:
     """Which model the options want; what a command has no option for is as it is without one."""
-    given = vars(options)
+    given = vars(options) | {"draft": options.drafts.model if "drafts" in options else ""}
     return ModelOptions(**{each.name: given[each.name] for each in fields(ModelOptions) if each.name in given})
 
 
@@ -225,4 +242,5 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
     """How the options want tokens chosen."""
     from anyaccel.inference.generate import Sampling
 
-    return Sampling(**{each.name: getattr(options, each.name) for each in fields(Sampling)})
+    given = vars(options) | {"draft_tokens": options.drafts.tokens, "draft_model": bool(options.drafts.model)}
+    return Sampling(**{each.name: given[each.name] for each in fields(Sampling)})

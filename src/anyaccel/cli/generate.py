@@ -114,7 +114,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
-            + (f"{result.accepted} of {result.drafted} drafted tokens accepted; " if options.draft_tokens else "")
+            + (f"{result.accepted} of {result.drafted} drafted tokens accepted; " if options.drafts.tokens else "")
             + f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB{where}",
             "speed",
         )

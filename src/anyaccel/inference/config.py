@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -100,6 +100,8 @@ class InferenceConfig:
             device), "torch" (the Hugging Face module with packed native linears and norms, on the CPU), "plain" (the
             Hugging Face module as it is), or "auto": on the CPU native, torch or plain, elsewhere device or plain, the
             first of these that has the model.
+        draft: what guesses tokens for the native runtime: the path of a model folder or GGUF file, or a native engine
+            of as many ranks; None: nothing.
     """
 
     dtype: str = "bf16"
@@ -110,6 +112,7 @@ class InferenceConfig:
     cache_bytes: int = 0
     threads: int = 0
     runtime: str = "auto"
+    draft: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_precision(self.dtype))
@@ -128,6 +131,8 @@ class InferenceConfig:
                 f"pipeline_parallel size={self.pipeline_parallel.size} is of the native runtime, not of "
                 f"runtime={self.runtime!r}"
             )
+        if self.draft is not None and self.runtime not in ("auto", "native"):
+            raise UsageError(f"draft={self.draft!r} is of the native runtime, not of runtime={self.runtime!r}")
         if self.runtime in ("plain", "device") and self.dtype in QUANTISED:
             raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime={self.runtime!r} does not have")
 

@@ -211,6 +211,8 @@ def init_inference(
         tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1.
         pipeline_parallel: `{"size": n}`; consecutive groups of tp_size ranks are the n stages of a model. Default 1.
         group_size, kv_cache, cache_bytes, threads, runtime: see InferenceConfig.
+        draft: path of a smaller model, or an engine of one, that guesses tokens: the same answers, sooner. From a path
+            it runs in int4, of a GGUF file as what the file has.
 
     Returns:
         The engine; `engine(input_ids, ...)` and `engine.generate(...)` are the model's own.
@@ -239,7 +241,7 @@ def init_inference(
         try:
             return _decoder_engine(model, settings, progress, executor)
         except Unsupported as lack:
-            if settings.runtime == executor or stages > 1:
+            if settings.runtime == executor or stages > 1 or settings.draft is not None:
                 raise
             why = lack.feature
             packed = " with packed linears" if on_host else ""
@@ -305,6 +307,12 @@ def _decoder_engine(
             hosts,
             None if isinstance(model, nn.Module) else Path(model).expanduser(),
         )
+        if settings.draft is not None:
+            from anyaccel.inference.hf.drafting import draft_for
+
+            draft_for(
+                native, model, settings, lambda load, path: together(group, lambda: load(rank, on_host), hosts, path)
+            )
     except BaseException:
         if isinstance(model, nn.Module):
             _forbid_use(model, shapes)

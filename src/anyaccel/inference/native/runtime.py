@@ -59,6 +59,7 @@ class NativeModel:
         cached: the packed weights came from the cache.
         saving: writes them there meanwhile; `begin` it after the first token, `finish` it at the end.
         rank, size: of tensor parallelism, within one of the `stages`.
+        draft: the model that guesses for it, see `native.draft.attach`.
     """
 
     model: _llm.Model
@@ -74,6 +75,7 @@ class NativeModel:
     stages: int = 1
     cached: bool = False
     saving: Saving | None = None
+    draft: NativeModel | None = None
 
     def __post_init__(self) -> None:
         _models[id(self)] = self

@@ -172,7 +172,7 @@ class EngineBackend(_InThisProcess):
             self.engine,
             torch.tensor(ids, dtype=torch.int64),
             max_new_tokens=max_new_tokens,
-            **vars(sampling),
+            **{name: value for name, value in vars(sampling).items() if name != "draft_model"},
             result=result,
         )
 

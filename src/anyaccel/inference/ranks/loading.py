@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,8 @@ def open_backend(options: ModelOptions, screen: Watcher) -> Backend:
     machine = read_machine()
     host = host_accelerator(machine) if options.ranks == 1 else None
     executor = executor_of(options, host is not None) if options.ranks == 1 else ""
+    if options.draft and executor == "device":
+        raise no_drafts(options, "runs on the CPU")
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
     if options.ranks == 1:
         screen.line(f"topology: {machine.summary()}\nplan: one process, not bound")
@@ -52,6 +55,8 @@ def open_backend(options: ModelOptions, screen: Watcher) -> Backend:
         try:
             return _open_decoder(options, path, host[0] if host else accelerator_name(), screen, executor)
         except Unsupported as lack:
+            if options.draft:
+                raise no_drafts(options, f"has no {lack.feature}") from None
             screen.line(instead(options, executor, lack.feature))
     return open_engine(options, path, screen)
 
@@ -229,10 +234,77 @@ def _open_decoder(options: ModelOptions, path: Path, accelerator: str, screen: W
     if problem is not None:
         raise problem
     describe_weights(native, screen)
+    if options.draft:
+        load_draft(options, native, tokenizer, screen)
     ends = end_tokens(native.generation_config, native.config, path)
     if path.is_file():
         ends = sorted({*ends, *tokenizer.end_tokens})
     return NativeBackend(native, tokenizer, ends, accelerator, options.dtype, executor)
+
+
+def draft_options(options: ModelOptions) -> ModelOptions:
+    """How the draft model of `options` is to run: as what it has in a GGUF file, else in int4.
+
+    Its tokens are guesses: fewer bits cost a few that are right, and make all of them sooner.
+    """
+    dtype = "auto" if Path(options.draft).is_file() else "int4"
+    return replace(options, model=options.draft, draft="", dtype=dtype, kv_cache="auto", cache_bytes=0)
+
+
+def load_draft(
+    options: ModelOptions,
+    native: NativeModel,
+    tokenizer: Any,
+    screen: Watcher,
+    check: Callable[[], object] | None = None,
+) -> None:
+    """Load the draft model that the options name, for a model in this process alone.
+
+    Args:
+        tokenizer: of the model.
+        check: see `load_native`.
+
+    Raises:
+        AnyAccelError: it cannot be read, or is none.
+    """
+    from anyaccel.inference.native.draft import TextBridge, attach, check_draft_path, lacks_draft, same_tokens
+    from anyaccel.inference.spec.mapping import Unsupported
+    from anyaccel.inference.text.tokenizer import load_text_tokenizer
+
+    path = Path(options.draft)
+    check_draft_path(path)
+    other = load_text_tokenizer(path, screen.line)
+    try:
+        draft = loader(draft_options(options), screen.progress, check=check)()
+    except Unsupported as lack:
+        raise lacks_draft(options.draft, lack.feature) from None
+    if same_tokens(tokenizer, other, min(native.whole_spec.vocab, draft.whole_spec.vocab)):
+        attach(native, draft)
+        return
+    screen.line(f"drafts: {path.name} has other tokens: they go through the text")
+    attach(native, draft, TextBridge(tokenizer, other))
+
+
+def check_same_tokens(options: ModelOptions, tokenizer: Any) -> None:
+    """Refuse a draft model with other tokens, which ranks that know no text cannot have.
+
+    Raises:
+        UsageError: it has other ones.
+        ModelError: its tokenizer cannot be read.
+    """
+    from anyaccel.inference.native.draft import same_tokens
+    from anyaccel.inference.text.tokenizer import load_text_tokenizer
+
+    if not same_tokens(tokenizer, load_text_tokenizer(Path(options.draft))):
+        raise UsageError(
+            f"--draft {options.draft}: its tokens are not those of {options.model}; only one process drafts through "
+            "the text: leave out --tp, --pp and --hostfile, or choose a draft model of the same family"
+        )
+
+
+def no_drafts(options: ModelOptions, lack: str) -> UsageError:
+    """The error for a draft model beside a model that the native runtime does not run."""
+    return UsageError(f"--draft {options.draft}: drafts are of the native runtime, which {lack}")
 
 
 def describe_weights(native: NativeModel, screen: Watcher) -> None:
@@ -272,6 +344,7 @@ def open_engine(options: ModelOptions, path: Path, screen: Watcher) -> EngineBac
         tensor_parallel={"tp_size": options.tp},
         pipeline_parallel={"size": options.pp},
         runtime=options.runtime,
+        draft=options.draft or None,
         progress=screen.progress,
     )
     return EngineBackend(engine, tokenizer, get_accelerator().device_name(), options.dtype)

@@ -115,6 +115,7 @@ def _open(
         executor_of,
         host_accelerator,
         instead,
+        no_drafts,
         open_engine,
     )
     from anyaccel.topology import read_machine
@@ -126,6 +127,8 @@ def _open(
     executor = executor_of(options, host is not None)
     if options.pp > 1 and executor != "native":
         raise UsageError(f"--pp {options.pp}: only the native runtime has it, which runs on the CPU")
+    if options.draft and executor == "device":
+        raise no_drafts(options, "runs on the CPU")
     if executor:
         from anyaccel.inference.spec.mapping import Unsupported
 
@@ -140,6 +143,8 @@ def _open(
                 raise UsageError(
                     f"--pp {options.pp}: only the native runtime has it, which has no {lack.feature}"
                 ) from None
+            if options.draft:
+                raise no_drafts(options, f"has no {lack.feature}") from None
             screen.line(instead(options, executor, lack.feature))
     return open_engine(options, Path(options.model), screen)
 
@@ -147,9 +152,11 @@ def _open(
 def _open_native(
     channel: Channel, rank: int, options: ModelOptions, accelerator: str, screen: _Screen
 ) -> NativeBackend:
+    from anyaccel.inference.native.draft import attach, lacks_draft
     from anyaccel.inference.native.joining import together
     from anyaccel.inference.ranks.backends import NativeBackend
-    from anyaccel.inference.ranks.loading import describe_weights, loader
+    from anyaccel.inference.ranks.loading import describe_weights, draft_options, loader
+    from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.inference.text.tokenizer import end_tokens
     from anyaccel.launch.machines import host_identity
 
@@ -169,6 +176,18 @@ def _open_native(
         else load()
     )
     describe_weights(native, screen)
+    if options.draft:
+        drafter = draft_options(options)
+        load = loader(drafter, screen.progress, rank, on_host=hosts.count(hosts[rank]))
+        try:
+            draft = (
+                together(exchange, load, anonymous=True, hosts=hosts, source=Path(options.draft))
+                if options.ranks > 1
+                else load()
+            )
+        except Unsupported as lack:
+            raise lacks_draft(options.draft, lack.feature) from None
+        attach(native, draft)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
     return NativeBackend(native, None, ends, accelerator, options.dtype)
 
@@ -217,7 +236,8 @@ def _answer(channel: Channel, rank: int, backend: Model, message: dict[str, Any]
     backend.ends = message["ends"]
     limit, wanted = message["limit"], message["max_new_tokens"]
     stopped, count = False, 0
-    tokens = backend.tokens(message["ids"], wanted, Sampling(**message["sampling"]), Generation())
+    result = Generation()
+    tokens = backend.tokens(message["ids"], wanted, Sampling(**message["sampling"]), result)
     while True:
         while limit <= count < wanted and not stopped:
             told = channel.receive()
@@ -229,7 +249,7 @@ def _answer(channel: Channel, rank: int, backend: Model, message: dict[str, Any]
             break
         count += 1
         if rank == 0:
-            channel.send(kind="token", token=token)
+            channel.send(kind="token", token=token, drafts=[result.drafted, result.accepted])
     tokens.close()
     if rank == 0:
         channel.send(kind="stopped" if stopped else "done")
