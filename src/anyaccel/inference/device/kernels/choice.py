@@ -38,7 +38,7 @@ def kernels_of(device: torch.device) -> Kernels | None:
     try:
         found = load()
         wrong = [name for name, error in errors_of(found, device).items() if not error < 1e-4]
-    except Exception as error:  # whatever a compiler, its driver or its import may raise
+    except Exception as error:  # noqa: BLE001 - whatever a compiler, its driver or its import may raise
         logger.warning("Triton cannot be used (%s: %s): torch's own operators run", type(error).__name__, error)
         return None
     if wrong:
