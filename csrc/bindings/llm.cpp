@@ -216,7 +216,8 @@ void bind_model(nb::module_& m) {
           nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
       .def("finish", &Model::finish, no_gil)
       .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), nb::arg("anonymous") = false,
-           nb::arg("hosts") = std::vector<int>(), nb::arg("addresses") = std::vector<std::string>(), no_gil)
+           nb::arg("hosts") = std::vector<int>(), nb::arg("addresses") = std::vector<std::string>(),
+           nb::arg("wire") = "f32", no_gil)
       .def("connect", &Model::connect, nb::arg("names"), nb::arg("pids"), no_gil)
       .def("unlink", &Model::unlink, no_gil)
       .def("shared", &Model::shared, nb::arg("value"), no_gil)

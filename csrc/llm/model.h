@@ -72,8 +72,9 @@ class Model {
   void finish();
 
   // --- tensor parallelism, see ParallelRanks, and stages, see Stages; names, pids and hosts of all ranks
+  // `wire`: see WireFormat, of what is summed. Throws std::invalid_argument too.
   std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
-                             const std::vector<std::string>& addresses = {});
+                             const std::vector<std::string>& addresses = {}, const std::string& wire = "f32");
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
   void unlink();
   // Rank 0's value, on every rank; all call it between steps.

@@ -92,9 +92,15 @@ class Model:
     def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
     # Tensor parallelism: each rank makes its segment, the names and pids of all go to connect(), then unlink().
     # `anonymous`: memory that is in no file system, for ranks that see each other's process ids.
-    # `hosts`: each rank's, numbered as they come; `addresses`: where the ranks of others reach this one's.
+    # `hosts`: each rank's, numbered as they come; `addresses`: where the ranks of others reach this one's; `wire`: f32,
+    # bf16 or i8, the form of what is summed when it goes between hosts.
     def create_segment(
-        self, timeout_s: float, anonymous: bool = False, hosts: Sequence[int] = (), addresses: Sequence[str] = ()
+        self,
+        timeout_s: float,
+        anonymous: bool = False,
+        hosts: Sequence[int] = (),
+        addresses: Sequence[str] = (),
+        wire: str = "f32",
     ) -> str: ...
     def connect(self, names: Sequence[str], pids: Sequence[int]) -> None: ...
     def unlink(self) -> None: ...

@@ -208,7 +208,8 @@ def init_inference(
         config: options as a dict; keyword arguments go before it.
         progress: called with (bytes loaded, bytes in all) of this rank while weights load.
         dtype: torch.bfloat16 (default), torch.float16, torch.float32, or a name: bf16, fp16, fp32, int8, int4.
-        tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1.
+        tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1. `"wire_dtype"`: "bf16" or
+            "int8" for fewer bytes between hosts, see TensorParallelConfig.
         pipeline_parallel: `{"size": n}`; consecutive groups of tp_size ranks are the n stages of a model. Default 1.
         group_size, kv_cache, cache_bytes, threads, runtime: see InferenceConfig.
         draft: path of a smaller model, or an engine of one, that guesses tokens: the same answers, sooner. From a path
@@ -224,9 +225,10 @@ def init_inference(
     settings = InferenceConfig.from_options({**(config or {}), **options})
     stages = settings.pipeline_parallel.size
     on_host = torch.empty(0, device=get_accelerator().device()).is_cpu
-    if not on_host and (settings.runtime in ("native", "torch") or settings.dtype in QUANTISED):
-        asked = f"runtime={settings.runtime!r}" if settings.runtime != "auto" else f"dtype={settings.dtype!r}"
-        raise UsageError(f"{asked} is for the CPU; this accelerator is {get_accelerator().device_name()}")
+    if not on_host and settings.runtime in ("native", "torch"):
+        raise UsageError(
+            f"runtime={settings.runtime!r} is for the CPU; this accelerator is {get_accelerator().device_name()}"
+        )
     if not on_host and stages > 1:
         raise UsageError(f"pipeline_parallel is for the CPU; this accelerator is {get_accelerator().device_name()}")
     if isinstance(model, nn.Module) and any(isinstance(p, StandIn) for p in model.parameters()):
@@ -243,6 +245,10 @@ def init_inference(
         except Unsupported as lack:
             if settings.runtime == executor or stages > 1 or settings.draft is not None:
                 raise
+            if settings.dtype in QUANTISED and not on_host:
+                raise UsageError(
+                    f"dtype={settings.dtype!r} needs the device runtime, which has no {lack.feature}; use bf16"
+                ) from lack
             why = lack.feature
             packed = " with packed linears" if on_host else ""
             logger.warning("the %s runtime has no %s: using the model's own code%s", executor, why, packed)
@@ -306,6 +312,7 @@ def _decoder_engine(
             lambda: load_decoder(model, settings, rank, on_host, progress, executor, group),
             hosts,
             None if isinstance(model, nn.Module) else Path(model).expanduser(),
+            settings.tensor_parallel.wire_dtype,
         )
         if settings.draft is not None:
             from anyaccel.inference.hf.drafting import draft_for

@@ -198,7 +198,7 @@ def test_a_cache_without_room_leaves_all_as_it_was() -> None:
 def test_logits_that_are_no_numbers_are_said_and_leave_no_trace(models: list[Any]) -> None:
     model = on_device("llama", positions=1024)
     good, bad = (new_request(model, _prompt(9, seed), {"max_new_tokens": 4}) for seed in (1, 2))
-    head = model.decoder.head
+    head = model.decoder.head.weight
     whole = head.clone()
     head.fill_(float("nan"))
     with pytest.raises(ModelError, match="NaN or infinite, for request 0"):

@@ -14,7 +14,7 @@ from anyaccel.inference.device.activations import activated
 from anyaccel.inference.device.attention import attend
 from anyaccel.inference.device.batch import Batch
 from anyaccel.inference.device.pages import KvPages
-from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed
+from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed, rows_of
 from anyaccel.inference.device.rotary import Angles, has_complex, turn
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Moe, QkNorm, Rope
@@ -203,13 +203,12 @@ class Decoder:
         as_complex = has_complex(spec, dtype, weights.device)
         self.ropes = [Angles(rope, dtype, weights.device, as_complex) for rope in spec.ropes]
         self.sinks = any(layer.attention.sinks for layer in spec.layers)
-        self.embed = weights["embed"]
+        self.embed = weights.matrix("embed")
         self.positions = weights["positions"] if spec.positions else None
         self.embed_norm = normed(spec.embedding_norm, weights, "embed_norm")
         self.layers = [LayerRun(spec, index, weights, ranks) for index in range(len(spec.layers))]
         self.final_norm = normed(spec.final_norm, weights, "final_norm")
-        self.head = self.embed if spec.tied else weights["head"]
-        self.head_bias = weights["head.bias"] if spec.head_bias else None
+        self.head = Linear(weights, "embed" if spec.tied else "head", bias="head.bias")
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The residual of every token behind the last layer."""
@@ -227,10 +226,10 @@ class Decoder:
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
-            return self.embed.index_select(0, tokens)
+            return rows_of(self.embed, tokens)
         own = tokens - self.spec.vocab_first
         here = (own >= 0) & (own < len(self.embed))
-        rows = self.embed.index_select(0, own.clamp(0, len(self.embed) - 1))
+        rows = rows_of(self.embed, own.clamp(0, len(self.embed) - 1))
         return self.ranks.add(rows * here[:, None])
 
     def hidden(self, h: torch.Tensor) -> torch.Tensor:
@@ -240,7 +239,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary]."""
         spec = self.spec
-        logits = torch.nn.functional.linear(hidden, self.head, self.head_bias)
+        logits = self.head(hidden)
         if self.ranks is not None:
             logits = self.ranks.join(logits)
         logits = logits.float()

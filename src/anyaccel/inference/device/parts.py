@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from anyaccel.inference.device.activations import activated
 from anyaccel.inference.device.kernels.choice import kernels_of
+from anyaccel.inference.device.quantised import Quantised
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Mlp, Moe, Norm
 
@@ -30,13 +31,20 @@ class Ranks(Protocol):
 
 
 class Linear:
-    """y = x Wᵀ + bias. A router's is in float32 whatever x is."""
+    """y = x Wᵀ + bias. A router's is in float32 whatever x is.
 
-    def __init__(self, weights: DeviceWeights, name: str) -> None:
-        self.weight = weights[name]
-        self.bias = weights.get(f"{name}.bias")
+    Args:
+        bias: its name, where it is not the weight's.
+    """
+
+    def __init__(self, weights: DeviceWeights, name: str, bias: str = "") -> None:
+        self.weight = weights.matrix(name)
+        self.bias = weights.get(bias or f"{name}.bias")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, Quantised):
+            y = self.weight(x)
+            return y if self.bias is None else y.add_(self.bias)
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
@@ -45,6 +53,8 @@ class Linear:
             return torch.add(h, ranks.add(self(x)), alpha=factor)
         if self.bias is not None:
             h = torch.add(h, self.bias, alpha=factor)
+        if isinstance(self.weight, Quantised):
+            return torch.add(h, self.weight(x), alpha=factor)
         return torch.addmm(h, x, self.weight.t(), alpha=factor)
 
 
@@ -98,6 +108,15 @@ class Dense:
         return self.down.added(h, activated(self.mlp, self.gate_up(x)), factor, ranks)
 
 
+def rows_of(matrix: torch.Tensor | Quantised, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows, or of stacked matrices some of them, as floats."""
+    return matrix.of_rows(numbers) if isinstance(matrix, Quantised) else matrix.index_select(0, numbers)
+
+
+def _entry(stack: torch.Tensor | Quantised, index: int) -> torch.Tensor:
+    return stack.entry(index) if isinstance(stack, Quantised) else stack[index]
+
+
 class Experts:
     """A mixture of experts. Few tokens gather the weights of theirs; many go through one expert after the other."""
 
@@ -105,9 +124,10 @@ class Experts:
         self.moe = moe
         self.router = Linear(weights, f"{at}.router")
         self.choice_bias = weights.get(f"{at}.router.choice_bias")
-        stacks = weights.stacks
-        self.gate_up, self.down = stacks[f"{at}.experts.gate_up"], stacks[f"{at}.experts.down"]
-        self.gate_up_bias, self.down_bias = (stacks.get(f"{at}.experts.{name}.bias") for name in ("gate_up", "down"))
+        self.gate_up, self.down = (weights.stack(f"{at}.experts.{name}") for name in ("gate_up", "down"))
+        self.gate_up_bias, self.down_bias = (
+            weights.stacked_vectors(f"{at}.experts.{name}.bias") for name in ("gate_up", "down")
+        )
         self.shared = None if moe.shared is None else Dense(moe.shared, weights, f"{at}.shared")
         self.shared_gate = Linear(weights, f"{at}.shared_gate") if moe.shared_gate else None
 
@@ -152,11 +172,11 @@ class Experts:
         tokens, each = chosen.shape
         flat = chosen.flatten()
         rows = x[:, None].expand(-1, each, -1).reshape(tokens * each, -1, 1)
-        y = torch.bmm(self.gate_up.index_select(0, flat), rows)[..., 0]
+        y = torch.bmm(rows_of(self.gate_up, flat), rows)[..., 0]
         if self.gate_up_bias is not None:
             y = y + self.gate_up_bias.index_select(0, flat)
         features = activated(self.moe.expert, y)[..., None]
-        y = torch.bmm(self.down.index_select(0, flat), features)[..., 0]
+        y = torch.bmm(rows_of(self.down, flat), features)[..., 0]
         if self.down_bias is not None:
             y = y + self.down_bias.index_select(0, flat)
         return torch.bmm(factors.to(y.dtype)[:, None], y.view(tokens, each, -1))[:, 0]
@@ -174,8 +194,12 @@ class Experts:
         for expert, count in enumerate(counts.tolist()):
             if count:
                 bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
-                y = activated(self.moe.expert, F.linear(rows[first : first + count], self.gate_up[expert], bias))
-                parts.append(F.linear(y, self.down[expert], None if self.down_bias is None else self.down_bias[expert]))
+                y = activated(
+                    self.moe.expert, F.linear(rows[first : first + count], _entry(self.gate_up, expert), bias)
+                )
+                parts.append(
+                    F.linear(y, _entry(self.down, expert), None if self.down_bias is None else self.down_bias[expert])
+                )
             first += count
         y = torch.cat(parts) * factors.flatten().index_select(0, order).to(x.dtype)[:, None]
         return torch.zeros_like(x).index_add_(0, token, y)
