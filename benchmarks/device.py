@@ -11,6 +11,7 @@ that reading all weights for each token takes, where --bandwidth gives what the 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 import time
@@ -122,7 +123,7 @@ def launches(dtype: str, json: bool) -> int:
     return 0
 
 
-def speed(size: str, dtype: str, tokens: int, batches: list[int], bandwidth: float) -> None:
+def speed(size: str, dtype: str, forms: list[str], tokens: int, batches: list[int], bandwidth: float) -> None:
     import transformers
 
     import anyaccel
@@ -140,15 +141,19 @@ def speed(size: str, dtype: str, tokens: int, batches: list[int], bandwidth: flo
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         model.to(accelerator.device())
-        engine = anyaccel.init_inference(folder, dtype=dtype, runtime="device")
+        engines = {
+            form: anyaccel.init_inference(folder, dtype=form, runtime="device", cache_bytes=4 << 30)
+            for form in (dtype, *forms)
+        }
         compiled = torch.compile(model, mode="reduce-overhead")
         for batch in batches:
             ids = torch.randint(3, 1000, (batch, 128))
 
-            def ours(count: int, ids: torch.Tensor = ids) -> None:
-                requests = [new_request(engine.native.model, row.tolist(), {"max_new_tokens": count}) for row in ids]
+            def ours(form: str, count: int, ids: torch.Tensor = ids) -> None:
+                model = engines[form].native.model
+                requests = [new_request(model, row.tolist(), {"max_new_tokens": count}) for row in ids]
                 while not all(request.finished for request in requests):
-                    engine.native.model.step(requests)
+                    model.step(requests)
 
             def theirs(count: int, which: Any = model, ids: torch.Tensor = ids, **more: Any) -> None:
                 which.generate(
@@ -162,7 +167,7 @@ def speed(size: str, dtype: str, tokens: int, batches: list[int], bandwidth: flo
                 theirs(count, compiled, cache_implementation="static")
 
             for name, run in {
-                "device": ours,
+                **{f"device {form}": functools.partial(ours, form) for form in engines},
                 "HF eager": theirs,
                 "HF static": static,
                 "HF compiled": with_compiler,
@@ -178,7 +183,8 @@ def speed(size: str, dtype: str, tokens: int, batches: list[int], bandwidth: flo
                         both.append(time.perf_counter() - start)
                     seconds.append((both[1] - both[0]) / tokens)
                 a_token = median(seconds)
-                share = f"{weight_bytes / a_token / (bandwidth * 1e9):.0%}" if bandwidth else "-"
+                read = engines[name.split()[1]].native.model.weight_bytes if name.startswith("device") else weight_bytes
+                share = f"{read / a_token / (bandwidth * 1e9):.0%}" if bandwidth else "-"
                 rows.append([f"{name}, batch {batch}", f"{batch / a_token:.1f}", f"{a_token * 1e3:.2f}", share])
     print(table([f"{size} {dtype} on {accelerator.device_name()}", "tokens/s", "ms a step", "of bandwidth"], rows))
 
@@ -187,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--speed", choices=SIZES, help="time a random model of this size")
     parser.add_argument("--dtype", choices=DTYPES, help="fp32; with --speed bf16")
+    parser.add_argument("--quantised", choices=("int8", "int4"), nargs="*", default=[], help="of ours, beside it")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--bandwidth", type=float, default=0, help="of the device's memory, GB/s")
@@ -197,7 +204,9 @@ def main() -> int:
     logging.set_verbosity_error()
     note(machine())
     if options.speed:
-        speed(options.speed, options.dtype or "bf16", options.tokens, options.batch, options.bandwidth)
+        speed(
+            options.speed, options.dtype or "bf16", options.quantised, options.tokens, options.batch, options.bandwidth
+        )
         return 0
     return launches(options.dtype or "fp32", options.json)
 

@@ -412,6 +412,35 @@ def test_the_decoder_runs_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> None:
 
 
 @installed
+def test_quantised_weights_run_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> None:
+    """It has none of torch's operators for them: each matrix is dequantised for its products."""
+    pytest.importorskip("transformers")
+    tests = [str(REPOSITORY / "tests")]
+    code = f"""
+    import sys
+    sys.path[:0] = {tests!r}
+    import logging, torch, anyaccel, family_cases
+    logging.disable(logging.ERROR)
+    found = []
+    for name in ("llama", "gpt_neox", "mixtral"):
+        for dtype in ("int8", "int4"):
+            model = family_cases.build(name)
+            engine = anyaccel.init_inference(model, dtype=dtype, kv_cache="fp32", runtime="device")
+            ids = torch.tensor([[5, 17, 99, 3, 64]], device=engine.device)
+            found.append(engine(ids).logits.cpu())
+    torch.save(found, {str(tmp_path)!r} + "/" + anyaccel.get_accelerator().device_name())
+    print(engine.device.type)
+    """
+    for name, device in (("simd0", "simd"), ("cpu", "cpu")):
+        assert _python(run, code, DS_ACCELERATOR=name, TRANSFORMERS_VERBOSITY="error") == device
+    torch = pytest.importorskip("torch")
+    simulated, host = (torch.load(tmp_path / name) for name in ("simd", "cpu"))
+    assert len(host) == 6
+    for actual, expected in zip(simulated, host, strict=True):
+        assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+@installed
 def test_with_graphs_it_passes_their_checks_and_decodes_through_them(run: Run) -> None:
     """All that a vendor adds: a class, a context and a question in its module, and the class's name in the spec."""
     pytest.importorskip("transformers")

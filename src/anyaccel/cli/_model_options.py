@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -158,7 +160,14 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="above 1 makes what was said already less likely (default: 1)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
-    add(
+    add_draft_option(parser)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
+
+
+def add_draft_option(parser: Parser) -> None:
+    """The option that says who guesses tokens."""
+    parser.add_argument(
         "--draft",
         dest="drafts",
         type=drafts_of,
@@ -167,8 +176,6 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="guess tokens and verify them in one pass, for the same text sooner: from what followed the same words "
         "before, up to N (default: 15), or by a smaller model (native runtime; default: no drafts)",
     )
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
 
 
 @dataclass(frozen=True)
@@ -202,10 +209,8 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--pp {options.pp}: must be at least 1")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    try:
+    with said_by_option(options):
         sampling_of(options)
-    except UsageError as error:
-        raise by_option(error, options) from None
     if options.threads < 0:
         raise UsageError(f"--threads {options.threads}: must be 0 or above")
     if not all(options.stop):
@@ -216,6 +221,15 @@ def by_option(error: UsageError, options: argparse.Namespace) -> UsageError:
     """A complaint that has the option's name where it had that of a value in Python, as in max_context=1."""
     name, equals, rest = str(error).partition("=")
     return UsageError(f"--{name.replace('_', '-')} {rest}") if equals and name in vars(options) else error
+
+
+@contextlib.contextmanager
+def said_by_option(options: argparse.Namespace) -> Iterator[None]:
+    """Inside, complaints about a value have the name of its option."""
+    try:
+        yield
+    except UsageError as error:
+        raise by_option(error, options) from None
 
 
 def model_path(given: str | None) -> Path:

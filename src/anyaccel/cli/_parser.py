@@ -69,8 +69,8 @@ class Parser(argparse.ArgumentParser):
         start, _, rest = message.partition("unrecognized arguments: ")
         if rest and not start:
             option = rest.split()[0].partition("=")[0]
-            known = (name for action in self._actions for name in action.option_strings if name[:2] == "--")
-            message += did_you_mean(option, known) if option.startswith("--") else ""
+            known = [name for action in self._actions for name in action.option_strings if name[:2] == "--"]
+            message += did_you_mean(option, known, 0.7) if option.startswith("--") else ""
         said = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
         raise UsageError(f"{said}; see {self.prog} --help")
 

@@ -30,7 +30,9 @@ def check_model_path(path: Path) -> None:
     """Raise ModelError, before anything is read, for what is neither a file nor a folder with a configuration."""
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(f"{path}: not a Hugging Face model folder (it has no config.json)")
+            raise ModelError(
+                f"{path}: not a Hugging Face model folder (it has no config.json); give one, or a .gguf file in it"
+            )
     elif not path.exists():
         raise ModelError(no_such_model(path))
     elif not path.is_file():

@@ -138,8 +138,18 @@ class DeviceModel:
 
     # Ranks ----------------------------------------------------------------------------------------------------
 
-    def create_segment(self, *_how: object) -> str:
-        """Nothing that others need to know: the ranks talk through a group of torch.distributed, which is there."""
+    def create_segment(
+        self,
+        timeout_s: float,
+        anonymous: bool = False,
+        hosts: Sequence[int] = (),
+        addresses: Sequence[str] = (),
+        wire: str = "f32",
+    ) -> str:
+        """Nothing that others need to know: the ranks talk through a group of torch.distributed, which is there.
+
+        That sums in the model's own dtype, within a host and between hosts: `wire` has no effect.
+        """
         return ""
 
     def connect(self, names: Sequence[str], pids: Sequence[int]) -> None:

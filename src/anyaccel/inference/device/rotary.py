@@ -80,12 +80,12 @@ class Angles:
         self._dtype, self._device, self._complex = dtype, device, as_complex
         self._table = self._rows(torch.arange(0), rope.inv_freq, rope.scale).to(device)
 
-    def at(self, positions: torch.Tensor, most: int) -> torch.Tensor:
-        """Of positions [tokens] on the device, all below `most`."""
+    def at(self, positions: torch.Tensor, most: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Of positions [tokens] on the device, all below `most`; in `out` where that is given."""
         if most > len(self._table):
             count = max(-(-most // _GROWTH) * _GROWTH, len(self._table) * 5 // 4)
             self._table = self._rows(torch.arange(count), self.rope.inv_freq, self.rope.scale).to(self._device)
-        return self._table.index_select(0, positions)
+        return torch.index_select(self._table, 0, positions, out=out)
 
     def of_context(self, positions: Sequence[int], context: int) -> torch.Tensor:
         """The same of one sequence whose context is so long that the angles depend on it; made on the host."""
