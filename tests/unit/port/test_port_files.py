@@ -60,6 +60,19 @@ def test_diff(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert file.read_text() == CODE
 
 
+def test_how_many_fixes_wait_for_the_option_that_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\nx = torch.zeros(2).cuda()\n")
+    assert "found 2, 0 fixable with --write, 2 more with --write --partial; 1 file" in run(tmp_path, capsys=capsys)[1]
+    assert "would fix 0 in 0 files, 2 more with --partial; 1 file" in run(tmp_path, "--diff", capsys=capsys)[2]
+    report = json.loads(run(tmp_path, "--json", capsys=capsys)[1])
+    assert [each["waits"] for each in report["findings"]] == [True, True]
+    assert report["summary"]["waiting"] == 2
+    left = run(tmp_path, "--write", capsys=capsys)[1]
+    assert "fixed 0 in 0 files, 2 left to you (2 of them with --partial); 1 file" in left
+    assert run(tmp_path, "--write", "--partial", capsys=capsys)[1] == "fixed 2 in 1 file, 0 left to you; 1 file\n"
+
+
 def test_write(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.chmod(0o754)
     code, out, _ = run(file.parent, "--write", capsys=capsys)

@@ -113,8 +113,11 @@ class LayerRun:
                 return torch.add(h, ranks.add(self.o(seen) + self.mlp(before_mlp)), alpha=scale)
             return self.mlp.added(self.o.added(h, seen, scale, None), before_mlp, scale, None)
         residual = x if layer.residual_from_norm else h
-        h = _added(self.o, residual, seen, scale, self.attn_post_norm, ranks)
-        x = h if self.mlp_norm is None else self.mlp_norm(h)
+        if self.mlp_norm is not None and (ranks is not None or self.attn_post_norm is not None):
+            h, x = self.mlp_norm.of_sum(residual, _of_ranks(self.o, seen, self.attn_post_norm, ranks), scale)
+        else:
+            h = _added(self.o, residual, seen, scale, self.attn_post_norm, ranks)
+            x = h if self.mlp_norm is None else self.mlp_norm(h)
         return _added(self.mlp, x if layer.residual_from_norm else h, x, scale, self.mlp_post_norm, ranks)
 
     def _run_joint(self, h: torch.Tensor, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
@@ -183,8 +186,13 @@ def _added(
     """residual + scale * post(of(x)); without a norm in between the product itself adds."""
     if post is None:
         return of.added(residual, x, scale, ranks)
-    y = of(x)
-    return torch.add(residual, post(y if ranks is None else ranks.add(y)), alpha=scale)
+    return torch.add(residual, _of_ranks(of, x, post, ranks), alpha=scale)
+
+
+def _of_ranks(of: Linear | Dense | Experts, x: torch.Tensor, post: Normed | None, ranks: Ranks | None) -> torch.Tensor:
+    """post(of(x)) of all ranks."""
+    y = of(x) if ranks is None else ranks.add(of(x))
+    return y if post is None else post(y)
 
 
 class Decoder:

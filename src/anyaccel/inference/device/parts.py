@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from anyaccel.inference.device.activations import activated
+from anyaccel.inference.device.kernels.choice import kernels_of
 from anyaccel.inference.device.quantised import Quantised
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Mlp, Moe, Norm
@@ -70,6 +71,15 @@ class Normed:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.norm.eps)
         y = F.rms_norm(x, x.shape[-1:], self.weight, self.norm.eps)
         return y if self.bias is None else y + self.bias
+
+    def of_sum(self, residual: torch.Tensor, y: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + scale * y, both [tokens, width], and the norm of that."""
+        kernels = kernels_of(residual.device)
+        if kernels is not None and y.dtype is residual.dtype and y.shape[1] <= kernels.widest:
+            layer = self.norm.kind == "layer"
+            return kernels.add_norm(residual, y, scale, self.weight, self.bias, self.norm.eps, layer)
+        total = torch.add(residual, y, alpha=scale)
+        return total, self(total)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """Without weight and bias."""
