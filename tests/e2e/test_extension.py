@@ -438,6 +438,16 @@ def test_quantised_weights_run_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> 
     assert len(host) == 6
     for actual, expected in zip(simulated, host, strict=True):
         assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
+    code = """
+    import anyaccel, transformers
+    config = transformers.OpenAIGPTConfig(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)
+    try:
+        anyaccel.init_inference(transformers.OpenAIGPTLMHeadModel(config), dtype="int8")
+    except anyaccel.errors.UsageError as error:
+        print(error)
+    """
+    said = _python(run, code, DS_ACCELERATOR="simd0", TRANSFORMERS_VERBOSITY="error")
+    assert "dtype='int8' needs the device runtime, which has no model_type 'openai-gpt'; use bf16" in said
 
 
 @installed
