@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small transformer as scripts for CUDA do: batches are pinned on their way, autocast and scaler are CUDA's."""
+"""Trains a small transformer as scripts for CUDA do: pinned batches, and CUDA's own autocast and scaler."""
 
 import torch
 import torch.nn.functional as F
