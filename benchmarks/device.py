@@ -32,6 +32,11 @@ MODELS = {
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {"head_dim": 32}),
     "gpt_neox": ("GPTNeoXConfig", {}),
+    "phi": ("PhiConfig", {}),
+    "gpt2": ("GPT2Config", {}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "olmo2": ("Olmo2Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PROMPT, ROUNDS = 128, 3

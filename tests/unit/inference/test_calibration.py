@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 from pathlib import Path
@@ -20,7 +21,7 @@ from anyaccel.inference.calibration.compensation import Inputs, compensated, nea
 from anyaccel.inference.calibration.gguf_grids import GRIDS, packed
 from anyaccel.inference.calibration.grids import Grid, IntGrid
 from anyaccel.inference.calibration.mixed import _damage, spent
-from anyaccel.inference.calibration.text import builtin_text
+from anyaccel.inference.calibration.text import builtin_text, spread_text
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.stored_values import floats_of
 from anyaccel.inference.native.checkpoint import checkpoint_of
@@ -110,6 +111,23 @@ def test_damage_is_relative_to_each_token() -> None:
     assert found[0][0] > 0
 
 
+def test_of_a_large_text_pieces_from_all_over_it_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    lines = [f"{number:06} größer 日本\n" for number in range(40_000)]
+    file.write_text("".join(lines))
+    assert spread_text(file, 1 << 24) == "".join(lines)
+    found = spread_text(file, 100_000)
+    assert 90_000 < len(found.encode()) <= 100_200
+    numbers = [int(line[:6]) for line in found.split("\n") if len(line) == len(lines[0]) - 1]
+    assert numbers == sorted(numbers)
+    assert numbers[0] == 0
+    assert numbers[-1] == 39_999
+    assert max(b - a for a, b in itertools.pairwise(numbers)) < 40_000 / 50
+    file.write_bytes(b"a" * 999_000 + b"\xff" * 1000)
+    with pytest.raises(ModelError, match="not a text in UTF-8"):
+        spread_text(file, 100_000)
+
+
 def byte_model(folder: Path) -> Path:
     """A small random Llama whose tokens are bytes; features that are correlated, as those of real models."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -192,6 +210,9 @@ def test_texts_that_are_of_no_use(model: Path, tmp_path: Path, content: str, sai
         quantize(model, tmp_path / "out", calibrate=tmp_path / "text.txt")
     with pytest.raises(UsageError, match="no such text file"):
         quantize(model, tmp_path / "out", calibrate=tmp_path / "other.txt")
+    for tokens in (0, -5, 10):
+        with pytest.raises(UsageError, match=f"--calibration-tokens {tokens}: too few"):
+            quantize(model, tmp_path / "out", calibrate="builtin", tokens=tokens)
     with pytest.raises(UsageError, match="int8 loses next to nothing"):
         quantize(model, tmp_path / "out", calibrate="builtin", dtype="int8")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["text.txt"]
