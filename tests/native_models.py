@@ -106,7 +106,8 @@ def answers_of(model: Any) -> list[list[int]]:
         _llm.Request(model, prompt, {"max_new_tokens": 6, "do_sample": index == 1, "seed": 3})
         for index, prompt in enumerate(PROMPTS)
     ]
-    requests.append(_llm.Request(model, [5, 6, 7, 8] * 6, {"max_new_tokens": 20, "draft_tokens": 5}))
+    options = {"max_new_tokens": 20, "draft_tokens": 5, "draft_always": True}
+    requests.append(_llm.Request(model, [5, 6, 7, 8] * 6, options))
     while not all(request.finished for request in requests):
         model.step([request for request in requests if not request.finished])
     return [request.tokens for request in requests]

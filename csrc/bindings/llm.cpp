@@ -11,7 +11,9 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 
 #include "bindings/llm_spec.h"
@@ -122,6 +124,32 @@ std::map<std::string, std::pair<double, int64_t>> profile(Model& model, bool ena
   return result;
 }
 
+// A Python function of lists of tokens that a step calls, which has given the interpreter away.
+template <class... Lists>
+std::function<std::vector<int64_t>(const Lists&...)> of_tokens(nb::object function) {
+  // Whoever lets go of the last copy need not hold the interpreter.
+  const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* object) {
+    const nb::gil_scoped_acquire gil;
+    delete object;
+  });
+  return [held](const Lists&... lists) {
+    const nb::gil_scoped_acquire gil;
+    return nb::cast<std::vector<int64_t>>((*held)(lists...));
+  };
+}
+
+void set_draft(Model& model, std::shared_ptr<Model> draft, nb::object to_draft, nb::object from_draft) {
+  using Tokens = std::vector<int64_t>;
+  DraftTranslation translation;
+  if (to_draft.is_none() != from_draft.is_none()) throw UsageError("set_draft: to_draft and from_draft go together");
+  if (!to_draft.is_none()) {
+    translation.to_draft = of_tokens<Tokens>(std::move(to_draft));
+    translation.from_draft = of_tokens<Tokens, Tokens, Tokens>(std::move(from_draft));
+  }
+  const nb::gil_scoped_release no_gil;
+  model.set_draft(std::move(draft), std::move(translation));
+}
+
 using ScoreTuple = std::tuple<int64_t, float, std::vector<std::pair<int64_t, float>>>;
 
 std::vector<ScoreTuple> scores(const std::vector<TokenScore>& found) {
@@ -188,10 +216,13 @@ void bind_model(nb::module_& m) {
           nb::arg("fd"), nb::arg("offset"), nb::arg("progress") = nb::none())
       .def("finish", &Model::finish, no_gil)
       .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), nb::arg("anonymous") = false,
-           nb::arg("hosts") = std::vector<int>(), nb::arg("addresses") = std::vector<std::string>(), no_gil)
+           nb::arg("hosts") = std::vector<int>(), nb::arg("addresses") = std::vector<std::string>(),
+           nb::arg("wire") = "f32", no_gil)
       .def("connect", &Model::connect, nb::arg("names"), nb::arg("pids"), no_gil)
       .def("unlink", &Model::unlink, no_gil)
       .def("shared", &Model::shared, nb::arg("value"), no_gil)
+      .def("set_draft", &set_draft, nb::arg("draft").none(), nb::arg("to_draft") = nb::none(),
+           nb::arg("from_draft") = nb::none())
       .def("step", &Model::step, nb::arg("requests"), nb::arg("limits") = std::vector<int64_t>(),
            nb::arg("exact") = false, no_gil)
       .def(
@@ -251,8 +282,10 @@ void bind_request(nb::module_& m) {
           },
           nb::arg("mask"))
       .def_prop_ro("drafts", &Request::drafts, no_gil)
-      .def("take_scores", [](Request& self) { return scores(self.take_scores()); })
-      .def("prompt_scores", [](const Request& self) { return scores(self.prompt_scores()); })
+      .def(
+          "take_scores", [](Request& self) { return scores(self.take_scores()); }, no_gil)
+      .def(
+          "prompt_scores", [](const Request& self) { return scores(self.prompt_scores()); }, no_gil)
       .def("embedding", &Request::embedding, no_gil)
       .def(
           "copy_logits", [](const Request& self, uintptr_t address) { self.copy_logits(pointer<float>(address)); },

@@ -249,7 +249,8 @@ llm::RequestOptions read_options(const nb::dict& from) {
         is("seed", options.seed) || is("max_new_tokens", options.max_new_tokens) ||
         is("min_new_tokens", options.min_new_tokens) || is("end_tokens", options.end_tokens) ||
         is("ignore_end", options.ignore_end) || is("logprobs", options.logprobs) ||
-        is("prompt_logprobs", options.prompt_logprobs) || is("draft_tokens", options.draft_tokens))
+        is("prompt_logprobs", options.prompt_logprobs) || is("draft_tokens", options.draft_tokens) ||
+        is("draft_model", options.draft_model) || is("draft_always", options.draft_always))
       continue;
     if (field == "goal") {
       using Goal = llm::RequestOptions::Goal;

@@ -29,7 +29,7 @@ std::vector<int64_t> NgramDrafts::propose(const std::vector<int64_t>& tokens, in
     return {};
   }
   const auto count = static_cast<int64_t>(tokens.size());
-  int64_t best = (wait_ > 0 || drafted_ == 0 ? kShortest : kShortestAfterSuccess) - 1, found = -1;
+  int64_t best = (wait_ > 0 || !tried_ ? kShortest : kShortestAfterSuccess) - 1, found = -1;
   for (int64_t at = count - 2; at >= best && best < kLongest; --at) {
     const int64_t length = common_end(tokens, at);
     if (length <= best) continue;
@@ -47,8 +47,7 @@ std::vector<int64_t> NgramDrafts::propose(const std::vector<int64_t>& tokens, in
 }
 
 void NgramDrafts::report(int64_t drafted, int64_t accepted) {
-  drafted_ += drafted;
-  accepted_ += accepted;
+  tried_ = true;
   if (accepted == drafted)
     width_ = std::min(kMostWidth, std::max(width_, 2 * drafted));
   else

@@ -17,14 +17,11 @@ class NgramDrafts {
   // How many of the tokens that propose() gave turned out right; `drafted` is above 0.
   void report(int64_t drafted, int64_t accepted);
 
-  int64_t drafted() const { return drafted_; }
-  int64_t accepted() const { return accepted_; }
-
  private:
   int64_t width_ = 4;    // the most tokens of the next draft
   int64_t wait_ = 0;     // steps without a draft after the next failure
   int64_t skipped_ = 0;  // steps without a draft that are left
-  int64_t drafted_ = 0, accepted_ = 0;
+  bool tried_ = false;
 };
 
 }  // namespace anyaccel::llm

@@ -133,7 +133,7 @@ void Model::finish() {
 // --- tensor parallelism
 
 std::string Model::create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
-                                  const std::vector<std::string>& addresses) {
+                                  const std::vector<std::string>& addresses, const std::string& wire) {
   const auto held = lock();
   if (spec_.size == 1 && spec_.stages == 1) throw UsageError("create_segment: the model has one rank");
   if (ranks_ != nullptr || stages_ != nullptr) throw UsageError("create_segment: called before");
@@ -153,7 +153,8 @@ std::string Model::create_segment(double timeout_s, bool anonymous, const std::v
     const ParallelRanks::Header header{signature(spec_, forward_.most_tokens(), floats), spec_.vocab_first,
                                        spec_.own_vocab(), pages};
     ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind,
-                                             hosts_of_stage(spec_, hosts), addresses, spec_.stage * spec_.size);
+                                             hosts_of_stage(spec_, hosts), addresses, spec_.stage * spec_.size,
+                                             comm::read_wire_format(wire));
     ranks_->set_interrupt_check(interrupt_check_);
     name = ranks_->name() + (stages_ == nullptr ? "" : kBetweenNames + name);
   }

@@ -11,6 +11,7 @@
 
 #include "common/team.h"
 #include "llm/attention.h"
+#include "llm/draft_pace.h"
 #include "llm/forward.h"
 #include "llm/parallel_ranks.h"
 #include "llm/profile.h"
@@ -30,6 +31,16 @@ struct StepResult;
 struct Steps {
   std::vector<std::vector<int64_t>> tokens;
   int64_t fed = 0;
+};
+
+// What a model and its draft model, which has another vocabulary, make of each other's tokens.
+struct DraftTranslation {
+  // The draft model's tokens of the text that this one's are; none where the text breaks off within a character.
+  std::function<std::vector<int64_t>(const std::vector<int64_t>&)> to_draft;
+  // This model's tokens of what the draft model has said behind `before`: (tokens, before, said).
+  std::function<std::vector<int64_t>(const std::vector<int64_t>&, const std::vector<int64_t>&,
+                                     const std::vector<int64_t>&)>
+      from_draft;
 };
 
 // Calls may come from several threads, and run one after the other. After an error that is not of an exchange among
@@ -61,12 +72,18 @@ class Model {
   void finish();
 
   // --- tensor parallelism, see ParallelRanks, and stages, see Stages; names, pids and hosts of all ranks
+  // `wire`: see WireFormat, of what is summed. Throws std::invalid_argument too.
   std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
-                             const std::vector<std::string>& addresses = {});
+                             const std::vector<std::string>& addresses = {}, const std::string& wire = "f32");
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
   void unlink();
   // Rank 0's value, on every rank; all call it between steps.
   uint64_t shared(uint64_t value);
+
+  // --- drafts
+  // The model that guesses tokens for requests that ask for it; on ranks, this rank's part of it. It has the same
+  // tokens, or `translation`. Null: none. Throws UsageError.
+  void set_draft(std::shared_ptr<Model> draft, DraftTranslation translation = {});
 
   // --- generation
   // One step of each request: what is not in the cache yet is processed, at most limits[i] tokens of request i (all of
@@ -118,7 +135,15 @@ class Model {
   template <class Kind, class Done>
   void process(std::vector<Work>& work, const Pass& pass, Kind kind, Done done);
   void step_some(const std::vector<Request*>& requests, bool exact, StepResult& result);
-  void draft(const std::vector<Request*>& requests);
+  // Puts drafts behind the tokens of requests that are all in their answers; `step` gets what they took.
+  void draft(const std::vector<Request*>& requests, DraftPace::Step& step);
+  void draft_by_text(const std::vector<Request*>& requests, bool always);
+  void draft_by_model(const std::vector<Request*>& requests, bool always, DraftPace::Step& step);
+  // How many requests have not finished, where all of them are in their answers; else 0.
+  static int64_t answers_only(const std::vector<Request*>& requests);
+  Request* drafter_of(Request& request, int64_t most);
+  int64_t draft_width(const std::vector<Request*>& requests, int64_t most);
+  DraftPace& pace_of(const Request& request);
   std::vector<Work> work_of(const std::vector<Request*>& requests, const Pass& how);
   void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
   void choose(const std::vector<Wanted>& rows, size_t first, size_t count, StepResult& result);
@@ -139,6 +164,11 @@ class Model {
   std::mutex mutex_;  // one call at a time
   std::mutex left_mutex_;
   std::vector<int> left_;  // sequences of requests that have ended
+
+  std::shared_ptr<Model> draft_;
+  DraftTranslation translation_;
+  DraftPace text_pace_, model_pace_;
+  std::weak_ptr<Model> weighed_;  // whose drafts model_pace_ is of: it may come back
 
   StepTokens tokens_;
   std::vector<float> logits_, hidden_;

@@ -51,14 +51,14 @@ int place_of(const std::vector<int>& ranks, int rank) {
 struct Name {
   std::string group, segment;
   ParallelRanks::Header header{};
-  std::string card;
+  std::string wire, card;
 
   static Name read(const std::string& text) {
     std::istringstream stream(text);
     Name name;
     ParallelRanks::Header& header = name.header;
     stream >> name.group >> name.segment >> header.model >> header.vocab_first >> header.vocab_count >>
-        header.cache_pages >> name.card;
+        header.cache_pages >> name.wire >> name.card;
     if (!stream)
       throw UsageError("connect: '" + text.substr(0, text.find(' ')) + "...' is not what create_segment() returned");
     return name;
@@ -69,7 +69,7 @@ struct Name {
 
 ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header,
                              comm::ShmSegment::Kind kind, const std::vector<int>& hosts,
-                             const std::vector<std::string>& addresses, int first_rank)
+                             const std::vector<std::string>& addresses, int first_rank, comm::WireFormat wire)
     : rank_(rank),
       size_(size),
       first_rank_(first_rank),
@@ -78,6 +78,7 @@ ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double time
       hosts_(checked(hosts, size)),
       here_(ranks_of(hosts_, host_of(hosts_, rank))),
       own_place_(place_of(here_, rank)),
+      wire_(here_.size() == hosts_.size() ? comm::WireFormat::f32 : wire),  // what is on one host goes through memory
       // What no other rank opens need not be in a file system of limited size.
       kind_(here_.size() == 1 ? comm::ShmSegment::Kind::memfd : kind),
       group_(own_place_, static_cast<int>(here_.size()), size_t{64} * here_.size(), timeout_s, kind_) {
@@ -91,12 +92,14 @@ ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double time
   if (count > 1 && is_leader()) between_.emplace(hosts_[static_cast<size_t>(rank)], count, addresses, timeout_s);
   std::ostringstream text;
   text << group_.name() << ' ' << own_.name() << ' ' << header.model << ' ' << header.vocab_first << ' '
-       << header.vocab_count << ' ' << header.cache_pages << ' ' << (between_ ? between_->card() : kNoCard);
+       << header.vocab_count << ' ' << header.cache_pages << ' ' << comm::wire_format_name(wire_) << ' '
+       << (between_ ? between_->card() : kNoCard);
   name_ = text.str();
 }
 
 size_t ParallelRanks::slot_bytes() const {
-  return (kSignatureBytes + slot_floats_ * sizeof(float) + kPage - 1) / kPage * kPage;
+  const size_t more = wire_ == comm::WireFormat::f32 ? 0 : comm::encoded_bytes(wire_, slot_floats_);
+  return (kSignatureBytes + slot_floats_ * sizeof(float) + more + kPage - 1) / kPage * kPage;
 }
 
 void ParallelRanks::connect(const std::vector<std::string>& names, const std::vector<int>& pids) {
@@ -107,10 +110,14 @@ void ParallelRanks::connect(const std::vector<std::string>& names, const std::ve
   for (const std::string& name : names) all.push_back(Name::read(name));
   headers_.clear();
   for (const Name& name : all) headers_.push_back(name.header);
-  for (int r = 0; r < size_; ++r)
-    if (header(r).model != header(rank_).model)
-      throw UsageError("rank " + number(static_cast<size_t>(r)) + " has another model than rank " +
-                       number(static_cast<size_t>(rank_)));
+  for (size_t r = 0; r < all.size(); ++r) {
+    const auto own = static_cast<size_t>(rank_);
+    if (all[r].header.model != all[own].header.model)
+      throw UsageError("rank " + number(r) + " has another model than rank " + number(own));
+    if (all[r].wire != all[own].wire)
+      throw UsageError("rank " + number(r) + " sends " + all[r].wire + " between hosts, rank " + number(own) + " " +
+                       all[own].wire + "; give all ranks the same wire_dtype (ANYACCEL_WIRE_DTYPE)");
+  }
 
   const size_t elsewhere = hosts_.size() - here_.size();
   std::vector<std::string> groups;
@@ -186,8 +193,13 @@ uint64_t& ParallelRanks::signature(int rank, unsigned turn) const {
   return *reinterpret_cast<uint64_t*>(base(rank, turn));
 }
 
+uint8_t* ParallelRanks::encoded(int rank, unsigned turn) const {
+  return base(rank, turn) + kSignatureBytes + slot_floats_ * sizeof(float);
+}
+
 void ParallelRanks::exchange(unsigned turn, const Parts& parts) {
   if (here_.size() == hosts_.size()) return group_.barrier();
+  if (encodes(parts)) encode_own(turn, parts);
   if (is_leader()) return exchange_as_leader(turn, parts);
   group_.barrier();
   await_leader();
@@ -197,9 +209,30 @@ void ParallelRanks::collect(int host, unsigned turn, const Parts& parts, std::ve
   pieces.clear();
   for (int rank = 0; rank < size_; ++rank) {
     if (hosts_[static_cast<size_t>(rank)] != host) continue;
+    if (encodes(parts)) {
+      pieces.push_back({base(rank, turn), kSignatureBytes});
+      pieces.push_back({encoded(rank, turn), comm::encoded_bytes(wire_, floats_of(parts))});
+      continue;
+    }
     const auto floats = static_cast<size_t>(parts.floats + parts.logits * header(rank).vocab_count);
     pieces.push_back({base(rank, turn), kSignatureBytes + std::min(floats, slot_floats_) * sizeof(float)});
   }
+}
+
+size_t ParallelRanks::floats_of(const Parts& parts) const {
+  return std::min(static_cast<size_t>(parts.floats), slot_floats_);
+}
+
+void ParallelRanks::encode_own(unsigned turn, const Parts& parts) {
+  const size_t count = floats_of(parts);
+  comm::encode(wire_, slot(rank_, turn), count, encoded(rank_, turn));
+  comm::decode(wire_, encoded(rank_, turn), count, slot(rank_, turn));
+}
+
+void ParallelRanks::decode_others(unsigned turn, const Parts& parts) {
+  for (int rank = 0; rank < size_; ++rank)
+    if (!is_here(static_cast<size_t>(rank)))
+      comm::decode(wire_, encoded(rank, turn), floats_of(parts), slot(rank, turn));
 }
 
 void ParallelRanks::exchange_as_leader(unsigned turn, const Parts& parts) {
@@ -209,6 +242,7 @@ void ParallelRanks::exchange_as_leader(unsigned turn, const Parts& parts) {
     for (int host = 0; host < static_cast<int>(taken_.size()); ++host)
       collect(host, turn, parts, host == own_host ? given_ : taken_[static_cast<size_t>(host)]);
     between_->exchange(given_, taken_);
+    if (encodes(parts)) decode_others(turn, parts);
     if (here_.size() > 1) group_.barrier();
   } catch (const comm::CommError& error) {
     give_up(error.kind, error.what());

@@ -7,6 +7,9 @@
 // On several hosts the first rank of each, its leader, has slots for the ranks of other hosts too, where its own host's
 // ranks read them: it waits for its host's ranks, sends their parts to the other leaders and takes theirs. All ranks
 // have the same parts then, as on one host, and add them in the same order: results have the same bits.
+//
+// Where parts of sums go in fewer bytes (WireFormat), each rank writes its own beside its slot in that form, and brings
+// it back into its slot: so its own host adds what other hosts add. Logits go as they are.
 #pragma once
 
 #include <sys/uio.h>
@@ -23,6 +26,7 @@
 #include "comm/errors.h"
 #include "comm/shm_group.h"
 #include "comm/shm_segment.h"
+#include "comm/wire_format.h"
 
 namespace anyaccel::llm {
 
@@ -41,10 +45,11 @@ class ParallelRanks {
 
   // `slot_floats`: room for one exchange of a rank. `hosts`: the host of each rank, numbered from 0 in the order in
   // which they come; empty for one host. `addresses`: of this host, see HostMeeting. `first_rank`: what errors call
-  // rank 0, where these are a part of more.
+  // rank 0, where these are a part of more. `wire`: of what goes between hosts.
   ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header,
                 comm::ShmSegment::Kind kind = comm::ShmSegment::Kind::posix, const std::vector<int>& hosts = {},
-                const std::vector<std::string>& addresses = {}, int first_rank = 0);
+                const std::vector<std::string>& addresses = {}, int first_rank = 0,
+                comm::WireFormat wire = comm::WireFormat::f32);
 
   // What connect() needs on the other ranks: for them only.
   const std::string& name() const { return name_; }
@@ -83,6 +88,12 @@ class ParallelRanks {
   uint8_t* base(int rank, unsigned turn) const;
   // What the ranks of a host have written, in their order.
   void collect(int host, unsigned turn, const Parts& parts, std::vector<iovec>& pieces) const;
+  // A rank's part as it goes between hosts, behind its slot.
+  uint8_t* encoded(int rank, unsigned turn) const;
+  bool encodes(const Parts& parts) const { return wire_ != comm::WireFormat::f32 && parts.floats > 0; }
+  size_t floats_of(const Parts& parts) const;
+  void encode_own(unsigned turn, const Parts& parts);
+  void decode_others(unsigned turn, const Parts& parts);
   void connect_hosts(const std::vector<std::string>& cards);
   void exchange_as_leader(unsigned turn, const Parts& parts);
   void await_leader();
@@ -95,6 +106,7 @@ class ParallelRanks {
   const std::vector<int> hosts_;
   std::vector<int> here_;  // the ranks of this host
   int own_place_ = 0;      // among them
+  const comm::WireFormat wire_;
   const comm::ShmSegment::Kind kind_;
   comm::ShmGroup group_;  // of this host
   comm::ShmSegment own_;  // a page for its Failure, then slots

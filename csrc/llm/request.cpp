@@ -61,6 +61,8 @@ Request::Request(std::shared_ptr<Model> model, std::vector<int64_t> prompt, Requ
   check_options(options_);
   if (prefix_ != nullptr && prefix_->model_ != model_) throw UsageError("the prefix is a request of another model");
   const auto held = model_->lock();
+  if (options_.draft_model && model_->draft_ == nullptr)
+    throw UsageError("draft_model: the model has no draft model; set_draft() comes first");
   if (tokens_.empty()) throw UsageError("the prompt is empty: it needs one token at least");
   model_->check_tokens(tokens_.data(), prompt_);
   check_room(model_->spec(), prompt_, answering());
@@ -94,6 +96,7 @@ void Request::finish() {
   sequence_ = -1;
   cached_ = 0;
   ahead_.clear();
+  drafter_.reset();
   if (finished_ == Finish::no) finished_ = Finish::stopped;
 }
 
@@ -125,6 +128,9 @@ void Request::share_prefix() {
   const std::shared_ptr<Request> prefix = std::move(prefix_);
   prefix_ = nullptr;
   if (prefix == nullptr || prefix->sequence_ < 0 || cached_ > 0) return;
+  // Nobody asks for drafts of a request that has ended, or that only this one knew.
+  if (drafter_ == nullptr && (prefix->finished_ != Finish::no || prefix.use_count() == 1))
+    drafter_ = std::move(prefix->drafter_);
   // The last token of the prompt is computed anyway: its logits are wanted.
   const int64_t most = std::min(
       {prefix->cached_, static_cast<int64_t>(prefix->tokens_.size()), static_cast<int64_t>(tokens_.size()) - 1});
@@ -160,6 +166,7 @@ void Request::shrink(int64_t tokens) {
   if (sequence_ < 0) throw UsageError("shrink: the request was finished with finish()");
   if (tokens < 0 || tokens > cached_) throw UsageError("shrink: " + std::to_string(cached_) + " tokens are there");
   ahead_.clear();
+  drafter_.reset();
   model_->cache_.truncate(sequence_, tokens);
   cached_ = tokens;
 }
@@ -181,11 +188,11 @@ void Request::set_mask(std::vector<uint32_t> mask) {
 
 std::pair<int64_t, int64_t> Request::drafts() const {
   const auto held = model_->lock();
-  return {drafts_.drafted(), drafts_.accepted()};
+  return {drafted_in_all_, accepted_in_all_};
 }
 
-void Request::add_drafts(int64_t most) {
-  if (options_.draft_tokens == 0 || keep_logits_ || !mask_.empty()) return;
+int64_t Request::draft_room(int64_t most) const {
+  if (options_.draft_tokens == 0 || keep_logits_ || !mask_.empty()) return 0;
   const auto length = static_cast<int64_t>(tokens_.size());
   most = std::min(most, options_.draft_tokens);
   // The next token itself is no draft.
@@ -194,13 +201,29 @@ void Request::add_drafts(int64_t most) {
   // Drafts stay on the page that the next token is on, so that they never take memory which the answer does not need
   // itself. Ranks, which may have different room, must draft alike.
   most = std::min(most, kPageTokens - 1 - (length - 1) % kPageTokens);
-  if (most <= 0) return;
+  if (most <= 0) return 0;
   // The angles are those of a cache of context_ tokens, and must be those of a cache with all drafts.
   for (const RopeSpec& rope : model_->spec().ropes)
-    if (!rope.long_inv_freq.empty() && RopeTable(rope).changes_between(context_, length + most)) return;
-  const std::vector<int64_t> draft = drafts_.propose(tokens_, most);
-  tokens_.insert(tokens_.end(), draft.begin(), draft.end());
-  drafted_ = static_cast<int64_t>(draft.size());
+    if (!rope.long_inv_freq.empty() && RopeTable(rope).changes_between(context_, length + most)) return 0;
+  return most;
+}
+
+void Request::add_draft(int64_t token) {
+  tokens_.push_back(token);
+  ++drafted_;
+}
+
+void Request::follow(const std::vector<int64_t>& tokens, const Request& other) {
+  const auto held = model_->lock();
+  drop_ahead();
+  const auto common = std::mismatch(tokens_.begin(), tokens_.end(), tokens.begin(), tokens.end()).first;
+  cached_ =
+      std::min({cached_, static_cast<int64_t>(common - tokens_.begin()), static_cast<int64_t>(tokens.size()) - 1});
+  model_->cache_.truncate(sequence_, cached_);
+  tokens_ = tokens;
+  prompt_ = std::min(other.prompt_, static_cast<int64_t>(tokens.size()));
+  random_ = other.random_;
+  finished_ = Finish::no;
 }
 
 void Request::drop_drafts() {
@@ -211,7 +234,11 @@ void Request::drop_drafts() {
 void Request::take(std::vector<ChosenToken> chosen) {
   if (drafted_ > 0) {
     const auto accepted = static_cast<int64_t>(chosen.size()) - 1;
-    drafts_.report(drafted_, accepted);
+    if (!options_.draft_model) ngrams_.report(drafted_, accepted);
+    chance_.report(drafted_, accepted);
+    model_->pace_of(*this).report(drafted_, accepted);
+    drafted_in_all_ += drafted_;
+    accepted_in_all_ += accepted;
     drop_drafts();
     model_->cache_.truncate(sequence_, cached_ + accepted);
   }

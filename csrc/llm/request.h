@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "llm/draft.h"
+#include "llm/draft_pace.h"
 #include "llm/sampling.h"
 
 namespace anyaccel::llm {
@@ -33,6 +34,10 @@ struct RequestOptions {
   // The most tokens of a draft that a step verifies beside choosing the next one; 0: none. The answer is the same
   // with and without. Requests that keep their logits or have a mask get no drafts, nor do long batches.
   int64_t draft_tokens = 0;
+  // Who guesses: the model's draft model (Model::set_draft), where it has one, or the text so far.
+  bool draft_model = false;
+  // Drafts also where they cost more than they save: for tests, and to measure what they cost.
+  bool draft_always = false;
 };
 
 // A token that has been chosen, and the state of the generator after it.
@@ -95,9 +100,14 @@ class Request {
   // they are computed again, are passed over.
   void pool(const float* hidden, int64_t width, int64_t position, int64_t count);
   void share_prefix();
-  // Drafts stand behind the tokens while a step runs: at most `most`.
-  void add_drafts(int64_t most);
+  // The most drafts that the next pass may take, of `most`; 0 where there is no room, or the request takes none.
+  int64_t draft_room(int64_t most) const;
+  // Drafts stand behind the tokens while a step runs.
+  void add_draft(int64_t token);
   void drop_drafts();
+  // Of a draft model's request: goes on behind other tokens, with what is right of its cache, and draws as `other`
+  // will.
+  void follow(const std::vector<int64_t>& tokens, const Request& other);
   // What a step has chosen; the drafts go, from the cache too as far as they were wrong.
   void take(std::vector<ChosenToken> chosen);
   // The next token of those that have been taken, which is the answer's from then on.
@@ -119,7 +129,10 @@ class Request {
   int64_t context_ = 0;  // the sequence's length when its cache was computed, which longrope's angles depend on
   int64_t passing_ = 0;  // tokens that the step under way computes
   int64_t drafted_ = 0;  // tokens at the end of tokens_ that are drafts, while a step runs
-  NgramDrafts drafts_;
+  NgramDrafts ngrams_;
+  std::shared_ptr<Request> drafter_;  // of the draft model, once it has drafted
+  DraftChance chance_;
+  int64_t drafted_in_all_ = 0, accepted_in_all_ = 0;
   // Chosen, but not the answer's yet: each of the next steps gives one, without computing anything. Their keys and
   // values, but for the last one's, are in the cache behind those of tokens_.
   std::deque<ChosenToken> ahead_;

@@ -190,11 +190,20 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
                        prefix->finished_ == Request::Finish::no && prefix->prefix_ == nullptr;
     (waits ? second : first).push_back(request);
   }
-  if (second.empty()) draft(first);
   StepResult result{requests, {}};
   result.ones.reserve(requests.size());
+  const Stopwatch all;
+  DraftPace::Step account{answers_only(requests)};
+  account.ahead = account.requests > static_cast<int64_t>(first.size());
   try {
+    if (second.empty()) draft(first, account);
+    for (const Request* request : first) account.tokens += 1 + request->drafted_;
+    const Stopwatch pass;
     step_some(first, exact, result);
+    if (account.requests > 0 && !first.empty()) {
+      text_pace_.passed(account.tokens, pass.seconds());
+      model_pace_.passed(account.tokens, pass.seconds());
+    }
     // The second wave can share what the first one has put into the cache.
     for (Request* request : first) request->cached_ += request->passing_ - request->drafted_;
     step_some(second, exact, result);
@@ -210,6 +219,10 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   }
   for (Request* request : second) request->cached_ += request->passing_;
   for (StepResult::One& one : result.ones) one.request->take(std::move(one.chosen));
+  if (account.requests > 0) {
+    account.seconds = all.seconds() - account.reading;
+    (requests.front()->options_.draft_model ? model_pace_ : text_pace_).stepped(account);
+  }
 
   std::vector<int64_t> tokens(requests.size(), -1);
   for (size_t i = 0; i < requests.size(); ++i) {
@@ -220,17 +233,6 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
     if (!request.answering() && request.pending() == 0) request.finished_ = Request::Finish::length;
   }
   return tokens;
-}
-
-// Puts drafts behind the tokens of requests that are all in their answers, as far as a run of few tokens has room.
-void Model::draft(const std::vector<Request*>& requests) {
-  const auto count = static_cast<int64_t>(requests.size());
-  if (count == 0 || 2 * count > kGemvTokens) return;
-  const bool answers = std::all_of(requests.begin(), requests.end(), [](const Request* request) {
-    return request->answering() && request->cached_ >= request->prompt_ && request->pending() == 1;
-  });
-  if (!answers) return;
-  for (Request* request : requests) request->add_drafts(kGemvTokens / count - 1);
 }
 
 Steps Model::steps(const std::vector<Request*>& requests, int64_t most, TokenFeed& feed, int64_t tag) {

@@ -2,6 +2,7 @@
 // What the parts of a step hand to each other.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -45,6 +46,14 @@ struct StepResult {
   };
   const std::vector<Request*>& asked;  // the requests of the step, in the caller's order
   std::vector<One> ones;
+};
+
+class Stopwatch {
+ public:
+  double seconds() const { return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count(); }
+
+ private:
+  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
 }  // namespace anyaccel::llm

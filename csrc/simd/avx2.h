@@ -162,44 +162,30 @@ inline Nibbles look_up(Table table, Nibbles index) {
   return {_mm256_shuffle_epi8(table, index.low), _mm256_shuffle_epi8(table, index.high)};
 }
 
-#ifndef ANYACCEL_VNNI
-// Keeps GCC from adding up in another order, for which it would keep all products in memory.
-inline IVec in_place(IVec sum) {
-  __asm__("" : "+x"(sum));
-  return sum;
+// What x86_products.h is written to; a half is 16 bits.
+inline IVec broadcast_byte(char x) { return _mm256_set1_epi8(x); }
+inline IVec broadcast_half(short x) { return _mm256_set1_epi16(x); }
+inline IVec bits_and(IVec a, IVec b) { return _mm256_and_si256(a, b); }
+inline IVec bits_xor(IVec a, IVec b) { return _mm256_xor_si256(a, b); }
+template <int kBits>
+inline IVec shift_left_halves(IVec v) {
+  return _mm256_slli_epi16(v, kBits);
 }
-
-constexpr bool kPairs8 = true, kShift8 = false;
-struct Quads {
-  IVec even, odd;  // bytes in the high halves of 16 bits
-};
-inline Quads quads_of(IVec line) {
-  return {_mm256_slli_epi16(line, 8), _mm256_and_si256(line, _mm256_set1_epi16(static_cast<short>(0xff00)))};
+template <int kBits>
+inline IVec shift_right_halves(IVec v) {
+  return _mm256_srli_epi16(v, kBits);
 }
-inline Quads load_quads(const uint8_t* p) { return quads_of(load_ints(p)); }
-struct Codes {
-  Quads low, high;
-};
-inline Codes load_codes(const uint8_t* p, Table table) {
-  const Nibbles bytes = look_up(table, load_nibbles(p));
-  return {quads_of(bytes.low), quads_of(bytes.high)};
+template <int kBits>
+inline IVec sign_shift_right_halves(IVec v) {
+  return _mm256_srai_epi16(v, kBits);
 }
-inline IVec dot(IVec sum, Quads w, const int16_t* x) {
-  const IVec even = _mm256_madd_epi16(w.even, quad_at(x)), odd = _mm256_madd_epi16(w.odd, quad_at(x + 2));
-  return in_place(_mm256_add_epi32(sum, _mm256_add_epi32(even, odd)));
-}
-
-// The sum over 32 columns, of values 0..15 and activations -127..127: fits 16 bits (8 * 2 * 15 * 127 = 30480).
-struct NibbleSum {
-  IVec v;
-  static NibbleSum zero() { return {_mm256_setzero_si256()}; }
-  NibbleSum plus(Nibbles w, const int8_t* x) const {
-    const IVec low = _mm256_maddubs_epi16(w.low, quad_at(x)), high = _mm256_maddubs_epi16(w.high, quad_at(x + 4));
-    return {in_place(_mm256_add_epi16(v, _mm256_add_epi16(low, high)))};
-  }
-  IVec total() const { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
-};
+inline IVec add_halves(IVec a, IVec b) { return _mm256_add_epi16(a, b); }
+inline IVec madd_halves(IVec a, IVec b) { return _mm256_madd_epi16(a, b); }
+inline IVec madd_bytes(IVec a, IVec b) { return _mm256_maddubs_epi16(a, b); }
+#if defined(ANYACCEL_VNNI) && !defined(ANYACCEL_EMULATE)
+inline IVec dpbusd(IVec sum, IVec a, IVec b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
 #endif
+
 template <int I>
 inline IVec column8(const uint8_t* p) {
   return _mm256_srai_epi32(_mm256_slli_epi32(load_ints(p), 24 - 8 * I), 24);
@@ -252,3 +238,4 @@ inline void quantise16(const float* x, const float* factors, Q* q, int64_t strid
 }  // namespace anyaccel::simd::ANYACCEL_ISA_VARIANT
 
 #include "simd/math.h"
+#include "simd/x86_products.h"

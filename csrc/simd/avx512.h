@@ -156,42 +156,28 @@ inline IVec column4(const uint8_t* p) {
   return _mm512_and_si512(_mm512_srli_epi32(load_ints(p), 8 * (I % 4) + I / 4 * 4), _mm512_set1_epi32(15));
 }
 
-#ifndef ANYACCEL_VNNI
-// Keeps GCC from adding up in another order, for which it would keep all products in memory.
-inline IVec in_place(IVec sum) {
-  __asm__("" : "+v"(sum));
-  return sum;
+// What x86_products.h is written to; a half is 16 bits.
+inline IVec broadcast_byte(char x) { return _mm512_set1_epi8(x); }
+inline IVec broadcast_half(short x) { return _mm512_set1_epi16(x); }
+inline IVec bits_and(IVec a, IVec b) { return _mm512_and_si512(a, b); }
+inline IVec bits_xor(IVec a, IVec b) { return _mm512_xor_si512(a, b); }
+template <int kBits>
+inline IVec shift_left_halves(IVec v) {
+  return _mm512_slli_epi16(v, kBits);
 }
-
-constexpr bool kPairs8 = true, kShift8 = false;
-struct Quads {
-  IVec even, odd;  // bytes in the high halves of 16 bits
-};
-inline Quads quads_of(IVec line) {
-  return {_mm512_slli_epi16(line, 8), _mm512_and_si512(line, _mm512_set1_epi16(static_cast<short>(0xff00)))};
+template <int kBits>
+inline IVec shift_right_halves(IVec v) {
+  return _mm512_srli_epi16(v, kBits);
 }
-inline Quads load_quads(const uint8_t* p) { return quads_of(load_ints(p)); }
-struct Codes {
-  Quads low, high;
-};
-inline Codes load_codes(const uint8_t* p, Table table) {
-  const Nibbles bytes = look_up(table, load_nibbles(p));
-  return {quads_of(bytes.low), quads_of(bytes.high)};
+template <int kBits>
+inline IVec sign_shift_right_halves(IVec v) {
+  return _mm512_srai_epi16(v, kBits);
 }
-inline IVec dot(IVec sum, Quads w, const int16_t* x) {
-  const IVec even = _mm512_madd_epi16(w.even, quad_at(x)), odd = _mm512_madd_epi16(w.odd, quad_at(x + 2));
-  return in_place(_mm512_add_epi32(sum, _mm512_add_epi32(even, odd)));
-}
-// The sum over 32 columns, of values 0..15 and activations -127..127: fits 16 bits (8 * 2 * 15 * 127 = 30480).
-struct NibbleSum {
-  IVec v;
-  static NibbleSum zero() { return {_mm512_setzero_si512()}; }
-  NibbleSum plus(Nibbles w, const int8_t* x) const {
-    const IVec low = _mm512_maddubs_epi16(w.low, quad_at(x)), high = _mm512_maddubs_epi16(w.high, quad_at(x + 4));
-    return {in_place(_mm512_add_epi16(v, _mm512_add_epi16(low, high)))};
-  }
-  IVec total() const { return _mm512_madd_epi16(v, _mm512_set1_epi16(1)); }
-};
+inline IVec add_halves(IVec a, IVec b) { return _mm512_add_epi16(a, b); }
+inline IVec madd_halves(IVec a, IVec b) { return _mm512_madd_epi16(a, b); }
+inline IVec madd_bytes(IVec a, IVec b) { return _mm512_maddubs_epi16(a, b); }
+#if defined(ANYACCEL_VNNI) && !defined(ANYACCEL_EMULATE)
+inline IVec dpbusd(IVec sum, IVec a, IVec b) { return _mm512_dpbusd_epi32(sum, a, b); }
 #endif
 
 // Compared as integers, the bits of a NaN or an infinity are larger than those of any number.
@@ -255,3 +241,4 @@ inline void quantise16(const float* x, const float* factors, Q* q, int64_t strid
 }  // namespace anyaccel::simd::ANYACCEL_ISA_VARIANT
 
 #include "simd/math.h"
+#include "simd/x86_products.h"

@@ -22,7 +22,8 @@ class Request:
         prompt: Sequence[int],
         options: Mapping[str, Any],  # fields of csrc/llm/sampling.h SamplingOptions, and those below
         # seed: int, max_new_tokens: int, min_new_tokens: int, end_tokens: list[int], ignore_end: bool,
-        # bias: dict[int, float], logprobs: int, prompt_logprobs: int,
+        # bias: dict[int, float], logprobs: int, prompt_logprobs: int, draft_tokens: int (the most of a pass; 0: none),
+        # draft_model: bool (who guesses: the draft model; False: the text), draft_always: bool (also where it costs),
         # goal: "answer", "scores" (of the prompt only), "mean", "last" (hidden states, pooled)
         prefix: Request | None = None,  # shares the cache of the longest common prefix with it
         keep_logits: bool = False,
@@ -91,13 +92,27 @@ class Model:
     def finish(self) -> None: ...  # after the last weight; ModelError names what is missing
     # Tensor parallelism: each rank makes its segment, the names and pids of all go to connect(), then unlink().
     # `anonymous`: memory that is in no file system, for ranks that see each other's process ids.
-    # `hosts`: each rank's, numbered as they come; `addresses`: where the ranks of others reach this one's.
+    # `hosts`: each rank's, numbered as they come; `addresses`: where the ranks of others reach this one's; `wire`: f32,
+    # bf16 or i8, the form of what is summed when it goes between hosts.
     def create_segment(
-        self, timeout_s: float, anonymous: bool = False, hosts: Sequence[int] = (), addresses: Sequence[str] = ()
+        self,
+        timeout_s: float,
+        anonymous: bool = False,
+        hosts: Sequence[int] = (),
+        addresses: Sequence[str] = (),
+        wire: str = "f32",
     ) -> str: ...
     def connect(self, names: Sequence[str], pids: Sequence[int]) -> None: ...
     def unlink(self) -> None: ...
     def shared(self, value: int) -> int: ...  # rank 0's, 64 bits without a sign; every rank calls it, between steps
+    # The model that guesses for requests with draft_model; None: none. Where its tokens are others, `to_draft` makes
+    # them of this model's, and from_draft(tokens, before, said) makes this model's of what it says behind `before`.
+    def set_draft(
+        self,
+        draft: Model | None,
+        to_draft: Callable[[list[int]], list[int]] | None = None,
+        from_draft: Callable[[list[int], list[int], list[int]], list[int]] | None = None,
+    ) -> None: ...
     # Generation: one call a step. Prompts not yet in the cache are processed (in chunks), the others decode one token;
     # returns the new token of each request, -1 for one that had finished, -2 for one whose prompt goes on.
     # `limits`: the most tokens of each request's prompt in this step, 0: all. `exact`: see csrc/llm/model.h.

@@ -82,6 +82,8 @@ ISA_NAMES = (
     *("neon", "neon_dot", "neon_bf16_i8mm"),  # arm64
 )
 
+WIRE_DTYPES = ("fp32", "bf16", "int8")
+
 DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of this name")
 DS_PIN_MEMORY_BACKEND = EnvVar(
     "DS_PIN_MEMORY_BACKEND",
@@ -117,6 +119,13 @@ ANYACCEL_BETWEEN_HOSTS = EnvVar(
     "what goes between hosts: tcp (a native model's own connections; in groups of backend shm, gloo's), gloo (the "
     "same) or ccl (in groups; models keep their own connections)",
 )
+ANYACCEL_WIRE_DTYPE = EnvVar(
+    "ANYACCEL_WIRE_DTYPE",
+    _one_of(*WIRE_DTYPES),
+    "fp32",
+    "form in which what ranks of several hosts sum goes between these: fp32, bf16 or int8; wire_dtype of "
+    "tensor_parallel comes first",
+)
 ANYACCEL_COMMS_LOG = EnvVar(
     "ANYACCEL_COMMS_LOG", _is_one, False, "1 records collectives from the start, for anyaccel.comm.log_summary()"
 )
@@ -151,6 +160,7 @@ ALL: tuple[EnvVar[object], ...] = (
     ANYACCEL_PROBE_TIMEOUT,
     ANYACCEL_COMM_TIMEOUT,
     ANYACCEL_BETWEEN_HOSTS,
+    ANYACCEL_WIRE_DTYPE,
     ANYACCEL_COMMS_LOG,
     ANYACCEL_SHM_BYTES,
     ANYACCEL_PACKED_CACHE_BYTES,

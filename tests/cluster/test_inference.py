@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from cluster_hosts import Hosts, lines
 
 from waiting import wait_for
 
+# How far logits are from those of fp32 on the wire, as a share of their spread.
+WIRE_ERRORS = {"bf16": 0.03, "int8": 0.1}
 GENERATING = Path(__file__).parent / "generating.py"
 pytestmark = pytest.mark.slow
 
@@ -46,6 +49,21 @@ def test_hosts_answer_as_one_host_does(hosts: Hosts, tmp_path: Path, slots: list
         assert line["runtime"] == "native"
         for what in ("greedy", "sampled", "logits"):
             assert line[what] == expected[what], what
+
+
+@pytest.mark.parametrize("wire", ["bf16", "int8"])
+def test_fewer_bytes_between_hosts(hosts: Hosts, tmp_path: Path, wire: str, cache: dict[str, str]) -> None:
+    """All ranks have the same bits, near those of fp32, and nearly always the same tokens."""
+    (expected, *_) = answers(hosts, tmp_path, [1, 1], cache)
+    found = answers(hosts, tmp_path, [1, 1], cache | {"ANYACCEL_WIRE_DTYPE": wire})
+    for what in ("greedy", "sampled", "logits"):
+        assert found[0][what] == found[1][what], what
+    assert found[0]["logits"] != expected["logits"]
+    pairs = list(zip(found[0]["some_logits"], expected["some_logits"], strict=True))
+    spread = statistics.pstdev(value for _, value in pairs)
+    assert statistics.fmean(abs(a - b) for a, b in pairs) < WIRE_ERRORS[wire] * spread
+    tokens = list(zip(found[0]["greedy"][0], expected["greedy"][0], strict=True))
+    assert sum(a == b for a, b in tokens) >= len(tokens) // 2
 
 
 @pytest.mark.parametrize(("slots", "pp"), [([1, 1], 2), ([2, 2], 2), ([1, 1, 1], 3)], ids=str)

@@ -282,6 +282,8 @@ def test_two_ranks_say_what_one_process_says(smollm2: Path) -> None:
     options = ("--model", str(smollm2), "--dtype", "fp32", "--max-new-tokens", "16", "--stop", "Madrid", "--quiet")
     one, two = piped(lines, *options), piped(lines, *options, "--tp", "2")
     assert (two.returncode, two.stdout, two.stderr) == (0, one.stdout, "")
+    device = piped(lines, *options, "--tp", "2", "--runtime", "device")
+    assert (device.returncode, device.stdout, device.stderr) == (0, one.stdout, "")
     assert "Paris" in two.stdout
     assert "Madrid" not in two.stdout
 

@@ -247,6 +247,15 @@ def test_two_ranks_take_torch_for_what_the_native_runtime_lacks(smollm2: Path, t
     assert two["tokens"] == one["tokens"]
 
 
+def test_the_runtime_can_be_chosen_for_one_process_and_two_ranks(smollm2: Path) -> None:
+    arguments = (*CLEAR[:1], "--model", str(smollm2), "--max-new-tokens", "16", "--dtype", "fp32")
+    native = answer(*arguments, "--runtime", "native")
+    assert str(native["text"]).startswith(CLEAR[1])
+    for more in ((), ("--tp", "2")):
+        device = answer(*arguments, "--runtime", "device", *more)
+        assert (device["runtime"], device["tokens"]) == ("device", native["tokens"])
+
+
 @pytest.mark.slow  # three answers; the next test runs the file as well
 def test_gguf_file_runs_as_it_is(smollm2: Path) -> None:
     """The default model's blocks of 4 bits, without a conversion, say what the converted model says."""
@@ -288,6 +297,7 @@ def test_default_model_is_not_converted(tmp_path: Path) -> None:
         (("hi", "--repetition-penalty", "0"), "--repetition-penalty 0"),
         (("hi", "--group-size", "33"), "33"),
         (("hi", "--kv-cache", "int2"), "int2"),
+        (("hi", "--runtime", "cuda"), "--runtime"),
         (("hi", "--threads", "-1"), "--threads -1"),
         (("hi", "--stop", ""), "--stop"),
         (("hi", "--system", "x", "--no-chat-template"), "--system"),

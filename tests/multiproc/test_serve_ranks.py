@@ -52,13 +52,17 @@ async def _ask(made: Any, prompts: list[list[int]]) -> list[serving.Answer]:
     return await asyncio.gather(*asked, serving.answer(made, prompts[0], 8, scored, prompt_logprobs=0))
 
 
-def _open(folder: Path, tp: int, pp: int = 1) -> Any:
-    options = ModelOptions(str(folder), dtype="fp32", tp=tp, pp=pp, threads=1)
+def _open(folder: Path, tp: int, pp: int = 1, runtime: str = "auto") -> Any:
+    options = ModelOptions(str(folder), dtype="fp32", tp=tp, pp=pp, threads=1, runtime=runtime)
     return open_engine(options, Screen(), EngineSettings(cache_bytes=1 << 26))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
-def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path, tp: int, pp: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "pp", "runtime"), [(2, 1, "auto"), (2, 1, "device"), pytest.param(1, 2, "auto", marks=pytest.mark.slow)]
+)
+def test_two_ranks_answer_as_one_process_does_and_are_started_again(
+    folder: Path, tp: int, pp: int, runtime: str
+) -> None:
     generator = random.Random(9)
     system = serving.prompt_of(generator, 150)
     prompts = [system + serving.prompt_of(generator, 10 * number) for number in range(1, 7)]
@@ -71,7 +75,7 @@ def test_two_ranks_answer_as_one_process_does_and_are_started_again(folder: Path
         finally:
             await one.close()
         ours, theirs = socket.socketpair()
-        two = _open(folder, tp, pp)
+        two = _open(folder, tp, pp, runtime)
         try:
             with theirs:
                 ours.close()  # a connection of the server is closed also while ranks run that came after it
@@ -199,9 +203,11 @@ def test_what_is_not_native_is_refused(tmp_path: Path, folder: Path) -> None:
         open_engine(ModelOptions(str(folder), dtype="fp32", threads=1), Screen(), EngineSettings(max_context=5000))
     family_cases.build("diffllama").save_pretrained(tmp_path / "other")
     other = ModelOptions(str(tmp_path / "other"), dtype="fp32", threads=1)
-    said = "models of the native runtime only in this version, and that has no .*; anyaccel generate"
+    said = "models of the native and the device runtime only, which have no .*; anyaccel generate"
     with pytest.raises(UsageError, match=said):
         open_engine(other, Screen())
+    with pytest.raises(UsageError, match=r"^--runtime plain: anyaccel serve has models of the native and the device"):
+        open_engine(replace(other, runtime="plain"), Screen())
     # Ranks say the same, before they load what they cannot use.
     with pytest.raises(RankError, match=f"^anyaccel serve has {said}") as ranks:
         open_engine(replace(other, tp=2), Screen())

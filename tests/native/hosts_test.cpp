@@ -5,10 +5,13 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -19,6 +22,7 @@
 #include "check.h"
 #include "comm/between_hosts.h"
 #include "comm/errors.h"
+#include "comm/wire_format.h"
 #include "common/descriptor.h"
 #include "llm/errors.h"
 #include "llm/parallel_ranks.h"
@@ -305,7 +309,7 @@ constexpr size_t kFloats = 5000;
 
 struct Ranks {
   std::vector<std::unique_ptr<ParallelRanks>> all;
-  Ranks(const std::vector<int>& hosts, std::vector<int64_t> vocabulary = {}) {
+  Ranks(const std::vector<int>& hosts, std::vector<int64_t> vocabulary = {}, WireFormat wire = WireFormat::f32) {
     const int size = static_cast<int>(hosts.size());
     vocabulary.resize(hosts.size(), 10);
     std::vector<std::string> names;
@@ -314,7 +318,7 @@ struct Ranks {
       const int64_t count = vocabulary[static_cast<size_t>(rank)];
       all.push_back(std::make_unique<ParallelRanks>(rank, size, kFloats, kTimeout,
                                                     ParallelRanks::Header{7, first, count, 100 + rank},
-                                                    ShmSegment::Kind::memfd, hosts, kLoopback));
+                                                    ShmSegment::Kind::memfd, hosts, kLoopback, 0, wire));
       first += count;
       names.push_back(all.back()->name());
     }
@@ -351,6 +355,128 @@ void test_ranks() {
         exchange(ranks.at(rank), turn,
                  turn % 3 == 0 ? ParallelRanks::Parts{0, turn % 5} : ParallelRanks::Parts{kFloats, 0});
     });
+  }
+}
+
+// --- fewer bytes between hosts
+
+// Values of very different sizes; blocks of i8 are 32 of them.
+std::vector<float> many_values(size_t count, int seed) {
+  std::vector<float> values(count);
+  uint64_t state = 0x9e3779b97f4a7c15u + static_cast<uint64_t>(seed);
+  for (size_t i = 0; i < count; ++i) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const float unit = static_cast<float>(static_cast<int64_t>(state >> 32) - (int64_t{1} << 31)) * 0x1p-31f;
+    values[i] = unit * std::exp2(static_cast<float>(i / 32 % 40) - 20);
+  }
+  return values;
+}
+
+std::vector<float> there_and_back(WireFormat format, const std::vector<float>& values) {
+  // In words, as the memory that is sent is.
+  std::vector<uint32_t> encoded((encoded_bytes(format, values.size()) + 3) / 4);
+  auto* bytes = reinterpret_cast<uint8_t*>(encoded.data());
+  std::vector<float> found(values.size());
+  encode(format, values.data(), values.size(), bytes);
+  decode(format, bytes, values.size(), found.data());
+  return found;
+}
+
+void check_bounds(WireFormat format, const std::vector<float>& values, const std::vector<float>& found) {
+  for (size_t i = 0; i < values.size(); ++i) {
+    float largest = 0, second = 0;  // of the block
+    const size_t begin = i / 32 * 32;
+    for (size_t j = begin; j < std::min(begin + 32, values.size()); ++j) {
+      const float size = std::fabs(values[j]);
+      second = std::max(second, std::min(size, largest));
+      largest = std::max(largest, size);
+    }
+    const float error = std::fabs(found[i] - values[i]);
+    if (format == WireFormat::f32) CHECK(error == 0);
+    if (format == WireFormat::bf16) CHECK(error <= std::fabs(values[i]) * 0x1p-8f);
+    if (format == WireFormat::i8) CHECK(error <= second / 254 * 1.0001f);
+  }
+}
+
+void test_wire_formats() {
+  CHECK(encoded_bytes(WireFormat::f32, 100) == 400 && encoded_bytes(WireFormat::bf16, 100) == 200);
+  CHECK(encoded_bytes(WireFormat::i8, 96) == 3 * 40 && encoded_bytes(WireFormat::i8, 97) == 4 * 40);
+  for (const WireFormat format : {WireFormat::f32, WireFormat::bf16, WireFormat::i8}) {
+    CHECK(read_wire_format(wire_format_name(format)) == format);
+    for (const size_t count : {0, 1, 31, 32, 33, 5000})
+      check_bounds(format, many_values(count, 1), there_and_back(format, many_values(count, 1)));
+    const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+    for (const float bad : {nan, infinity, -infinity}) {
+      std::vector<float> values = many_values(70, 2);
+      values[40] = bad;
+      const std::vector<float> found = there_and_back(format, values);
+      CHECK(!std::isfinite(found[40]) && std::isfinite(found[0]) && std::isfinite(found[69]));
+    }
+    std::vector<float> tiny(40, 0x1p-130f);
+    tiny[3] = -0.0f;
+    for (const float value : there_and_back(format, tiny)) CHECK(std::fabs(value) <= 0x1p-119f);
+  }
+  // To nearest even: 1 + 2^-8 lies between two values, and so does 1 + 3 * 2^-8.
+  CHECK(there_and_back(WireFormat::bf16, {1.00390625f, 1.01171875f}) == (std::vector<float>{1.0f, 1.015625f}));
+  CHECK(there_and_back(WireFormat::i8, {-1000.3f, 127.0f, -127.0f, 2.5f, 3.5f, -0.4f}) ==
+        (std::vector<float>{-1000.3f, 127.0f, -127.0f, 2.0f, 4.0f, 0.0f}));
+  bool refused = false;
+  try {
+    read_wire_format("fp8");
+  } catch (const std::invalid_argument& error) {
+    refused = has(error.what(), "'fp8'");
+  }
+  CHECK(refused);
+}
+
+// All ranks have the same parts, within the bound of what was written; logits come as they are.
+void test_ranks_with_fewer_bytes() {
+  for (const WireFormat format : {WireFormat::bf16, WireFormat::i8}) {
+    for (const auto& hosts : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}, {0, 1, 0, 2}}) {
+      const size_t count = hosts.size();
+      Ranks ranks(hosts, {3, 12}, format);
+      std::vector<std::vector<float>> seen(count);
+      together(static_cast<int>(count), [&](int rank) {
+        ParallelRanks& self = ranks.at(rank);
+        for (unsigned turn = 0; turn < 20; ++turn) {
+          const size_t floats = turn % 4 == 3 ? kFloats : 777;
+          const auto own = many_values(floats, rank + 10 * static_cast<int>(turn));
+          std::copy(own.begin(), own.end(), self.slot(rank, turn));
+          self.signature(rank, turn) = 5 + turn;
+          self.exchange(turn, {static_cast<int64_t>(floats), 0});
+          for (int other = 0; other < self.size(); ++other) {
+            CHECK(self.signature(other, turn) == 5 + turn);
+            const float* slot = self.slot(other, turn);
+            const std::vector<float> found(slot, slot + floats);
+            const auto right = many_values(floats, other + 10 * static_cast<int>(turn));
+            CHECK(found == there_and_back(format, right));
+            check_bounds(format, right, found);
+          }
+          exchange(self, turn + 1, {0, 40});
+          ++turn;
+        }
+      });
+    }
+  }
+}
+
+void test_ranks_that_send_differently() {
+  std::vector<std::unique_ptr<ParallelRanks>> ranks;
+  std::vector<std::string> names;
+  for (int rank = 0; rank < 2; ++rank) {
+    ranks.push_back(std::make_unique<ParallelRanks>(rank, 2, kFloats, 1, ParallelRanks::Header{7, 10 * rank, 10, 1},
+                                                    ShmSegment::Kind::memfd, std::vector<int>{0, 1}, kLoopback, 0,
+                                                    rank == 0 ? WireFormat::f32 : WireFormat::i8));
+    names.push_back(ranks.back()->name());
+  }
+  for (const auto& rank : ranks) {
+    std::string text;
+    try {
+      rank->connect(names, {getpid(), getpid()});
+    } catch (const llm::UsageError& error) {
+      text = error.what();
+    }
+    CHECK(has(text, "wire_dtype") && has(text, "rank 1 ") && has(text, "i8") && has(text, "f32"));
   }
 }
 
@@ -414,6 +540,9 @@ int main() {
   test_one_to_one();
   test_one_to_one_that_fails();
   test_ranks();
+  test_wire_formats();
+  test_ranks_with_fewer_bytes();
+  test_ranks_that_send_differently();
   test_ranks_whose_host_leaves();
   test_ranks_that_wait();
   test_wrong_hosts();

@@ -48,6 +48,7 @@ EVERYBODYS = {
     "_needs_torch",
     "numerals",
     "outside",
+    "terminal",
     "vendors",
     "_lazy",
     "_version",

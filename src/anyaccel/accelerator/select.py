@@ -18,6 +18,7 @@ from anyaccel._registry import Entry, Registry
 from anyaccel.accelerator import autoload, deadline
 from anyaccel.accelerator.spec import API_VERSION, BackendSpec, Unavailable
 from anyaccel.errors import AcceleratorUnavailableError, UsageError
+from anyaccel.terminal import did_you_mean
 from anyaccel.vendors import ENTRY_POINTS, FAMILIES, VENDORS
 
 if TYPE_CHECKING:
@@ -202,8 +203,9 @@ class _Loaded(NamedTuple):
 
 def _forced(name: str) -> tuple[Accelerator, Detection]:
     if name not in REGISTRY and name not in FAMILIES:
-        known = ", ".join(sorted([*REGISTRY.names(), *FAMILIES]))
-        raise UsageError(f"DS_ACCELERATOR={name!r} is not known; known accelerators: {known}")
+        known = sorted([*REGISTRY.names(), *FAMILIES])
+        near = did_you_mean(name, known)
+        raise UsageError(f"DS_ACCELERATOR={name!r} is not known{near}; known accelerators: {', '.join(known)}")
     rows: list[Candidate] = []
     install: list[str] = []
     for member in FAMILIES.get(name, (name,)):

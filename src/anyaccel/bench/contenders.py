@@ -17,6 +17,7 @@ from typing import Any
 
 from anyaccel import launch
 from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.terminal import did_you_mean
 
 WORKER = Path(__file__).with_name("worker.py")
 PEERS = ("hf", "deepspeed", "llama.cpp", "openvino", "vllm")
@@ -78,7 +79,9 @@ def parse_peer(text: str, model: str, dtype: str, tp: int, pythons: dict[str, st
     """
     name, _, own_model = text.partition("=")
     if name not in PEERS:
-        raise UsageError(f"--against {text}: unknown peer {name!r}; peers: {', '.join(PEERS)}")
+        raise UsageError(
+            f"--against {text}: unknown peer {name!r}{did_you_mean(name, PEERS)}; peers: {', '.join(PEERS)}"
+        )
     path = own_model or model
     folder = ""
     if name == "llama.cpp":

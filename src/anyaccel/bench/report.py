@@ -38,8 +38,12 @@ def ratios(figures: Figures, ours: str) -> dict[str, dict[str, float]]:
     return result
 
 
-def table(figures: Figures, ours: str) -> str:
-    """Markdown: the median of each figure, and behind it how many times better `ours` is."""
+def table(figures: Figures, ours: str, width: int | None = None) -> str:
+    """Markdown: the median of each figure, and behind it how many times better `ours` is.
+
+    Args:
+        width: columns of the terminal; a table that does not fit becomes one block of lines for each engine.
+    """
     middle, better = medians(figures), ratios(figures, ours)
     used = [metric for metric in METRICS if any(metric in metrics for metrics in middle.values())]
     rows = [["engine", *used]]
@@ -52,6 +56,13 @@ def table(figures: Figures, ours: str) -> str:
         rows.append(cells)
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows]
+    if width is not None and len(lines[0]) > width:
+        longest = max(map(len, used))
+        blocks = (
+            [row[0], *(f"  {name:{longest}}  {cell}" for name, cell in zip(used, row[1:], strict=True))]
+            for row in rows[1:]
+        )
+        return "\n".join(line for block in blocks for line in block)
     lines.insert(1, "| " + " | ".join("-" * w for w in widths) + " |")
     return "\n".join(lines)
 

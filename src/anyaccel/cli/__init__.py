@@ -11,8 +11,8 @@ import sys
 from anyaccel._version import __version__
 from anyaccel.cli._interrupts import Interrupts, careful_interrupts
 from anyaccel.cli._streams import drop_output, output_fails, standard_streams, written
-from anyaccel.cli._style import did_you_mean, styled, terminal_width
 from anyaccel.errors import AnyAccelError
+from anyaccel.terminal import did_you_mean, marked, terminal_width
 
 # Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
 COMMANDS = {
@@ -55,7 +55,7 @@ def _usage() -> str:
 
 
 def _say_error(message: str) -> None:
-    print(f"anyaccel: {styled('error:', 'error', sys.stderr)} {message}", file=sys.stderr)
+    print(f"anyaccel: {marked(f'error: {message}', sys.stderr)}", file=sys.stderr)
 
 
 def _dispatch(argv: list[str]) -> int:

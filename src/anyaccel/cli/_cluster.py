@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 
 from anyaccel.launch.cluster import ClusterLaunch, ClusterOptions, prepare, run_cluster
 from anyaccel.launch.options import LaunchOptions
+from anyaccel.terminal import fitted, styled, table_width
 from anyaccel.topology import format_cpu_list
 
 
@@ -20,16 +22,18 @@ def show(options: LaunchOptions, cluster: ClusterOptions, as_json: bool) -> None
     task = launch.task
     how = launch.runner.name if launch.runner else "no launcher, this host only"
     workers, hosts = _count(task.world_size, "worker"), _count(len(task.hosts), "host")
-    print(f"job: {workers} on {hosts}, by {how}")
+    lines = [f"job: {workers} on {hosts}, by {how}"]
     for node, host in enumerate(task.hosts):
         first = task.place(node).first_rank
         ranks = format_cpu_list(range(first, first + len(host.slots)))
-        print(f"  host {node}: {host.name}, slots {format_cpu_list(host.slots)}, ranks {ranks}")
-    print(f"  rank 0 listens on {task.options.master_addr or 'the address of the first host that the others see'}")
-    print(f"  variables that travel: {', '.join(sorted(task.environment)) or 'none'}")
-    for command in _commands(launch):
-        print(f"  command: {shlex.join(command)}")
-    print("  each host makes its own plan; on this one: anyaccel run --dry-run without the options about hosts")
+        lines.append(f"  host {node}: {host.name}, slots {format_cpu_list(host.slots)}, ranks {ranks}")
+    lines += [
+        f"  rank 0 listens on {task.options.master_addr or 'the address of the first host that the others see'}",
+        f"  variables that travel: {', '.join(sorted(task.environment)) or 'none'}",
+        *(f"  command: {shlex.join(command)}" for command in _commands(launch)),
+        "  each host makes its own plan; on this one: anyaccel run --dry-run without the options about hosts",
+    ]
+    print(styled(fitted("\n".join(lines), table_width(sys.stdout)), "plan", sys.stdout))
 
 
 def _to_dict(launch: ClusterLaunch) -> dict[str, object]:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.checkpoints.model_path import default_model_file
+from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
+from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.ranks.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -22,6 +25,7 @@ DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
 # The names that torch and transformers have for them, which `inference.config` accepts as well.
 _OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 GROUP_SIZES = (32, 64, 128)
+RUNTIMES = ("auto", "native", "device", "torch", "plain")
 CACHE_DTYPES = ("auto", "bf16", "int8", "int4", "fp32")
 
 
@@ -59,6 +63,13 @@ def add_model_options(parser: Parser) -> None:
         choices=CACHE_DTYPES,
         default="auto",
         help="precision of the key/value cache (default: auto, fp32 with fp32 and else bf16)",
+    )
+    add(
+        "--runtime",
+        choices=RUNTIMES,
+        default="auto",
+        help="what runs the model: native (C++, on a CPU), device (torch's operators, anywhere), torch or plain (the "
+        "model's own code); default: auto, native on a CPU and device elsewhere where they have the model",
     )
     add("--threads", type=int, default=0, metavar="N", help="of the native runtime (default: the CPUs it may use)")
 
@@ -149,24 +160,45 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="above 1 makes what was said already less likely (default: 1)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
-    add(
-        "--draft",
-        dest="draft_tokens",
-        type=_drafts,
-        default=0,
-        metavar="ngram[:N]",
-        help="guess up to N tokens (default: 15) from what followed the same words before, verify them in one pass: "
-        "the same text, sooner where it repeats itself (native runtime; default: no drafts)",
-    )
+    add_draft_option(parser)
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
 
 
-def _drafts(text: str) -> int:
+def add_draft_option(parser: Parser) -> None:
+    """The option that says who guesses tokens."""
+    parser.add_argument(
+        "--draft",
+        dest="drafts",
+        type=drafts_of,
+        default=Drafts(),
+        metavar="ngram[:N]|PATH",
+        help="guess tokens and verify them in one pass, for the same text sooner: from what followed the same words "
+        "before, up to N (default: 15), or by a smaller model (native runtime; default: no drafts)",
+    )
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Who guesses tokens: the text, up to `tokens` of a pass, or the model of a folder or GGUF file."""
+
+    tokens: int = 0
+    model: str = ""
+
+
+def drafts_of(text: str) -> Drafts:
+    """What --draft says."""
     kind, colon, count = text.partition(":")
-    if kind != "ngram" or (colon and not (count.isascii() and count.isdigit() and 0 < int(count) < 2**31)):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be ngram or ngram:N, N from 1 on")
-    return int(count) if colon else 15
+    if kind == "ngram" and not colon:
+        return Drafts(MOST_DRAFTS)
+    if kind == "ngram" and count.isascii() and count.isdigit() and 0 < int(count) < 2**31:
+        return Drafts(int(count))
+    path = Path(text).expanduser()
+    if not text or not path.exists():
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: must be ngram, ngram:N with N from 1 on, or a model's folder or .gguf file that is there"
+        )
+    return Drafts(MOST_DRAFTS, str(path.absolute()))
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -177,10 +209,8 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--pp {options.pp}: must be at least 1")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    try:
+    with said_by_option(options):
         sampling_of(options)
-    except UsageError as error:
-        raise by_option(error, options) from None
     if options.threads < 0:
         raise UsageError(f"--threads {options.threads}: must be 0 or above")
     if not all(options.stop):
@@ -193,6 +223,15 @@ def by_option(error: UsageError, options: argparse.Namespace) -> UsageError:
     return UsageError(f"--{name.replace('_', '-')} {rest}") if equals and name in vars(options) else error
 
 
+@contextlib.contextmanager
+def said_by_option(options: argparse.Namespace) -> Iterator[None]:
+    """Inside, complaints about a value have the name of its option."""
+    try:
+        yield
+    except UsageError as error:
+        raise by_option(error, options) from None
+
+
 def model_path(given: str | None) -> Path:
     """The folder or file that --model names, or the default model.
 
@@ -202,14 +241,14 @@ def model_path(given: str | None) -> Path:
     if given is not None:
         path = Path(given).expanduser()
         if not path.exists():
-            raise UsageError(f"--model {given}: no such folder or file; models are read from local files only")
+            raise UsageError(f"--model {no_such_model(given)}")
         return path.absolute()
     return default_model_file()
 
 
 def model_of(options: argparse.Namespace) -> ModelOptions:
     """Which model the options want; what a command has no option for is as it is without one."""
-    given = vars(options)
+    given = vars(options) | {"draft": options.drafts.model if "drafts" in options else ""}
     return ModelOptions(**{each.name: given[each.name] for each in fields(ModelOptions) if each.name in given})
 
 
@@ -217,4 +256,5 @@ def sampling_of(options: argparse.Namespace) -> Sampling:
     """How the options want tokens chosen."""
     from anyaccel.inference.generate import Sampling
 
-    return Sampling(**{each.name: getattr(options, each.name) for each in fields(Sampling)})
+    given = vars(options) | {"draft_tokens": options.drafts.tokens, "draft_model": bool(options.drafts.model)}
+    return Sampling(**{each.name: given[each.name] for each in fields(Sampling)})

@@ -7,9 +7,9 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable
 
-from anyaccel.cli._style import did_you_mean, terminal_width
 from anyaccel.errors import UsageError
 from anyaccel.numerals import parse_number, parse_whole
+from anyaccel.terminal import did_you_mean, terminal_width
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -69,10 +69,17 @@ class Parser(argparse.ArgumentParser):
         start, _, rest = message.partition("unrecognized arguments: ")
         if rest and not start:
             option = rest.split()[0].partition("=")[0]
-            known = (name for action in self._actions for name in action.option_strings if name[:2] == "--")
-            message += did_you_mean(option, known) if option.startswith("--") else ""
+            known = [name for action in self._actions for name in action.option_strings if name[:2] == "--"]
+            message += did_you_mean(option, known, 0.7) if option.startswith("--") else ""
         said = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
         raise UsageError(f"{said}; see {self.prog} --help")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse what is none of an argument's choices, and say which of them may have been meant."""
+        if action.choices is not None and value not in action.choices:
+            known = [str(each) for each in action.choices]
+            said = f"invalid choice: {str(value)!r}{did_you_mean(str(value), known)}; choose from {', '.join(known)}"
+            raise argparse.ArgumentError(action, said)
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
         """Add an argument; the other spelling of a long option is added without being shown in the help."""

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `generate` and `chat` show: an answer while it comes, and beside it what they do."""
+"""What commands show while they work: an answer while it comes, and beside it what they do."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-from anyaccel.cli._style import styled
+from anyaccel.terminal import moves_cursor, styled, terminal_width
 
 _PROGRESS_SECONDS = 0.3  # loading that takes less is not worth a bar
+_WAITING_SECONDS = 0.7  # nor anything that takes less than this worth a word
 
 
 def keep_bytes(stream: TextIO) -> TextIO:
@@ -24,6 +28,71 @@ def keep_bytes(stream: TextIO) -> TextIO:
     return stream
 
 
+class Elapsed:
+    """A line of a terminal's standard error that says what is going on and for how long, while nothing else is written.
+
+    It is drawn by a thread, and by os.write: what goes on may fork, and a child would inherit the lock of sys.stderr.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._started = time.monotonic()
+        self._quiet_since = self._started
+        self._drawn = 0  # columns
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._draw_on, daemon=True)
+        self._thread.start()
+
+    def clear(self) -> None:
+        """Take the line away, since another one comes."""
+        with self._lock:
+            self._quiet_since = time.monotonic()
+            self._erase()
+
+    def end(self) -> None:
+        self._done.set()
+        self._thread.join()
+        self.clear()
+
+    def _draw_on(self) -> None:
+        while not self._done.wait(0.1):
+            with self._lock:
+                now = time.monotonic()
+                if now - self._quiet_since > (1.0 if self._drawn else _WAITING_SECONDS):
+                    self._erase()
+                    text = f"{self._what} ... {now - self._started:.0f} s"[: terminal_width() - 1]
+                    self._write(text)
+                    self._drawn, self._quiet_since = len(text), now
+
+    def _erase(self) -> None:
+        if self._drawn:
+            self._write(f"\r{' ' * self._drawn}\r")
+            self._drawn = 0
+
+    @staticmethod
+    def _write(text: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Inside, a terminal shows what is being done and for how long; the line is gone afterwards.
+
+    Args:
+        what: is done, as in "importing torch".
+    """
+    if not moves_cursor(sys.stderr):
+        yield
+        return
+    line = Elapsed(what)
+    try:
+        yield
+    finally:
+        line.end()
+
+
 class Screen:
     """What rank 0 tells the user on standard error; nothing when quiet and on the other ranks."""
 
@@ -31,10 +100,25 @@ class Screen:
         self.shown = shown
         self._started = 0.0
         self._drawn = 0.0
-        self._bar = sys.stderr.isatty()
+        self._bar = moves_cursor(sys.stderr)
+        self._elapsed: Elapsed | None = None
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, a terminal shows for how long the model has been loading, where nothing else is to be said."""
+        if not self.shown or not self._bar:
+            yield
+            return
+        self._elapsed = Elapsed("loading")
+        try:
+            yield
+        finally:
+            self._elapsed.end()
+            self._elapsed = None
 
     def line(self, text: str, kind: str = "plan") -> None:
         if self.shown:
+            self._clear()
             print(styled(text, kind, sys.stderr), file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int) -> None:
@@ -45,12 +129,18 @@ class Screen:
         self._started = self._started or now
         share = f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB"
         if done >= total:
+            self._clear()
             start = "\r" if self._drawn else ""
             print(f"{start}loading: {share} in {now - self._started:.1f} s", file=sys.stderr, flush=True)
             self._started = self._drawn = 0.0
         elif self._bar and now - max(self._drawn, self._started + _PROGRESS_SECONDS - 0.1) > 0.1:
+            self._clear()
             self._drawn = now
             print(f"\rloading: {share} ({100 * done // max(total, 1)} %)", end="", file=sys.stderr, flush=True)
+
+    def _clear(self) -> None:
+        if self._elapsed is not None:
+            self._elapsed.clear()
 
 
 class Stream:

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from anyaccel.cli._model_options import dtype_name
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
+from anyaccel.terminal import table_width
 
 _DTYPES = ("bf16", "fp16", "fp32", "int8", "int4")
 _EXAMPLES = """\
@@ -66,11 +68,11 @@ def main(argv: list[str]) -> int:
     _at_least(options, "rounds", 1)
     from anyaccel.bench.contenders import Contender, Sizes, measure, parse_peer, runs_in
     from anyaccel.bench.report import check_plot, plot
-    from anyaccel.inference.checkpoints.model_path import default_model_file
+    from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
 
     model = str(Path(options.model).expanduser().absolute() if options.model else default_model_file())
     if not Path(model).exists():
-        raise UsageError(f"--model {options.model}: no such folder or file; models are read from local files only")
+        raise UsageError(f"--model {no_such_model(options.model)}")
     pythons = _pythons(options.python)
     own = {"threads": options.threads}
     dtypes = list(dict.fromkeys(options.dtype or ["bf16"]))
@@ -151,6 +153,6 @@ def _print(
             f"prompt {options.prompt}, {options.new} new; long prompt {options.long}; batch {options.batch}; "
             f"in brackets: how many times better {ours} is\n"
         )
-        print(table(figures, ours))
+        print(table(figures, ours, table_width(sys.stdout)))
     for name, why in failures.items():
         print(f"\n{name} left out: {why}")

@@ -18,6 +18,7 @@ from anyaccel.launch.counts import MOST_ON_A_HOST
 from anyaccel.launch.local_rank import RankFromEnvironment, rank_from_environment
 from anyaccel.launch.options import BindingOptions
 from anyaccel.launch.plan import describe
+from anyaccel.terminal import fitted, marked, styled, table_width
 from anyaccel.topology import read_machine
 
 # Exit codes of a shell for a program that is not there, and for one that cannot be run.
@@ -68,14 +69,13 @@ def main(argv: list[str]) -> int:
     machine = read_machine()
     plan = plan_rank(options, machine, found, os.environ, cpus_of_launcher(ancestors, found.variable), ancestors)
     if arguments.dry_run:
-        print(f"topology: {machine.summary()}")
-        for binding in plan.ranks:
-            print(f"local rank {binding.local_rank}: {describe(binding)}")
-        for line in [
+        lines = [
+            f"topology: {machine.summary()}",
+            *(f"local rank {binding.local_rank}: {describe(binding)}" for binding in plan.ranks),
             *(f"warning: {text}" for text in plan.warnings),
             *(f"note: {text}" for text in (*plan.spoken, *plan.notes)),
-        ]:
-            print(line)
+        ]
+        print(styled(fitted("\n".join(lines), table_width(sys.stdout)), "plan", sys.stdout))
         return 0
     if found.local_rank == 0:  # the other ranks have the same warnings
         for text in plan.warnings:
@@ -124,4 +124,4 @@ def _become(command: list[str], environment: dict[str, str]) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"anyaccel: {text}", file=sys.stderr, flush=True)
+    print(f"anyaccel: {marked(text, sys.stderr)}", file=sys.stderr, flush=True)

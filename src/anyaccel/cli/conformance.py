@@ -6,18 +6,23 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from anyaccel._version import __version__
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._screen import waiting
 from anyaccel.errors import UsageError
+from anyaccel.terminal import Table, fitted, table_width
 
 if TYPE_CHECKING:
     from anyaccel.accelerator.base import Accelerator
     from anyaccel.accelerator.conformance.run import Result
 
 _OUTCOMES = ("pass", "absent", "fail")
+_HEAD = ("subject", "check", "result", "    time", "detail")
+_DETAIL = 40  # characters that a detail is taken to have
 
 
 def build_parser() -> Parser:
@@ -43,12 +48,13 @@ def main(argv: list[str]) -> int:
     if options.name:
         os.environ["DS_ACCELERATOR"] = options.name
 
-    from anyaccel.accelerator import get_accelerator
-    from anyaccel.accelerator.conformance.run import run_check, select_checks
-    from anyaccel.accelerator.select import silence_detection
+    with waiting("looking for accelerators"):
+        from anyaccel.accelerator import get_accelerator
+        from anyaccel.accelerator.conformance.run import run_check, select_checks
+        from anyaccel.accelerator.select import silence_detection
 
-    silence_detection()
-    accelerator = get_accelerator()
+        silence_detection()
+        accelerator = get_accelerator()
     checks = select_checks(options.text)
     if not checks:
         raise UsageError(f"-k {options.text!r}: no check has this text in its name or methods; without -k all are run")
@@ -56,15 +62,19 @@ def main(argv: list[str]) -> int:
     if not options.json:
         about = _about(accelerator)
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-        print(f"{about['accelerator']} on {about['device']}: {len(checks)} checks; {versions}")
-        subject, title = (max(len(getattr(check, field)) for check in checks) for field in ("subject", "title"))
-        print(f"{'subject':{subject}}  {'check':{title}}  result  {'time':>8}  detail", flush=True)
+        head = f"{about['accelerator']} on {about['device']}: {len(checks)} checks; {versions}"
+        print(fitted(head, table_width(sys.stdout)))
+        # The rows come one by one: what the last column will hold is not known yet.
+        rows = [(check.subject, check.title, _HEAD[2], f"{0:6.2f} s", "word " * (_DETAIL // 5)) for check in checks]
+        table = Table([_HEAD, *rows], table_width(sys.stdout))
+        print(table.row(_HEAD), flush=True)
     for check in checks:
-        result = run_check(check, accelerator)
+        with waiting(f"{check.subject}: {check.title}"):
+            result = run_check(check, accelerator)
         results.append(result)
         if not options.json:
-            row = f"{result.subject:{subject}}  {result.check:{title}}  {result.outcome:6}  {result.seconds:6.2f} s"
-            print(f"{row}  {result.detail}".rstrip(), flush=True)
+            row = (result.subject, result.check, result.outcome, f"{result.seconds:6.2f} s", result.detail)
+            print(table.row(row), flush=True)
             if options.verbose and result.traceback:
                 print(result.traceback, flush=True)
     counts = Counter(result.outcome for result in results)

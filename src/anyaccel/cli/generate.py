@@ -19,6 +19,7 @@ from anyaccel.cli._model_options import (
     cluster_of,
     model_of,
     model_path,
+    said_by_option,
     sampling_of,
 )
 from anyaccel.cli._parser import Parser
@@ -67,7 +68,9 @@ def main(argv: list[str]) -> int:
     options.prompt = _prompt(options.prompt)
     options.model = str(model_path(options.model))
     screen = Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
-    with contextlib.closing(_open(options, screen)) as backend:
+    with screen.loading(), said_by_option(options):
+        opened = _open(options, screen)
+    with contextlib.closing(opened) as backend:
         return _generate(options, screen, backend)
 
 
@@ -112,7 +115,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
-            + (f"{result.accepted} of {result.drafted} drafted tokens accepted; " if options.draft_tokens else "")
+            + (f"{result.accepted} of {result.drafted} drafted tokens accepted; " if options.drafts.tokens else "")
             + f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB{where}",
             "speed",
         )

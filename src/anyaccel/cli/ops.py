@@ -10,7 +10,9 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._screen import waiting
 from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.terminal import did_you_mean, table, table_width
 
 if TYPE_CHECKING:
     from anyaccel.ops.builder import OpBuilder
@@ -50,8 +52,9 @@ def main(argv: list[str]) -> int:
     from anyaccel.ops import builders_in
 
     silence_detection()
-    run_apart(_import_torch, "importing torch")
-    accelerator = get_accelerator()
+    with waiting("looking for accelerators"):
+        run_apart(_import_torch, "importing torch")
+        accelerator = get_accelerator()
     builders = _select(builders_in(accelerator.op_builder_dir()), options.names)
     if options.action == "list":
         return _list(accelerator._name, builders, options.json)
@@ -72,7 +75,7 @@ def _select(builders: dict[str, type[OpBuilder]], names: list[str]) -> dict[str,
     unknown = [name for name in names if name not in by_any_name]
     if unknown:
         ops = ", ".join(sorted(builder.name for builder in known.values()))
-        raise UsageError(f"no op is called {unknown[0]!r}; there are {ops}")
+        raise UsageError(f"no op is called {unknown[0]!r}{did_you_mean(unknown[0], by_any_name)}; there are {ops}")
     wanted = {by_any_name[name] for name in names} or set(known)
     return {name: builder for name, builder in known.items() if name in wanted}
 
@@ -99,10 +102,7 @@ def _list(accelerator: str, builders: dict[str, OpBuilder], as_json: bool) -> in
     for row in rows:
         seconds = "" if row["build_s"] is None else f"{row['build_s']:.1f} s"
         cells.append((row["op"], row["builder"], row["status"], seconds, row["detail"]))
-    widths = [max(len(line[column]) for line in cells) for column in range(4)]
-    for line in cells:
-        first = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=False))
-        print(f"{first}  {line[4]}".rstrip())
+    print(table(cells, table_width(sys.stdout)))
     return 0
 
 
@@ -122,7 +122,8 @@ def _build(builders: dict[str, OpBuilder], options: Any) -> int:
             _say(options, f"{builder.name}: building ...")
             started = time.perf_counter()
             try:
-                builder.jit_load(verbose=options.verbose)
+                with contextlib.nullcontext() if options.verbose else waiting(f"compiling {builder.name}"):
+                    builder.jit_load(verbose=options.verbose)
                 result |= {"status": "built", "detail": "", "build_s": round(time.perf_counter() - started, 3)}
                 seconds = f" in {result['build_s']:.1f} s"
             except AnyAccelError as error:

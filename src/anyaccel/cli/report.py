@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._screen import waiting
+from anyaccel.terminal import table_width
 
 
 def build_parser() -> Parser:
@@ -31,6 +34,7 @@ def main(argv: list[str]) -> int:
     from anyaccel.report.render import render
 
     silence_detection()
-    report = collect(with_torch=not options.no_torch)
-    print(json.dumps(report, indent=2) if options.json else render(report))
+    with waiting("looking at this machine and its accelerators"):
+        report = collect(with_torch=not options.no_torch)
+    print(json.dumps(report, indent=2) if options.json else render(report, table_width(sys.stdout)))
     return int(any("error" in part for part in report.values() if part is not None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from anyaccel import launch
 from anyaccel.cli._binding import add_binding_options, binding_options
@@ -13,6 +14,7 @@ from anyaccel.errors import UsageError
 from anyaccel.launch.command import worker_command
 from anyaccel.launch.options import DEFAULT_GRACE_PERIOD, DEFAULT_HOSTFILE, LaunchOptions, parse_elastic
 from anyaccel.launch.output import LEVELS
+from anyaccel.terminal import fitted, styled, table_width
 from anyaccel.topology import read_machine
 
 TYPE_CHECKING = False
@@ -194,9 +196,8 @@ def _show(options: LaunchOptions, as_json: bool, extra_env: dict[str, str]) -> N
         return
     import shlex
 
-    print(f"topology: {machine.summary()}")
-    print(plan.render())
-    print(f"  command of rank 0: {shlex.join(commands[0])}")
+    lines = [f"topology: {machine.summary()}", plan.render(), f"  command of rank 0: {shlex.join(commands[0])}"]
+    print(styled(fitted("\n".join(lines), table_width(sys.stdout)), "plan", sys.stdout))
 
 
 def main(argv: list[str]) -> int:

@@ -16,7 +16,8 @@ from anyaccel.launch.plan import LaunchPlan, Place, RankBinding
 from anyaccel.launch.planning import make_plan
 from anyaccel.outside import create_file
 from anyaccel.report.topo import Share, short_list, to_dict
-from anyaccel.report.topo_text import plain, render
+from anyaccel.report.topo_text import WIDTH, plain, render
+from anyaccel.terminal import table_width
 from anyaccel.topology import Machine, read_machine
 from anyaccel.topology.details import read_details
 from anyaccel.topology.sysfs import check_recording
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         print(json.dumps({**to_dict(machine, details), "plan": _plan_dict(plan)}, indent=2))
     else:
-        _print(render(machine, details, shares, _remarks(plan)))
+        _print(render(machine, details, shares, _remarks(plan), table_width(sys.stdout) or WIDTH))
     return 0
 
 

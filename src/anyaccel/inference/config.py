@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from anyaccel.env import WIRE_DTYPES
 from anyaccel.errors import UsageError
 
 _DTYPES = {
@@ -59,13 +60,21 @@ def parse_precision(value: torch.dtype | str) -> str:
 
 @dataclass(frozen=True)
 class TensorParallelConfig:
-    """Attributes: tp_size: ranks among which each layer is divided."""
+    """How layers are divided.
+
+    Attributes:
+        tp_size: ranks among which each layer is divided.
+        wire_dtype: form in which what ranks of several hosts sum goes between these: fp32, bf16 or int8; "auto" is that
+            of ANYACCEL_WIRE_DTYPE, or fp32.
+    """
 
     tp_size: int = 1
+    wire_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.tp_size, int) or self.tp_size < 1:
             raise UsageError(f"tensor_parallel tp_size={self.tp_size!r}: must be a whole number of at least 1")
+        _one_of("tensor_parallel wire_dtype", self.wire_dtype, ("auto", *WIRE_DTYPES))
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,8 @@ class InferenceConfig:
             device), "torch" (the Hugging Face module with packed native linears and norms, on the CPU), "plain" (the
             Hugging Face module as it is), or "auto": on the CPU native, torch or plain, elsewhere device or plain, the
             first of these that has the model.
+        draft: what guesses tokens for the native runtime: the path of a model folder or GGUF file, or a native engine
+            of as many ranks; None: nothing.
     """
 
     dtype: str = "bf16"
@@ -110,6 +121,7 @@ class InferenceConfig:
     cache_bytes: int = 0
     threads: int = 0
     runtime: str = "auto"
+    draft: Any = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_precision(self.dtype))
@@ -128,7 +140,9 @@ class InferenceConfig:
                 f"pipeline_parallel size={self.pipeline_parallel.size} is of the native runtime, not of "
                 f"runtime={self.runtime!r}"
             )
-        if self.runtime in ("plain", "device") and self.dtype in QUANTISED:
+        if self.draft is not None and self.runtime not in ("auto", "native"):
+            raise UsageError(f"draft={self.draft!r} is of the native runtime, not of runtime={self.runtime!r}")
+        if self.runtime == "plain" and self.dtype in QUANTISED:
             raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime={self.runtime!r} does not have")
 
     @property

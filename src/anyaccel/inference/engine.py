@@ -208,9 +208,12 @@ def init_inference(
         config: options as a dict; keyword arguments go before it.
         progress: called with (bytes loaded, bytes in all) of this rank while weights load.
         dtype: torch.bfloat16 (default), torch.float16, torch.float32, or a name: bf16, fp16, fp32, int8, int4.
-        tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1.
+        tensor_parallel: `{"tp_size": n}`; consecutive ranks form a group of n. Default 1. `"wire_dtype"`: "bf16" or
+            "int8" for fewer bytes between hosts, see TensorParallelConfig.
         pipeline_parallel: `{"size": n}`; consecutive groups of tp_size ranks are the n stages of a model. Default 1.
         group_size, kv_cache, cache_bytes, threads, runtime: see InferenceConfig.
+        draft: path of a smaller model, or an engine of one, that guesses tokens: the same answers, sooner. From a path
+            it runs in int4, of a GGUF file as what the file has.
 
     Returns:
         The engine; `engine(input_ids, ...)` and `engine.generate(...)` are the model's own.
@@ -222,9 +225,10 @@ def init_inference(
     settings = InferenceConfig.from_options({**(config or {}), **options})
     stages = settings.pipeline_parallel.size
     on_host = torch.empty(0, device=get_accelerator().device()).is_cpu
-    if not on_host and (settings.runtime in ("native", "torch") or settings.dtype in QUANTISED):
-        asked = f"runtime={settings.runtime!r}" if settings.runtime != "auto" else f"dtype={settings.dtype!r}"
-        raise UsageError(f"{asked} is for the CPU; this accelerator is {get_accelerator().device_name()}")
+    if not on_host and settings.runtime in ("native", "torch"):
+        raise UsageError(
+            f"runtime={settings.runtime!r} is for the CPU; this accelerator is {get_accelerator().device_name()}"
+        )
     if not on_host and stages > 1:
         raise UsageError(f"pipeline_parallel is for the CPU; this accelerator is {get_accelerator().device_name()}")
     if isinstance(model, nn.Module) and any(isinstance(p, StandIn) for p in model.parameters()):
@@ -239,8 +243,12 @@ def init_inference(
         try:
             return _decoder_engine(model, settings, progress, executor)
         except Unsupported as lack:
-            if settings.runtime == executor or stages > 1:
+            if settings.runtime == executor or stages > 1 or settings.draft is not None:
                 raise
+            if settings.dtype in QUANTISED and not on_host:
+                raise UsageError(
+                    f"dtype={settings.dtype!r} needs the device runtime, which has no {lack.feature}; use bf16"
+                ) from lack
             why = lack.feature
             packed = " with packed linears" if on_host else ""
             logger.warning("the %s runtime has no %s: using the model's own code%s", executor, why, packed)
@@ -304,7 +312,14 @@ def _decoder_engine(
             lambda: load_decoder(model, settings, rank, on_host, progress, executor, group),
             hosts,
             None if isinstance(model, nn.Module) else Path(model).expanduser(),
+            settings.tensor_parallel.wire_dtype,
         )
+        if settings.draft is not None:
+            from anyaccel.inference.hf.drafting import draft_for
+
+            draft_for(
+                native, model, settings, lambda load, path: together(group, lambda: load(rank, on_host), hosts, path)
+            )
     except BaseException:
         if isinstance(model, nn.Module):
             _forbid_use(model, shapes)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.numerals import whole_number
 
 if TYPE_CHECKING:
@@ -59,8 +60,9 @@ class Sampling:
     """How the next token is chosen, under Hugging Face's names; temperature 0 takes the likeliest.
 
     Attributes:
-        draft_tokens: the most tokens that are guessed from prompt and answer and verified in one pass, in the native
-            runtime; 0: none. The tokens that are chosen are the same with and without.
+        draft_tokens: the most tokens that are guessed and verified in one pass, in the native runtime; 0: none. The
+            tokens that are chosen are the same with and without.
+        draft_model: they are guessed by the model's draft model, which it must have; False: from prompt and answer.
 
     Raises:
         UsageError: a value is out of its range.
@@ -73,6 +75,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     draft_tokens: int = 0
+    draft_model: bool = False
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
@@ -108,6 +111,7 @@ class Sampling:
             "repetition_penalty": self.repetition_penalty,
             "seed": self.seed % 2**64,
             "draft_tokens": self.draft_tokens,
+            "draft_model": self.draft_model,
         }
 
 
@@ -208,7 +212,7 @@ def generate_tokens(
     top_k: int = 0,
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
-    draft_tokens: int = 0,
+    draft_tokens: int | None = None,
     result: Generation | None = None,
 ) -> Iterator[int]:
     """Generate from one prompt and yield each token id as it comes; every rank of the engine must iterate.
@@ -222,14 +226,17 @@ def generate_tokens(
         top_k: sample from so many most likely tokens; 0: from all.
         min_p: sample from tokens at least this likely, relative to the likeliest.
         repetition_penalty: above 1 makes tokens of prompt and answer less likely.
-        draft_tokens: guess up to so many tokens from what followed the same words before, and verify them in one pass:
-            the same tokens, sooner where the text repeats itself. Other runtimes than the native one do without.
+        draft_tokens: guess up to so many tokens and verify them in one pass: the same tokens, sooner. The engine's
+            draft model guesses (`draft` of `init_inference`; 15 by default), or, without one, what followed the same
+            words before (0 by default: none). Other runtimes than the native one do without.
         result: receives tokens and timings.
 
     Raises:
         UsageError: an argument is out of range, or prompt and answer exceed the model's context.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed, draft_tokens)
+    by_model = engine.native is not None and engine.native.draft is not None
+    drafts = (MOST_DRAFTS if by_model else 0) if draft_tokens is None else draft_tokens
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed, drafts, by_model)
     if input_ids.dim() != 1:
         raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
     ids = [whole_number("a token of the prompt", token) for token in input_ids.tolist()]

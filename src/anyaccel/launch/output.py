@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 
 from anyaccel.errors import UsageError
+from anyaccel.terminal import marked
 
 # What a pipe takes at once when it reports that it can be written to.
 _CHUNK = select.PIPE_BUF
@@ -129,7 +130,7 @@ class Output:
     def line(self, text: str, level: int = INFO) -> None:
         """The same with a message of ours, which is no loss."""
         if level >= self._level and not self.problem:
-            self._queue(f"{self._name}: {text}\n".encode(errors="backslashreplace"))
+            self._queue(f"{self._name}: {marked(text, self._given)}\n".encode(errors="backslashreplace"))
 
     def _queue(self, data: bytes) -> None:
         if not self._closed:

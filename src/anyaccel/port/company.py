@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from anyaccel.port import notebook, source
-from anyaccel.port.links import Imports, groups
-from anyaccel.port.together import is_test, left_in_text
+from anyaccel.port.links import Finder, Import, Imports, groups
+from anyaccel.port.together import Holder, is_test, left_in_text
+from anyaccel.port.unsettled import unsettled
 
 
 def waiting(
@@ -25,6 +26,7 @@ def waiting(
         look: says the same of a file beside them.
     """
     held: dict[str, str] = {}
+    finder = Finder(links)
     wanted = set(changed)
     for group in groups(links, top):
         ours = [path for path in group if path in wanted]
@@ -34,20 +36,39 @@ def waiting(
         why = next((holds[path] for path in code if holds.get(path)), "")
         why = why or next((told for told in map(_told, code) if told), "")
         why = why or next((told for told in map(look, (path for path in code if path not in holds)) if told), "")
+        why = why or next((told for told in (_open(path, links, finder) for path in code) if told), "")
         for path in ours:
-            reason = why or holds.get(path, "") or _told(path)
+            reason = why or holds.get(path, "") or _told(path) or _open(path, links, finder)
             if reason:
                 held[path] = reason
     return held
 
 
 def _told(path: str) -> str:
+    return _found(path, left_in_text)
+
+
+def _open(path: str, links: Mapping[str, Imports], finder: Finder) -> str:
+    """What a file does that leaves open what its values meet: packages, processes, programs that are not here."""
+
+    def here(one: Import) -> bool:
+        return bool(finder.meant(path, one))
+
+    for program in links[path].programs:
+        if not here(program):
+            return (
+                f"`{program.module.replace('.', '/')}.py`, a program that {Path(path).name} runs and that is not here"
+            )
+    return _found(path, lambda text: unsettled(text, here))
+
+
+def _found(path: str, find: Callable[[str], Holder | None]) -> str:
     try:
         text = source.decode(source.read_bytes(path)).text
         book = notebook.read(text) if path.endswith(".ipynb") else None
     except source.UnreadableError:
         return ""
-    found = left_in_text(text if book is None else book.module)
+    found = find(text if book is None else book.module)
     if found is None:
         return ""
     if book is None:

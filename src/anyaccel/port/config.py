@@ -12,6 +12,7 @@ from typing import Any
 
 from anyaccel.errors import UsageError
 from anyaccel.port.rules import RULES
+from anyaccel.terminal import did_you_mean
 
 _KEYS = ("select", "ignore", "exclude", "partial")
 
@@ -58,7 +59,8 @@ def checked(codes: Iterable[str], where: str) -> tuple[str, ...]:
     found = tuple(code.strip().upper() for code in codes if code.strip())
     for code in found:
         if not any(rule.code.startswith(code) for rule in RULES):
-            raise UsageError(f"{where}: no rule is or begins with {code!r}; `anyaccel port --rules` lists them")
+            near = did_you_mean(code, [rule.code for rule in RULES])
+            raise UsageError(f"{where}: no rule is or begins with {code!r}{near}; `anyaccel port --rules` lists them")
     return found
 
 
@@ -93,7 +95,9 @@ def _parse(table: object, where: str) -> Config:
     values: dict[str, Any] = {}
     for key, value in table.items():
         if key not in _KEYS:
-            raise UsageError(f"{where}: unknown key {key!r}; there are {', '.join(_KEYS)}")
+            raise UsageError(
+                f"{where}: unknown key {key!r}{did_you_mean(str(key), _KEYS)}; there are {', '.join(_KEYS)}"
+            )
         if key == "partial":
             if not isinstance(value, bool):
                 raise UsageError(f"{where}: partial = {value!r} must be true or false")

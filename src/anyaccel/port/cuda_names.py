@@ -177,6 +177,9 @@ def _function(place: _Place, name: str) -> Candidate:
     if name in ("manual_seed", "manual_seed_all") and figures.has_another_seed(place.ctx, place.call):
         why = "on a CPU it is torch's own generator, which the file seeds with another number"
         return place.report("ACC101", f"not fixed: {why}", breaks=False)
+    if name in ("manual_seed", "manual_seed_all") and figures.seeds_nothing_else(place.ctx, place.call):
+        why = "on a CPU it is torch's own generator, which the file seeds nowhere"
+        return place.report("ACC101", f"not fixed: {why}", breaks=False)
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
     # As a number of processes it is 0 without CUDA, and none was started.

@@ -80,6 +80,17 @@ def has_another_seed(ctx: Context, node: cst.Call) -> bool:
     return bool(beside) and all([code(arg.value) for arg in each.args] != own for each in beside)
 
 
+def seeds_nothing_else(ctx: Context, node: cst.Call) -> bool:
+    """Whether CUDA alone is seeded there, unasked: on a CPU, which has one generator, this would seed torch's own."""
+    if _seeds(ctx):
+        return False
+    code = ctx.tree.module.code_for_node
+    return not any(
+        isinstance(each, cst.If) and re.search("cuda|gpu|device|accelerator", code(each.test), re.IGNORECASE)
+        for each in ctx.tree.parents(node)
+    )
+
+
 def is_repeated(ctx: Context, node: cst.Call) -> bool:
     """Whether torch's generator, on a CPU the same one, is seeded just before with this number, or just after."""
     code = ctx.tree.module.code_for_node

@@ -30,18 +30,19 @@ class Import:
 
 @dataclass(frozen=True)
 class Imports:
-    """What a file imports, whether it defines something itself, and the extensions for CUDA that it builds."""
+    """What a file imports, whether it defines something, which extensions it builds, which programs it runs."""
 
     imports: tuple[Import, ...] = ()
     defines: bool = False
     builds: tuple[str, ...] = ()
+    programs: tuple[Import, ...] = ()
 
     def with_programs(self, lines: Iterable[str]) -> Imports:
         """With the programs that a notebook's lines of shell run: `!python train.py` uses them as an import does."""
         found = (match[1] for line in lines for match in _PROGRAM.finditer(line))
         parts = ([part for part in each.split("/") if part.strip(".")] for each in found)
         programs = tuple(Import(0, ".".join(each)) for each in parts if each)
-        return replace(self, imports=(*self.imports, *programs))
+        return replace(self, imports=(*self.imports, *programs), programs=programs)
 
 
 NO_IMPORTS = Imports()
@@ -63,7 +64,7 @@ def imports(text: str) -> Imports:
 
 def groups(files: Mapping[str, Imports], package: Callable[[str], str] = str) -> list[list[str]]:
     """The files, parted into groups of which none imports from another; those of one package are in one group."""
-    finder = _Finder(files)
+    finder = Finder(files)
     above = {path: path for path in files}
 
     def top(path: str) -> str:
@@ -86,7 +87,9 @@ def groups(files: Mapping[str, Imports], package: Callable[[str], str] = str) ->
     return list(found.values())
 
 
-class _Finder:
+class Finder:
+    """Which of these files an import is of."""
+
     def __init__(self, files: Mapping[str, Imports]) -> None:
         self._files = files
         self._by_name: dict[str, list[tuple[tuple[str, ...], str]]] = {}

@@ -194,6 +194,24 @@ TAKES_ANY = {
     *("argparse", "unittest", "pytest", "click", "typer", "fire", "logging", "multiprocessing", "threading", "numpy"),
 }
 
+# Of these, packages that pick the device, its type of numbers or its processes themselves, each in its own way.
+HAS_ITS_OWN_WAYS = {"botorch", "deepspeed", "gpytorch", "linear_operator", "torch_geometric", "torchao", "torchrl"}
+# Packages that know nothing of devices: what goes into them and comes out is for the CPU, and float32 where it is wide.
+WITHOUT_DEVICES = {
+    *("IPython", "PIL", "absl", "albumentations", "attr", "attrs", "boto3", "bs4", "colorama", "configargparse"),
+    *("coloredlogs", "cv2", "datasets", "dotenv", "easydict", "editdistance", "evaluate", "fastapi", "filelock"),
+    *("flask", "ftfy", "fvcore", "gdown", "google", "gradio", "h5py", "huggingface_hub", "hydra", "hydra_zen"),
+    *("imageio", "imageio_ffmpeg", "inflect", "iopath", "ipywidgets", "jieba", "joblib", "json5", "jsonlines"),
+    *("langid", "langdetect", "librosa", "lmdb", "loguru", "lpips", "lxml", "markdown", "matplotlib", "mlflow"),
+    *("moviepy", "msgpack", "nbformat", "networkx", "nibabel", "nltk", "notebook", "omegaconf", "opencc", "orjson"),
+    *("packaging", "pandas", "parameterized", "phonemizer", "pkg_resources", "plotly", "prettytable", "progressbar"),
+    *("psutil", "pyarrow", "pycocotools", "pydantic", "pylab", "pypinyin", "pyworld", "regex", "requests", "rich"),
+    *("ruamel", "sacrebleu", "scipy", "seaborn", "sentencepiece", "seqeval", "setuptools", "simplejson", "six"),
+    *("skimage", "sklearn", "soundfile", "streamlit", "tabulate", "tensorboard", "tensorboardX", "termcolor"),
+    *("terminaltables", "tgt", "tiktoken", "tokenizers", "toml", "tqdm", "typing_extensions", "ujson", "unidecode"),
+    *("uvicorn", "wandb", "webdataset", "yacs", "yaml", "zmq"),
+}
+
 # Package -> advice. An import of it is reported.
 CUDA_ONLY = {
     "amp_C": "torch.amp and torch.optim replace it",

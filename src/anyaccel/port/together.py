@@ -29,6 +29,8 @@ _BEFORE_FIGURES = {"empty_cache", "ipc_collect", "synchronize"}
 _FIGURES = re.compile(
     r"\bcuda\.(?:(?:max_)?memory_(?:allocated|reserved|cached|stats|summary|snapshot)|reset_\w*memory\w*|mem_get_info)\b"
 )
+# In a function that starts as many workers as CUDA has devices no other device gets anything to free.
+_COUNTS = re.compile(r"\bcuda\.device_count\(\)(?!\s*>)")
 _SETTINGS = "ACC504"  # CUDA's own switches, without effect elsewhere
 _ABOUT_GPUS = re.compile("cuda|gpu|nvidia|nccl", re.IGNORECASE)
 _JUMPS = (cst.Return, cst.Raise, cst.Continue, cst.Break)
@@ -172,6 +174,11 @@ def _alone(ctx: Context, candidates: Sequence[Candidate]) -> list[Candidate]:
     guards = [each for each in fixed if each.question == "device_there" and _guards_only(ctx, each, candidates, calls)]
     questions = {id(each.answer) for each in guards}
     calls = [each for each in calls if not _is_reached_by_cuda(ctx, each, questions)]
+    alone = [*calls, *(each for each in guards if _guards_only(ctx, each, candidates, calls))]
+    if all(each in alone or each.allowed or not (each.fix or each.breaks or each.asks) for each in candidates):
+        return alone
+    # Waits are for times of what is done on CUDA, where anything else of the file stays or waits.
+    calls = [each for each in calls if usage.last_name(ctx.tree.imported(each.node) or "") != "synchronize"]
     return [*calls, *(each for each in guards if _guards_only(ctx, each, candidates, calls))]
 
 
@@ -192,6 +199,10 @@ def _is_alone(ctx: Context, each: Candidate, stays: Sequence[Candidate]) -> bool
     name = usage.last_name(ctx.tree.imported(each.node) or "")
     if each.code != "ACC101" or (name in _BEFORE_FIGURES and _is_measured(ctx, each, name)):
         return False
+    if name in _BEFORE_FIGURES:
+        around = ctx.tree.enclosing(each.node, cst.FunctionDef)
+        if around is not None and _COUNTS.search(ctx.tree.module.code_for_node(around)):
+            return False
     call = ctx.tree.parent(each.node)
     if name == "synchronize" and isinstance(call, cst.Call) and not call.args:
         function = ctx.tree.enclosing(each.node, cst.FunctionDef)

@@ -7,16 +7,23 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from anyaccel.terminal import fitted
 
-def render(report: dict[str, Any]) -> str:
-    """The report as aligned text, one block a subject, without a trailing newline."""
+
+def render(report: dict[str, Any], width: int | None = None) -> str:
+    """The report as aligned text, one block a subject, without a trailing newline.
+
+    Args:
+        width: columns that a line may take; None breaks none.
+    """
     blocks = (
         ("versions", _versions(report["versions"])),
         ("accelerator", _accelerator(report["accelerator"])),
         ("cpu", _cpu(report["cpu"])),
         ("topology", _topology(report["topology"])),
     )
-    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in blocks)
+    text = "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in blocks)
+    return fitted(text, width)
 
 
 def _columns(rows: Iterable[Sequence[str]]) -> list[str]:

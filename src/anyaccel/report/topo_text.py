@@ -26,7 +26,7 @@ from anyaccel.report.topo import (
 from anyaccel.topology import Cpu, Machine, NumaNode
 from anyaccel.topology.details import Cache, Details
 
-WIDTH = 100
+WIDTH = 100  # columns of a drawing that goes to a file or pipe
 _CELLS_PER_LINE = 64
 _MAX_DISTANCES = 16
 # One character for the cores of a rank; more ranks than these share the last one.
@@ -42,29 +42,39 @@ def plain(text: str) -> str:
     return text.translate(_PLAIN).encode("ascii", "replace").decode()
 
 
-def render(machine: Machine, details: Details, shares: Sequence[Share] = (), remarks: Sequence[str] = ()) -> str:
-    """The machine as text that fits 100 columns, without a newline at the end.
+def render(
+    machine: Machine,
+    details: Details,
+    shares: Sequence[Share] = (),
+    remarks: Sequence[str] = (),
+    width: int = WIDTH,
+) -> str:
+    """The machine as text, without a newline at the end.
 
     Args:
         shares: what each rank gets, to be drawn into the cores.
         remarks: lines about that, below it.
+        width: columns that a line may take.
     """
-    return _Text(machine, details, shares, remarks).render()
+    return _Text(machine, details, shares, remarks, width).render()
 
 
 class _Text:
-    def __init__(self, machine: Machine, details: Details, shares: Sequence[Share], remarks: Sequence[str]) -> None:
+    def __init__(
+        self, machine: Machine, details: Details, shares: Sequence[Share], remarks: Sequence[str], width: int
+    ) -> None:
         self.machine = machine
         self.details = details
         self.shares = shares
         self.remarks = remarks
+        self.width = width
         self.layout = arrange(machine, details)
         self.allowed = set(machine.allowed_cpus)
         self.rank_of = {cpu: share.rank for share in shares for cpu in share.cpus}
         self.used_cells: set[str] = set()
 
     def render(self) -> str:
-        lines = [_wrap(self.machine.summary(), "  ")]
+        lines = [_wrap(self.machine.summary(), "  ", self.width)]
         if self.details.model_name:
             lines.insert(0, self.details.model_name)
         for section in self.layout.sections:
@@ -76,7 +86,7 @@ class _Text:
         if self.details.offline_cpus:
             rest.append(f"off-line: CPU {short_list(self.details.offline_cpus)}")
         if rest:
-            lines += ["", *(_wrap(line, "  ") for line in rest)]
+            lines += ["", *(_wrap(line, "  ", self.width) for line in rest)]
         lines += self._distances()
         if self.shares:
             lines += ["", *self._shares()]
@@ -86,7 +96,8 @@ class _Text:
         cores = [core for block in section.blocks for core in block.cores]
         inside = [block.cpus for block in section.blocks]
         shared = [c for c in self._caches(section.cpus) if not any(cpus.issuperset(c.cpus) for cpus in inside)]
-        lines = [f"{section.name}: {', '.join([count_text(len(cores), 'core'), *describe_caches(shared, cores)])}"]
+        head = f"{section.name}: {', '.join([count_text(len(cores), 'core'), *describe_caches(shared, cores)])}"
+        lines = _wrap(head, "  ", self.width).splitlines()
         for number, block in enumerate(section.blocks):
             last = number == len(section.blocks) - 1
             first, *others = self._block(block)
@@ -102,13 +113,13 @@ class _Text:
         head = f"{block.name}: {memory}, {describe_cores(block.cores)}"
         head += f", {size_text(cached)} of memory-side cache" if cached else ""
         head += ", all with the same cores" if len(block.nodes) > 1 else ""
-        lines = [*_wrap(head, "  ", WIDTH - 3).splitlines(), *(f"   {line}" for line in self._cells(block))]
+        lines = [*_wrap(head, "  ", self.width - 3).splitlines(), *(f"   {line}" for line in self._cells(block))]
         facts = [f"CPUs {describe_threads(block.cores)}"]
         caches = describe_caches([c for c in self._caches(block.cpus) if block.cpus.issuperset(c.cpus)], block.cores)
         facts += ["; ".join(caches)] if caches else []
         facts += [self._memory_line(node) for node in block.memory]
         facts += [describe_device(device) for device in block.devices]
-        return _flat([lines, *(_wrap(fact, "  ", WIDTH - 6).splitlines() for fact in facts)], "   ")
+        return _flat([lines, *(_wrap(fact, "  ", self.width - 6).splitlines() for fact in facts)], "   ")
 
     def _caches(self, cpus: frozenset[int]) -> list[Cache]:
         return [cache for cache in self.details.caches if cpus.intersection(cache.cpus)]
@@ -119,7 +130,7 @@ class _Text:
         lines, line = [], ""
         for group in groups:
             cells = "".join(self._cell(core) for core in group)
-            if line and len(line) + len(cells) > _CELLS_PER_LINE + 7:
+            if line and len(line) + len(cells) > min(_CELLS_PER_LINE + 7, self.width - 6):
                 lines.append(line)
                 line = ""
             line += f"{' ' if line else ''}{cells}"
@@ -153,7 +164,8 @@ class _Text:
     def _shares(self) -> list[str]:
         width = max(len(str(share.rank)) for share in self.shares)
         lines = (f"rank {share.rank:{width}}: {describe_share(share)}" for share in self.shares)
-        return [_wrap(line, " " * (width + 7)) for line in lines] + [_wrap(line, "  ") for line in self.remarks]
+        drawn = [_wrap(line, " " * (width + 7), self.width) for line in lines]
+        return drawn + [_wrap(line, "  ", self.width) for line in self.remarks]
 
     def _legend(self) -> list[str]:
         meanings = {
@@ -166,14 +178,14 @@ class _Text:
         if self.rank_of:
             parts.append("digits and letters are the rank that gets it")
         parts += [f"{cell} {meaning}" for cell, meaning in meanings.items() if cell in self.used_cells]
-        return [_wrap(f"({'; '.join(parts)})", " ")]
+        return [_wrap(f"({'; '.join(parts)})", " ", self.width)]
 
 
 def _chunks(items: list[tuple[Cpu, ...]], size: int) -> list[list[tuple[Cpu, ...]]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _wrap(text: str, indent: str, width: int = WIDTH) -> str:
+def _wrap(text: str, indent: str, width: int) -> str:
     # A list of numbers without spaces may be longer than a line: let it break after a comma.
     if len(text) <= width:
         return text

@@ -13,6 +13,7 @@ from anyaccel.errors import UsageError
 from anyaccel.serve.contract import ModelFacts
 from anyaccel.serve.facts import (
     ONLY_ALONE,
+    ONLY_NATIVE,
     Decoder,
     check_pages,
     context_of,
@@ -80,42 +81,58 @@ def open_decoder(
         UsageError: it is not one of those that DecoderSpec has, or does not fit the settings.
         AnyAccelError: it cannot be read.
     """
+    from anyaccel.inference.native.draft import check_draft_path
     from anyaccel.inference.ranks.loading import (
+        check_same_tokens,
         describe_accelerator,
         describe_weights,
         device_loader,
         host_accelerator,
+        load_draft,
         loader,
+        no_drafts,
         runs_on_host,
     )
     from anyaccel.inference.spec.mapping import Unsupported
-    from anyaccel.inference.text.tokenizer import end_tokens
+    from anyaccel.inference.text.tokenizer import end_tokens, load_text_tokenizer
     from anyaccel.topology import read_machine
 
     machine = read_machine()
     host = host_accelerator(machine)
     alone = options.ranks == 1 and settings.replicas == 1
     on_host = host is not None or runs_on_host()
-    if not on_host and not alone:
-        raise UsageError(f"{ONLY_ALONE}, on the host's own processor: set DS_ACCELERATOR=cpu to use it")
+    on_device = options.runtime == "device" or not on_host
+    if options.runtime in ("torch", "plain"):
+        raise UsageError(f"--runtime {options.runtime}: {ONLY_NATIVE}; anyaccel generate has the others")
+    if options.runtime == "native" and not on_host:
+        raise UsageError("--runtime native: it runs on the host's own processor; set DS_ACCELERATOR=cpu to use it")
+    if not on_host and settings.replicas > 1:
+        raise UsageError(f"--replicas {settings.replicas}: {ONLY_ALONE}")
     cache_bytes = settings.cache_bytes or (host_memory.available() // 4 if on_host else 0)
     options = replace(options, cache_bytes=cache_bytes // settings.replicas)
+    if options.draft and on_device:
+        raise no_drafts(options, "runs on the CPU")
     if not alone:
+        if options.draft:
+            check_draft_path(Path(options.draft))
+            check_same_tokens(options, tokenizer or load_text_tokenizer(Path(options.model)))
         from anyaccel.serve.ranks import RanksDecoder
 
         return RanksDecoder(options, screen, settings, tokenizer, replica)
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
     screen.line(f"topology: {machine.summary()}")
     try:
-        native = (loader if on_host else device_loader)(options, screen.progress, check=check)()
+        native = (device_loader if on_device else loader)(options, screen.progress, check=check)()
     except Unsupported as lack:
         raise lacking(lack.feature) from None
     describe_weights(native, screen)
+    if options.draft:
+        load_draft(options, native, tokenizer or load_text_tokenizer(Path(options.model)), screen, check)
     path, spec = Path(options.model), native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
     context = context_of(native.spec.max_tokens, settings)
     decoder = LocalDecoder(native, ModelFacts(context, spec.vocab, frozenset(ends), spec.hidden, options.dtype))
-    where = f"one process of {native.model.threads} threads" if on_host else "one process and its accelerator"
+    where = "one process and its accelerator" if on_device else f"one process of {native.model.threads} threads"
     plan = plan_line(decoder, where, options, settings)
     decoder.facts = replace(decoder.facts, plan=plan)
     return decoder

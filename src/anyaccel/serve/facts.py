@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from anyaccel.inference.ranks.options import ModelOptions
     from anyaccel.serve.settings import EngineSettings
 
-ONLY_NATIVE = "anyaccel serve has models of the native runtime only in this version"
-ONLY_ALONE = "anyaccel serve has several ranks or replicas of a model in the native runtime only"
+ONLY_NATIVE = "anyaccel serve has models of the native and the device runtime only"
+ONLY_ALONE = "anyaccel serve has replicas of a model on the host's own processor only; start a server for each device"
 
 
 def lacking(feature: str) -> UsageError:
-    """The error for a model that needs what the native runtime does not have."""
+    """The error for a model that needs what these do not have."""
     return UsageError(
-        f"{ONLY_NATIVE}, and that has no {feature}; anyaccel generate and anyaccel chat run other models too, through "
+        f"{ONLY_NATIVE}, which have no {feature}; anyaccel generate and anyaccel chat run other models too, through "
         "transformers' own code"
     )
 

@@ -42,7 +42,7 @@ class RanksDecoder:
         self.shares = first["shares"]
         ends = with_own_ends(first["ends"], Path(options.model), tokenizer)
         count = f"{options.ranks} ranks" if options.ranks > 1 else "one process"
-        where = f"{count} of {first['threads']} threads"
+        where = f"{count} of {first['threads']} threads" if first["threads"] else f"{count} with a device each"
         facts = ModelFacts(
             context_of(first["context"], settings),
             first["vocabulary"],

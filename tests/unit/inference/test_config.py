@@ -53,6 +53,7 @@ def test_deepspeed_spellings() -> None:
         ({"tensor_parallel": {"size": 2}}, "tp_size"),
         ({"tensor_parallel": 2}, "needs a dict"),
         ({"tensor_parallel": {"tp_size": 0}}, "at least 1"),
+        ({"tensor_parallel": {"tp_size": 2, "wire_dtype": "fp8"}}, "wire_dtype='fp8'.*fp32, bf16, int8"),
         ({"tensor_parallel": {"tp_size": "2"}}, "'2'"),
         ({"runtime": "fast"}, "runtime='fast'"),
         ({"group_size": 48}, "group_size=48: must be one of 32, 64, 128"),

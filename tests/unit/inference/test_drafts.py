@@ -45,7 +45,7 @@ def _prompt(seed: int, count: int) -> list[int]:
 
 
 def _request(model: Any, prompt: list[int], draft: int, **options: Any) -> Any:
-    given = {"ignore_end": True, "max_new_tokens": 60, "logprobs": 2, "draft_tokens": draft}
+    given = {"ignore_end": True, "max_new_tokens": 60, "logprobs": 2, "draft_tokens": draft, "draft_always": True}
     return _llm.Request(model, prompt, given | options)
 
 
@@ -127,7 +127,12 @@ def test_requests_in_company_and_with_events_answer_as_without_drafts(llama: Any
             elif event < 0.12:
                 request.set_mask(bytes([0x55] * 4 * ((VOCAB + 31) // 32)))
             elif event < 0.16:
-                other = _llm.Request(llama, [*_prompt(3, 33), 7], {"max_new_tokens": 9, "draft_tokens": draft}, request)
+                other = _llm.Request(
+                    llama,
+                    [*_prompt(3, 33), 7],
+                    {"max_new_tokens": 9, "draft_tokens": draft, "draft_always": True},
+                    request,
+                )
                 requests[generator.randrange(len(requests))] = other
             batch = generator.sample(requests, generator.randrange(1, 6))
             log.append(llama.step(batch, [generator.choice((0, 1, 7)) for _ in batch], True))
@@ -171,7 +176,7 @@ def test_the_option_of_the_commands(text: str, tokens: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "ngram:", "ngram:0", "ngram:-1", "ngram:x", "lookup", "ngram:99999999999"])
 def test_an_option_that_cannot_be(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--draft: .*: must be ngram or ngram:N"):
+    with pytest.raises(UsageError, match=r"--draft: .*: must be ngram, ngram:N"):
         build_parser().parse_args(["--draft", text, "a prompt"])
 
 

@@ -12,7 +12,10 @@ from anyaccel.port.links import groups, imports
 PLACES = "import torch\nfrom b import g\n\n\ndef f(model):\n    g(model.cuda())\n"
 STAYS = "import torch\n\n\ndef g(x):\n    if x.is_cuda:\n        return fast(x)\n    return x\n"
 FREE = "def g(x):\n    return x\n"
-ALONE = "import torch\nimport b\n\n\ndef f():\n    torch.cuda.manual_seed_all(1)\n    torch.cuda.empty_cache()\n"
+ALONE = (
+    "import torch\nimport b\n\n\ndef f():\n    torch.manual_seed(1)\n    torch.cuda.manual_seed_all(1)\n"
+    "    torch.cuda.empty_cache()\n"
+)
 
 
 def write(folder: Path, files: dict[str, str]) -> list[str]:
@@ -216,5 +219,5 @@ def test_what_imports_an_extension_for_cuda_waits_for_it(tmp_path: Path, name: s
 
 def test_an_index_that_is_formatted_as_a_number_names_a_device(tmp_path: Path) -> None:
     text = 'import torch\n\n\ndef f(net, rank):\n    net.to(torch.device("cuda:{:d}".format(rank)))\n'
-    after = port(tmp_path, {"a.py": text})["a.py"].after
+    after = port(tmp_path, {"a.py": text}, partial=True)["a.py"].after
     assert after is not None and b"get_accelerator().device_name(rank)" in after

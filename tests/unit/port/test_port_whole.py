@@ -56,7 +56,7 @@ def test_a_question_that_is_to_stay_holds_nothing_back() -> None:
 
 def test_what_places_nothing_is_ported_beside_it() -> None:
     text = lines(
-        f"{TENSOR}\n\ndef h():\n    torch.cuda.manual_seed(1)\n"
+        f"{TENSOR}\n\ndef h():\n    torch.manual_seed(1)\n    torch.cuda.manual_seed(1)\n"
         "    if torch.cuda.is_available():\n        torch.cuda.empty_cache()\n    torch.cuda.synchronize()\n"
     )
     ported = port_text(text).text

@@ -36,6 +36,8 @@ class Options:
     logprobs: int = -1
     prompt_logprobs: int = -1
     draft_tokens: int = 0
+    draft_model: bool = False
+    draft_always: bool = False
     goal: str = "answer"
 
     def __post_init__(self) -> None:

@@ -66,12 +66,14 @@ def together(
     work: Callable[[], NativeModel],
     hosts: Sequence[str] = (),
     source: Path | None = None,
+    wire_dtype: str = "auto",
 ) -> NativeModel:
     """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
 
     Args:
         hosts: what `hosts_of` says; () where all ranks are on one.
         source: the model's folder or file; None for one in memory.
+        wire_dtype: see TensorParallelConfig.
 
     Raises:
         AnyAccelError: this rank's own error.
@@ -79,7 +81,9 @@ def together(
     """
     if group is None:
         return work()
-    return joining.together(lambda value: shm.exchange_objects(group, value), work, hosts=hosts, source=source)
+    return joining.together(
+        lambda value: shm.exchange_objects(group, value), work, hosts=hosts, source=source, wire_dtype=wire_dtype
+    )
 
 
 def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anyaccel.errors import UsageError
+from anyaccel.inference.hf.drafting import assisted, can_assist
 from anyaccel.inference.hf.generate_checks import (
     check_arguments,
     check_context,
@@ -27,6 +28,7 @@ from anyaccel.inference.hf.generate_checks import (
 from anyaccel.inference.hf.generate_code import replaced
 from anyaccel.inference.hf.group import in_step
 from anyaccel.inference.hf.native_loop import Job, run
+from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.native.runtime import check_memory
 from anyaccel.inference.text.stopping import StopStrings
 
@@ -91,6 +93,13 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
         }
     )
     seed, generator, tokenizer = (kwargs.pop(name, None) for name in ("seed", "generator", "tokenizer"))
+    native: NativeModel = module._native
+    assistant, other = kwargs.get("assistant_model"), kwargs.get("assistant_tokenizer")
+    if assistant is not None and can_assist(native, assistant, tokenizer, other):
+        del kwargs["assistant_model"]
+        kwargs.pop("assistant_tokenizer", None)
+    else:
+        assistant = None
     inputs = call.inputs if call.inputs is not None else kwargs.get("input_ids")
     if inputs is not None:
         check_input_ids(inputs)
@@ -107,6 +116,8 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
         config, model_kwargs = module._prepare_generation_config(call.generation_config, **given)
         strange = _strange_options(config, model_kwargs)
     if strange:
+        if assistant is not None:
+            kwargs |= {"assistant_model": assistant} | ({} if other is None else {"assistant_tokenizer": other})
         _warn_once(strange)
         _check_cached(kwargs, inputs)
         return _through_hugging_face(module, call, own, seed, generator, tokenizer)
@@ -114,8 +125,11 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
     if module._native_group is not None and config.max_time is not None:
         raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
     job = _prepare(module, call, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
-    job.seed = module._native.model.shared(_seed(config, seed, generator) % 2**64)
-    return run(module._native, job)
+    job.seed = native.model.shared(_seed(config, seed, generator) % 2**64)
+    with assisted(native, assistant, tokenizer, other):
+        if native.draft is not None and not job.options["draft_tokens"]:
+            job.options |= {"draft_tokens": MOST_DRAFTS, "draft_model": True}
+        return run(native, job)
 
 
 def _warn_once(argument: str) -> None:

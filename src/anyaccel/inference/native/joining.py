@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Tells a value of each rank, which JSON can hold, to all: given this rank's, everybody's in rank order.
 Exchange = Callable[[Any], list[Any]]
 
+# Names of env.WIRE_DTYPES in csrc/comm/wire_format.h.
+_WIRE_FORMATS = {"fp32": "f32", "bf16": "bf16", "int8": "i8"}
 # Of config.json: what says nothing about the model.
 _NOTES = frozenset(("_name_or_path", "transformers_version"))
 
@@ -38,6 +40,7 @@ def together(
     anonymous: bool = False,
     hosts: Sequence[str] = (),
     source: Path | None = None,
+    wire_dtype: str = "auto",
 ) -> NativeModel:
     """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
 
@@ -49,6 +52,7 @@ def together(
         hosts: the host of each rank, by any name that is equal for ranks which can share memory; () for one host.
         source: the model's folder or file. Each host has its own, and parts of two models would make a third one,
             which talks nonsense: so the hosts compare theirs.
+        wire_dtype: see TensorParallelConfig.
 
     Raises:
         Unsupported: the native runtime lacks something that a rank's part needs, and nothing else is wrong anywhere.
@@ -62,7 +66,8 @@ def together(
         native = work()
         numbers = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
         addresses = addresses_for_others() if len(set(numbers)) > 1 else []
-        segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get(), anonymous, numbers, addresses)
+        wire = _WIRE_FORMATS[env.ANYACCEL_WIRE_DTYPE.get() if wire_dtype == "auto" else wire_dtype]
+        segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get(), anonymous, numbers, addresses, wire)
         files = _contents(source, native.config) if source is not None and len(set(numbers)) > 1 else {}
         card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid"), files]  # noqa: PTH115
     except (AnyAccelError, OSError, MemoryError, ValueError) as problem:

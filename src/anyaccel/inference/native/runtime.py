@@ -59,6 +59,7 @@ class NativeModel:
         cached: the packed weights came from the cache.
         saving: writes them there meanwhile; `begin` it after the first token, `finish` it at the end.
         rank, size: of tensor parallelism, within one of the `stages`.
+        draft: the model that guesses for it, see `native.draft.attach`.
     """
 
     model: _llm.Model
@@ -74,6 +75,7 @@ class NativeModel:
     stages: int = 1
     cached: bool = False
     saving: Saving | None = None
+    draft: NativeModel | None = None
 
     def __post_init__(self) -> None:
         _models[id(self)] = self
@@ -134,7 +136,10 @@ def load_native(
     if not 0 <= cache_limit < 2**63:
         raise UsageError(f"cache_limit={cache_limit}: must be 0 or above, and fit 64 bits")
     if threads > most:
-        raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning")
+        raise UsageError(
+            f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning; "
+            "0 takes as many as there are"
+        )
     precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
     if cache_dtype not in _CACHE_FORMATS:
         raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8, int4 or fp32")

@@ -77,12 +77,20 @@ class _InThisProcess:
 
 
 class NativeBackend(_InThisProcess):
-    """A model in the native runtime of this process."""
+    """A model of DecoderSpec in this process, on one of its two executors: "native" or "device"."""
 
-    runtime = "native"
     first = True
 
-    def __init__(self, native: NativeModel, tokenizer: Any, ends: list[int], accelerator: str, dtype: str) -> None:
+    def __init__(
+        self,
+        native: NativeModel,
+        tokenizer: Any,
+        ends: list[int],
+        accelerator: str,
+        dtype: str,
+        runtime: str = "native",
+    ) -> None:
+        self.runtime = runtime
         self.native = native
         self.tokenizer = tokenizer
         self.ends = ends
@@ -118,6 +126,10 @@ class NativeBackend(_InThisProcess):
             self._last = None
 
     def peak(self) -> int:
+        if self.runtime == "device":
+            from anyaccel.accelerator import get_accelerator
+
+            return get_accelerator().max_memory_allocated()
         return high_water_mark()
 
     def close(self) -> None:
@@ -160,7 +172,7 @@ class EngineBackend(_InThisProcess):
             self.engine,
             torch.tensor(ids, dtype=torch.int64),
             max_new_tokens=max_new_tokens,
-            **vars(sampling),
+            **{name: value for name, value in vars(sampling).items() if name != "draft_model"},
             result=result,
         )
 

@@ -142,16 +142,25 @@ class RanksBackend:
             AnyAccelError: one of them cannot, or the model has no tokenizer.
         """
         from anyaccel.inference.checkpoints.model_path import check_model_path
+        from anyaccel.inference.native.draft import check_draft_path
+        from anyaccel.inference.ranks.loading import check_same_tokens
         from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
         path = Path(options.model)
         check_model_path(path)
+        if options.draft:
+            check_draft_path(Path(options.draft))
         self._ranks.load(options, summary)
         problem: AnyAccelError | None = None
         try:
             self.tokenizer: Any = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:
             problem = error  # raised below: an error of the weights is the more telling one
+        if options.draft and problem is None:
+            try:
+                check_same_tokens(options, self.tokenizer)
+            except AnyAccelError as error:
+                problem = error
         first = self._ranks.loaded(screen)[0]
         if problem is not None:
             raise problem
@@ -190,6 +199,7 @@ class RanksBackend:
                     result.prompt_seconds = now - start
                 result.decode_seconds = now - first
                 result.tokens.append(message["token"])
+                result.drafted, result.accepted = message["drafts"]
                 if limit < max_new_tokens:  # with no more to come the ranks end by themselves
                     limit += 1
                     with self._uninterrupted():

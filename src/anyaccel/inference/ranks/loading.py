@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from anyaccel.errors import AnyAccelError
+from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.ranks.backends import Backend, EngineBackend, NativeBackend
 from anyaccel.inference.ranks.beside import Beside
 from anyaccel.inference.ranks.options import ModelOptions
@@ -42,16 +43,21 @@ def open_backend(options: ModelOptions, screen: Watcher) -> Backend:
     check_model_path(path)
     machine = read_machine()
     host = host_accelerator(machine) if options.ranks == 1 else None
+    executor = executor_of(options, host is not None) if options.ranks == 1 else ""
+    if options.draft and executor == "device":
+        raise no_drafts(options, "runs on the CPU")
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
     if options.ranks == 1:
         screen.line(f"topology: {machine.summary()}\nplan: one process, not bound")
-    if host:
+    if executor:
         from anyaccel.inference.spec.mapping import Unsupported
 
         try:
-            return _open_native(options, path, host[0], screen)
+            return _open_decoder(options, path, host[0] if host else accelerator_name(), screen, executor)
         except Unsupported as lack:
-            screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
+            if options.draft:
+                raise no_drafts(options, f"has no {lack.feature}") from None
+            screen.line(instead(options, executor, lack.feature))
     return open_engine(options, path, screen)
 
 
@@ -62,6 +68,36 @@ def describe_accelerator() -> str:
 
     silence_detection()
     return describe_choice()
+
+
+def accelerator_name() -> str:
+    """Name of the accelerator's device."""
+    from anyaccel.accelerator import get_accelerator
+
+    return get_accelerator().device_name()
+
+
+def executor_of(options: ModelOptions, surely_host: bool) -> str:
+    """Which executor of DecoderSpec takes the model: "native" or "device"; "" where an engine is asked to find out.
+
+    Args:
+        surely_host: what `host_accelerator` says; where it does not know, torch is imported and asked.
+    """
+    if options.runtime == "device" or (options.runtime == "auto" and not surely_host and not runs_on_host()):
+        return "device"
+    return "native" if options.runtime in ("auto", "native") and surely_host else ""
+
+
+def instead(options: ModelOptions, executor: str, feature: str) -> str:
+    """What is said before the model's own code runs, for a feature that the executor lacks.
+
+    Raises:
+        UsageError: no other runtime was allowed.
+    """
+    if options.runtime == executor:
+        raise UsageError(f"--runtime {executor}: it has no {feature}; --runtime auto runs the model's own code")
+    packed = " with packed linears" if executor == "native" else ""
+    return f"runtime: the model's own code{packed}; the {executor} one has no {feature}"
 
 
 def host_accelerator(machine: Any) -> tuple[str, str] | None:
@@ -147,9 +183,18 @@ def runs_on_host() -> bool:
 
 
 def device_loader(
-    options: ModelOptions, progress: Callable[[int, int], object], check: Callable[[], object] | None = None
+    options: ModelOptions,
+    progress: Callable[[int, int], object],
+    rank: int = 0,
+    check: Callable[[], object] | None = None,
+    group: Any = None,
+    on_host: int = 1,
 ) -> Callable[[], NativeModel]:
-    """A function that loads a model onto the accelerator; it raises as `loader`'s does."""
+    """A function that loads a rank's part onto the accelerator; it raises as `loader`'s does.
+
+    Args:
+        group, on_host: see `load_device`.
+    """
     from anyaccel.accelerator.select import silence_detection
     from anyaccel.inference.device.runtime import load_device
 
@@ -157,25 +202,31 @@ def device_loader(
     return lambda: load_device(
         Path(options.model),
         dtype=options.dtype,
+        group_size=options.group_size,
         cache_dtype=None if options.kv_cache == "auto" else options.kv_cache,
-        cache_limit=options.cache_bytes,
+        rank=rank,
+        size=options.tp,
+        cache_limit=options.cache_bytes // options.ranks,
         progress=progress,
         check=check,
+        group=group,
+        on_host=on_host,
     )
 
 
-def _open_native(options: ModelOptions, path: Path, accelerator: str, screen: Watcher) -> NativeBackend:
-    """Load through csrc/llm.
+def _open_decoder(options: ModelOptions, path: Path, accelerator: str, screen: Watcher, executor: str) -> NativeBackend:
+    """Load through csrc/llm, or onto the accelerator.
 
     Raises:
-        Unsupported: the native runtime lacks something that the model needs.
+        Unsupported: the executor lacks something that the model needs.
     """
     from anyaccel.inference.text.tokenizer import end_tokens, load_text_tokenizer
 
     problem: AnyAccelError | None = None
     tokenizer: Any = None
     with Beside() as reading:
-        reading.start(loader(options, screen.progress, check=reading.check))
+        load = loader if executor == "native" else device_loader
+        reading.start(load(options, screen.progress, check=reading.check))
         try:
             tokenizer = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:
@@ -184,10 +235,77 @@ def _open_native(options: ModelOptions, path: Path, accelerator: str, screen: Wa
     if problem is not None:
         raise problem
     describe_weights(native, screen)
+    if options.draft:
+        load_draft(options, native, tokenizer, screen)
     ends = end_tokens(native.generation_config, native.config, path)
     if path.is_file():
         ends = sorted({*ends, *tokenizer.end_tokens})
-    return NativeBackend(native, tokenizer, ends, accelerator, options.dtype)
+    return NativeBackend(native, tokenizer, ends, accelerator, options.dtype, executor)
+
+
+def draft_options(options: ModelOptions) -> ModelOptions:
+    """How the draft model of `options` is to run: as what it has in a GGUF file, else in int4.
+
+    Its tokens are guesses: fewer bits cost a few that are right, and make all of them sooner.
+    """
+    dtype = "auto" if Path(options.draft).is_file() else "int4"
+    return replace(options, model=options.draft, draft="", dtype=dtype, kv_cache="auto", cache_bytes=0)
+
+
+def load_draft(
+    options: ModelOptions,
+    native: NativeModel,
+    tokenizer: Any,
+    screen: Watcher,
+    check: Callable[[], object] | None = None,
+) -> None:
+    """Load the draft model that the options name, for a model in this process alone.
+
+    Args:
+        tokenizer: of the model.
+        check: see `load_native`.
+
+    Raises:
+        AnyAccelError: it cannot be read, or is none.
+    """
+    from anyaccel.inference.native.draft import TextBridge, attach, check_draft_path, lacks_draft, same_tokens
+    from anyaccel.inference.spec.mapping import Unsupported
+    from anyaccel.inference.text.tokenizer import load_text_tokenizer
+
+    path = Path(options.draft)
+    check_draft_path(path)
+    other = load_text_tokenizer(path, screen.line)
+    try:
+        draft = loader(draft_options(options), screen.progress, check=check)()
+    except Unsupported as lack:
+        raise lacks_draft(options.draft, lack.feature) from None
+    if same_tokens(tokenizer, other, min(native.whole_spec.vocab, draft.whole_spec.vocab)):
+        attach(native, draft)
+        return
+    screen.line(f"drafts: {path.name} has other tokens: they go through the text")
+    attach(native, draft, TextBridge(tokenizer, other))
+
+
+def check_same_tokens(options: ModelOptions, tokenizer: Any) -> None:
+    """Refuse a draft model with other tokens, which ranks that know no text cannot have.
+
+    Raises:
+        UsageError: it has other ones.
+        ModelError: its tokenizer cannot be read.
+    """
+    from anyaccel.inference.native.draft import same_tokens
+    from anyaccel.inference.text.tokenizer import load_text_tokenizer
+
+    if not same_tokens(tokenizer, load_text_tokenizer(Path(options.draft))):
+        raise UsageError(
+            f"--draft {options.draft}: its tokens are not those of {options.model}; only one process drafts through "
+            "the text: leave out --tp, --pp and --hostfile, or choose a draft model of the same family"
+        )
+
+
+def no_drafts(options: ModelOptions, lack: str) -> UsageError:
+    """The error for a draft model beside a model that the native runtime does not run."""
+    return UsageError(f"--draft {options.draft}: drafts are of the native runtime, which {lack}")
 
 
 def describe_weights(native: NativeModel, screen: Watcher) -> None:
@@ -226,6 +344,8 @@ def open_engine(options: ModelOptions, path: Path, screen: Watcher) -> EngineBac
         threads=options.threads,
         tensor_parallel={"tp_size": options.tp},
         pipeline_parallel={"size": options.pp},
+        runtime=options.runtime,
+        draft=options.draft or None,
         progress=screen.progress,
     )
     return EngineBackend(engine, tokenizer, get_accelerator().device_name(), options.dtype)

@@ -18,6 +18,8 @@ class ModelOptions:
         tp: ranks that share each layer.
         cache_bytes: most bytes of keys and values, on all ranks together; 0: what memory has room for.
         pp: stages that share the layers, of `tp` ranks each.
+        draft: folder or GGUF file of a model that guesses its tokens; "": none.
+        runtime: what runs it, as in InferenceConfig.
     """
 
     model: str
@@ -28,6 +30,8 @@ class ModelOptions:
     tp: int = 1
     cache_bytes: int = 0
     pp: int = 1
+    draft: str = ""
+    runtime: str = "auto"
 
     @property
     def ranks(self) -> int:

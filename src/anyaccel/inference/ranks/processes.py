@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from anyaccel import _native, env
 from anyaccel.errors import AnyAccelError
 from anyaccel.inference.ranks.wire import Channel
+from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
     from anyaccel.launch import LaunchPlan
@@ -137,7 +138,7 @@ def _be_launcher(command: int, start: Callable[[], int], kept: Sequence[int]) ->
         os.dup2(nothing, 0)
         code = start()
     except AnyAccelError as error:
-        sys.stderr.write(f"anyaccel: error: {error}\n")
+        sys.stderr.write(f"anyaccel: {marked(f'error: {error}', sys.stderr)}\n")
         sys.stderr.flush()
         code = error.exit_code
     finally:

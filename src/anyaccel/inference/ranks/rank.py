@@ -19,6 +19,7 @@ from anyaccel import env
 from anyaccel.errors import AnyAccelError, PeerLostError, UsageError
 from anyaccel.inference.ranks.options import ModelOptions
 from anyaccel.inference.ranks.wire import Channel
+from anyaccel.terminal import marked
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.backends import EngineBackend, NativeBackend
@@ -52,7 +53,7 @@ def main(
         try:
             channel = call_command()
         except AnyAccelError as error:
-            sys.stderr.write(f"anyaccel: error: {error}\n")
+            sys.stderr.write(f"anyaccel: {marked(f'error: {error}', sys.stderr)}\n")
             return error.exit_code
     rank = int(os.environ["RANK"])
     try:
@@ -109,18 +110,32 @@ def _open(
     lacking: Callable[[str], AnyAccelError] | None,
 ) -> Model:
     """This rank's part of the model, connected to the others'."""
-    from anyaccel.inference.ranks.loading import describe_accelerator, host_accelerator, open_engine
+    from anyaccel.inference.ranks.loading import (
+        describe_accelerator,
+        executor_of,
+        host_accelerator,
+        instead,
+        no_drafts,
+        open_engine,
+    )
     from anyaccel.topology import read_machine
 
     screen = _Screen(channel, rank)
     host = host_accelerator(read_machine())
     screen.line(f"accelerator: {host[1] if host else describe_accelerator()}")
     screen.line(summary)
-    if host:
+    executor = executor_of(options, host is not None)
+    if options.pp > 1 and executor != "native":
+        raise UsageError(f"--pp {options.pp}: only the native runtime has it, which runs on the CPU")
+    if options.draft and executor == "device":
+        raise no_drafts(options, "runs on the CPU")
+    if executor:
         from anyaccel.inference.spec.mapping import Unsupported
 
         try:
-            return _open_native(channel, rank, options, host[0], screen)
+            if executor == "device":
+                return _open_device(rank, options, screen)
+            return _open_native(channel, rank, options, host[0] if host else "", screen)
         except Unsupported as lack:  # raised on every rank: all of them go on with the engine
             if lacking is not None:
                 raise lacking(lack.feature) from None
@@ -128,18 +143,20 @@ def _open(
                 raise UsageError(
                     f"--pp {options.pp}: only the native runtime has it, which has no {lack.feature}"
                 ) from None
-            screen.line(f"runtime: the model's own code with packed linears; the native one has no {lack.feature}")
-    if options.pp > 1:
-        raise UsageError(f"--pp {options.pp}: only the native runtime has it, which runs on the CPU")
+            if options.draft:
+                raise no_drafts(options, f"has no {lack.feature}") from None
+            screen.line(instead(options, executor, lack.feature))
     return open_engine(options, Path(options.model), screen)
 
 
 def _open_native(
     channel: Channel, rank: int, options: ModelOptions, accelerator: str, screen: _Screen
 ) -> NativeBackend:
+    from anyaccel.inference.native.draft import attach, lacks_draft
     from anyaccel.inference.native.joining import together
     from anyaccel.inference.ranks.backends import NativeBackend
-    from anyaccel.inference.ranks.loading import describe_weights, loader
+    from anyaccel.inference.ranks.loading import describe_weights, draft_options, loader
+    from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.inference.text.tokenizer import end_tokens
     from anyaccel.launch.machines import host_identity
 
@@ -159,8 +176,36 @@ def _open_native(
         else load()
     )
     describe_weights(native, screen)
+    if options.draft:
+        drafter = draft_options(options)
+        load = loader(drafter, screen.progress, rank, on_host=hosts.count(hosts[rank]))
+        try:
+            draft = (
+                together(exchange, load, anonymous=True, hosts=hosts, source=Path(options.draft))
+                if options.ranks > 1
+                else load()
+            )
+        except Unsupported as lack:
+            raise lacks_draft(options.draft, lack.feature) from None
+        attach(native, draft)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
     return NativeBackend(native, None, ends, accelerator, options.dtype)
+
+
+def _open_device(rank: int, options: ModelOptions, screen: _Screen) -> NativeBackend:
+    from anyaccel.inference.hf.group import hosts_of, together, tp_group
+    from anyaccel.inference.ranks.backends import NativeBackend
+    from anyaccel.inference.ranks.loading import accelerator_name, describe_weights, device_loader
+    from anyaccel.inference.text.tokenizer import end_tokens
+
+    path = Path(options.model)
+    group, place = tp_group(options.tp, options.asked)
+    hosts = hosts_of(group)
+    on_host = hosts.count(hosts[place]) if hosts else 1
+    native = together(group, device_loader(options, screen.progress, place, None, group, on_host), hosts, path)
+    describe_weights(native, screen)
+    ends = end_tokens(native.generation_config, native.config, path, note=rank == 0)
+    return NativeBackend(native, None, ends, accelerator_name(), options.dtype, "device")
 
 
 def _serve(channel: Channel, rank: int, backend: Model) -> None:
@@ -191,7 +236,8 @@ def _answer(channel: Channel, rank: int, backend: Model, message: dict[str, Any]
     backend.ends = message["ends"]
     limit, wanted = message["limit"], message["max_new_tokens"]
     stopped, count = False, 0
-    tokens = backend.tokens(message["ids"], wanted, Sampling(**message["sampling"]), Generation())
+    result = Generation()
+    tokens = backend.tokens(message["ids"], wanted, Sampling(**message["sampling"]), result)
     while True:
         while limit <= count < wanted and not stopped:
             told = channel.receive()
@@ -203,7 +249,7 @@ def _answer(channel: Channel, rank: int, backend: Model, message: dict[str, Any]
             break
         count += 1
         if rank == 0:
-            channel.send(kind="token", token=token)
+            channel.send(kind="token", token=token, drafts=[result.drafted, result.accepted])
     tokens.close()
     if rank == 0:
         channel.send(kind="stopped" if stopped else "done")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from anyaccel.errors import UsageError
 from anyaccel.launch.job import ClusterJob, Host
+from anyaccel.terminal import did_you_mean
 
 # Nobody can answer the questions of many ssh at once, and a host that does not answer should be named soon.
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -145,7 +146,9 @@ def find_runner(name: str) -> Runner:
     """
     runner = RUNNERS.get(name.lower())
     if runner is None:
-        raise UsageError(f"--launcher {name!r} is not known; choose one of {', '.join(RUNNERS)}")
+        raise UsageError(
+            f"--launcher {name!r} is not known{did_you_mean(name, RUNNERS)}; choose one of {', '.join(RUNNERS)}"
+        )
     return runner
 
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models of engines and of Hugging Face's `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyaccel.errors import UsageError
+from anyaccel.inference.native.draft import TextBridge, attach, check_draft_path, lacks_draft, same_tokens
+from anyaccel.inference.native.runtime import NativeModel
+
+if TYPE_CHECKING:
+    from anyaccel.inference.config import InferenceConfig
+
+# Loads this rank's part of a model, given its number and how many ranks share its host.
+Load = Callable[[int, int], NativeModel]
+
+
+def draft_for(
+    native: NativeModel, model: Any, settings: InferenceConfig, join: Callable[[Load, Path | None], NativeModel]
+) -> None:
+    """Give a model the draft model that `settings` name.
+
+    Args:
+        model: what `native` was made from.
+        join: has all ranks load their part of a path and connects them.
+
+    Raises:
+        UsageError, ModelError: it is no model that can guess for this one.
+    """
+    given = settings.draft
+    if not isinstance(given, str | Path):
+        draft = native_of(given)
+        if draft is None or draft is native:
+            raise UsageError(f"draft={type(given).__name__}: must be the path of a model, or a native engine")
+        _check_vocabulary(native, draft)
+        attach(native, draft)
+        return
+    path = Path(given).expanduser()
+    check_draft_path(path)
+    alone = settings.tensor_parallel.tp_size * settings.pipeline_parallel.size == 1
+    texts = None if not isinstance(model, str | Path) else _texts(Path(model).expanduser(), path)
+    if texts is not None and not alone:
+        raise UsageError(
+            f"draft={str(path)!r}: its tokens are not those of {model}; only one process drafts through text"
+        )
+    from anyaccel.inference.device.loading import load_decoder
+    from anyaccel.inference.spec.mapping import Unsupported
+
+    own = replace(settings, draft=None, dtype="auto" if path.is_file() else "int4", kv_cache="auto", cache_bytes=0)
+    try:
+        draft = join(lambda rank, on_host: load_decoder(path, own, rank, on_host, None, "native"), path)
+    except Unsupported as lack:
+        raise lacks_draft(path, lack.feature) from None
+    if texts is None:
+        _check_vocabulary(native, draft)
+    attach(native, draft, texts)
+
+
+def _texts(model: Path, draft: Path) -> TextBridge | None:
+    """What goes between the tokens of two models; None where they are the same."""
+    from anyaccel.inference.text.tokenizer import load_text_tokenizer
+
+    own, other = load_text_tokenizer(model), load_text_tokenizer(draft)
+    return None if same_tokens(own, other) else TextBridge(own, other)
+
+
+def _check_vocabulary(native: NativeModel, draft: NativeModel) -> None:
+    """Refuse what surely has other tokens: models in memory bring no tokenizer to compare."""
+    own, other = native.whole_spec.vocab, draft.whole_spec.vocab
+    if own != other:
+        raise UsageError(f"the draft model has {other} tokens and the model {own}: give paths, which have tokenizers")
+
+
+def native_of(model: Any) -> NativeModel | None:
+    """The native model of an engine or of a module that runs natively; None for anything else."""
+    found = getattr(model, "native", None) or getattr(model, "_native", None)
+    return found if isinstance(found, NativeModel) and hasattr(found.model, "set_draft") else None
+
+
+class _HuggingFaces:
+    """Their tokenizer as `inference.native.draft.Tokenizer`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def decode(self, tokens: list[int], special: bool = False) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        return text
+
+
+def can_assist(native: NativeModel, assistant: Any, tokenizer: Any, other: Any) -> bool:
+    """Whether an `assistant_model` of `generate` drafts natively.
+
+    Args:
+        tokenizer, other: of the model and of the assistant, where the call has them.
+    """
+    draft = native_of(assistant)
+    if draft is None or draft.model is native.model or draft.draft is not None or draft.ranks != native.ranks:
+        return False
+    if tokenizer is not None and other is not None:
+        return native.ranks == 1
+    return other is None and draft.whole_spec.vocab == native.whole_spec.vocab
+
+
+@contextmanager
+def assisted(native: NativeModel, assistant: Any, tokenizer: Any, other: Any) -> Iterator[None]:
+    """Let an assistant that `can_assist` guess within the block; None: whatever the model has guesses."""
+    if assistant is None:
+        yield
+        return
+    before, draft = native.draft, native_of(assistant)
+    texts = None
+    if tokenizer is not None and other is not None and tokenizer.get_vocab() != other.get_vocab():
+        texts = TextBridge(_HuggingFaces(tokenizer), _HuggingFaces(other))
+    attach(native, draft, texts)
+    try:
+        yield
+    finally:
+        attach(native, before)
