@@ -10,7 +10,9 @@ import torch
 
 import anyaccel
 import family_cases
+import kernel_cases
 from anyaccel.accelerator.conformance.run import run_checks
+from anyaccel.inference.device.kernels import choice
 from anyaccel.inference.native.requests import new_request
 
 pytest.importorskip("transformers")
@@ -24,6 +26,16 @@ def test_the_conformance_kit_passes() -> None:
     results = run_checks(anyaccel.get_accelerator())
     failed = {result.check: result.detail for result in results if result.outcome == "fail"}
     assert not failed
+
+
+def test_tritons_kernels_give_what_torch_gives() -> None:
+    device = torch.device("cuda", 0)
+    kernels = choice.kernels_of(device)
+    if kernels is None:
+        pytest.skip("Triton does not run here, as a warning says")
+    found = {**kernel_cases.gated(kernels, device), **kernel_cases.turn(kernels, device)}
+    found |= kernel_cases.add_norm(kernels, device)
+    assert {case: both for case, both in found.items() if not both[0] <= both[1]} == {}
 
 
 @pytest.mark.parametrize("dtype", _BOUNDS)

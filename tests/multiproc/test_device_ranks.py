@@ -130,6 +130,26 @@ def _request_of(model: Any, prompt: list[int], most: int = 0) -> Any:
     return new_request(model, prompt, {"max_new_tokens": most})
 
 
+def quantised(folder: str) -> list[list[torch.Tensor]]:
+    """Logits on both executors."""
+    return [
+        [
+            anyaccel.init_inference(
+                f"{folder}/{name}", dtype=dtype, kv_cache="fp32", tensor_parallel={"tp_size": 2}, runtime=runtime
+            )(IDS_BT).logits
+            for runtime in ("device", "native")
+        ]
+        for name, dtype in (("llama", "int8"), ("llama", "int4"), ("mixtral", "int8"), ("gpt2", "int8"))
+    ]
+
+
+def test_quantised_weights_are_divided(folder: str) -> None:
+    first, second = ranks.run(quantised, 2, folder, timeout=300)
+    for (device, native), (other, _) in zip(first, second, strict=True):
+        assert torch.equal(device, other)
+        assert float((device - native).abs().max() / native.abs().max()) < 0.02  # native rounds activations to 8 bits
+
+
 def with_graphs(folder: str, names: tuple[str, ...]) -> list[tuple[list[list[int]], list[list[int]], int, float]]:
     """Answers by replays, and by steps as they are called; how many replays, and how many graphs a step has."""
     found = []
