@@ -161,7 +161,14 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="above 1 makes what was said already less likely (default: 1)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
-    add(
+    add_draft_option(parser)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
+
+
+def add_draft_option(parser: Parser) -> None:
+    """The option that says who guesses tokens."""
+    parser.add_argument(
         "--draft",
         dest="drafts",
         type=drafts_of,
@@ -170,8 +177,6 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="guess tokens and verify them in one pass, for the same text sooner: from what followed the same words "
         "before, up to N (default: 15), or by a smaller model (native runtime; default: no drafts)",
     )
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
 
 
 @dataclass(frozen=True)

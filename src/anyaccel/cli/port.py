@@ -162,6 +162,7 @@ def _conclude(
     left = [each for each, fixed in findings if not fixed]
     fixable = sum(each.fixable for each in left)
     totals |= {"found": len(findings), "fixable": fixable, "not_fixable": len(left) - fixable, "failed": len(problems)}
+    totals["waiting"] = sum(each.waits for each in left)
     if options.json:
         rows = [output.as_dict(each, fixed) for each, fixed in findings]
         rules = output.counts([each for each, _ in findings])
@@ -182,15 +183,20 @@ def _summary(options: argparse.Namespace, totals: dict[str, int]) -> str:
     seen = plural(totals["files"], "file")
     without = f" ({totals['without_cuda']} without a word of CUDA)" if totals["without_cuda"] else ""
     failed = f"; {plural(totals['failed'], 'path')} not ported" if totals["failed"] else ""
+    # As ruff says it of unsafe fixes: how many there are, and the option that they take.
+    waiting, more = totals["waiting"], ""
     if options.write:
+        more = f" ({waiting} of them with --partial)"
         what = f"fixed {totals['fixed']} in {plural(totals['changed'], 'file')}, {totals['not_fixable']} left to you"
     elif options.diff:
+        more = f", {waiting} more with --partial"
         what = f"would fix {totals['fixable']} in {plural(totals['changed'], 'file')}"
     elif totals["found"]:
         what = f"found {totals['found']}, {totals['fixable']} fixable with --write"
+        more = f", {waiting} more with --write --partial"
     else:
         what = "found nothing to port"
-    return f"{what}; {seen}{without}{failed}"
+    return f"{what}{more if waiting else ''}; {seen}{without}{failed}"
 
 
 def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[Skipped]]:

@@ -92,7 +92,8 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
         line, column, reason = str(error).split(":", 2)
         return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
     findings = tuple(
-        Finding(path, f.line, f.column, f.code, f.message, f.fixable, end_line=f.end_line) for f in ported.findings
+        Finding(path, f.line, f.column, f.code, f.message, f.fixable, end_line=f.end_line, waits=f.waits)
+        for f in ported.findings
     )
     after = file.encode(ported.text)
     changed = after != data
@@ -120,7 +121,7 @@ def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) 
     for each in ported.findings:
         cell, line = book.cell_of(each.line)
         _, end = book.cell_of(each.end_line)
-        findings.append(Finding(path, line, each.column, each.code, each.message, each.fixable, cell, end))
+        findings.append(Finding(path, line, each.column, each.code, each.message, each.fixable, cell, end, each.waits))
     after = book.with_module(ported.text).encode("utf-8") if ported.text != book.module else data
     changed = after != data
     before, new = (data, after) if changed else (None, None)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from anyaccel.inference.device.kernels.choice import kernels_of
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Rope
 
 _GROWTH = 512
@@ -111,6 +112,10 @@ class Angles:
 
 def turn(heads: torch.Tensor, first: int, angles: torch.Tensor) -> None:
     """Rotate heads [tokens, heads, values] in place, those from `first` on; `angles` are the tokens'."""
+    kernels = None if angles.is_complex() else kernels_of(heads.device)
+    if kernels is not None and heads.stride(-1) == 1:
+        kernels.turn(heads, first, angles)
+        return
     part = heads[..., first : first + 2 * angles.shape[1]]
     pairs = part.view(*part.shape[:-1], -1, 2)
     if angles.is_complex():
