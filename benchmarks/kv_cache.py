@@ -37,19 +37,19 @@ class Sequence:
         return out
 
 
-def accuracy(models: dict[str, Any], windows: Any) -> dict[str, tuple[float, float]]:
-    """Divergence from the first model and perplexity of each."""
+def accuracy(models: dict[str, Any], windows: Any, first: int = 0) -> dict[str, tuple[float, float]]:
+    """Divergence from the first model and perplexity of each, of what follows token `first` and later ones."""
     divergence, loss, count = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0.0), 0
     for window in windows:
         reference = None
         for name, native in models.items():
             sequence = Sequence(native.model, native.spec.vocab)
-            logs = sequence.feed(window, logits=True).log_softmax(-1)
+            logs = sequence.feed(window, logits=True)[first:].log_softmax(-1)
             native.model.destroy(sequence.id)
             reference = logs if reference is None else reference
             divergence[name] += float((reference.exp() * (reference - logs)).sum())
-            loss[name] -= float(logs[:-1].gather(1, window[1:, None]).sum())
-        count += len(window)
+            loss[name] -= float(logs[:-1].gather(1, window[first + 1 :, None]).sum())
+        count += len(window) - first
     rows = count - len(windows)
     return {name: (divergence[name] / count, math.exp(loss[name] / rows)) for name in models}
 

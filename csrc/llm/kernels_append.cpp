@@ -78,7 +78,10 @@ void append_token_i8(const HeadLayout& layout, const float* k, const float* v, u
     std::memcpy(to, q + i, static_cast<size_t>(layout.value_dim - i < 16 ? layout.value_dim - i : 16));
 }
 
-// x[count] = minimum + scale * q, q in 0..15; scale and minimum are NaN when a value is not finite.
+constexpr float kMostHalf = 65504.0f;
+
+// x[count] = minimum + scale * q, q in 0..15; scale and minimum are NaN when a value is not finite. They are halves: a
+// value below the least half becomes that one, and one above what the largest scale reaches becomes what it reaches.
 void quantise4(const float* x, int count, uint8_t* q, uint16_t* scale, uint16_t* minimum) {
   float low = x[0], high = x[0], check = 0;
   for (int i = 0; i < count; ++i) {
@@ -86,7 +89,9 @@ void quantise4(const float* x, int count, uint8_t* q, uint16_t* scale, uint16_t*
     high = x[i] > high ? x[i] : high;
     check += x[i] * 0.0f;
   }
-  *scale = to_f16((high - low) * (1.0f / 15) + check);
+  low = low < -kMostHalf ? -kMostHalf : low > kMostHalf ? kMostHalf : low;
+  const float wanted = high > low ? (high - low) * (1.0f / 15) : 0.0f;
+  *scale = to_f16((wanted > kMostHalf ? kMostHalf : wanted) + check);
   *minimum = to_f16(low + check);
   const float step = from_f16(*scale), least = from_f16(*minimum);
   const float inverse = step > 0 && step - step == 0.0f ? 1.0f / step : 0.0f;

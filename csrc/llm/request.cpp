@@ -166,6 +166,7 @@ void Request::shrink(int64_t tokens) {
   if (sequence_ < 0) throw UsageError("shrink: the request was finished with finish()");
   if (tokens < 0 || tokens > cached_) throw UsageError("shrink: " + std::to_string(cached_) + " tokens are there");
   ahead_.clear();
+  drafter_.reset();
   model_->cache_.truncate(sequence_, tokens);
   cached_ = tokens;
 }

@@ -176,12 +176,16 @@ def fitted(text: str, width: int | None) -> str:
     return "\n".join(lines)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean ...?)`, or nothing where no known word is near; several where they are equally near."""
+def did_you_mean(word: str, known: Iterable[str], least: float = 0.6) -> str:
+    """` (did you mean ...?)`, or nothing where no known word is near; several where they are equally near.
+
+    Args:
+        least: how much of the letters is the same, from 0 to 1.
+    """
     from difflib import SequenceMatcher, get_close_matches
 
     names = list(known)
-    near = get_close_matches(word, names, 3, 0.6)
+    near = get_close_matches(word, names, 3, least)
     if not near:
         return ""
     ratio = {each: SequenceMatcher(None, each, word).ratio() for each in near}

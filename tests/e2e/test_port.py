@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`anyaccel port` as a user runs it: scripts for CUDA, ported by --write alone, run on the CPU.
+"""`anyaccel port` as a user runs it: scripts for CUDA, ported by --partial --write, run on the CPU.
 
 test_extension.py runs the same on the example device.
 """
@@ -32,7 +32,7 @@ def test_cuda_scripts_run_on_the_cpu(python: WarmPython, tmp_path: Path) -> None
     for script in SCRIPTS.glob("*_cuda.py"):
         shutil.copy(script, tmp_path)
     port = ("-m", "anyaccel", "port", ".")
-    ported = python.run(*port, "--write", cwd=tmp_path)
+    ported = python.run(*port, "--partial", "--write", cwd=tmp_path)
     assert (ported.returncode, ported.stderr) == (0, "")
     assert ported.stdout == "fixed 26 in 2 files, 0 left to you; 2 files\n"
     assert python.run(*port, "--check", cwd=tmp_path).returncode == 0
@@ -59,7 +59,7 @@ def test_the_pre_commit_hooks(tmp_path: Path) -> None:
         hook["language"] = "system"
         hook["entry"] = f"{sys.executable} -m {hook['entry']}"
     (tmp_path / ".pre-commit-config.yaml").write_text(yaml.safe_dump({"repos": [{"repo": "local", "hooks": hooks}]}))
-    shutil.copy(SCRIPTS / "train_cuda.py", tmp_path)
+    shutil.copy(REPOSITORY / "tests" / "data" / "port" / "images_cuda.py", tmp_path / "train_cuda.py")
     (tmp_path / "kept.py").write_text("import torch\n\ntorch.cuda.synchronize()\n")
     (tmp_path / "pyproject.toml").write_text('[tool.anyaccel.port]\nexclude = ["kept.py"]\n')
     home = {"PRE_COMMIT_HOME": str(tmp_path / ".cache"), "HOME": str(tmp_path), "GIT_CONFIG_GLOBAL": os.devnull}

@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import anyaccel
 import family_cases
+import kernel_cases
 from anyaccel.accelerator.conformance.run import run_checks
+from anyaccel.inference.device.kernels import choice
 from anyaccel.inference.native.requests import new_request
 
 pytest.importorskip("transformers")
@@ -24,6 +28,16 @@ def test_the_conformance_kit_passes() -> None:
     assert not failed
 
 
+def test_tritons_kernels_give_what_torch_gives() -> None:
+    device = torch.device("cuda", 0)
+    kernels = choice.kernels_of(device)
+    if kernels is None:
+        pytest.skip("Triton does not run here, as a warning says")
+    found = {**kernel_cases.gated(kernels, device), **kernel_cases.turn(kernels, device)}
+    found |= kernel_cases.add_norm(kernels, device)
+    assert {case: both for case, both in found.items() if not both[0] <= both[1]} == {}
+
+
 @pytest.mark.parametrize("dtype", _BOUNDS)
 @pytest.mark.parametrize("name", [name for name in family_cases.CASES if "-" not in name])
 def test_logits_are_those_of_transformers(name: str, dtype: str) -> None:
@@ -34,6 +48,25 @@ def test_logits_are_those_of_transformers(name: str, dtype: str) -> None:
         logits = engine(ids.to(engine.device)).logits
     assert (engine.runtime, logits.device.type) == ("device", "cuda")
     assert float((logits.cpu().float() - expected).abs().max() / expected.abs().max()) < _BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_quantised_weights_run_by_operators_of_the_device(dtype: str, tmp_path: Path) -> None:
+    """In bfloat16, beside the same whole numbers with arithmetic in float32, which has no such operators for int4."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    ids = torch.randint(3, 1000, (1, 20), generator=torch.Generator().manual_seed(1))
+    logits = []
+    for arithmetic in ("bf16", "fp32"):
+        engine = anyaccel.init_inference(tmp_path, dtype=dtype, kv_cache=arithmetic)
+        with torch.inference_mode():
+            logits.append(engine(ids.to(engine.device)).logits.cpu().float())
+        if arithmetic == "bf16":
+            layer = engine.native.model.decoder.layers[0]
+            assert all(each.weight._product is not None for each in (layer.qkv, layer.o, layer.mlp.gate_up))
+    assert float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()) < 0.03
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3", "bloom"])

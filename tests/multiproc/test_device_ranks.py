@@ -14,6 +14,7 @@ import torch
 
 import anyaccel
 import family_cases
+import quantised_cases
 import ranks
 from anyaccel import comm
 from anyaccel.errors import AnyAccelError, CommError, ModelError, PeerLostError
@@ -99,8 +100,54 @@ def test_ranks_have_the_logits_of_transformers_and_the_tokens_of_native(
             assert weight_bytes < 0.9 * whole, name
 
 
+def _quantised(folder: str, name: str, size: int) -> torch.Tensor:
+    engine = anyaccel.init_inference(
+        f"{folder}/{name}", dtype="auto", kv_cache="fp32", tensor_parallel={"tp_size": size}, runtime="device"
+    )
+    assert engine.runtime == "device"
+    logits: torch.Tensor = engine(IDS_BT % quantised_cases.VOCAB).logits
+    return logits
+
+
+def quantised_on_a_rank(folder: str, names: tuple[str, ...]) -> list[torch.Tensor]:
+    return [_quantised(folder, name, comm.get_world_size()) for name in names]
+
+
+def test_ranks_share_quantised_weights(tmp_path: Path) -> None:
+    """Rows and columns of whole numbers, with their scales and minima."""
+    names = ("awq", "gptq-row", "gptq-8-asym", "compressed-8")
+    for name in names:
+        (tmp_path / name).mkdir()
+        quantised_cases.make(name, tmp_path / name)
+    results = ranks.run(quantised_on_a_rank, 2, str(tmp_path), names, timeout=300)
+    for index, name in enumerate(names):
+        expected = _quantised(str(tmp_path), name, 1)
+        for of_rank in results:
+            torch.testing.assert_close(of_rank[index], expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
 def _request_of(model: Any, prompt: list[int], most: int = 0) -> Any:
     return new_request(model, prompt, {"max_new_tokens": most})
+
+
+def quantised(folder: str) -> list[list[torch.Tensor]]:
+    """Logits on both executors."""
+    return [
+        [
+            anyaccel.init_inference(
+                f"{folder}/{name}", dtype=dtype, kv_cache="fp32", tensor_parallel={"tp_size": 2}, runtime=runtime
+            )(IDS_BT).logits
+            for runtime in ("device", "native")
+        ]
+        for name, dtype in (("llama", "int8"), ("llama", "int4"), ("mixtral", "int8"), ("gpt2", "int8"))
+    ]
+
+
+def test_quantised_weights_are_divided(folder: str) -> None:
+    first, second = ranks.run(quantised, 2, folder, timeout=300)
+    for (device, native), (other, _) in zip(first, second, strict=True):
+        assert torch.equal(device, other)
+        assert float((device - native).abs().max() / native.abs().max()) < 0.02  # native rounds activations to 8 bits
 
 
 def with_graphs(folder: str, names: tuple[str, ...]) -> list[tuple[list[list[int]], list[list[int]], int, float]]:

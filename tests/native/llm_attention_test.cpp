@@ -61,8 +61,9 @@ std::vector<double> kept(const float* x, int n, CacheFormat format) {
     for (int i = 0; i < n; i += kCacheGroup) {
       const int end = std::min(n, i + kCacheGroup);
       const float *const from = rotated.data() + i, *const to = rotated.data() + end;
-      const float low = *std::min_element(from, to), high = *std::max_element(from, to);
-      const float scale = half((high - low) * (1.0f / 15)), least = half(low);
+      const float low = std::clamp(*std::min_element(from, to), -65504.0f, 65504.0f);
+      const float high = std::max(*std::max_element(from, to), low);
+      const float scale = half(std::min((high - low) * (1.0f / 15), 65504.0f)), least = half(low);
       const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
       for (int j = i; j < end; ++j) {
         const float place = (rotated[static_cast<size_t>(j)] - least) * inverse + 0.5f;
@@ -116,7 +117,7 @@ struct World {
   };
 
   // New tokens for some sequences: {sequence, tokens}. extend()s them.
-  Step prepare(const std::vector<std::pair<int, int>>& wanted, float q_scale = 1) {
+  Step prepare(const std::vector<std::pair<int, int>>& wanted, float q_scale = 1, float k_scale = 1) {
     Step step;
     for (const auto& [sequence, tokens] : wanted) {
       step.queries.push_back({sequence, cache.length(sequence), tokens, step.rows});
@@ -130,7 +131,7 @@ struct World {
         return x;
       };
       step.q.push_back(fill(s.heads * s.head_dim, q_scale));
-      step.k.push_back(fill(s.kv_heads * s.head_dim, 1));
+      step.k.push_back(fill(s.kv_heads * s.head_dim, k_scale));
       step.v.push_back(fill(s.kv_heads * s.value_dim, 1));
     }
     for (const Query& query : step.queries) {
@@ -304,6 +305,22 @@ void test_shapes() {
   }
 }
 
+// Keys beyond what 16 bits hold: never NaN, and with scales in floats as exact as others.
+void test_large_keys() {
+  AttentionScratch scratch;
+  for (const CacheFormat format : kFormats) {
+    for (const float size : {1e4f, 1e5f, 1e7f}) {
+      World world({{6, 2, 64, 48}}, format);
+      const int a = world.cache.create();
+      const auto extras = world.extras(6, 64, {});
+      for (const int tokens : {40, 1, 1, 9}) {
+        const auto step = world.prepare({{a, tokens}}, 1 / size, size);
+        world.check(step, 0, extras.options, world.run(step, 0, extras.options, 2, scratch));
+      }
+    }
+  }
+}
+
 // The same bits with any number of threads and in any company.
 void test_reproducible() {
   for (const CacheFormat format : kFormats) {
@@ -471,6 +488,7 @@ void test_nan() {
 int run_all() {
   test_limits();
   test_shapes();
+  test_large_keys();
   test_reproducible();
   for (const CacheFormat format : kFormats) test_random_lives(format, slow() ? 100 : 250);
   test_nan();

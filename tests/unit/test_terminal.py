@@ -133,7 +133,7 @@ def test_the_nearest_names(word: str, said: str) -> None:
         (["run", "--bind_core_to_rank", "x.py"], "--bind_core_to_rank (did you mean --bind_cores_to_rank?); see "),
         (["generate", "x", "--dtype", "bf61"], "'bf61' (did you mean bf16?); choose from bf16, fp16, "),
         (["generate", "x", "--kv-cache", "itn8"], "'itn8' (did you mean int8?); choose from auto, bf16, "),
-        (["generate", "x", "--draft", "ngrm"], "'ngrm': must be ngram or ngram:N"),
+        (["generate", "x", "--draft", "ngrm"], "'ngrm' (did you mean ngram?): must be ngram, ngram:N"),
         (["quantize", "a", "b", "--format", "ggu"], "'ggu' (did you mean gguf?); choose from "),
         (["completion", "zhs"], "'zhs' (did you mean zsh?); choose from bash, "),
         (["run", "--mem-policy", "prefered", "x.py"], "'prefered' (did you mean preferred?); choose from "),
@@ -230,3 +230,61 @@ print("done")
     assert seen.raw.startswith("making tea ... 1 s\r")
     assert seen.lines[0] == "done"
     assert "making" not in on_terminal([sys.executable, "-c", code], TERM="dumb").raw
+
+
+def test_loading_says_how_long_it_takes_until_the_weights_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import time
+from anyaccel.cli._screen import Screen
+screen = Screen(shown=True)
+with screen.loading():
+    screen.line("plan: one process", "plan")
+    time.sleep(1.3)
+    for done in range(5):
+        screen.progress(done << 20, 4 << 20)
+        time.sleep(0.2)
+print("answer")
+"""
+    seen = on_terminal([sys.executable, "-c", code])
+    assert "\033[36mplan: one process\033[0m\nloading ... 1 s\r" in seen.raw
+    assert re.search(r"\rloading: [12] of 4 MiB \([25][05] %\)", seen.raw)
+    assert [line[:24] for line in seen.lines[:3]] == ["plan: one process", "loading: 4 of 4 MiB in 0", "answer"]
+
+
+def test_porting_draws_what_is_read_and_what_is_ported() -> None:
+    code = """
+import time
+from anyaccel.cli.port import _progress
+with _progress(3) as (read, step):
+    for _ in range(8):
+        time.sleep(0.15)
+        read()
+    for _ in range(3):
+        step()
+        time.sleep(0.4)
+print("found nothing")
+"""
+    seen = on_terminal([sys.executable, "-c", code], columns=100)
+    assert re.search(r"\rreading: [45]file ", seen.raw)
+    assert re.search(r"\rporting: +\d+%\|.* [23]/3 ", seen.raw)
+    assert seen.lines[0] == "found nothing"
+
+
+def test_a_value_that_the_model_refuses_is_told_by_its_option(
+    smollm2: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "x", "--model", str(smollm2), "--threads", "9999", "-q"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("anyaccel: error: --threads 9999: this machine has ")
+    assert "0 takes as many as there are" in said
+
+
+def test_a_list_in_a_description_keeps_its_entries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    with pytest.raises(SystemExit):
+        main(["ops", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines[: lines.index("positional arguments:")] if re.match(r"  \w", line)]
+    assert names == ["list", "build", "clean"]

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
+from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, no_such_model
 from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.terminal import did_you_mean
 
 if TYPE_CHECKING:
     from anyaccel.cli._parser import Parser
@@ -158,7 +161,14 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="above 1 makes what was said already less likely (default: 1)",
     )
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
-    add(
+    add_draft_option(parser)
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
+
+
+def add_draft_option(parser: Parser) -> None:
+    """The option that says who guesses tokens."""
+    parser.add_argument(
         "--draft",
         dest="drafts",
         type=drafts_of,
@@ -167,8 +177,6 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         help="guess tokens and verify them in one pass, for the same text sooner: from what followed the same words "
         "before, up to N (default: 15), or by a smaller model (native runtime; default: no drafts)",
     )
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
 
 
 @dataclass(frozen=True)
@@ -188,8 +196,9 @@ def drafts_of(text: str) -> Drafts:
         return Drafts(int(count))
     path = Path(text).expanduser()
     if not text or not path.exists():
+        near = did_you_mean(Path(text).name, ["ngram", *models_beside(text)])
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be ngram, ngram:N with N from 1 on, or a model's folder or .gguf file that is there"
+            f"{text!r}{near}: must be ngram, ngram:N with N from 1 on, or a model's folder or .gguf file that is there"
         )
     return Drafts(MOST_DRAFTS, str(path.absolute()))
 
@@ -202,10 +211,8 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--pp {options.pp}: must be at least 1")
     if options.max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    try:
+    with said_by_option(options):
         sampling_of(options)
-    except UsageError as error:
-        raise by_option(error, options) from None
     if options.threads < 0:
         raise UsageError(f"--threads {options.threads}: must be 0 or above")
     if not all(options.stop):
@@ -216,6 +223,15 @@ def by_option(error: UsageError, options: argparse.Namespace) -> UsageError:
     """A complaint that has the option's name where it had that of a value in Python, as in max_context=1."""
     name, equals, rest = str(error).partition("=")
     return UsageError(f"--{name.replace('_', '-')} {rest}") if equals and name in vars(options) else error
+
+
+@contextlib.contextmanager
+def said_by_option(options: argparse.Namespace) -> Iterator[None]:
+    """Inside, complaints about a value have the name of its option."""
+    try:
+        yield
+    except UsageError as error:
+        raise by_option(error, options) from None
 
 
 def model_path(given: str | None) -> Path:

@@ -28,7 +28,7 @@ def keep_bytes(stream: TextIO) -> TextIO:
     return stream
 
 
-class _Elapsed:
+class Elapsed:
     """A line of a terminal's standard error that says what is going on and for how long, while nothing else is written.
 
     It is drawn by a thread, and by os.write: what goes on may fork, and a child would inherit the lock of sys.stderr.
@@ -86,7 +86,7 @@ def waiting(what: str) -> Iterator[None]:
     if not moves_cursor(sys.stderr):
         yield
         return
-    line = _Elapsed(what)
+    line = Elapsed(what)
     try:
         yield
     finally:
@@ -101,7 +101,7 @@ class Screen:
         self._started = 0.0
         self._drawn = 0.0
         self._bar = moves_cursor(sys.stderr)
-        self._elapsed: _Elapsed | None = None
+        self._elapsed: Elapsed | None = None
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -109,7 +109,7 @@ class Screen:
         if not self.shown or not self._bar:
             yield
             return
-        self._elapsed = _Elapsed("loading")
+        self._elapsed = Elapsed("loading")
         try:
             yield
         finally:

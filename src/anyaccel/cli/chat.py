@@ -18,6 +18,7 @@ from anyaccel.cli._model_options import (
     cluster_of,
     model_of,
     model_path,
+    said_by_option,
     sampling_of,
 )
 from anyaccel.cli._parser import Parser
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> int:
     check_numbers(options)
     options.model = str(model_path(options.model))
     screen = Screen(shown=not options.quiet)
-    with screen.loading():
+    with screen.loading(), said_by_option(options):
         opened = _open(options, screen)
     with contextlib.closing(opened) as backend:
         if not backend.tokenizer.has_chat_template:

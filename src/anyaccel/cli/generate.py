@@ -19,6 +19,7 @@ from anyaccel.cli._model_options import (
     cluster_of,
     model_of,
     model_path,
+    said_by_option,
     sampling_of,
 )
 from anyaccel.cli._parser import Parser
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
     options.prompt = _prompt(options.prompt)
     options.model = str(model_path(options.model))
     screen = Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
-    with screen.loading():
+    with screen.loading(), said_by_option(options):
         opened = _open(options, screen)
     with contextlib.closing(opened) as backend:
         return _generate(options, screen, backend)

@@ -117,7 +117,10 @@ def _port(options: argparse.Namespace) -> int:
     for message in [*problems, *notes]:
         print(message, file=sys.stderr)
     totals = dict.fromkeys(("files", "without_cuda", "changed", "fixed", "suppressed"), 0)
-    with _progress(len(files)) as step, contextlib.closing(run.look_at_all(files, step)) as outcomes:
+    with (
+        _progress(len(files)) as (read, step),
+        contextlib.closing(run.look_at_all(files, step, read=read)) as outcomes,
+    ):
         for outcome in outcomes:
             totals["files"] += 1
             totals["without_cuda"] += not outcome.parsed
@@ -159,6 +162,7 @@ def _conclude(
     left = [each for each, fixed in findings if not fixed]
     fixable = sum(each.fixable for each in left)
     totals |= {"found": len(findings), "fixable": fixable, "not_fixable": len(left) - fixable, "failed": len(problems)}
+    totals["waiting"] = sum(each.waits for each in left)
     if options.json:
         rows = [output.as_dict(each, fixed) for each, fixed in findings]
         rules = output.counts([each for each, _ in findings])
@@ -179,15 +183,20 @@ def _summary(options: argparse.Namespace, totals: dict[str, int]) -> str:
     seen = plural(totals["files"], "file")
     without = f" ({totals['without_cuda']} without a word of CUDA)" if totals["without_cuda"] else ""
     failed = f"; {plural(totals['failed'], 'path')} not ported" if totals["failed"] else ""
+    # As ruff says it of unsafe fixes: how many there are, and the option that they take.
+    waiting, more = totals["waiting"], ""
     if options.write:
+        more = f" ({waiting} of them with --partial)"
         what = f"fixed {totals['fixed']} in {plural(totals['changed'], 'file')}, {totals['not_fixable']} left to you"
     elif options.diff:
+        more = f", {waiting} more with --partial"
         what = f"would fix {totals['fixable']} in {plural(totals['changed'], 'file')}"
     elif totals["found"]:
         what = f"found {totals['found']}, {totals['fixable']} fixable with --write"
+        more = f", {waiting} more with --write --partial"
     else:
         what = "found nothing to port"
-    return f"{what}; {seen}{without}{failed}"
+    return f"{what}{more if waiting else ''}; {seen}{without}{failed}"
 
 
 def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[Skipped]]:
@@ -209,20 +218,47 @@ def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Callable[[], Any]]:
-    """A progress bar, when a person is watching and tqdm is there."""
-    bar = None
-    if moves_cursor(sys.stderr):
+def _progress(total: int) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
+    """What to call after each file that is read, and after each of the `total` that is ported.
+
+    They draw bars, when a person is watching and tqdm is there.
+    """
+    bars: list[Any] = []
+
+    def begin(what: str, count: int | None) -> None:
+        if not moves_cursor(sys.stderr):
+            return
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
             tqdm.monitor_interval = 0  # no thread: workers are forked
-            bar = tqdm(total=total, desc="porting", unit="file", leave=False, file=sys.stderr, delay=0.5)
+            bars.append(tqdm(desc=what, total=count, unit="file", leave=False, file=sys.stderr, delay=0.5))
+
+    def end() -> None:
+        while bars:
+            bars.pop().close()
+
+    def read() -> None:
+        if not bars:
+            begin("reading", None)
+        if bars:
+            bars[0].update()
+
+    ported = 0
+
+    def step() -> None:
+        nonlocal ported
+        if not ported:
+            end()
+            begin("porting", total)
+        ported += 1
+        if bars:
+            bars[0].update()
+
     try:
-        yield bar.update if bar is not None else lambda: None
+        yield read, step
     finally:
-        if bar is not None:
-            bar.close()
+        end()
 
 
 def _say(text: str, stream: Any, end: str = "\n") -> None:

@@ -8,6 +8,8 @@ import sys
 from typing import Any
 
 from anyaccel.cli._parser import Parser
+from anyaccel.cli._screen import Elapsed
+from anyaccel.terminal import moves_cursor
 
 _EXAMPLES = """\
   anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4
@@ -111,9 +113,13 @@ class _Screen:
     def __init__(self, shown: bool) -> None:
         self._shown = shown
         self._bar: Any = None
+        # Until the first bytes are read: importing torch, and with --calibrate what the model computes on its text.
+        self._elapsed = Elapsed("preparing") if shown and moves_cursor(sys.stderr) else None
 
     def line(self, text: str) -> None:
         if self._shown:
+            if self._elapsed is not None:
+                self._elapsed.clear()
             print(text, file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int) -> None:
@@ -126,11 +132,18 @@ class _Screen:
             except ImportError:
                 self._shown = False
                 return
+            self._prepared()
             self._bar = tqdm(
                 total=total, unit="B", unit_scale=True, desc="quantising", file=sys.stderr, dynamic_ncols=True
             )
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
+        self._prepared()
         if self._bar is not None:
             self._bar.close()
+
+    def _prepared(self) -> None:
+        if self._elapsed is not None:
+            self._elapsed.end()
+            self._elapsed = None

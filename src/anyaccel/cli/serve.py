@@ -11,7 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel.cli._model_options import add_model_options, add_tp_option, by_option, model_of, model_path
+from anyaccel.cli._model_options import (
+    add_draft_option,
+    add_model_options,
+    add_tp_option,
+    model_of,
+    model_path,
+    said_by_option,
+)
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen
 from anyaccel.env import ANYACCEL_API_KEY
@@ -51,6 +58,7 @@ def build_parser() -> Parser:
     parser.add_argument("given", metavar="MODEL", nargs="?", help="the same as --model")
     add_model_options(parser)
     add_tp_option(parser)
+    add_draft_option(parser)
     add = parser.group("engine")
     add(
         "--replicas",
@@ -149,11 +157,8 @@ def main(argv: list[str]) -> int:
         importing.start(lambda: _beside(options))  # while the model is read
         with screen.loading():
             tokenizer = load_text_tokenizer(Path(options.model), screen.line)
-        try:
-            with screen.loading():
-                engine = _engine(options, screen, tokenizer)
-        except UsageError as error:
-            raise by_option(error, options) from None
+        with screen.loading(), said_by_option(options):
+            engine = _engine(options, screen, tokenizer)
         for line in engine.facts.plan:
             screen.line(line)
         try:
@@ -195,6 +200,8 @@ def _engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engi
         timeout_s=options.request_timeout,
         prefix_cache=not options.no_prefix_cache,
         replicas=options.replicas,
+        draft_tokens=options.drafts.tokens,
+        draft_model=bool(options.drafts.model),
     )
     return open_engine(model_of(options), screen, chosen, tokenizer)
 

@@ -142,7 +142,7 @@ class InferenceConfig:
             )
         if self.draft is not None and self.runtime not in ("auto", "native"):
             raise UsageError(f"draft={self.draft!r} is of the native runtime, not of runtime={self.runtime!r}")
-        if self.runtime in ("plain", "device") and self.dtype in QUANTISED:
+        if self.runtime == "plain" and self.dtype in QUANTISED:
             raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime={self.runtime!r} does not have")
 
     @property

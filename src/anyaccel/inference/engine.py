@@ -225,9 +225,10 @@ def init_inference(
     settings = InferenceConfig.from_options({**(config or {}), **options})
     stages = settings.pipeline_parallel.size
     on_host = torch.empty(0, device=get_accelerator().device()).is_cpu
-    if not on_host and (settings.runtime in ("native", "torch") or settings.dtype in QUANTISED):
-        asked = f"runtime={settings.runtime!r}" if settings.runtime != "auto" else f"dtype={settings.dtype!r}"
-        raise UsageError(f"{asked} is for the CPU; this accelerator is {get_accelerator().device_name()}")
+    if not on_host and settings.runtime in ("native", "torch"):
+        raise UsageError(
+            f"runtime={settings.runtime!r} is for the CPU; this accelerator is {get_accelerator().device_name()}"
+        )
     if not on_host and stages > 1:
         raise UsageError(f"pipeline_parallel is for the CPU; this accelerator is {get_accelerator().device_name()}")
     if isinstance(model, nn.Module) and any(isinstance(p, StandIn) for p in model.parameters()):
@@ -244,6 +245,10 @@ def init_inference(
         except Unsupported as lack:
             if settings.runtime == executor or stages > 1 or settings.draft is not None:
                 raise
+            if settings.dtype in QUANTISED and not on_host:
+                raise UsageError(
+                    f"dtype={settings.dtype!r} needs the device runtime, which has no {lack.feature}; use bf16"
+                ) from lack
             why = lack.feature
             packed = " with packed linears" if on_host else ""
             logger.warning("the %s runtime has no %s: using the model's own code%s", executor, why, packed)

@@ -111,7 +111,9 @@ def quantize(
         _check_target(source, target, force)
     checkpoint = checkpoint_of(source)
     if checkpoint.config.get("quantization_config"):
-        raise ModelError(f"{source}: its weights are quantised already")
+        raise ModelError(
+            f"{source}: its weights are quantised already; give the model that it was made from, in 16 or 32 bits"
+        )
     summary = Summary(str(source), str(target), dtype, group if dtype == "int4" else 0, asymmetric)
     if format == "gguf":
         from anyaccel.inference.calibration.gguf_copy import copy_gguf
@@ -140,7 +142,7 @@ def _check_gguf(source: Path, target: Path, calibrate: Any, force: bool) -> None
     if target.suffix != ".gguf":
         raise UsageError(f"{target}: call the new file NAME.gguf")
     if not target.parent.is_dir():
-        raise UsageError(f"{target.parent}: no such folder")
+        raise UsageError(f"{target}: there is no such folder as {target.parent}; make it first")
     if target.exists() and (not force or not target.is_file() or target.samefile(source)):
         raise UsageError(f"{target}: exists already; give another name, or --force to replace another model's file")
 
@@ -151,7 +153,7 @@ def _check_target(source: Path, target: Path, force: bool) -> None:
     if target.exists() and (not target.is_dir() or target.resolve() in (source.resolve(), *source.resolve().parents)):
         raise UsageError(f"{target}: is the model itself, or no folder; give another one")
     if not target.parent.is_dir():
-        raise UsageError(f"{target.parent}: no such folder")
+        raise UsageError(f"{target}: there is no such folder as {target.parent}; make it first")
     if target.exists():
         entries = sorted(target.iterdir())
         strange = [each.name for each in entries if not each.is_file() or not each.name.endswith(_MODEL_FILES)]

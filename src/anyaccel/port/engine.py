@@ -41,7 +41,10 @@ _PROGRAMS = re.compile(
 
 @dataclass(frozen=True)
 class Found:
-    """A finding in a text; offsets are of characters, `end_line` is the last line of the code that it is about."""
+    """A finding in a text; offsets are of characters, `end_line` is the last line of the code that it is about.
+
+    `waits`: it could be fixed, and is left for something else that stays (`partial` fixes it).
+    """
 
     start: int
     line: int
@@ -50,6 +53,7 @@ class Found:
     message: str
     fixable: bool
     end_line: int = 0
+    waits: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def port_text(
         line, column = tree.position(start)
         last, _ = tree.position(end)
         told = (candidate.code, candidate.message, candidate.fix is not None)
-        findings.append(Found(start, line, column, *told, last))
+        findings.append(Found(start, line, column, *told, last, candidate.waits and candidate.fix is None))
     findings.sort(key=lambda each: (each.start, each.code))
     return Ported(tuple(findings), ported, suppressed, asks_where(ctx, candidates), holds)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 class Finding:
     """One line of the report. Lines and columns count from 1; `cell` of a notebook too, 0 in a file.
 
-    `end_line` is the last line of the code that it is about.
+    `end_line` is the last line of the code that it is about. `waits`: a fix is there, which `--partial`
+    makes; it waits for something else that stays.
     """
 
     path: str
@@ -21,6 +22,7 @@ class Finding:
     fixable: bool
     cell: int = 0
     end_line: int = 0
+    waits: bool = False
 
     @property
     def place(self) -> str:

@@ -54,6 +54,7 @@ def as_dict(finding: Finding, fixed: bool) -> dict[str, Any]:
         "message": finding.message,
         "fixable": finding.fixable,
         "fixed": fixed,
+        "waits": finding.waits,
     }
 
 

@@ -92,7 +92,8 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
         line, column, reason = str(error).split(":", 2)
         return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
     findings = tuple(
-        Finding(path, f.line, f.column, f.code, f.message, f.fixable, end_line=f.end_line) for f in ported.findings
+        Finding(path, f.line, f.column, f.code, f.message, f.fixable, end_line=f.end_line, waits=f.waits)
+        for f in ported.findings
     )
     after = file.encode(ported.text)
     changed = after != data
@@ -120,7 +121,7 @@ def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) 
     for each in ported.findings:
         cell, line = book.cell_of(each.line)
         _, end = book.cell_of(each.end_line)
-        findings.append(Finding(path, line, each.column, each.code, each.message, each.fixable, cell, end))
+        findings.append(Finding(path, line, each.column, each.code, each.message, each.fixable, cell, end, each.waits))
     after = book.with_module(ported.text).encode("utf-8") if ported.text != book.module else data
     changed = after != data
     before, new = (data, after) if changed else (None, None)
@@ -132,7 +133,10 @@ def _look_at_notebook(path: str, data: bytes, config: Config, project: Project) 
 
 
 def look_at_all(
-    files: Sequence[tuple[str, Config]], done: Callable[[], None] = lambda: None, workers: int = 0
+    files: Sequence[tuple[str, Config]],
+    done: Callable[[], object] = lambda: None,
+    workers: int = 0,
+    read: Callable[[], object] = lambda: None,
 ) -> Generator[Outcome, None, None]:
     """Look at files, on as many cores as this process may use; outcomes come in the order of the files.
 
@@ -140,10 +144,17 @@ def look_at_all(
         files: each with its configuration.
         done: called after each file.
         workers: 0 for as many as there are cores.
+        read: called after each file that was read before that: these files, and the others of their packages.
     """
-    outlines = [_outline(path) for path, _ in files]
+
+    def outline_of(path: str) -> Outline:
+        found = _outline(path)
+        read()
+        return found
+
+    outlines = [outline_of(path) for path, _ in files]
     others = beside([path for path, _ in files])
-    around = [_outline(path) for path in others]
+    around = [outline_of(path) for path in others]
     project = join([*outlines, *around], (os.path.realpath(path) for path in (*(path for path, _ in files), *others)))
     project = replace(project, asking=any(each.facts.asks for each in around))
     # What asks whether something is on CUDA comes first: where that stays, devices that other code gets stay, in all

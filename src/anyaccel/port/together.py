@@ -29,6 +29,8 @@ _BEFORE_FIGURES = {"empty_cache", "ipc_collect", "synchronize"}
 _FIGURES = re.compile(
     r"\bcuda\.(?:(?:max_)?memory_(?:allocated|reserved|cached|stats|summary|snapshot)|reset_\w*memory\w*|mem_get_info)\b"
 )
+# In a function that starts as many workers as CUDA has devices no other device gets anything to free.
+_COUNTS = re.compile(r"\bcuda\.device_count\(\)(?!\s*>)")
 _SETTINGS = "ACC504"  # CUDA's own switches, without effect elsewhere
 _ABOUT_GPUS = re.compile("cuda|gpu|nvidia|nccl", re.IGNORECASE)
 _JUMPS = (cst.Return, cst.Raise, cst.Continue, cst.Break)
@@ -197,6 +199,10 @@ def _is_alone(ctx: Context, each: Candidate, stays: Sequence[Candidate]) -> bool
     name = usage.last_name(ctx.tree.imported(each.node) or "")
     if each.code != "ACC101" or (name in _BEFORE_FIGURES and _is_measured(ctx, each, name)):
         return False
+    if name in _BEFORE_FIGURES:
+        around = ctx.tree.enclosing(each.node, cst.FunctionDef)
+        if around is not None and _COUNTS.search(ctx.tree.module.code_for_node(around)):
+            return False
     call = ctx.tree.parent(each.node)
     if name == "synchronize" and isinstance(call, cst.Call) and not call.args:
         function = ctx.tree.enclosing(each.node, cst.FunctionDef)

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from anyaccel.errors import AnyAccelError
@@ -25,7 +25,7 @@ class Piece:
         text: new text, up to a stop string.
         logprobs: one a new token, where they were asked for.
         count: tokens of the answer so far.
-        prompt_logprobs, cached: see `Chunk`.
+        prompt_logprobs, cached, drafts: see `Chunk`.
         finish: "stop" or "length" in the last piece.
     """
 
@@ -36,6 +36,7 @@ class Piece:
     cached: int
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     finish: str | None = None
+    drafts: tuple[int, int] = (0, 0)
 
 
 class AnswerText:
@@ -69,6 +70,9 @@ class AnswerText:
 
     def add(self, chunk: Chunk, index: int = 0) -> Piece:
         """What this chunk adds."""
+        return replace(self._added(chunk, index), drafts=chunk.drafts)
+
+    def _added(self, chunk: Chunk, index: int) -> Piece:
         tokens = chunk.tokens
         self.cached = max(self.cached, chunk.cached_tokens)
         ended = chunk.finish == "stop" and tokens and tokens[-1] in self._ends and not self._keep_stop

@@ -25,13 +25,20 @@ def stops_of(request: SamplingFields) -> list[str]:
     return [stop] if isinstance(stop, str) else list(stop or ())
 
 
-def usage_of(prompt: int, counts: Sequence[int], cached: int) -> dict[str, Any]:
-    """What a request took."""
+def usage_of(prompt: int, counts: Sequence[int], cached: int, drafts: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
+    """What a request took.
+
+    Args:
+        drafts: of each answer, how many tokens were drafted and how many of them were right.
+    """
+    drafted, accepted = (sum(each[place] for each in drafts) for place in (0, 1))
+    told = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": sum(counts),
         "total_tokens": prompt + sum(counts),
         "prompt_tokens_details": {"cached_tokens": cached},
+        **({"completion_tokens_details": told} if drafted else {}),
     }
 
 
@@ -60,6 +67,7 @@ class Chat:
         self._key = key
         self._answers = request.n or 1
         self._counts = [0] * self._answers
+        self._drafts = [(0, 0)] * self._answers
         self._cached = 0
         self._head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": request.model or front.model}
 
@@ -79,10 +87,11 @@ class Chat:
 
     def _counted(self, delta: Delta) -> None:
         self._counts[delta.piece.index] = delta.piece.count
+        self._drafts[delta.piece.index] = max(self._drafts[delta.piece.index], delta.piece.drafts)
         self._cached = max(self._cached, delta.piece.cached)
 
     def _usage(self) -> dict[str, Any]:
-        return usage_of(len(self._prompt.tokens), self._counts, self._cached)
+        return usage_of(len(self._prompt.tokens), self._counts, self._cached, self._drafts)
 
     def _logprobs_of(self, delta: Delta) -> list[TokenLogprob]:
         """Those of the text: a token that only ends the answer is none of it."""

@@ -68,6 +68,7 @@ class Completions:
         self._each = request.n or 1
         self._answers = len(prompts) * self._each
         self._counts = [0] * self._answers
+        self._drafts = [(0, 0)] * self._answers
         self._cached = [0] * len(prompts)
         self._special = request.skip_special_tokens is False
         offsets = [0 if request.echo else len(self._text(prompt)) for prompt in prompts]
@@ -118,13 +119,14 @@ class Completions:
                 text = self._text(prompt) + text
                 found = [prompt[0], *(piece.prompt_logprobs or ()), *found]
         self._counts[index] = piece.count
+        self._drafts[index] = max(self._drafts[index], piece.drafts)
         self._cached[index // self._each] = max(self._cached[index // self._each], piece.cached)
         wanted = self._request.logprobs is not None
         lists = self._logprobs[index].lists(found) if wanted else None
         return {"index": index, "text": text, "logprobs": lists, "finish_reason": piece.finish}
 
     def _usage(self) -> dict[str, Any]:
-        return usage_of(sum(map(len, self._prompts)), self._counts, sum(self._cached))
+        return usage_of(sum(map(len, self._prompts)), self._counts, sum(self._cached), self._drafts)
 
     async def whole(self) -> dict[str, Any]:
         """The answers in one piece.

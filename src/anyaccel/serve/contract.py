@@ -135,6 +135,7 @@ class Chunk:
         prompt_logprobs: in the first chunk only, one for each token of the prompt but the first.
         cached_tokens: of the prompt, that were in the prefix cache; from the first chunk on.
         queued_s: seconds from generate() to the first step that has computed of its prompt; in every chunk.
+        drafts: tokens that were drafted for the answer, and how many of them were right; in the last chunk, at least.
         finish: None while the answer goes on. "abort" comes only from shutting down.
     """
 
@@ -144,6 +145,7 @@ class Chunk:
     cached_tokens: int = 0
     finish: Finish | None = None
     queued_s: float = 0.0
+    drafts: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ class Stats:
         prompt_tokens, generation_tokens: computed so far.
         preemptions: requests put back because the cache was full.
         steps: calls of the decoder.
+        drafted, accepted: tokens that were drafted, and those that were right.
     """
 
     running: int = 0
@@ -169,6 +172,8 @@ class Stats:
     generation_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)

@@ -81,16 +81,20 @@ def open_decoder(
         UsageError: it is not one of those that DecoderSpec has, or does not fit the settings.
         AnyAccelError: it cannot be read.
     """
+    from anyaccel.inference.native.draft import check_draft_path
     from anyaccel.inference.ranks.loading import (
+        check_same_tokens,
         describe_accelerator,
         describe_weights,
         device_loader,
         host_accelerator,
+        load_draft,
         loader,
+        no_drafts,
         runs_on_host,
     )
     from anyaccel.inference.spec.mapping import Unsupported
-    from anyaccel.inference.text.tokenizer import end_tokens
+    from anyaccel.inference.text.tokenizer import end_tokens, load_text_tokenizer
     from anyaccel.topology import read_machine
 
     machine = read_machine()
@@ -106,7 +110,12 @@ def open_decoder(
         raise UsageError(f"--replicas {settings.replicas}: {ONLY_ALONE}")
     cache_bytes = settings.cache_bytes or (host_memory.available() // 4 if on_host else 0)
     options = replace(options, cache_bytes=cache_bytes // settings.replicas)
+    if options.draft and on_device:
+        raise no_drafts(options, "runs on the CPU")
     if not alone:
+        if options.draft:
+            check_draft_path(Path(options.draft))
+            check_same_tokens(options, tokenizer or load_text_tokenizer(Path(options.model)))
         from anyaccel.serve.ranks import RanksDecoder
 
         return RanksDecoder(options, screen, settings, tokenizer, replica)
@@ -117,6 +126,8 @@ def open_decoder(
     except Unsupported as lack:
         raise lacking(lack.feature) from None
     describe_weights(native, screen)
+    if options.draft:
+        load_draft(options, native, tokenizer or load_text_tokenizer(Path(options.model)), screen, check)
     path, spec = Path(options.model), native.whole_spec
     ends = with_own_ends(end_tokens(native.generation_config, native.config, path), path, tokenizer)
     context = context_of(native.spec.max_tokens, settings)

@@ -48,7 +48,16 @@ logger = logging.getLogger(__name__)
 
 _RESTART_S = (0.5, 30.0)  # before the decoder is loaded again: the first time, and at most
 _IDLE_S = 1.0  # between two looks at a decoder that has nothing to do
-_COUNTERS = ("prefix_hits", "prefix_queries", "prompt_tokens", "generation_tokens", "preemptions", "steps")
+_COUNTERS = (
+    "prefix_hits",
+    "prefix_queries",
+    "prompt_tokens",
+    "generation_tokens",
+    "preemptions",
+    "steps",
+    "drafted",
+    "accepted",
+)
 assert {field.name for field in fields(Stats)} >= set(_COUNTERS)
 
 
@@ -103,6 +112,8 @@ class ServingEngine:
         if request.grammar is not None and request.max_tokens > 0:
             constraint = await self._grammars.constraint(request.grammar)
         options = native_options(request)
+        if self._settings.draft_tokens and request.max_tokens > 0:
+            options |= {"draft_tokens": self._settings.draft_tokens, "draft_model": self._settings.draft_model}
         number = next(self._numbers)
         entry = Entry(
             number,
@@ -272,6 +283,10 @@ class ServingEngine:
             self._feeding.over(ahead)
         if not plan.run:
             return
+        for name, drafts in outcome.drafts.items():
+            opened = self._open[int(name)]
+            self._scheduler.count_drafts(drafts[0] - opened.drafts[0], drafts[1] - opened.drafts[1])
+            opened.drafts = (drafts[0], drafts[1])
         now = time.monotonic()
         steps = [*outcome.before, outcome.tokens]
         wrong = {int(name) for name in outcome.errors}
@@ -325,6 +340,7 @@ class ServingEngine:
             opened.entry.cached,
             outcome.embeddings.get(name),
             queued_s=opened.queued_s,
+            drafts=opened.drafts,
         )
         if why is not None:
             self._close(number, why, piece=piece)

@@ -91,6 +91,8 @@ class Metrics:
             ("generation_tokens_total", stats.generation_tokens, "Tokens of answers."),
             ("num_preemptions_total", stats.preemptions, "Requests put back because the cache was full."),
             ("engine_steps_total", stats.steps, "Calls of the decoder."),
+            ("spec_decode_num_draft_tokens_total", stats.drafted, "Tokens of answers that were guessed."),
+            ("spec_decode_num_accepted_tokens_total", stats.accepted, "Guessed tokens that were right."),
         ):
             yield from self._family(name, "counter", meaning, [f"anyaccel:{name}{{{labels}}} {count}"])
         for name, histogram, meaning in (

@@ -25,6 +25,7 @@ class Open:
         self.constraint = constraint
         self.came = time.monotonic()
         self.queued_s = 0.0  # until its first step
+        self.drafts = (0, 0)  # tokens that were drafted, and those that were right
 
     @property
     def tells_more(self) -> bool:

@@ -111,11 +111,19 @@ class CompletionDetails(Shape):
     reasoning_tokens: int
 
 
+class PredictionDetails(Shape):
+    """Of tokens that were guessed (`--draft`): how many were right; only where some were."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Shape):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails | None = None
+    completion_tokens_details: PredictionDetails | None = None
 
 
 class ErrorBody(Shape):

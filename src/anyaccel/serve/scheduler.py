@@ -115,6 +115,7 @@ class Scheduler:
         self._finished_s = 0.0  # between two ends
         self._last_end: float | None = None
         self._hits = self._queries = self._prompt_tokens = self._answer_tokens = self._preempted = self._steps = 0
+        self._drafted = self._accepted = 0
 
     # --- from outside
 
@@ -176,6 +177,11 @@ class Scheduler:
         """Of the prompt, that were in the prefix cache."""
         return self._entries[number].cached
 
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """So many tokens were drafted, and so many of them right."""
+        self._drafted += drafted
+        self._accepted += accepted
+
     def stats(self, page_bytes: int) -> Stats:
         return Stats(
             running=len(self._running),
@@ -188,6 +194,8 @@ class Scheduler:
             generation_tokens=self._answer_tokens,
             preemptions=self._preempted,
             steps=self._steps,
+            drafted=self._drafted,
+            accepted=self._accepted,
         )
 
     # --- a step

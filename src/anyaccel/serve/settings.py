@@ -22,6 +22,8 @@ class EngineSettings:
             from measured rates.
         timeout_s: of a request that does not say its own.
         prefix_cache: whether requests that begin alike share what is computed.
+        draft_tokens: the most tokens that a pass verifies for an answer; 0: no drafts.
+        draft_model: they are guessed by the draft model that the model's options name; False: from the text.
         replicas: engines that have the whole model each, on cores of their own, with a part of `cache_bytes`; 0: one a
             NUMA node.
 
@@ -37,6 +39,8 @@ class EngineSettings:
     timeout_s: float = 600.0
     prefix_cache: bool = True
     replicas: int = 1
+    draft_tokens: int = 0
+    draft_model: bool = False
 
     def __post_init__(self) -> None:
         for name, least in {
@@ -45,6 +49,7 @@ class EngineSettings:
             "cache_bytes": 0,
             "max_waiting": 1,
             "replicas": 0,
+            "draft_tokens": 0,
         }.items():
             if whole_number(name, getattr(self, name)) < least:
                 raise UsageError(f"{name}={getattr(self, name)}: must be at least {least}")

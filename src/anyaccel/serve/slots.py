@@ -61,6 +61,7 @@ class Outcome:
         fed: of how many steps the feed has the tokens.
         errors: number -> what was wrong with this request alone.
         scores, prompt_scores, embeddings: number -> what the request wants to know.
+        drafts: number -> tokens that were drafted for it so far, and how many of them were right, where that is new.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -68,13 +69,14 @@ class Outcome:
     scores: dict[str, list[Score]] = field(default_factory=dict)
     prompt_scores: dict[str, list[Score]] = field(default_factory=dict)
     embeddings: dict[str, list[float]] = field(default_factory=dict)
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
     before: list[list[int]] = field(default_factory=list)
     fed: int = 0
 
     def add(self, other: Outcome) -> None:
         """That of more requests."""
         self.tokens += other.tokens
-        for name in ("errors", "scores", "prompt_scores", "embeddings"):
+        for name in ("errors", "scores", "prompt_scores", "embeddings", "drafts"):
             getattr(self, name).update(getattr(other, name))
 
 
@@ -93,6 +95,7 @@ class Slots:
         self._model = model
         self._requests: dict[int, _llm.Request] = {}
         self._options: dict[int, dict[str, Any]] = {}
+        self._drafts: dict[int, tuple[int, int]] = {}
 
     def apply(self, work: Work, ahead: Ahead | None = None) -> Outcome:
         """Take the step, or the steps.
@@ -115,6 +118,7 @@ class Slots:
             request.finish()
         self._requests.clear()
         self._options.clear()
+        self._drafts.clear()
 
     def _change(self, kind: str, numbers: list[int], work: Work) -> None:
         from anyaccel.inference.native.requests import new_request
@@ -133,6 +137,7 @@ class Slots:
         elif kind == Drop.__name__ and number in self._requests:
             self._requests.pop(number).finish()
             del self._options[number]
+            self._drafts.pop(number, None)
 
     def _step(self, run: list[tuple[int, int]], outcome: Outcome, ahead: Ahead | None = None) -> None:
         requests = [self._requests[number] for number, _ in run]
@@ -166,6 +171,8 @@ class Slots:
             options["prompt_logprobs"] = -1  # told
         if goal in ("mean", "last") and request.finished:
             outcome.embeddings[str(number)] = request.embedding()
+        if options.get("draft_tokens", 0) > 0 and (drafts := request.drafts) != self._drafts.get(number, (0, 0)):
+            outcome.drafts[str(number)] = self._drafts[number] = drafts
 
 
 def _native(options: Mapping[str, Any]) -> dict[str, Any]:

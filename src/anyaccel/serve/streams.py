@@ -23,6 +23,7 @@ class Piece:
     finish: Finish | None = None
     error: Exception | None = None
     queued_s: float = 0.0
+    drafts: tuple[int, int] = (0, 0)
 
 
 class Stream:
@@ -68,6 +69,7 @@ class Stream:
                 more.embedding,
                 more.finish,
                 queued_s=more.queued_s,
+                drafts=max(whole.drafts, more.drafts),
             )
         if not self._pieces:
             self._come.clear()
@@ -78,4 +80,12 @@ class Stream:
 
 def chunk_of(piece: Piece) -> Chunk:
     """What the front gets of it."""
-    return Chunk(piece.tokens, piece.logprobs, piece.prompt_logprobs, piece.cached_tokens, piece.finish, piece.queued_s)
+    return Chunk(
+        piece.tokens,
+        piece.logprobs,
+        piece.prompt_logprobs,
+        piece.cached_tokens,
+        piece.finish,
+        piece.queued_s,
+        piece.drafts,
+    )

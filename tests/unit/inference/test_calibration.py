@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 from pathlib import Path
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.calibration import compensation
 from anyaccel.inference.calibration.compensation import Inputs, compensated, nearest
 from anyaccel.inference.calibration.gguf_grids import GRIDS, packed
 from anyaccel.inference.calibration.grids import Grid, IntGrid
-from anyaccel.inference.calibration.mixed import spent
-from anyaccel.inference.calibration.text import builtin_text
+from anyaccel.inference.calibration.mixed import _damage, spent
+from anyaccel.inference.calibration.text import builtin_text, spread_text
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.stored_values import floats_of
 from anyaccel.inference.native.checkpoint import checkpoint_of
@@ -67,6 +69,63 @@ def test_inputs_that_are_always_zero() -> None:
     values = compensated(w, INTS[0], Inputs(x.T @ x, 32)).values()
     assert torch.isfinite(values).all()
     assert float(((values - w) @ x.T).norm() / (w @ x.T).norm()) < 0.1
+
+
+def test_inputs_that_rounding_has_moved_are_made_up_for() -> None:
+    """What counts is nearness to the products with the inputs of the model that nothing was rounded of."""
+    x = correlated(256, 512)
+    torch.manual_seed(2)
+    wanted = x + 0.3 * x @ torch.randn(256, 256) / 16  # moved alike for each token, as by a matrix that was rounded
+    w = torch.randn(16, 256)
+    without = compensated(w, INTS[0], Inputs(x.T @ x, 32))
+    made_up = compensated(w, INTS[0], Inputs(x.T @ x, 32, (wanted - x).T @ x))
+    errors = [float((each.values() @ x.T - w @ wanted.T).norm()) for each in (without, made_up)]
+    assert errors[1] < 0.5 * errors[0]
+
+
+@pytest.mark.parametrize("grid", [INTS[0], INTS[1], GRIDS["q4_k"], GRIDS["q6_k"]], ids=lambda grid: grid.name)
+def test_levels_chosen_again_are_closer(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = correlated(256, 512)
+    torch.manual_seed(3)
+    w = torch.randn(16, 256)
+    errors = []
+    for passes in (0, 1, 2):
+        monkeypatch.setattr(compensation, "_AGAIN", passes)
+        found = compensated(w, grid, Inputs(x.T @ x, grid.width))
+        assert int(found.q.min()) >= grid.low
+        assert int(found.q.max()) <= grid.high
+        errors.append(float(((found.values() - w) @ x.T).norm()))
+    assert errors[2] < errors[1] < 0.97 * errors[0]
+
+
+def test_damage_is_relative_to_each_token() -> None:
+    """One token that is a thousand times larger than the others hides nothing of what is done to them."""
+    torch.manual_seed(4)
+    linear = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
+    block: Any = SimpleNamespace(linears={"w": linear}, run=linear)
+    small = torch.randn(1, 40, 64)
+    large = torch.cat([1000 * small[:, :1], small[:, 1:]], 1)
+    moments = small.square().sum((0, 1))
+    found = [_damage(block, ("w",), INTS[:2], moments, [each], [linear(each)]) for each in (small, large)]
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    assert found[0][0] > 0
+
+
+def test_of_a_large_text_pieces_from_all_over_it_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    lines = [f"{number:06} größer 日本\n" for number in range(40_000)]
+    file.write_text("".join(lines))
+    assert spread_text(file, 1 << 24) == "".join(lines)
+    found = spread_text(file, 100_000)
+    assert 90_000 < len(found.encode()) <= 100_200
+    numbers = [int(line[:6]) for line in found.split("\n") if len(line) == len(lines[0]) - 1]
+    assert numbers == sorted(numbers)
+    assert numbers[0] == 0
+    assert numbers[-1] == 39_999
+    assert max(b - a for a, b in itertools.pairwise(numbers)) < 40_000 / 50
+    file.write_bytes(b"a" * 999_000 + b"\xff" * 1000)
+    with pytest.raises(ModelError, match="not a text in UTF-8"):
+        spread_text(file, 100_000)
 
 
 def byte_model(folder: Path) -> Path:
@@ -151,6 +210,9 @@ def test_texts_that_are_of_no_use(model: Path, tmp_path: Path, content: str, sai
         quantize(model, tmp_path / "out", calibrate=tmp_path / "text.txt")
     with pytest.raises(UsageError, match="no such text file"):
         quantize(model, tmp_path / "out", calibrate=tmp_path / "other.txt")
+    for tokens in (0, -5, 10):
+        with pytest.raises(UsageError, match=f"--calibration-tokens {tokens}: too few"):
+            quantize(model, tmp_path / "out", calibrate="builtin", tokens=tokens)
     with pytest.raises(UsageError, match="int8 loses next to nothing"):
         quantize(model, tmp_path / "out", calibrate="builtin", dtype="int8")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["text.txt"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from anyaccel.inference.device import graphs
 from anyaccel.inference.native.requests import new_request
@@ -39,6 +40,55 @@ def test_replayed_steps_give_the_same_tokens(name: str, recording: None) -> None
     assert 1 <= captured.captured <= 8
     captured.usable = False
     assert _answers(model, (5, 17, 40), 10) == answers
+
+
+class _Allocations(TorchDispatchMode):
+    """Operators that make tensors, rather than views or what is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        if not op.is_view and not op._schema.is_mutable:
+            self.seen.append(op.__name__)
+        return out
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt_oss", "bloom"])
+def test_a_captured_step_allocates_nothing(name: str, recording: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside what its graph holds: the inputs are written in place, and the result lies where it lay before."""
+    model = on_device(name, positions=512)
+    requests = [new_request(model, list(range(3, 3 + count)), {"max_new_tokens": 20}) for count in (5, 9)]
+    for _ in range(3):
+        model.step(requests)
+    captured = model._passes.graphs
+    (step,) = captured._kept.values()
+    (cache, taken, place) = (
+        [each.data_ptr() for each in model.cache.layers],
+        captured.taken,
+        step.captured.result.data_ptr(),
+    )
+    run, replay = captured.run, step.captured.replay
+    allocations = _Allocations()
+
+    def counted(segments: Any) -> Any:
+        with allocations:
+            return run(segments)
+
+    def apart() -> None:  # the recorder runs operators again, which a device's graph does in its own memory
+        with _disable_current_modes():
+            replay()
+
+    monkeypatch.setattr(captured, "run", counted)
+    monkeypatch.setattr(step.captured, "replay", apart)
+    for _ in range(3):
+        model.step(requests)
+    assert captured.taken == taken + 3
+    assert not allocations.seen
+    assert step.captured.result.data_ptr() == place
+    assert [each.data_ptr() for each in model.cache.layers] == cache
 
 
 def test_few_graphs_are_kept_and_none_of_another_cache(recording: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ import pytest
 
 from anyaccel import _llm
 from anyaccel.inference.checkpoints.gguf_file import GgufFile
-from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD, UNREAD
+from anyaccel.inference.checkpoints.gguf_types import HELD, UNREAD
 from anyaccel.inference.native import packed_cache
 from anyaccel.inference.native.formats import Format, Precision, choose, stored_format
 from anyaccel.inference.native.packing import _pack, _Tensor
 from anyaccel.inference.spec.decoder import MatrixShape
 from anyaccel.inference.spec.mapping import Unsupported
+from gguf_cases import random_blocks
 
 gguf = pytest.importorskip("gguf")
 
@@ -56,44 +57,6 @@ FORMS: dict[str, tuple[Format, float]] = {
     "TQ2_0": (("i4", 128, False), EXACT),
     "MXFP4": (("fp4", 32, False), EXACT),
 }
-# Where the blocks have their halves. iq1_m's is in pieces; mxfp4 has a power of two.
-HALVES_AT = {
-    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
-    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q6_K": (208,),
-    "TQ1_0": (52,),
-    "TQ2_0": (64,),
-}
-
-
-def random_blocks(kind: str, rows: int = ROWS, cols: int = COLS, seed: int = 0, size: float = 0.01) -> Any:
-    """Random bits with scales that are numbers: some matrix of that type, uint8 [rows, bytes]."""
-    rng = np.random.default_rng(seed)
-    if kind in ("F64", "F32", "F16", "BF16"):
-        values = rng.normal(0, size, (rows, cols))
-        if kind == "BF16":
-            return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        return values.astype({"F64": np.float64, "F32": np.float32, "F16": np.float16}[kind]).view(np.uint8)
-    values, length = BLOCK_BYTES[kind.lower()]
-    blocks = rng.integers(0, 256, (rows * cols // values, length), dtype=np.uint8)
-
-    def scales() -> Any:
-        return rng.choice([-1, 1], len(blocks)) * size * rng.uniform(0.2, 1.0, len(blocks))
-
-    for at in HALVES_AT.get(kind, ()):
-        blocks[:, at : at + 2] = scales().astype(np.float16)[:, None].view(np.uint8)
-    if kind == "IQ1_M":
-        bits, words = scales().astype(np.float16).view(np.uint16), blocks[:, 48:56].copy().view(np.uint16)
-        for number in range(4):
-            words[:, number] = (words[:, number] & 0x0FFF) | (((bits >> (4 * number)) & 15) << 12)
-        blocks[:, 48:56] = words.view(np.uint8)
-    if kind == "MXFP4":
-        blocks[:, 0] = 127 + np.frexp(scales())[1]
-    return blocks.reshape(rows, -1)
 
 
 def dequantised(kind: str, data: Any) -> Any:
@@ -179,7 +142,7 @@ def test_every_type_is_held_or_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", FORMS)
 def test_values_and_products_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
     form, most = FORMS[kind]
-    data = random_blocks(kind)
+    data = random_blocks(kind, ROWS, COLS)
     wanted = dequantised(kind, data)
     file = write(tmp_path / "m.gguf", {"w": (kind, data)})  # whose memory tensors are
     tensor = file.tensor("w")
@@ -203,7 +166,7 @@ def test_values_and_products_are_those_of_the_file(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", sorted(each.upper() for each in HELD))
 def test_a_rank_has_its_columns(kind: str, tmp_path: Path) -> None:
     """Columns that begin inside a block, inside a group, and where no group does."""
-    data = random_blocks(kind)
+    data = random_blocks(kind, ROWS, COLS)
     wanted = dequantised(kind, data)
     file = write(tmp_path / "m.gguf", {"w": (kind, data)})  # whose memory tensors are
     tensor = file.tensor("w")
@@ -233,7 +196,7 @@ def test_a_matrix_of_several_types_holds_them_all(tmp_path: Path) -> None:
 def test_scales_that_no_half_can_be(kind: str, tmp_path: Path) -> None:
     """A matrix of tiny values would become zeros."""
     size = 2.0**-40 if kind == "MXFP4" else 2.0**-20
-    data = random_blocks(kind, size=size)
+    data = random_blocks(kind, ROWS, COLS, size=size)
     wanted = dequantised(kind, data)
     file = write(tmp_path / "m.gguf", {"w": (kind, data)})  # whose memory tensors are
     tensor = file.tensor("w")

@@ -218,7 +218,7 @@ def test_an_existing_folder_is_replaced_only_when_forced(folder: Path) -> None:
         quantize(folder, folder, force=True)
     with pytest.raises(ModelError, match="quantised already"):
         quantize(out, folder.parent / "again")
-    with pytest.raises(UsageError, match="no such folder"):
+    with pytest.raises(UsageError, match="there is no such folder as"):
         quantize(folder, folder / "absent" / "out")
 
 

@@ -60,6 +60,19 @@ def test_diff(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert file.read_text() == CODE
 
 
+def test_how_many_fixes_wait_for_the_option_that_makes_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("import torch\nscaler = torch.cuda.amp.GradScaler()\nx = torch.zeros(2).cuda()\n")
+    assert "found 2, 0 fixable with --write, 2 more with --write --partial; 1 file" in run(tmp_path, capsys=capsys)[1]
+    assert "would fix 0 in 0 files, 2 more with --partial; 1 file" in run(tmp_path, "--diff", capsys=capsys)[2]
+    report = json.loads(run(tmp_path, "--json", capsys=capsys)[1])
+    assert [each["waits"] for each in report["findings"]] == [True, True]
+    assert report["summary"]["waiting"] == 2
+    left = run(tmp_path, "--write", capsys=capsys)[1]
+    assert "fixed 0 in 0 files, 2 left to you (2 of them with --partial); 1 file" in left
+    assert run(tmp_path, "--write", "--partial", capsys=capsys)[1] == "fixed 2 in 1 file, 0 left to you; 1 file\n"
+
+
 def test_write(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.chmod(0o754)
     code, out, _ = run(file.parent, "--write", capsys=capsys)
@@ -293,6 +306,27 @@ def test_notebooks(tmp_path: Path, layout: dict[str, Any], capsys: pytest.Captur
     assert json.loads(path.read_text()) == wanted
     assert path.read_text() == json.dumps(wanted, **layout) + "\n"
     assert "fixed 0" in run(path, "--write", capsys=capsys)[1]
+
+
+def test_each_cell_of_a_notebook_that_imports_torch_imports_the_accelerator(tmp_path: Path) -> None:
+    """Cells are run in any order: what ran without the first one before the port does so after it."""
+    path = tmp_path / "a.ipynb"
+    cells = [
+        "import torch\ntorch.cuda.empty_cache()",
+        "import torch\nimport os\nx = 1",
+        "torch.cuda.empty_cache()",
+        "y = 2",
+    ]
+    book = [{"cell_type": "code", "source": each} for each in cells]
+    path.write_text(json.dumps({"cells": book, "metadata": {}, "nbformat": 4}))
+    assert main(["port", str(path), "--write"]) == 0
+    written = [each["source"] for each in json.loads(path.read_text())["cells"]]
+    assert [each.count("from anyaccel import get_accelerator") for each in written] == [1, 1, 0, 0]
+    assert written[1] == "import torch\nfrom anyaccel import get_accelerator\nimport os\nx = 1"
+    assert written[2] == "get_accelerator().empty_cache()"
+    before = path.read_text()
+    assert main(["port", str(path), "--write"]) == 0
+    assert path.read_text() == before
 
 
 @pytest.mark.parametrize("text", ["{cuda", '{"cells": 3, "x": "cuda"}', '["cuda"]', '{"cells": [{"cuda": 1}]}'])

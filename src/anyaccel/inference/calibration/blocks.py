@@ -22,7 +22,7 @@ Each = Callable[[str, Tensor], object]
 
 
 class _Seen(Exception):
-    """All blocks have been passed: what comes after them is not computed."""
+    """What was looked for has been seen: what comes after it is not computed."""
 
 
 class _Recorder(nn.Module):
@@ -61,6 +61,23 @@ class Block:
     module: nn.Module
     linears: dict[str, nn.Linear]
     run: Callable[[Tensor], Tensor]
+
+    def inputs(self, name: str, hidden: Tensor) -> Tensor:
+        """What one of the linear layers is given for the hidden states of one window: [tokens, columns], float32."""
+        found: list[Tensor] = []
+
+        def seen(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found.append(args[0].reshape(-1, args[0].shape[-1]).float())
+            raise _Seen
+
+        handle = self.linears[name].register_forward_pre_hook(seen)
+        try:
+            self.run(hidden)
+        except _Seen:
+            return found[0]
+        finally:
+            handle.remove()
+        raise ModelError(f"{name}: not computed for each window of the calibration text")
 
 
 class Blocks:
@@ -195,11 +212,18 @@ def _structure(config: dict[str, Any], where: str) -> Any:
 
 
 class Watch:
-    """The inputs of a block's linear layers: X^T X of each, and which layers have the same inputs."""
+    """The inputs of a block's linear layers, and which layers have the same ones, in the order of computation.
 
-    def __init__(self, linears: dict[str, nn.Linear]) -> None:
+    Attributes:
+        squares: X^T X of each set; with `keep` nothing.
+        kept: with `keep` the inputs themselves instead, of each set and window, in 16 bits.
+    """
+
+    def __init__(self, linears: dict[str, nn.Linear], keep: bool = False) -> None:
         self.sets: list[list[str]] = []
         self.squares: list[Tensor] = []
+        self.kept: list[list[Tensor]] = []
+        self._keep = keep
         self._first: dict[tuple[int, int], tuple[int, Tensor]] = {}
         self._handles = [
             each.register_forward_pre_hook(lambda _, args, name=name: self._saw(name, args[0]))
@@ -215,11 +239,17 @@ class Watch:
                 return
             known = len(self.sets)
             self.sets.append([name])
-            self.squares.append(torch.zeros(given.shape[-1], given.shape[-1]))
+            self.kept.append([])
+            if not self._keep:
+                self.squares.append(torch.zeros(given.shape[-1], given.shape[-1]))
             self._first[given.data_ptr(), given.shape[-1]] = known, given  # kept: its memory is nobody else's
         if self.sets[known][0] == name:
-            flat = given.reshape(-1, given.shape[-1]).float()
-            self.squares[known].addmm_(flat.T, flat)
+            flat = given.reshape(-1, given.shape[-1])
+            if self._keep:
+                self.kept[known].append(flat.bfloat16())
+            else:
+                flat = flat.float()
+                self.squares[known].addmm_(flat.T, flat)
 
     def next_window(self) -> None:
         """Forget the inputs of the first window, which were kept to tell them apart."""

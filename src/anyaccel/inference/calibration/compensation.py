@@ -4,6 +4,12 @@
 Frantar, Ashkboos, Hoefler, Alistarh 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", https://arxiv.org/abs/2210.17323, equations 2 to 4 and algorithm 1. Added here: levels are fitted when
 their columns are reached, by the errors that will count there, and groups with large inputs come first.
+
+Two things around it. What is rounded is not the matrix itself but the one whose products with the inputs that it will
+get, of a model that is quantised up to there, are nearest to the products that it should give (the aim of Li et al.
+2025, "GPTAQ: Efficient Finetuning-Free Quantization for Asymmetric Calibration", https://arxiv.org/abs/2504.02692, here
+as one solution of least squares before the rounding). And once all columns are rounded, each is chosen again with all
+others as they are, as in Behdin et al. 2023, "QuantEase", https://arxiv.org/abs/2309.01885.
 """
 
 from __future__ import annotations
@@ -16,6 +22,8 @@ from torch import Tensor
 from anyaccel.inference.calibration.grids import Fitted, Grid, by_group
 
 _DAMPING = 0.01  # of the mean of the Hessian's diagonal, added to it
+_AGAIN = 2  # passes in which columns are chosen once more
+_BLOCK = 128  # columns after which what they change is brought to all others
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,12 @@ class Inputs:
     """What the inputs of a matrix say about its columns: made once, used by all matrices with these inputs.
 
     Args:
-        squares: X^T X [cols, cols] of the inputs; taken over.
+        squares: X^T X [cols, cols] of the inputs X [tokens, cols]; taken over.
         width: columns that stay together.
+        drift: (Y - X)^T X [cols, cols], Y being the inputs that there would be if nothing before had been rounded.
     """
 
-    def __init__(self, squares: Tensor, width: int) -> None:
+    def __init__(self, squares: Tensor, width: int, drift: Tensor | None = None) -> None:
         diagonal = squares.diagonal()
         self.width = width
         self.importance = diagonal.clone()
@@ -76,12 +85,21 @@ class Inputs:
         diagonal[self.dead] = 1.0
         diagonal += _DAMPING * diagonal[~self.dead].mean() if bool((~self.dead).any()) else 1.0
         self.order = _order(self.importance, width)
-        squares = squares[self.order][:, self.order]
+        self.squares = squares[self.order][:, self.order]
         # Upper triangle U with U^T U = inverse: row j has what errors of column j become in later ones.
-        factor = torch.linalg.cholesky(squares)
-        inverse = torch.cholesky_inverse(factor)
-        del squares, factor
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(self.squares))
+        # The matrix W with the right products on average is W + W pull; rows and columns in `order`.
+        self.pull = None if drift is None else drift[self.order][:, self.order] @ inverse
         self.upper = torch.linalg.cholesky(inverse, upper=True)
+
+    def aim(self, weight: Tensor) -> Tensor:
+        """What is to be rounded, [cols, rows] in `order`: a matrix [rows, cols] that makes up for the drift."""
+        ordered = weight.float()[:, self.order]
+        if self.pull is not None:
+            ordered = torch.addmm(ordered, ordered, self.pull)
+        aim = ordered.T.contiguous()
+        aim[self.dead[self.order]] = 0.0
+        return aim
 
 
 def _order(importance: Tensor, width: int) -> Tensor:
@@ -94,8 +112,8 @@ def _order(importance: Tensor, width: int) -> Tensor:
 
 def compensated(weight: Tensor, grid: Grid, inputs: Inputs) -> Rounded:
     """A matrix [rows, cols] rounded so that its products with the inputs change least."""
-    values = weight.float().T[inputs.order].contiguous()
-    values[inputs.dead[inputs.order]] = 0.0
+    aim = inputs.aim(weight)
+    values = aim.clone()
     cols, rows = values.shape
     upper, width = inputs.upper, grid.width
     counts = upper.diagonal().square().reciprocal()  # the squared errors' weights once earlier columns are fixed
@@ -126,7 +144,35 @@ def compensated(weight: Tensor, grid: Grid, inputs: Inputs) -> Rounded:
                 window[column + 1 :].addr_(block[column, column + 1 :], error, alpha=-1.0)
         if first + width < cols:
             values[first + width :].addmm_(upper[first : first + width, first + width :].T, errors, alpha=-1.0)
-    return Rounded(grid, q, [each for each in fitted if each is not None])
+    result = Rounded(grid, q, [each for each in fitted if each is not None])
+    for _ in range(_AGAIN):
+        _choose_again(result, aim, inputs)
+    return result
+
+
+def _choose_again(found: Rounded, aim: Tensor, inputs: Inputs) -> None:
+    """The best level of each column with all others as they are; `found.q` is changed. `aim`: [cols, rows] in order."""
+    grid, order = found.grid, inputs.order
+    scale = torch.cat([each.scale for each in found.fitted])
+    minimum = torch.cat([each.minimum for each in found.fitted])
+    inverse = _inverse(scale)
+    groups = (order // grid.group).tolist()
+    errors = found.values().T[order] - aim
+    slopes = inputs.squares @ errors  # half the derivative of the squared error of the products
+    diagonal = inputs.squares.diagonal().tolist()
+    for first in range(0, len(order), _BLOCK):
+        block = slice(first, first + _BLOCK)
+        own = inputs.squares[block, block]
+        slope, changes = slopes[block], torch.empty_like(slopes[block])
+        for column, (of, place) in enumerate(zip(groups[block], order[block].tolist(), strict=True)):
+            wanted = aim[first + column] + errors[first + column] - slope[column] / diagonal[first + column]
+            level = (wanted - minimum[of]).mul_(inverse[of]).round_().clamp_(grid.low, grid.high)
+            change = changes[column]
+            torch.mul(level - found.q[place], scale[of], out=change)
+            found.q[place] = level
+            slope.addr_(own[column], change)
+        slopes[: block.start].addmm_(inputs.squares[: block.start, block], changes)
+        slopes[block.start + len(changes) :].addmm_(inputs.squares[block.start + len(changes) :, block], changes)
 
 
 def _inverse(scale: Tensor) -> Tensor:

@@ -68,7 +68,10 @@ class GgufCopy:
         infos = {name: self._file.file_of(name).infos[name] for name in self._file.names()}
         for name, info in infos.items():
             if len(info.shape) > 1 and info.type not in _PLAIN:
-                raise ModelError(f"{path}: tensor {name!r} is {info.type}: its weights are quantised already")
+                raise ModelError(
+                    f"{path}: tensor {name!r} is {info.type}: its weights are quantised already; give the model "
+                    "that it was made from, in 16 or 32 bits"
+                )
         own = {name: where for name in source.names() if (where := source.stored(name)) is not None}
         menus = {
             name: _menu(infos[stored].shape[1], bits)

@@ -17,6 +17,7 @@ from anyaccel.inference.calibration.grids import Grid
 
 Progress = Callable[[int, int], object]
 _ENOUGH_BITS = 7.0  # rounding to so many costs nothing that could be made up for
+_STEPS = 1000  # of progress, a block
 _MANY_COLUMNS = 2048  # up to which one thread rounds a matrix: it takes thousands of short steps
 
 
@@ -39,38 +40,61 @@ def quantised_blocks(blocks: Blocks, grids: Mapping[str, Grid], progress: Progre
         progress: called with (steps done, steps in all).
     """
     hidden = blocks.hidden
-    steps = 2 * len(hidden) + 4
-    done = 0
-
-    def step(count: int = 1) -> None:
-        nonlocal done
-        done += count
-        progress(done, steps * blocks.count)
-
+    exact = [each.clone() for each in hidden]  # as they would be if nothing were rounded
     for number, block in enumerate(blocks):
-        watch = watched(block, hidden, step)
-        found: dict[str, Matrix] = {}
-        for names, squares in zip(watch.sets, watch.squares, strict=True):
+
+        def part(share: float, number: int = number) -> None:
+            progress(round((number + share) * _STEPS), blocks.count * _STEPS)
+
+        yield _quantised_block(block, grids, exact, hidden, part)
+
+
+def _quantised_block(
+    block: Block, grids: Mapping[str, Grid], exact: list[Tensor], hidden: list[Tensor], part: Callable[[float], object]
+) -> dict[str, Matrix]:
+    """One block's matrices, those that are computed first before the others; hidden states become its outputs."""
+    count = len(hidden)
+    wanted = Watch(block.linears, keep=True)
+    try:
+        for index, each in enumerate(exact):
+            exact[index] = block.run(each)
+            wanted.next_window()
+            part(0.3 * (index + 1) / count)
+    finally:
+        wanted.close()
+    found: dict[str, Matrix] = {}
+    for place, names in enumerate(wanted.sets):
+        taken = [name for name in names if name in grids]
+        if taken:
+            squares, drift = _moments(block, names[0], wanted.kept[place], hidden)
             with _threads(1 if len(squares) <= _MANY_COLUMNS else torch.get_num_threads()):
-                found |= _quantised_set(block, [name for name in names if name in grids], grids, squares)
-        watch.squares.clear()
-        done = number * steps + len(hidden) + 4
-        step(0)
-        for index, each in enumerate(hidden):
-            hidden[index] = block.run(each)
-            step()
-        yield found
+                found |= _quantised_set(block, taken, grids, squares, drift)
+        wanted.kept[place].clear()
+        part(0.3 + 0.5 * (place + 1) / len(wanted.sets))
+    for index, each in enumerate(hidden):
+        hidden[index] = block.run(each)
+        part(0.8 + 0.2 * (index + 1) / count)
+    return found
 
 
-def watched(block: Block, hidden: list[Tensor], step: Callable[[], object] | None = None) -> Watch:
+def _moments(block: Block, name: str, exact: list[Tensor], hidden: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """X^T X and (Y - X)^T X of the inputs X of a linear layer; Y as they would be if nothing were rounded."""
+    cols = exact[0].shape[-1]
+    squares, drift = torch.zeros(cols, cols), torch.zeros(cols, cols)
+    for wanted, each in zip(exact, hidden, strict=True):
+        given = block.inputs(name, each)
+        squares.addmm_(given.T, given)
+        drift.addmm_((wanted.float() - given).T, given)
+    return squares, drift
+
+
+def watched(block: Block, hidden: list[Tensor]) -> Watch:
     """What the block's linear layers are given when hidden states go through it."""
     watch = Watch(block.linears)
     try:
         for each in hidden:
             block.run(each)
             watch.next_window()
-            if step is not None:
-                step()
     finally:
         watch.close()
     return watch
@@ -87,10 +111,10 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _quantised_set(block: Block, names: list[str], grids: Mapping[str, Grid], squares: Tensor) -> dict[str, Matrix]:
+def _quantised_set(
+    block: Block, names: list[str], grids: Mapping[str, Grid], squares: Tensor, drift: Tensor
+) -> dict[str, Matrix]:
     """Matrices with the same inputs, and hence with one width; the block goes on with their values."""
-    if not names:
-        return {}
     if not bool(torch.isfinite(squares).all()):
         raise ModelError(f"{names[0]}: its inputs are infinite or not numbers on the calibration text")
     inputs: Inputs | None = None
@@ -102,7 +126,7 @@ def _quantised_set(block: Block, names: list[str], grids: Mapping[str, Grid], sq
             rounded = nearest(weight.detach(), grid, squares.diagonal() if inputs is None else inputs.importance)
         else:
             if inputs is None or inputs.width != grid.width:
-                inputs = Inputs(squares.clone(), grid.width)
+                inputs = Inputs(squares.clone(), grid.width, drift)
             rounded = compensated(weight.detach(), grid, inputs)
         values = rounded.values()
         difference = float((values - weight).double().square().sum())

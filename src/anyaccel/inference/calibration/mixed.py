@@ -52,7 +52,11 @@ def _observed(block: Block, hidden: list[Tensor]) -> tuple[list[list[str]], list
 def _damage(
     block: Block, names: Set, menu: Sequence[Grid], moments: Tensor, hidden: list[Tensor], outputs: list[Tensor]
 ) -> list[float]:
-    """What each grid does to the block's output, relative to it: measured for the first, the others by their errors."""
+    """What each grid does to the block's output: measured for the first, the others by their errors.
+
+    Relative to the output, token by token: what comes next normalises each by itself, and the first tokens of a text
+    can be a thousand times larger than all others.
+    """
     kept = {name: block.linears[name].weight.data for name in names}
     errors = [0.0] * len(menu)
     for name, weight in kept.items():
@@ -61,13 +65,13 @@ def _damage(
             off = nearest(some, grid, moments).values() - some
             errors[number] += float((off.square() * moments).sum()) * len(weight) / len(some)
         block.linears[name].weight.data = nearest(weight, menu[0], moments).values()
-    changed, size = 0.0, 0.0
+    changed = 0.0
     for given, wanted in zip(hidden, outputs, strict=True):
-        changed += float((block.run(given) - wanted).double().square().sum())
-        size += float(wanted.double().square().sum())
+        off = (block.run(given) - wanted).square().sum(-1)
+        changed += float((off / wanted.square().sum(-1).clamp(min=1e-30)).double().mean()) / len(hidden)
     for name, weight in kept.items():
         block.linears[name].weight.data = weight
-    return [changed / max(size, 1e-30) * error / max(errors[0], 1e-30) for error in errors]
+    return [changed * error / max(errors[0], 1e-30) for error in errors]
 
 
 def spent(

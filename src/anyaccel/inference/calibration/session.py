@@ -38,7 +38,7 @@ class Calibration:
         announce: Callable[[str], object] | None,
         progress: Progress | None,
     ) -> None:
-        windows = calibration_windows(model, text, tokens or TOKENS, announce)
+        windows = calibration_windows(model, text, TOKENS if tokens is None else tokens, announce)
         self.told = {"text": text, "tokens": windows.numel()}
         self._progress = progress or (lambda done, total: None)
         self._blocks = Blocks(source, config, windows, str(model))

@@ -74,7 +74,10 @@ def check_room(folder: Path, size: int) -> None:
     """Raise UsageError when a file system has not so many bytes left, before work that would be in vain."""
     free = shutil.disk_usage(folder).free
     if size > free:
-        raise UsageError(f"{folder}: {free / 2**20:.0f} MiB are free and {size / 2**20:.0f} MiB are needed")
+        raise UsageError(
+            f"{folder}: {free / 2**20:.0f} MiB are free, {size / 2**20:.0f} MiB are needed; "
+            "make room, or give a folder elsewhere"
+        )
 
 
 def _move(beside: Path, target: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from anyaccel.inference.device.kernels.choice import kernels_of
 from anyaccel.inference.spec.decoder import Mlp
 
 
@@ -31,6 +32,9 @@ def activated(mlp: Mlp, gate_up: torch.Tensor) -> torch.Tensor:
     """The features, of rows of gates and ups."""
     if not mlp.gated:
         return _ACTIVATIONS[mlp.activation](gate_up)
+    kernels = kernels_of(gate_up.device)
+    if kernels is not None and gate_up.stride(-1) == 1:
+        return kernels.gated(mlp.activation, gate_up)
     gate, up = gate_up.chunk(2, -1)
     if mlp.activation == "swiglu_oai":
         return _swiglu_oai(gate, up)

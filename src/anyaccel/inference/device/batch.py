@@ -129,10 +129,15 @@ def make_batch(
 
 
 def angles_of(
-    rope: Angles, segments: Sequence[Segment], positions: torch.Tensor, most: int, device: torch.device
+    rope: Angles,
+    segments: Sequence[Segment],
+    positions: torch.Tensor,
+    most: int,
+    device: torch.device,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Those of the segments' tokens, whose `positions` on the device are below `most`."""
-    found = rope.at(positions, most)
+    """Those of the segments' tokens, whose `positions` on the device are below `most`; in `out`, if given."""
+    found = rope.at(positions, most, out)
     first = 0
     for segment in segments:
         count = len(segment.tokens)

@@ -14,7 +14,7 @@ from anyaccel.inference.device.activations import activated
 from anyaccel.inference.device.attention import attend
 from anyaccel.inference.device.batch import Batch
 from anyaccel.inference.device.pages import KvPages
-from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed
+from anyaccel.inference.device.parts import Dense, Experts, Linear, Normed, Ranks, normed, rows_of
 from anyaccel.inference.device.rotary import Angles, has_complex, turn
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer, Mla, Moe, QkNorm, Rope
@@ -37,13 +37,14 @@ class Heads:
         parts = (of_q.view(-1, a.head_dim).expand(a.heads, -1), of_k.view(-1, a.head_dim).expand(a.kv_heads, -1))
         return torch.cat(parts)
 
-    def norm_(self, qk_NHD: torch.Tensor) -> None:
-        """In place."""
+    def normed(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Rows of queries, keys and values: in place where each head is normed alone."""
+        a = self.a
+        counts = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim]
         if self.qk.across:
-            q_NHD, k_NHD = torch.split(qk_NHD, [self.a.heads, self.a.kv_heads], 1)
-            q_NHD.copy_(self._across(self.q, q_NHD.flatten(1), 1).view_as(q_NHD))
-            k_NHD.copy_(self._across(self.k, k_NHD.flatten(1), self.a.kv_copies).view_as(k_NHD))
-            return
+            q, k, v = torch.split(qkv, counts, 1)
+            return torch.cat([self._across(self.q, q, 1), self._across(self.k, k, a.kv_copies), v], 1)
+        qk_NHD = qkv[:, : counts[0] + counts[1]].view(len(qkv), -1, a.head_dim)
         plain = self.q.plain(qk_NHD)
         if self.weight is None:
             qk_NHD.copy_(plain if self.bias is None else plain + self.bias)
@@ -51,6 +52,7 @@ class Heads:
             torch.mul(plain, self.weight, out=qk_NHD)
         else:
             torch.addcmul(self.bias, plain, self.weight, out=qk_NHD)
+        return qkv
 
     def _across(self, norm: Normed, x: torch.Tensor, copies: int) -> torch.Tensor:
         """One norm over all heads, those of other ranks included; `copies` ranks have the same ones."""
@@ -111,8 +113,11 @@ class LayerRun:
                 return torch.add(h, ranks.add(self.o(seen) + self.mlp(before_mlp)), alpha=scale)
             return self.mlp.added(self.o.added(h, seen, scale, None), before_mlp, scale, None)
         residual = x if layer.residual_from_norm else h
-        h = _added(self.o, residual, seen, scale, self.attn_post_norm, ranks)
-        x = h if self.mlp_norm is None else self.mlp_norm(h)
+        if self.mlp_norm is not None and (ranks is not None or self.attn_post_norm is not None):
+            h, x = self.mlp_norm.of_sum(residual, _of_ranks(self.o, seen, self.attn_post_norm, ranks), scale)
+        else:
+            h = _added(self.o, residual, seen, scale, self.attn_post_norm, ranks)
+            x = h if self.mlp_norm is None else self.mlp_norm(h)
         return _added(self.mlp, x if layer.residual_from_norm else h, x, scale, self.mlp_post_norm, ranks)
 
     def _run_joint(self, h: torch.Tensor, x: torch.Tensor, batch: Batch, cache: torch.Tensor) -> torch.Tensor:
@@ -137,20 +142,20 @@ class LayerRun:
         return attend(a, q_NHD, cache, batch, self.sinks)
 
     def _heads_of(self, qkv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, and the cache's rows of keys and values. All of it stays in the product's own memory."""
+        """Queries, and the cache's rows of keys and values. They stay in the product's own memory mostly."""
         a = self.a
         if a.clip:
             qkv.clamp_(-a.clip, a.clip)
         q_count = a.heads * a.head_dim
-        qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(qkv), -1, a.head_dim)
         norm = self.heads
         if norm is not None and not norm.qk.after_rope:
-            norm.norm_(qk_NHD)
+            qkv = norm.normed(qkv)
         if self.rope is not None:
+            qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(qkv), -1, a.head_dim)
             turn(qk_NHD, self.rope.first, batch.angles[a.rope])
         if norm is not None and norm.qk.after_rope:
-            norm.norm_(qk_NHD)
-        return qk_NHD[:, : a.heads], qkv[:, q_count:]
+            qkv = norm.normed(qkv)
+        return qkv[:, :q_count].view(len(qkv), a.heads, a.head_dim), qkv[:, q_count:]
 
     def _latent(self, mla: Mla, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed."""
@@ -181,8 +186,13 @@ def _added(
     """residual + scale * post(of(x)); without a norm in between the product itself adds."""
     if post is None:
         return of.added(residual, x, scale, ranks)
-    y = of(x)
-    return torch.add(residual, post(y if ranks is None else ranks.add(y)), alpha=scale)
+    return torch.add(residual, _of_ranks(of, x, post, ranks), alpha=scale)
+
+
+def _of_ranks(of: Linear | Dense | Experts, x: torch.Tensor, post: Normed | None, ranks: Ranks | None) -> torch.Tensor:
+    """post(of(x)) of all ranks."""
+    y = of(x) if ranks is None else ranks.add(of(x))
+    return y if post is None else post(y)
 
 
 class Decoder:
@@ -195,13 +205,12 @@ class Decoder:
         as_complex = has_complex(spec, dtype, weights.device)
         self.ropes = [Angles(rope, dtype, weights.device, as_complex) for rope in spec.ropes]
         self.sinks = any(layer.attention.sinks for layer in spec.layers)
-        self.embed = weights["embed"]
+        self.embed = weights.matrix("embed")
         self.positions = weights["positions"] if spec.positions else None
         self.embed_norm = normed(spec.embedding_norm, weights, "embed_norm")
         self.layers = [LayerRun(spec, index, weights, ranks) for index in range(len(spec.layers))]
         self.final_norm = normed(spec.final_norm, weights, "final_norm")
-        self.head = self.embed if spec.tied else weights["head"]
-        self.head_bias = weights["head.bias"] if spec.head_bias else None
+        self.head = Linear(weights, "embed" if spec.tied else "head", bias="head.bias")
 
     def run(self, batch: Batch) -> torch.Tensor:
         """The residual of every token behind the last layer."""
@@ -219,10 +228,10 @@ class Decoder:
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:
-            return self.embed.index_select(0, tokens)
+            return rows_of(self.embed, tokens)
         own = tokens - self.spec.vocab_first
         here = (own >= 0) & (own < len(self.embed))
-        rows = self.embed.index_select(0, own.clamp(0, len(self.embed) - 1))
+        rows = rows_of(self.embed, own.clamp(0, len(self.embed) - 1))
         return self.ranks.add(rows * here[:, None])
 
     def hidden(self, h: torch.Tensor) -> torch.Tensor:
@@ -232,7 +241,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocabulary]."""
         spec = self.spec
-        logits = torch.nn.functional.linear(hidden, self.head, self.head_bias)
+        logits = self.head(hidden)
         if self.ranks is not None:
             logits = self.ranks.join(logits)
         logits = logits.float()

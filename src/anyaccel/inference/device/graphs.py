@@ -119,7 +119,7 @@ class Graphs:
         to.inputs.copy_(torch.tensor(numbers, dtype=torch.int64), non_blocking=True)
         longest = max(each.start for each in segments) + 1
         for kept, rope in zip(to.batch.angles, self._decoder.ropes, strict=True):
-            kept.copy_(angles_of(rope, segments, to.batch.positions, longest, self._device))
+            angles_of(rope, segments, to.batch.positions, longest, self._device, out=kept)
 
     def _capture(self, batch: Batch) -> Captured:
         (group,) = batch.groups

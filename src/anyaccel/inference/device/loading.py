@@ -40,6 +40,7 @@ def load_decoder(
         return load_device(
             model,
             dtype=dtype,
+            group_size=settings.group_size,
             rank=rank,
             size=size,
             cache_dtype=None if settings.kv_cache == "auto" else settings.kv_cache,

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from anyaccel.inference.device.activations import activated
+from anyaccel.inference.device.kernels.choice import kernels_of
+from anyaccel.inference.device.quantised import Quantised
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Mlp, Moe, Norm
 
@@ -29,13 +31,20 @@ class Ranks(Protocol):
 
 
 class Linear:
-    """y = x Wᵀ + bias. A router's is in float32 whatever x is."""
+    """y = x Wᵀ + bias. A router's is in float32 whatever x is.
 
-    def __init__(self, weights: DeviceWeights, name: str) -> None:
-        self.weight = weights[name]
-        self.bias = weights.get(f"{name}.bias")
+    Args:
+        bias: its name, where it is not the weight's.
+    """
+
+    def __init__(self, weights: DeviceWeights, name: str, bias: str = "") -> None:
+        self.weight = weights.matrix(name)
+        self.bias = weights.get(bias or f"{name}.bias")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, Quantised):
+            y = self.weight(x)
+            return y if self.bias is None else y.add_(self.bias)
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
@@ -44,6 +53,8 @@ class Linear:
             return torch.add(h, ranks.add(self(x)), alpha=factor)
         if self.bias is not None:
             h = torch.add(h, self.bias, alpha=factor)
+        if isinstance(self.weight, Quantised):
+            return torch.add(h, self.weight(x), alpha=factor)
         return torch.addmm(h, x, self.weight.t(), alpha=factor)
 
 
@@ -60,6 +71,15 @@ class Normed:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.norm.eps)
         y = F.rms_norm(x, x.shape[-1:], self.weight, self.norm.eps)
         return y if self.bias is None else y + self.bias
+
+    def of_sum(self, residual: torch.Tensor, y: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + scale * y, both [tokens, width], and the norm of that."""
+        kernels = kernels_of(residual.device)
+        if kernels is not None and y.dtype is residual.dtype and y.shape[1] <= kernels.widest:
+            layer = self.norm.kind == "layer"
+            return kernels.add_norm(residual, y, scale, self.weight, self.bias, self.norm.eps, layer)
+        total = torch.add(residual, y, alpha=scale)
+        return total, self(total)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
         """Without weight and bias."""
@@ -88,6 +108,15 @@ class Dense:
         return self.down.added(h, activated(self.mlp, self.gate_up(x)), factor, ranks)
 
 
+def rows_of(matrix: torch.Tensor | Quantised, numbers: torch.Tensor) -> torch.Tensor:
+    """Rows, or of stacked matrices some of them, as floats."""
+    return matrix.of_rows(numbers) if isinstance(matrix, Quantised) else matrix.index_select(0, numbers)
+
+
+def _entry(stack: torch.Tensor | Quantised, index: int) -> torch.Tensor:
+    return stack.entry(index) if isinstance(stack, Quantised) else stack[index]
+
+
 class Experts:
     """A mixture of experts. Few tokens gather the weights of theirs; many go through one expert after the other."""
 
@@ -95,19 +124,27 @@ class Experts:
         self.moe = moe
         self.router = Linear(weights, f"{at}.router")
         self.choice_bias = weights.get(f"{at}.router.choice_bias")
-        stacks = weights.stacks
-        self.gate_up, self.down = stacks[f"{at}.experts.gate_up"], stacks[f"{at}.experts.down"]
-        self.gate_up_bias, self.down_bias = (stacks.get(f"{at}.experts.{name}.bias") for name in ("gate_up", "down"))
+        self.gate_up, self.down = (weights.stack(f"{at}.experts.{name}") for name in ("gate_up", "down"))
+        self.gate_up_bias, self.down_bias = (
+            weights.stacked_vectors(f"{at}.experts.{name}.bias") for name in ("gate_up", "down")
+        )
+        self._by_scores = self.choice_bias is None and moe.top_groups >= moe.groups
         self.shared = None if moe.shared is None else Dense(moe.shared, weights, f"{at}.shared")
         self.shared_gate = Linear(weights, f"{at}.shared_gate") if moe.shared_gate else None
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
+        if ranks is None and self.shared is None and len(x) <= GATHERED:
+            factors_N1E, y_NEC = self._few(x, *self.route(x))
+            return torch.baddbmm(h[:, None], factors_N1E, y_NEC, alpha=factor)[:, 0]
         y = self(x)
         return torch.add(h, y if ranks is None else ranks.add(y), alpha=factor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         chosen_NE, factors_NE = self.route(x)
-        y = self._few(x, chosen_NE, factors_NE) if len(x) <= GATHERED else self._many(x, chosen_NE, factors_NE)
+        if len(x) <= GATHERED:
+            y = torch.bmm(*self._few(x, chosen_NE, factors_NE))[:, 0]
+        else:
+            y = self._many(x, chosen_NE, factors_NE)
         if self.shared is None:
             return y
         shared = self.shared(x)
@@ -119,37 +156,48 @@ class Experts:
         """Numbers and factors of the experts of each token."""
         moe = self.moe
         scores = self.router(x)
-        if moe.scoring == "softmax":
+        # A softmax that is divided by the sum of the chosen ones is the softmax of these alone.
+        late = moe.softmax_after or (self._by_scores and moe.scoring == "softmax" and moe.normalise)
+        if moe.scoring == "softmax" and not late:
             scores = scores.softmax(-1)
         elif moe.scoring == "sigmoid":
             scores = scores.sigmoid()
+        if self._by_scores:
+            factors, chosen = scores.topk(moe.top_k, -1)
+        else:
+            chosen = self._choice(scores).topk(moe.top_k, -1).indices
+            factors = scores.gather(-1, chosen)
+        if late:
+            factors = factors.softmax(-1)
+        elif moe.normalise:
+            factors = factors / (factors.sum(-1, keepdim=True) + 1e-20)
+        return chosen, factors * moe.scale if moe.scale != 1.0 else factors
+
+    def _choice(self, scores: torch.Tensor) -> torch.Tensor:
+        """What experts are chosen by, where that is not their scores alone."""
+        moe = self.moe
         choice = scores if self.choice_bias is None else scores + self.choice_bias
         if moe.top_groups < moe.groups:
-            grouped = choice.view(len(x), moe.groups, -1)
+            grouped = choice.view(len(scores), moe.groups, -1)
             pair = moe.group_score == "top2" and grouped.shape[-1] > 1
             best = grouped.topk(2, -1).values.sum(-1) if pair else grouped.amax(-1)
             kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(moe.top_groups, -1).indices, True)
             choice = grouped.masked_fill(~kept[..., None], -math.inf).flatten(-2)
-        chosen = choice.topk(moe.top_k, -1).indices
-        factors = scores.gather(-1, chosen)
-        if moe.softmax_after:
-            factors = factors.softmax(-1)
-        if moe.normalise:
-            factors = factors / (factors.sum(-1, keepdim=True) + 1e-20)
-        return chosen, factors * moe.scale if moe.scale != 1.0 else factors
+        return choice
 
-    def _few(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    def _few(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors [tokens, 1, experts] and results [tokens, experts, values], whose product is the mixture."""
         tokens, each = chosen.shape
         flat = chosen.flatten()
         rows = x[:, None].expand(-1, each, -1).reshape(tokens * each, -1, 1)
-        y = torch.bmm(self.gate_up.index_select(0, flat), rows)[..., 0]
+        y = torch.bmm(rows_of(self.gate_up, flat), rows)[..., 0]
         if self.gate_up_bias is not None:
             y = y + self.gate_up_bias.index_select(0, flat)
         features = activated(self.moe.expert, y)[..., None]
-        y = torch.bmm(self.down.index_select(0, flat), features)[..., 0]
+        y = torch.bmm(rows_of(self.down, flat), features)[..., 0]
         if self.down_bias is not None:
             y = y + self.down_bias.index_select(0, flat)
-        return torch.bmm(factors.to(y.dtype)[:, None], y.view(tokens, each, -1))[:, 0]
+        return factors.to(y.dtype)[:, None], y.view(tokens, each, -1)
 
     def _many(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Tokens in the order of their experts; how many each expert has is the one thing the host must know."""
@@ -164,8 +212,12 @@ class Experts:
         for expert, count in enumerate(counts.tolist()):
             if count:
                 bias = None if self.gate_up_bias is None else self.gate_up_bias[expert]
-                y = activated(self.moe.expert, F.linear(rows[first : first + count], self.gate_up[expert], bias))
-                parts.append(F.linear(y, self.down[expert], None if self.down_bias is None else self.down_bias[expert]))
+                y = activated(
+                    self.moe.expert, F.linear(rows[first : first + count], _entry(self.gate_up, expert), bias)
+                )
+                parts.append(
+                    F.linear(y, _entry(self.down, expert), None if self.down_bias is None else self.down_bias[expert])
+                )
             first += count
         y = torch.cat(parts) * factors.flatten().index_select(0, order).to(x.dtype)[:, None]
         return torch.zeros_like(x).index_add_(0, token, y)

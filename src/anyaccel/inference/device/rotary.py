@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from anyaccel.inference.device.kernels.choice import kernels_of
 from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Rope
 
 _GROWTH = 512
@@ -79,12 +80,12 @@ class Angles:
         self._dtype, self._device, self._complex = dtype, device, as_complex
         self._table = self._rows(torch.arange(0), rope.inv_freq, rope.scale).to(device)
 
-    def at(self, positions: torch.Tensor, most: int) -> torch.Tensor:
-        """Of positions [tokens] on the device, all below `most`."""
+    def at(self, positions: torch.Tensor, most: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Of positions [tokens] on the device, all below `most`; in `out` where that is given."""
         if most > len(self._table):
             count = max(-(-most // _GROWTH) * _GROWTH, len(self._table) * 5 // 4)
             self._table = self._rows(torch.arange(count), self.rope.inv_freq, self.rope.scale).to(self._device)
-        return self._table.index_select(0, positions)
+        return torch.index_select(self._table, 0, positions, out=out)
 
     def of_context(self, positions: Sequence[int], context: int) -> torch.Tensor:
         """The same of one sequence whose context is so long that the angles depend on it; made on the host."""
@@ -111,6 +112,10 @@ class Angles:
 
 def turn(heads: torch.Tensor, first: int, angles: torch.Tensor) -> None:
     """Rotate heads [tokens, heads, values] in place, those from `first` on; `angles` are the tokens'."""
+    kernels = None if angles.is_complex() else kernels_of(heads.device)
+    if kernels is not None and heads.stride(-1) == 1:
+        kernels.turn(heads, first, angles)
+        return
     part = heads[..., first : first + 2 * angles.shape[1]]
     pairs = part.view(*part.shape[:-1], -1, 2)
     if angles.is_complex():

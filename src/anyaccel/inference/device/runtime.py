@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,9 +15,12 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.device.model import DeviceModel
 from anyaccel.inference.device.ranks import TensorRanks
 from anyaccel.inference.device.weights import DTYPES, DeviceWeights
-from anyaccel.inference.native.formats import Precision
+from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
+from anyaccel.inference.native.packing import Plan
 from anyaccel.inference.native.runtime import NativeModel, Place, open_checkpoint, plan_of
 from anyaccel.inference.native.shard import shard
+from anyaccel.inference.spec.decoder import MatrixShape
+from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED
 
 if TYPE_CHECKING:
     from anyaccel import _llm
@@ -32,6 +36,7 @@ def load_device(
     config: Mapping[str, Any] | None = None,
     *,
     dtype: str | None = "bf16",
+    group_size: int = DEFAULT_GROUP,
     rank: int = 0,
     size: int = 1,
     cache_dtype: str | None = None,
@@ -47,8 +52,10 @@ def load_device(
     Weights go to the device as they are read; the host has a few megabytes of them at a time.
 
     Args:
-        dtype: fp32, bf16 or fp16; None or "auto": that of the file, bf16 for a quantised one.
-        cache_dtype: of keys and values; None: as `dtype`, and there is no other.
+        dtype: fp32, bf16, fp16, int8 or int4; None or "auto": that of the file.
+        group_size: columns that share a scale in int4.
+        cache_dtype: of keys and values: with floats as `dtype`. With quantised weights it is also that of all
+            arithmetic; None: bf16, or what the device has of fp16 and fp32.
         rank, size: of tensor parallelism; `group` has these ranks, of which `on_host` share this host's memory.
         cache_limit: most bytes of keys and values; 0: three quarters of what the device has left.
 
@@ -62,16 +69,10 @@ def load_device(
     checkpoint = open_checkpoint(model, config, release)
     if check is not None:
         check()
-    asked = None if dtype == "auto" else dtype
-    if asked is not None and asked not in _FLOATS:
-        raise UsageError(f"dtype={asked!r}: runtime='device' has {', '.join(_FLOATS)} in this version")
-    plan = plan_of(checkpoint, Precision(asked), place)
-    if asked is None:
-        asked = _precision_of({shape.format for shape in plan.matrices if shape.name != "router"})
-        plan = plan_of(checkpoint, Precision(asked), place)
+    plan = plan_of(checkpoint, Precision(None if dtype == "auto" else dtype, group_size), place)
+    asked = _arithmetic(plan, dtype, cache_dtype)
+    plan.matrices = [_device_form(shape, _FLOATS[asked]) for shape in plan.matrices]
     kind = DTYPES[_FLOATS[asked]]
-    if cache_dtype not in (None, asked):
-        raise UsageError(f"kv_cache={cache_dtype!r}: runtime='device' keeps keys and values in the model's own {asked}")
     weights = DeviceWeights(plan.spec, plan.shapes(), kind, accelerator.device(accelerator.current_device()))
 
     def report(done: int, total: int) -> None:
@@ -87,7 +88,7 @@ def load_device(
     if limit == 0:
         known = accelerator.has(Capability.MEMORY_SIZE)
         limit = int(accelerator.available_memory() * _SHARE_OF_MEMORY) if known else _UNKNOWN_MEMORY
-        if weights["embed"].is_cpu:
+        if weights.device.type == "cpu":
             limit //= on_host
     precise = torch.float64 if accelerator.has(Capability.FP64) else torch.float32
     ranks = None
@@ -107,7 +108,41 @@ def load_device(
     )
 
 
-def _precision_of(formats: set[str]) -> str:
-    """The float that all matrices have in the file, else bfloat16."""
-    names = {name for name, kind in _FLOATS.items() if kind in formats}
-    return names.pop() if len(names) == 1 and formats <= set(_FLOATS.values()) else "bf16"
+def _arithmetic(plan: Plan, dtype: str | None, cache_dtype: str | None) -> str:
+    """What everything but quantised weights is in.
+
+    Raises:
+        UsageError: keys and values are asked for in what they cannot be in.
+    """
+    formats = {shape.format for shape in plan.matrices if not _in_float32(shape)}
+    if not formats & QUANTISED:
+        if dtype is not None and dtype in _FLOATS:
+            own = dtype
+        else:
+            names = [name for name, kind in _FLOATS.items() if formats == {kind}]
+            own = names[0] if names else "bf16"
+        if cache_dtype in (None, own):
+            return own
+        raise UsageError(f"kv_cache={cache_dtype!r}: runtime='device' keeps keys and values in the model's own {own}")
+    accelerator = get_accelerator()
+    has = {"bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported(), "fp32": True}
+    if cache_dtype is None:
+        return next(name for name, there in has.items() if there)
+    if not has.get(cache_dtype):
+        usable = ", ".join(name for name, there in has.items() if there)
+        raise UsageError(f"kv_cache={cache_dtype!r}: runtime='device' has {usable} here, with quantised weights")
+    return cache_dtype
+
+
+def _in_float32(shape: MatrixShape) -> bool:
+    return shape.name.rsplit(".", 1)[-1] in ("router", "shared_gate")
+
+
+def _device_form(shape: MatrixShape, own: str) -> MatrixShape:
+    """A matrix in a form that is there: whole numbers of 4 and 8 bits, and floats of one kind. No value is rounded."""
+    if shape.format in ("i4", "i8") or _in_float32(shape):
+        return shape
+    if shape.format not in QUANTISED:
+        return replace(shape, format=own)
+    minimum = shape.minimum or FORMATS[shape.format].minima == "always"
+    return replace(shape, format="i8", minimum=minimum)

@@ -6,7 +6,6 @@ What the plan hands over is a few megabytes of the checkpoint at a time, so the 
 
 from __future__ import annotations
 
-import ctypes
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,10 +16,18 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.sources import BLOCKS
 from anyaccel.inference.device.activations import activated
 from anyaccel.inference.device.layout import CONSTANTS, LayerLayout, layer_layout, row_orders
+from anyaccel.inference.device.quantised import Quantised
+from anyaccel.inference.device.stored import (
+    SOURCES,
+    blocks,
+    dequantised_blocks,
+    holds_blocks,
+    host_memory,
+    rounded,
+)
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer, Mlp
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-_SOURCES = DTYPES | {"f64": torch.float64}
 _FOLDED = 1 << 22  # values of a matrix that are in float32 at once
 _CONSTANT = 16.0  # what activations leave large; divisions by it are exact
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.*)")
@@ -33,25 +40,32 @@ class DeviceWeights:
 
     Args:
         spec: by which `layout` puts weights elsewhere, and has some of them changed when all are there.
-        shapes: as `packing.Plan.shapes` gives them, of float formats.
-        dtype: of vectors.
+        shapes: as `packing.Plan.shapes` gives them, of floats, i8 and i4.
+        dtype: of vectors, and of what quantised matrices are multiplied by.
     """
 
     def __init__(self, spec: DecoderSpec, shapes: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         self.spec = spec
-        self.stacks: dict[str, torch.Tensor] = {}  # "layers.3.experts.down" -> [experts, rows, cols]
+        self.dtype = dtype
+        self._stacks: dict[str, torch.Tensor | Quantised] = {}  # "layers.3.experts.down" -> [experts, rows, cols]
         self._tensors: dict[str, torch.Tensor] = {}
+        self._quantised: dict[str, Quantised] = {}
+        self._products: dict[object, Any] = {}
         self._filled: dict[str, torch.Tensor] = {}  # what a weight's own values go to, where its tensor has more
         self._owned: list[torch.Tensor] = []
         self._missing: dict[str, int] = {}
         self._orders = row_orders(spec)
         sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, rows, cols, kind, _group, _minimum in shapes["matrices"]:
-            sizes[name] = (rows, cols), DTYPES[kind]
+        quantised: dict[str, tuple[tuple[int, int], tuple[str, int, bool]]] = {}
+        for name, rows, cols, kind, group, minimum in shapes["matrices"]:
+            if kind in DTYPES:
+                sizes[name] = (rows, cols), DTYPES[kind]
+            else:
+                quantised[name] = (rows, cols), (kind, group, minimum)
         for name, count in shapes["vectors"]:
             sizes[name] = (count,), torch.float32 if _OF_ROUTER.search(name) else dtype
-        self._missing = {name: shape[0] for name, (shape, _) in sizes.items()}
+        self._missing = {name: shape[0] for name, (shape, _) in (sizes | quantised).items()}
         kinds = {name: kind for name, _, _, kind, _, _ in shapes["matrices"]}
         self.layouts: list[LayerLayout] = []
         for index, layer in enumerate(spec.layers):
@@ -60,12 +74,14 @@ class DeviceWeights:
             self.layouts.append(layer_layout(layer, own))
             self._lay_out(at, layer, self.layouts[-1], sizes, dtype)
         counts: dict[str, int] = {}
-        for name in sizes:
+        for name in (*sizes, *quantised):
             if found := _EXPERT.match(name):
                 stack = f"{found[1]}.{found[3]}"
                 counts[stack] = max(counts.get(stack, 0), int(found[2]) + 1)
         for name, (shape, kind) in sizes.items():
             self._make(name, shape, kind, counts)
+        for name, (size, form) in quantised.items():
+            self._make_quantised(name, size, form, counts)
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         self._owned.append(torch.zeros(shape, dtype=dtype, device=self.device))
@@ -74,11 +90,26 @@ class DeviceWeights:
     def _make(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, counts: Mapping[str, int]) -> None:
         if found := _EXPERT.match(name):
             stack = f"{found[1]}.{found[3]}"
-            if stack not in self.stacks:
-                self.stacks[stack] = self._new((counts[stack], *shape), dtype)
-            self._tensors[name] = self.stacks[stack][int(found[2])]
+            if stack not in self._stacks:
+                self._stacks[stack] = self._new((counts[stack], *shape), dtype)
+            whole = self._stacks[stack]
+            assert isinstance(whole, torch.Tensor)  # quantised ones come later
+            self._tensors[name] = whole[int(found[2])]
         else:
             self._tensors[name] = self._new(shape, dtype)
+
+    def _make_quantised(
+        self, name: str, shape: tuple[int, int], form: tuple[str, int, bool], counts: Mapping[str, int]
+    ) -> None:
+        if found := _EXPERT.match(name):
+            stack = f"{found[1]}.{found[3]}"
+            whole = self._stacks.get(stack)
+            if whole is None:
+                self._stacks[stack] = Quantised((counts[stack], *shape), *form, self.dtype, self.device)
+            elif not isinstance(whole, Quantised) or whole.form != form:
+                raise ModelError(f"{name}: the experts of a layer are stored in several forms; load it as bf16")
+        else:
+            self._quantised[name] = Quantised(shape, *form, self.dtype, self.device, gathered=name == "embed")
 
     def _lay_out(
         self,
@@ -130,9 +161,24 @@ class DeviceWeights:
     def get(self, name: str) -> torch.Tensor | None:
         return self._tensors.get(name)
 
+    def matrix(self, name: str) -> torch.Tensor | Quantised:
+        return self._quantised[name] if name in self._quantised else self._tensors[name]
+
+    def stack(self, name: str) -> torch.Tensor | Quantised:
+        """Of a layer's experts: [experts, rows, cols]."""
+        return self._stacks[name]
+
+    def stacked_vectors(self, name: str) -> torch.Tensor | None:
+        """Of a layer's experts: [experts, values], where they have them."""
+        found = self._stacks.get(name)
+        assert not isinstance(found, Quantised)
+        return found
+
     @property
     def weight_bytes(self) -> int:
-        return sum(each.nbytes for each in self._owned)
+        stacked = [each for each in self._stacks.values() if isinstance(each, Quantised)]
+        floats = sum(each.nbytes for each in self._owned)
+        return floats + sum(each.nbytes for each in (*self._quantised.values(), *stacked))
 
     # What `packing.Plan.fill` calls, with the meaning that it has for `_llm.Model` -----------------------------
 
@@ -147,23 +193,63 @@ class DeviceWeights:
         col_stride: int = 0,
         order: Sequence[int] | None = None,
     ) -> None:
-        cols = self._target(name).shape[1]
+        target = self._quantised_target(name)
+        cols = self._target(name).shape[1] if target is None else target[0].cols
         stored = count if order is None else max(order) + 1
         if BLOCKS[type][0] > 1:
-            rows = _blocks(address, type, stored, cols, row_stride)
+            if target is not None and holds_blocks(target[0], type):
+                q, scales, minima = blocks(address, type, stored, cols, row_stride)
+                wanted = slice(None) if order is None else torch.tensor(order)
+                minima = None if minima is None else minima[wanted]
+                self._write_quantised(name, first, q[wanted], scales[wanted], minima)
+                return
+            rows = dequantised_blocks(address, type, stored, cols, row_stride)
         else:
-            rows = _memory(address, type, (stored, cols), (row_stride, col_stride or _SOURCES[type].itemsize))
+            rows = host_memory(address, type, (stored, cols), (row_stride, col_stride or SOURCES[type].itemsize))
         if order is not None:
             rows = rows[torch.tensor(order)]
-        self._write(name, first, rows)
+        if target is None:
+            self._write(name, first, rows)
+        else:
+            self._write_quantised(name, first, *rounded(rows, target[0]))
 
     def set_quantised_rows(self, name: str, first: int, count: int, q: int, scales: int, minima: int = 0) -> None:
-        raise ModelError(f"{name}: this runtime holds floats, and was handed whole numbers")
+        """Of a matrix that is kept as whole numbers: these are kept as they are. See `_llm.Linear`."""
+        found = self._quantised_target(name)
+        if found is None:
+            raise ModelError(f"{name}: whole numbers for a matrix of floats")
+        target = found[0]
+        groups = target.scales.shape[-1]
+        values = host_memory(q, "i8" if target.kind == "i8" else "u8", (count, target.cols))
+        scale = host_memory(scales, "f32", (count, groups))
+        minimum = host_memory(minima, "f32", (count, groups)) if target.minimum and minima else None
+        self._write_quantised(name, first, values, scale, minimum)
+
+    def _quantised_target(self, name: str) -> tuple[Quantised, int | None] | None:
+        """The quantised matrix, and of a stack which."""
+        if name in self._quantised:
+            return self._quantised[name], None
+        if found := _EXPERT.match(name):
+            stack = self._stacks[f"{found[1]}.{found[3]}"]
+            return (stack, int(found[2])) if isinstance(stack, Quantised) else None
+        return None
+
+    def _write_quantised(
+        self, name: str, first: int, q: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None
+    ) -> None:
+        found = self._quantised_target(name)
+        assert found is not None
+        matrix, index = found
+        for whole, values in matrix.parts(q, scales, minima):
+            self._put(name, whole if index is None else whole[index], first, values)
+        self._missing[name] -= len(q)
+        if self._missing[name] == 0 and index is None:
+            matrix.choose_product(self._products)
 
     def set_vector(
         self, name: str, first: int, count: int, address: int, type: str, stride: int = 0, plus: float = 0.0
     ) -> None:
-        values = _memory(address, type, (count,), (stride or _SOURCES[type].itemsize,))
+        values = host_memory(address, type, (count,), (stride or SOURCES[type].itemsize,))
         self._write(name, first, values.float() + plus if plus else values)
 
     def _target(self, name: str) -> torch.Tensor:
@@ -173,12 +259,16 @@ class DeviceWeights:
         target = self._target(name)
         if values.dtype is not target.dtype:
             values = values.to(target.dtype)  # here: a device may lack the file's type
+        self._put(name, target, first, values)
+        self._missing[name] -= len(values)
+
+    def _put(self, name: str, target: torch.Tensor, first: int, values: torch.Tensor) -> None:
+        """Values of rows from `first` on, each where it goes."""
         order = self._orders.get(name)
         moved = 0 if order is None else min(max(len(order) - first, 0), len(values))  # what comes behind them stays
         if order is not None and moved:
             target.index_copy_(0, order[first : first + moved].to(self.device), values[:moved].to(self.device))
         target[first + moved : first + len(values)].copy_(values[moved:])
-        self._missing[name] -= len(values)
 
     def finish(self) -> None:
         """After the last weight.
@@ -221,40 +311,3 @@ class DeviceWeights:
             bias = bias + of_attention.float()
         constant = activated(mlp, first.to(down.dtype))[inner]
         down[:, inner].copy_(bias / constant.float())
-
-
-def _memory(address: int, type: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
-    """A view of host memory that is not ours; strides in bytes."""
-    dtype = _SOURCES[type]
-    if not all(shape):
-        return torch.empty(shape, dtype=dtype)
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if any(stride % dtype.itemsize for stride in strides) or address % dtype.itemsize:
-        octets = _octets(address, last + dtype.itemsize)
-        places = torch.zeros((), dtype=torch.int64)
-        for size, stride in zip(shape, strides, strict=True):
-            places = places[..., None] + torch.arange(size) * stride
-        return octets[places[..., None] + torch.arange(dtype.itemsize)].view(dtype).reshape(shape)
-    flat = _octets(address, last + dtype.itemsize).view(dtype)
-    return flat.as_strided(shape, [stride // dtype.itemsize for stride in strides])
-
-
-def _octets(address: int, count: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_char * count).from_address(address), dtype=torch.uint8)
-
-
-def _blocks(address: int, type: str, rows: int, cols: int, row_stride: int) -> torch.Tensor:
-    """float32 [rows, cols] of ggml's simple blocks of 32: a half scale, for q4_1 a half minimum, then the values."""
-    values, size = BLOCKS[type]
-    count = cols // values
-    octets = _octets(address, (rows - 1) * row_stride + count * size).as_strided(
-        (rows, count, size), (row_stride, size, 1)
-    )
-    halves = octets[..., : 4 if type == "q4_1" else 2].contiguous().view(torch.float16).float()
-    if type == "q8_0":
-        return (octets[..., 2:].contiguous().view(torch.int8).float() * halves).flatten(1)
-    nibbles = octets[..., halves.shape[-1] * 2 :]
-    q = torch.cat([nibbles & 15, nibbles >> 4], dim=-1).float()
-    if type == "q4_0":
-        return ((q - 8) * halves).flatten(1)
-    return (q * halves[..., :1] + halves[..., 1:]).flatten(1)

@@ -136,7 +136,10 @@ def load_native(
     if not 0 <= cache_limit < 2**63:
         raise UsageError(f"cache_limit={cache_limit}: must be 0 or above, and fit 64 bits")
     if threads > most:
-        raise UsageError(f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning")
+        raise UsageError(
+            f"threads={threads}: this machine has {os.cpu_count()} CPUs, and threads wait by spinning; "
+            "0 takes as many as there are"
+        )
     precision = Precision(None if dtype == "auto" else dtype, group, asymmetric)
     if cache_dtype not in _CACHE_FORMATS:
         raise UsageError(f"cache_dtype={cache_dtype!r}: must be bf16, int8, int4 or fp32")

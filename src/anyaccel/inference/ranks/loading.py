@@ -202,6 +202,7 @@ def device_loader(
     return lambda: load_device(
         Path(options.model),
         dtype=options.dtype,
+        group_size=options.group_size,
         cache_dtype=None if options.kv_cache == "auto" else options.kv_cache,
         rank=rank,
         size=options.tp,

@@ -293,7 +293,10 @@ def _of_folder(folder: Path, made_from: Path | None = None) -> TextTokenizer | T
         return TextTokenizer(folder, made_from)
     # transformers would look for a file of each kind that it knows, for seconds, and say all of them.
     if not any(_VOCABULARY.search(file.name) for file in folder.iterdir()):
-        raise ModelError(f"{folder / 'tokenizer.json'}: missing, and the folder has no other tokenizer")
+        raise ModelError(
+            f"{folder / 'tokenizer.json'}: missing, and the folder has no other tokenizer; "
+            "copy the files of the one that the model was made with"
+        )
     return TransformersTokenizer(load_tokenizer(folder))
 
 

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether Triton's kernels run on a device: where the accelerator says so and each gives what torch's operators give.
+
+Triton compiles at run time, with the vendor's part of it and a C compiler of the machine; what goes wrong there is said
+once, and torch's own operators run.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from anyaccel.accelerator import get_accelerator
+
+logger = logging.getLogger(__name__)
+
+
+class Kernels(NamedTuple):
+    """See the files of these names."""
+
+    gated: Callable[..., torch.Tensor]
+    turn: Callable[..., None]
+    add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    widest: int
+
+
+@functools.cache
+def kernels_of(device: torch.device) -> Kernels | None:
+    """The kernels for tensors of a device, which have been tried; None where torch's operators are to run."""
+    accelerator = get_accelerator()
+    if device.type != accelerator.device().type or not accelerator.is_triton_supported():
+        return None
+    try:
+        found = load()
+        wrong = [name for name, error in errors_of(found, device).items() if not error < 1e-4]
+    except Exception as error:  # noqa: BLE001 - whatever a compiler, its driver or its import may raise
+        logger.warning("Triton cannot be used (%s: %s): torch's own operators run", type(error).__name__, error)
+        return None
+    if wrong:
+        logger.warning("Triton's %s is wrong on %s: torch's own operators run", " and ".join(wrong), device)
+        return None
+    return found
+
+
+def load() -> Kernels:
+    """The kernels, not tried.
+
+    Raises:
+        ImportError: there is no Triton.
+    """
+    from anyaccel.inference.device.kernels.add_norm import WIDEST, add_norm
+    from anyaccel.inference.device.kernels.gated import gated
+    from anyaccel.inference.device.kernels.rotary import turn
+
+    return Kernels(gated, turn, add_norm, WIDEST)
+
+
+def errors_of(kernels: Kernels, device: torch.device) -> dict[str, float]:
+    """The largest difference of each kernel from torch's operators, on small tensors in float32."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, 3, 60, generator=generator)
+    weight = torch.randn(60, generator=generator)
+    found = {"gated": kernels.gated("silu", x.to(device)).cpu() - F.silu(x[:, :30]) * x[:, 30:]}
+
+    made = kernels.add_norm(x.to(device), y.to(device), 0.5, weight.to(device), None, 1e-5, False)
+    whole = x + 0.5 * y
+    found["add_norm"] = torch.cat(made).cpu() - torch.cat([whole, F.rms_norm(whole, (60,), weight, 1e-5)])
+
+    heads, angles = x.view(3, 4, 15), torch.randn(3, 7, generator=generator)
+    on_device = heads.clone().to(device)
+    cosine, sine = angles.cos(), angles.sin()
+    kernels.turn(on_device, 1, torch.stack([cosine, sine, -sine, cosine], -1).view(3, 7, 2, 2).to(device))
+    turned = torch.complex(heads[..., 1::2], heads[..., 2::2]) * torch.complex(cosine, sine)[:, None]
+    found["turn"] = on_device.cpu() - torch.cat([heads[..., :1], torch.view_as_real(turned).flatten(2)], -1)
+    return {name: float(difference.abs().max()) for name, difference in found.items()}

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices of whole numbers of 8 or 4 bits with scales, and products of them by torch's own operators.
+
+value = scale * q + minimum. Which operator a device has is tried: a product of each size is compared with that of the
+dequantised matrix when a model is loaded. Where there is none, rows are dequantised for each product: right everywhere,
+and slower than 16-bit floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+# The largest relative error of a product: operators have scales in the activations' precision.
+_BOUNDS = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+_CHECKED_ROWS = 256  # of a product that is compared, at either end: what is dequantised for it should be small
+_HALF = 8  # what torch's operators take from a value of 4 bits
+
+
+class Quantised:
+    """Matrices [..., rows, cols].
+
+    Args:
+        kind: "i8", or "i4" with values from 0 to 15.
+        group: columns that share a scale; 0: all.
+        minimum: whether groups have one; without, that of i4 is -8 scales.
+        dtype: of what it is multiplied by.
+        gathered: single rows are asked for: they are kept as they are, beside what an operator wants.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        kind: str,
+        group: int,
+        minimum: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        gathered: bool = False,
+    ) -> None:
+        *more, self.rows, self.cols = shape
+        self.kind, self.dtype, self.device, self.gathered = kind, dtype, device, gathered
+        self.form = (kind, group, minimum)
+        self.group = group or self.cols
+        groups = -(-self.cols // self.group)
+        self.stored_cols = groups * self.group
+        width = self.stored_cols if kind == "i8" else self.stored_cols // 2
+        octets = torch.int8 if kind == "i8" else torch.uint8
+        self.q = torch.zeros((*more, self.rows, width), dtype=octets, device=device)
+        self.scales = torch.zeros((*more, self.rows, groups), dtype=torch.float32, device=device)
+        self.minima = torch.zeros_like(self.scales) if minimum or kind == "i4" else None
+        self.minimum = minimum
+        self._product: Product | None = None
+        self._packed_bytes = 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in (self.q, self.scales, self.minima) if each is not None) + self._packed_bytes
+
+    def parts(
+        self, q: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Where each part of rows goes, and its values in that form.
+
+        Args:
+            q: [rows, cols] on the host, int8 or 0..15.
+        """
+        if q.shape[1] < self.stored_cols:
+            q = F.pad(q, (0, self.stored_cols - q.shape[1]))
+        yield self.q, q if self.kind == "i8" else (q[:, 0::2] << 4) | q[:, 1::2]
+        yield self.scales, scales
+        if self.minima is not None:
+            yield self.minima, scales * -_HALF if minima is None else minima
+
+    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [n, cols] by their numbers, or of stacked matrices those [n, rows, cols], dequantised."""
+        minima = None if self.minima is None else self.minima.index_select(0, rows)
+        return self._floats(self.q.index_select(0, rows), self.scales.index_select(0, rows), minima)
+
+    def entry(self, index: int) -> torch.Tensor:
+        """One of stacked matrices, dequantised."""
+        minima = None if self.minima is None else self.minima[index]
+        return self._floats(self.q[index], self.scales[index], minima)
+
+    def dequantised(self) -> torch.Tensor:
+        return self._floats(self.q, self.scales, self.minima)
+
+    def _floats(self, q: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None) -> torch.Tensor:
+        """Computed in float32 and rounded once."""
+        if self.kind == "i4":
+            q = torch.stack([q >> 4, q & 15], -1)
+        numbers = q.view(*scales.shape, self.group)
+        values = torch.empty(numbers.shape, dtype=self.dtype, device=self.device)
+        if minima is None:
+            torch.mul(numbers, scales[..., None], out=values)
+        else:
+            torch.add(numbers * scales[..., None], minima[..., None], out=values)
+        return values.flatten(-2)[..., : self.cols]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ."""
+        if self._product is not None:
+            return self._product(x.contiguous())
+        return F.linear(x, self.dequantised())
+
+    def choose_product(self, tried: dict[object, Callable[[Quantised], Product] | None]) -> None:
+        """Take the first operator whose product is right; to be called when all values are there.
+
+        Args:
+            tried: what was found for matrices of these forms and sizes.
+        """
+        form = (self.form, self.rows, self.cols)
+        if form not in tried:
+            tried[form] = next((make for make in _MAKERS if self._is_right(make)), None)
+        make = tried[form]
+        if make is None:
+            return
+        self._product = make(self)
+        if self.kind == "i4":
+            self._packed_bytes = self.q.nbytes + self.scales.numel() * 2 * self.dtype.itemsize
+            if not self.gathered:
+                none = torch.empty(0, device=self.device)
+                self.q, self.scales, self.minima = none.to(torch.uint8), none, None
+
+    def _is_right(self, make: Callable[[Quantised], Product]) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(3, self.cols, generator=generator).to(self.dtype).to(self.device)
+        try:
+            y = make(self)(x)
+        except (RuntimeError, NotImplementedError, ValueError, AttributeError):
+            return False  # the device has no such operator, or not of this size
+        ends = torch.arange(self.rows)
+        ends = torch.cat([ends[:_CHECKED_ROWS], ends[-_CHECKED_ROWS:]]).to(self.device)
+        expected = F.linear(x.float(), self.of_rows(ends).float())
+        error = (y.index_select(1, ends).float() - expected).norm()
+        return bool(error <= _BOUNDS[self.dtype] * expected.norm())
+
+
+def _by_int8(m: Quantised) -> Product:
+    """Where each row has one scale. The operator of torch 2.13 for CPUs reads beyond rows that 32 does not divide."""
+    if m.kind != "i8" or m.minima is not None or m.scales.shape[-1] > 1 or m.cols % 32:
+        raise ValueError("not of this form")
+    q, scales = m.q, m.scales[:, 0].to(m.dtype)
+    return lambda x: torch._weight_int8pack_mm(x, q, scales)
+
+
+def _by_int4(m: Quantised) -> Product:
+    """As CUDA and Metal devices have it. In tiles of 16 columns, of which `inner` are together."""
+    scales = _scales_and_zeros(m)
+    inner = next((each for each in (8, 4, 2) if m.cols % (16 * each) == 0), 0)
+    if not inner or m.rows % 8:
+        raise ValueError("not of this size")
+    packed = torch._convert_weight_to_int4pack(m.q, inner)
+    group = m.group
+    return lambda x: torch._weight_int4pack_mm(x, packed, group, scales)
+
+
+def _by_int4_of_cpus(m: Quantised) -> Product:
+    scales = _scales_and_zeros(m)
+    if m.rows % 16 or m.cols % 32:
+        raise ValueError("not of this size")
+    numbers = torch.stack([m.q >> 4, m.q & 15], -1).flatten(-2).int()
+    packed = torch._convert_weight_to_int4pack_for_cpu(numbers, 1)
+    group = m.group
+    return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, group, scales)
+
+
+def _scales_and_zeros(m: Quantised) -> torch.Tensor:
+    """[groups, rows, 2] for value = scale * (q - 8) + zero."""
+    if m.kind != "i4" or m.minima is None or m.group not in (32, 64, 128, 256) or m.cols != m.stored_cols:
+        raise ValueError("not of this form")
+    both = torch.stack([m.scales, m.minima + _HALF * m.scales], -1)
+    return both.transpose(0, 1).contiguous().to(m.dtype)
+
+
+_MAKERS: tuple[Callable[[Quantised], Product], ...] = (_by_int8, _by_int4, _by_int4_of_cpus)
