@@ -16,7 +16,7 @@ DEMO_PROMPT ?= Explain in two sentences why a CPU with many cores has more than 
 
 .DEFAULT_GOAL := help
 .PHONY: help setup built demo check test test-all test-tools lint lint-python lint-types lint-cpp ready format docs sanitize soak soak-serve
-.PHONY: bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected test-arm64 test-arm64-short test-cross arm64-package
+.PHONY: bench-isa bench-peers serve-clients eval-client vllm-client ray-cluster clean test-native collected test-arm64 test-arm64-short test-cross arm64-package wheels
 # One after another, but for what a recipe hands to this. The output of each target comes in one piece when it is done.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory -j4 --output-sync=target PARALLEL=yes
 ifndef PARALLEL
@@ -96,7 +96,7 @@ test-tools: $(STAMP)-venv ## install what the tests of several hosts run jobs wi
 # Two steps: what pip installs last comes when nothing else does.
 ready:
 	@$(SIDE_BY_SIDE) $(STAMP)-dev test-tools $(STAMP)-native
-	@$(SIDE_BY_SIDE) test-native collected lint-types lint-python lint-cpp
+	@$(SIDE_BY_SIDE) test-native test-arm64-short collected lint-types lint-python lint-cpp
 
 # Compiles what the tests import once, beside other steps: else each process that runs tests does it.
 collected: $(STAMP)-dev $(STAMP)-build
@@ -105,7 +105,7 @@ collected: $(STAMP)-dev $(STAMP)-build
 # Several processes run the tests (tests/workers.py), in the order in which they are collected.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-test: ready ## lint, the native tests and the tests without the slow ones
+test: ready ## lint, the native tests, those of arm64's optimizers with qemu, and the tests without the slow ones
 	$(PYTEST) -m "not slow"
 
 test-all: ready sanitize test-arm64 arm64-package ## lint, the native tests with and without sanitizers and for arm64, and every test
@@ -139,12 +139,12 @@ sanitize: $(STAMP)-demo ## build the native tests with address and thread saniti
 # Processors as qemu calls them. Every 64-bit Arm has neon; a Graviton 2 has neon_dot too; the nearest to a Graviton 3
 # has all, with vectors of 256 bits. The tests run each variant that a processor has.
 ARM64 := cortex-a72 neoverse-n1 max,sve-max-vq=2 max/portable
-# What needs no part of the decoder, which takes minutes to compile.
-ARM64_SHORT ?= comm|optim
+# What compiles in seconds: `make test` runs these. The decoder takes minutes.
+ARM64_SHORT ?= optim
 test-arm64: $(STAMP)-demo ## build the native tests for arm64 and run them with qemu, as several processors
 	tools/test_cross.sh aarch64 '$(TEST)' $(ARM64)
 
-test-arm64-short: $(STAMP)-demo ## those of collectives and optimizers, all variants
+test-arm64-short: $(STAMP)-compiling ## those of the optimizers, as the newest processor
 	@tools/test_cross.sh aarch64 '$(ARM64_SHORT)' max
 
 arm64-package: $(STAMP)-demo
@@ -155,6 +155,17 @@ test-cross: $(STAMP)-demo ## the portable kernels for riscv64 and ppc64le, and w
 	tools/test_cross.sh ppc64le '$(TEST)' power9
 	tools/test_cross.sh s390x 'isa|comm|optim|llm_matrix' qemu
 
+# A Python of each version that has a wheel of its own; that of 3.12 is that of all later ones.
+WHEEL_PYTHONS ?= 3.11 3.12
+.venv-wheels/.stamp:
+	$(PYTHON) -m venv .venv-wheels
+	.venv-wheels/bin/python -m pip install -q "scikit-build-core>=0.11" "nanobind>=2.9" "setuptools-scm>=8" cmake ninja auditwheel twine wheel
+	@touch $@
+
+wheels: .venv-wheels/.stamp ## the sdist and manylinux wheels of x86_64 and aarch64, in dist/
+	@tools/install_test_tools.sh cross aarch64
+	.venv-wheels/bin/python tools/wheels.py dist --pythons $(WHEEL_PYTHONS)
+
 SOAK_SECONDS ?= 600
 soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECONDS), each checked against a reference
 	$(BIN)/python tools/soak_collectives.py --seconds $(SOAK_SECONDS)
@@ -163,7 +174,7 @@ soak-serve: $(STAMP)-build ## anyaccel serve on 2 ranks under clients that break
 	$(BIN)/python tools/soak_serve.py --seconds $(SOAK_SECONDS) $(ARGS)
 
 clean: ## remove what the other targets made
-	rm -rf $(VENV) .venv-bench .venv-clients .venv-eval .venv-vllm .venv-ray build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .venv-clients .venv-eval .venv-vllm .venv-ray .venv-wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 .venv-bench/.stamp: $(STAMP)-build
 	$(PYTHON) -m venv .venv-bench

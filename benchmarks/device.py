@@ -5,7 +5,9 @@ Kernels are the operators that torch dispatches in a step of one token, without 
 with four and with two layers: half the difference is a layer's. They stand for speed where no device is at hand, since
 at batch 1 most accelerators wait for launches. With --speed, decoding is timed on `get_accelerator()`, in turns, beside
 Hugging Face as it is, with a static cache, and compiled (mode reduce-overhead), with the share of the memory bandwidth
-that reading all weights for each token takes, where --bandwidth gives what the device has.
+that reading all weights for each token takes, where --bandwidth gives what the device has. On a GPU with 80 GB:
+
+    benchmarks/device.py --speed 8b --quantised int8 int4 --bandwidth 3350
 """
 
 from __future__ import annotations
@@ -30,9 +32,16 @@ MODELS = {
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "gemma2": ("Gemma2Config", {"head_dim": 32}),
     "gpt_neox": ("GPTNeoXConfig", {}),
+    "phi": ("PhiConfig", {}),
+    "gpt2": ("GPT2Config", {}),
+    "falcon": ("FalconConfig", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "olmo2": ("Olmo2Config", {}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PROMPT, ROUNDS = 128, 3
 SIZES = {  # of --speed: hidden, intermediate, layers, heads, key/value heads, vocabulary
+    "tiny": (64, 128, 2, 4, 2, 1024),  # says nothing of speed, but whether this script runs
     "small": (576, 1536, 30, 9, 3, 49152),
     "1.2b": (2048, 8192, 16, 32, 8, 128256),
     "8b": (4096, 14336, 32, 32, 8, 128256),
@@ -123,7 +132,9 @@ def launches(dtype: str, json: bool) -> int:
     return 0
 
 
-def speed(size: str, dtype: str, forms: list[str], tokens: int, batches: list[int], bandwidth: float) -> None:
+def speed(
+    size: str, dtype: str, forms: list[str], tokens: int, batches: list[int], bandwidth: float, json: bool
+) -> None:
     import transformers
 
     import anyaccel
@@ -133,21 +144,22 @@ def speed(size: str, dtype: str, forms: list[str], tokens: int, batches: list[in
     values = {"hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "vocab_size": vocabulary}
     values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096}
     accelerator = anyaccel.get_accelerator()
+    device = accelerator.device()
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.LlamaConfig(**values), dtype=DTYPES[dtype]
     ).eval()
     weight_bytes = sum(each.nbytes for each in model.parameters())
-    rows = []
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        model.to(accelerator.device())
+        model.to(device)
         engines = {
             form: anyaccel.init_inference(folder, dtype=form, runtime="device", cache_bytes=4 << 30)
             for form in (dtype, *forms)
         }
         compiled = torch.compile(model, mode="reduce-overhead")
         for batch in batches:
-            ids = torch.randint(3, 1000, (batch, 128))
+            ids = torch.randint(3, 1000, (batch, PROMPT))
 
             def ours(form: str, count: int, ids: torch.Tensor = ids) -> None:
                 model = engines[form].native.model
@@ -155,38 +167,69 @@ def speed(size: str, dtype: str, forms: list[str], tokens: int, batches: list[in
                 while not all(request.finished for request in requests):
                     model.step(requests)
 
-            def theirs(count: int, which: Any = model, ids: torch.Tensor = ids, **more: Any) -> None:
-                which.generate(
-                    ids.to(accelerator.device()), max_new_tokens=count, min_new_tokens=count, do_sample=False, **more
-                )
+            def theirs(which: Any, more: dict[str, Any], count: int, ids: torch.Tensor = ids) -> None:
+                ids = ids.to(device)
+                which.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, **more)
 
-            def static(count: int) -> None:
-                theirs(count, cache_implementation="static")
-
-            def with_compiler(count: int) -> None:
-                theirs(count, compiled, cache_implementation="static")
-
-            for name, run in {
+            static = {"cache_implementation": "static"}
+            contenders = {
                 **{f"device {form}": functools.partial(ours, form) for form in engines},
-                "HF eager": theirs,
-                "HF static": static,
-                "HF compiled": with_compiler,
-            }.items():
-                seconds = []
-                for _ in range(3):
-                    both = []
-                    for count in (1, tokens + 1):
-                        accelerator.synchronize()
-                        start = time.perf_counter()
-                        run(count)
-                        accelerator.synchronize()
-                        both.append(time.perf_counter() - start)
-                    seconds.append((both[1] - both[0]) / tokens)
-                a_token = median(seconds)
+                "HF eager": functools.partial(theirs, model, {}),
+                "HF static": functools.partial(theirs, model, static),
+                "HF compiled": functools.partial(theirs, compiled, static),
+            }
+            for name, (prompt_s, step_s) in measured(contenders, tokens, accelerator).items():
                 read = engines[name.split()[1]].native.model.weight_bytes if name.startswith("device") else weight_bytes
-                share = f"{read / a_token / (bandwidth * 1e9):.0%}" if bandwidth else "-"
-                rows.append([f"{name}, batch {batch}", f"{batch / a_token:.1f}", f"{a_token * 1e3:.2f}", share])
-    print(table([f"{size} {dtype} on {accelerator.device_name()}", "tokens/s", "ms a step", "of bandwidth"], rows))
+                each = {"contender": name, "batch": batch, "tokens/s": batch / step_s, "ms a step": step_s * 1e3}
+                each["prompt tokens/s"] = batch * PROMPT / prompt_s
+                if bandwidth:
+                    each["of bandwidth"] = read / step_s / (bandwidth * 1e9)
+                results.append(each)
+    if json:
+        emit_json({"size": size, "dtype": dtype, "device": accelerator.device_name(), "results": results})
+        return
+    rows = [
+        [
+            f"{each['contender']}, batch {each['batch']}",
+            *(f"{each[name]:.1f}" for name in ("prompt tokens/s", "tokens/s")),
+            f"{each['ms a step']:.2f}",
+            f"{each['of bandwidth']:.0%}" if bandwidth else "-",
+        ]
+        for each in results
+    ]
+    head = [f"{size} {dtype} on {accelerator.device_name()}", f"prompts of {PROMPT}: tokens/s", "answers: tokens/s"]
+    print(table([*head, "ms a step", "of bandwidth"], rows))
+
+
+def measured(contenders: dict[str, Any], tokens: int, accelerator: Any) -> dict[str, tuple[float, float]]:
+    """Seconds that the prompts take with their first token, and those of a step after it; the median of ROUNDS.
+
+    The contenders take turns, so that what slows the machine for a while is nobody's alone. A first turn, in which
+    graphs are captured and code is compiled, does not count. One that cannot run is named and left out.
+    """
+    from anyaccel.errors import AnyAccelError
+
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for turn in range(1 + ROUNDS):
+        for name in list(times):
+            both = []
+            try:
+                for count in (1, tokens + 1):
+                    accelerator.synchronize()
+                    start = time.perf_counter()
+                    contenders[name](count)
+                    accelerator.synchronize()
+                    both.append(time.perf_counter() - start)
+            except (RuntimeError, ImportError, AnyAccelError) as error:
+                note(f"{name} does not run here: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+                del times[name]
+                continue
+            if turn:
+                times[name].append((both[0], (both[1] - both[0]) / tokens))
+    return {
+        name: (median([prompt for prompt, _ in each]), median([step for _, step in each]))
+        for name, each in times.items()
+    }
 
 
 def main() -> int:
@@ -205,7 +248,13 @@ def main() -> int:
     note(machine())
     if options.speed:
         speed(
-            options.speed, options.dtype or "bf16", options.quantised, options.tokens, options.batch, options.bandwidth
+            options.speed,
+            options.dtype or "bf16",
+            options.quantised,
+            options.tokens,
+            options.batch,
+            options.bandwidth,
+            options.json,
         )
         return 0
     return launches(options.dtype or "fp32", options.json)

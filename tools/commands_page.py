@@ -17,6 +17,7 @@ from pathlib import Path
 
 from anyaccel import env
 from anyaccel.cli import COMMANDS
+from anyaccel.cli._parser import listed
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "commands.md"
@@ -55,11 +56,17 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
         yield f"| {_names(action)} | {_cell(text)} |"
 
 
+def _entries(entries: list[str]) -> Iterator[str]:
+    for name, text in (entry.split(None, 1) for entry in entries):
+        yield f"- `{name}`: {_cell(text)}"
+
+
 def _command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     yield f"### anyaccel {name}"
     yield ""
-    yield _cell(parser.description or "")
-    yield ""
+    for paragraph in (parser.description or "").split("\n\n"):
+        yield from _entries(listed(paragraph)) if listed(paragraph) else [_cell(paragraph)]
+        yield ""
     if any(not isinstance(each, argparse._HelpAction | argparse._SubParsersAction) for each in parser._actions):
         yield from _options(parser)
         yield ""

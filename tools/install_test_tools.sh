@@ -4,6 +4,7 @@
 # and oneCCL from PyPI, for the tests of backend ccl and benchmarks/allreduce.py.
 # What is there is left alone (then it takes 0.1 s); what cannot be had is one line, and the tests that need it are
 # skipped. Nothing that is installed here is started, now or at the next boot.
+# And on x86-64 the cross compiler of arm64 with qemu, for the native tests that `make test` runs for it.
 # With arguments, `cross MACHINE...`: instead the cross compilers for these machines (as uname -m calls them) and qemu,
 # for tools/test_cross.sh.
 set -uo pipefail
@@ -18,10 +19,11 @@ PATH=$PATH:/usr/sbin:/sbin
 say() { echo "install_test_tools: $*"; }
 
 # program:package
-what="cluster tests"
+what="tests of clusters and of arm64"
 wanted="mpirun.openmpi:openmpi-bin mpiexec.mpich:mpich pdsh:pdsh sshd:openssh-server ssh:openssh-client
   slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge ip:iproute2 numactl:numactl
   nsenter:util-linux"
+[ "$(uname -m)" != x86_64 ] || wanted="$wanted aarch64-linux-gnu-g++:g++-aarch64-linux-gnu qemu-aarch64:qemu-user"
 if [ "${1:-}" = cross ]; then
   what="tests for ${*:2}" wanted=
   for machine in "${@:2}"; do

@@ -14,6 +14,7 @@ constexpr int64_t kMostPlain = 64;  // steps after which a pass without drafts i
 constexpr int64_t kLeastWait = 4, kMostWait = 128;
 constexpr int64_t kTry = 2;     // drafts of a try
 constexpr double kMore = 0.04;  // of a pass: what a token more is taken to cost as long as nobody knows
+constexpr double kSure = 1.25;  // times as fast as without drafts
 constexpr int kFirst = 3;       // times of which the shortest counts: the first ones may be of cold caches
 
 }  // namespace
@@ -62,7 +63,7 @@ int64_t DraftPace::best_width(int64_t requests, double chance, int64_t most) {
   most = std::min(most, kGemvTokens / requests - 1);
   if (most <= 0 || passes_.count(requests) < 2) return 0;
   const double plain = passes_.of(requests);
-  if (lost_ > kShare * spent_ + kFreeSteps * plain) return 0;
+  const bool lossy = lost_ > kShare * spent_ + kFreeSteps * plain;
   trying_ = false;
   int64_t best = 0;
   double rate = 1 / plain, expected = 1, all = 1;
@@ -74,6 +75,8 @@ int64_t DraftPace::best_width(int64_t requests, double chance, int64_t most) {
     rate = expected / seconds;
     best = width;
   }
+  // Other work on the machine makes single steps late: what surely pays goes on all the same.
+  if (lossy && rate * plain < kSure) return 0;
   if (best > 0) {
     wait_ = kLeastWait;
     return best;

@@ -432,12 +432,22 @@ def test_quantised_weights_run_on_it_as_on_the_cpu(run: Run, tmp_path: Path) -> 
     print(engine.device.type)
     """
     for name, device in (("simd0", "simd"), ("cpu", "cpu")):
-        assert _python(run, code, DS_ACCELERATOR=name, TRANSFORMERS_VERBOSITY="error") == device
+        assert _python(run, code, DS_ACCELERATOR=name, TRANSFORMERS_VERBOSITY="error").strip() == device
     torch = pytest.importorskip("torch")
     simulated, host = (torch.load(tmp_path / name) for name in ("simd", "cpu"))
     assert len(host) == 6
     for actual, expected in zip(simulated, host, strict=True):
         assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
+    code = """
+    import anyaccel, transformers
+    config = transformers.OpenAIGPTConfig(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2)
+    try:
+        anyaccel.init_inference(transformers.OpenAIGPTLMHeadModel(config), dtype="int8")
+    except anyaccel.errors.UsageError as error:
+        print(error)
+    """
+    said = _python(run, code, DS_ACCELERATOR="simd0", TRANSFORMERS_VERBOSITY="error")
+    assert "dtype='int8' needs the device runtime, which has no model_type 'openai-gpt'; use bf16" in said
 
 
 @installed

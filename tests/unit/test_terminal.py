@@ -133,7 +133,7 @@ def test_the_nearest_names(word: str, said: str) -> None:
         (["run", "--bind_core_to_rank", "x.py"], "--bind_core_to_rank (did you mean --bind_cores_to_rank?); see "),
         (["generate", "x", "--dtype", "bf61"], "'bf61' (did you mean bf16?); choose from bf16, fp16, "),
         (["generate", "x", "--kv-cache", "itn8"], "'itn8' (did you mean int8?); choose from auto, bf16, "),
-        (["generate", "x", "--draft", "ngrm"], "'ngrm': must be ngram or ngram:N"),
+        (["generate", "x", "--draft", "ngrm"], "'ngrm' (did you mean ngram?): must be ngram, ngram:N"),
         (["quantize", "a", "b", "--format", "ggu"], "'ggu' (did you mean gguf?); choose from "),
         (["completion", "zhs"], "'zhs' (did you mean zsh?); choose from bash, "),
         (["run", "--mem-policy", "prefered", "x.py"], "'prefered' (did you mean preferred?); choose from "),
@@ -277,3 +277,14 @@ def test_a_value_that_the_model_refuses_is_told_by_its_option(
     said = capsys.readouterr().err
     assert said.startswith("anyaccel: error: --threads 9999: this machine has ")
     assert "0 takes as many as there are" in said
+
+
+def test_a_list_in_a_description_keeps_its_entries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    with pytest.raises(SystemExit):
+        main(["ops", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines[: lines.index("positional arguments:")] if re.match(r"  \w", line)]
+    assert names == ["list", "build", "clean"]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
+from anyaccel.inference.checkpoints.model_path import default_model_file, models_beside, no_such_model
 from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.terminal import did_you_mean
 
 if TYPE_CHECKING:
     from anyaccel.cli._parser import Parser
@@ -195,8 +196,9 @@ def drafts_of(text: str) -> Drafts:
         return Drafts(int(count))
     path = Path(text).expanduser()
     if not text or not path.exists():
+        near = did_you_mean(Path(text).name, ["ngram", *models_beside(text)])
         raise argparse.ArgumentTypeError(
-            f"{text!r}: must be ngram, ngram:N with N from 1 on, or a model's folder or .gguf file that is there"
+            f"{text!r}{near}: must be ngram, ngram:N with N from 1 on, or a model's folder or .gguf file that is there"
         )
     return Drafts(MOST_DRAFTS, str(path.absolute()))
 

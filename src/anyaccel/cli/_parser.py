@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from anyaccel.errors import UsageError
 from anyaccel.numerals import parse_number, parse_whole
-from anyaccel.terminal import did_you_mean, terminal_width
+from anyaccel.terminal import did_you_mean, fitted, terminal_width
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,10 +31,21 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         """A description is filled to the width, paragraph by paragraph; examples stay as they were written."""
         if text.startswith("examples:"):
             return super()._fill_text(text, width, indent)
-        import textwrap
+        filled = ["\n".join(listed(each)) or " ".join(each.split()) for each in text.split("\n\n")]
+        return super()._fill_text(fitted("\n\n".join(filled), width), width, indent)
 
-        filled = [textwrap.fill(" ".join(each.split()), width) for each in text.split("\n\n")]
-        return super()._fill_text("\n\n".join(filled), width, indent)
+
+def listed(paragraph: str) -> list[str]:
+    """The entries of a paragraph that is a list, each in one line: it is indented, and what goes on more so."""
+    if not paragraph.startswith("  "):
+        return []
+    entries: list[str] = []
+    for line in paragraph.splitlines():
+        if line[2:3] == " " and entries:
+            entries[-1] += f" {line.strip()}"
+        else:
+            entries.append(line)
+    return entries
 
 
 def strict_numbers(parser: argparse.ArgumentParser) -> None:

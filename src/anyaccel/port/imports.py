@@ -120,6 +120,8 @@ class Imports:
         for statement in statements:
             module = _insert(module, statement, first_fix)
             first_fix += 1
+        if self._wants_accelerator:
+            module = _beside_torch(module, statements[-1])
         return module
 
     def _first_fixed(self, module: cst.Module) -> int:
@@ -188,6 +190,30 @@ def _insert(module: cst.Module, text: str, first_fix: int) -> cst.Module:
     ]
     index = _sorted_place(module, block, new) if block else start
     return _place(module, line, index)
+
+
+def _beside_torch(module: cst.Module, text: str) -> cst.Module:
+    """A notebook with the import also in all other cells that import torch: cells are run in any order, or left out.
+
+    Whoever has come to a place that needs the name has run one of those, since the place needed torch before.
+    """
+    line = cst.parse_statement(text)
+    assert isinstance(line, cst.SimpleStatementLine)
+    name = dotted(cst.ensure_type(line.body[0], cst.ImportFrom).module or cst.Name(PACKAGE))
+    cells: list[list[int]] = []
+    for index, statement in enumerate(module.body):
+        above = module.header if index == 0 else ()
+        if any(_is_mark(each) for each in (*above, *getattr(statement, "leading_lines", ()))):
+            cells.append([])
+        if cells:
+            cells[-1].append(index)
+    body = list(module.body)
+    for cell in reversed(cells):
+        imports = [(index, found) for index in cell if (found := _imports(module.body[index])) is not None]
+        torch = next((index for index, found in imports if _module_name(found).split(".")[0] == "torch"), None)
+        if torch is not None and all(_module_name(found) != name for _, found in imports):
+            body.insert(torch + 1, line)
+    return module.with_changes(body=body)
 
 
 def _after_docstring(module: cst.Module) -> int:

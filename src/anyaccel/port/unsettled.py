@@ -2,7 +2,8 @@
 """What a file does with devices that no rule can vouch for: its group waits, however plain each place is by itself.
 
 A place is right on another accelerator only where all that its values meet is. So devices are placed only in programs
-of one process and one device, whose packages take any device or none, and which hand no float64 to a device.
+of one process and one device, whose packages take any device or none, and which hand no float64
+and nothing sparse to a device.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _QUANTISED = {"load_in_4bit", "load_in_8bit", "BitsAndBytesConfig", "GPTQConfig"
 _QUANTISED |= {"enable_xformers_memory_efficient_attention", "set_use_memory_efficient_attention_xformers"}
 # Kernels, strategies and one of several devices, by their names.
 _CHOSEN = re.compile(r"flash_attention|flash_attn|xformers|gptq|awq|cudagraphs$|inductor$|ddp$|fsdp$|cuda:(?!0$)")
+# Tensors that are sparse, whose operators some devices lack.
+_SPARSE = re.compile(r"(?:.*\.)?(?:to_sparse\w*|sparse_\w+_tensor|spmm|hspmm|sspaddmm)|torch\.sparse\..*")
 # What an array or a list becomes; its type is the array's, which may be float64.
 _TAKES_ARRAYS = {"from_numpy", "as_tensor", "tensor", "asarray", "from_dlpack"}
 _CASTS = {"float", "half", "bfloat16", "long", "int", "bool", "short", "byte", "type", "char", "type_as"}
@@ -101,7 +104,13 @@ def _of_call(node: ast.Call, above: dict[int, ast.AST]) -> Iterator[Holder]:
     last = name.rpartition(".")[2]
     of_cuda = "cuda." in name and (last in _OF_CUDA or "nvtx." in name or _MEMORY.fullmatch(last))
     by_name = last == "import_module" and not (node.args and isinstance(node.args[0], ast.Constant))
-    if of_cuda or by_name or name in _FETCHES or last in _SEVERAL | _NOT_EVERYWHERE | _QUANTISED:
+    if (
+        of_cuda
+        or by_name
+        or name in _FETCHES
+        or _SPARSE.fullmatch(name)
+        or last in _SEVERAL | _NOT_EVERYWHERE | _QUANTISED
+    ):
         yield Holder(node.lineno, name)
     elif last in _TAKES_ARRAYS and name.startswith(("torch.", "from_numpy")) and not _is_narrow(node, above):
         yield Holder(node.lineno, f"{ast.unparse(node)}, which may be float64")

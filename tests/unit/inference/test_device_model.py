@@ -275,10 +275,21 @@ class _Kernels(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("llama", 11), ("qwen3", 13), ("gemma2", 20), ("gpt_neox", 8), ("phi", 8), ("gpt2", 10)]
+    ("name", "most"),
+    [
+        ("llama", 11),
+        ("qwen3", 13),
+        ("gemma2", 20),
+        ("gpt_neox", 8),
+        ("phi", 8),
+        ("falcon", 8),
+        ("gpt2", 10),
+        ("olmo2", 16),
+        ("mixtral", 17),
+    ],
 )
 def test_a_layer_dispatches_few_operators(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a token: a third of transformers' at most, which `benchmarks/device.py` counts beside them."""
+    """For a token: a third of transformers' at most but for GPT-2, which `benchmarks/device.py` counts beside them."""
     model = on_device(name)
     request = new_request(model, _prompt(3), {})  # within all windows: masks are made once for all layers
     model.step([request])

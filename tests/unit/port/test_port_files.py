@@ -308,6 +308,27 @@ def test_notebooks(tmp_path: Path, layout: dict[str, Any], capsys: pytest.Captur
     assert "fixed 0" in run(path, "--write", capsys=capsys)[1]
 
 
+def test_each_cell_of_a_notebook_that_imports_torch_imports_the_accelerator(tmp_path: Path) -> None:
+    """Cells are run in any order: what ran without the first one before the port does so after it."""
+    path = tmp_path / "a.ipynb"
+    cells = [
+        "import torch\ntorch.cuda.empty_cache()",
+        "import torch\nimport os\nx = 1",
+        "torch.cuda.empty_cache()",
+        "y = 2",
+    ]
+    book = [{"cell_type": "code", "source": each} for each in cells]
+    path.write_text(json.dumps({"cells": book, "metadata": {}, "nbformat": 4}))
+    assert main(["port", str(path), "--write"]) == 0
+    written = [each["source"] for each in json.loads(path.read_text())["cells"]]
+    assert [each.count("from anyaccel import get_accelerator") for each in written] == [1, 1, 0, 0]
+    assert written[1] == "import torch\nfrom anyaccel import get_accelerator\nimport os\nx = 1"
+    assert written[2] == "get_accelerator().empty_cache()"
+    before = path.read_text()
+    assert main(["port", str(path), "--write"]) == 0
+    assert path.read_text() == before
+
+
 @pytest.mark.parametrize("text", ["{cuda", '{"cells": 3, "x": "cuda"}', '["cuda"]', '{"cells": [{"cuda": 1}]}'])
 def test_what_is_no_notebook(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.ipynb"

@@ -17,13 +17,17 @@ _MOST_BESIDE = 1000  # entries of a folder that are looked at for a name that wa
 
 def no_such_model(given: str | Path) -> str:
     """The message about a path where nothing is; it names a model beside it that is nearly called so."""
+    near = did_you_mean(Path(given).name, models_beside(given))
+    return f"{given}: no such folder or file{near}; models are read from local files only, download it first"
+
+
+def models_beside(given: str | Path) -> list[str]:
+    """The names of the models in the folder where a path would be."""
     path = Path(given).expanduser()
-    beside: list[str] = []
     with contextlib.suppress(OSError):
         entries = itertools.islice(path.parent.iterdir(), _MOST_BESIDE)
-        beside = [entry.name for entry in entries if entry.suffix == ".gguf" or (entry / "config.json").is_file()]
-    near = did_you_mean(path.name, beside)
-    return f"{given}: no such folder or file{near}; models are read from local files only, download it first"
+        return [entry.name for entry in entries if entry.suffix == ".gguf" or (entry / "config.json").is_file()]
+    return []
 
 
 def check_model_path(path: Path) -> None:

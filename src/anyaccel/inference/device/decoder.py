@@ -37,13 +37,14 @@ class Heads:
         parts = (of_q.view(-1, a.head_dim).expand(a.heads, -1), of_k.view(-1, a.head_dim).expand(a.kv_heads, -1))
         return torch.cat(parts)
 
-    def norm_(self, qk_NHD: torch.Tensor) -> None:
-        """In place."""
+    def normed(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Rows of queries, keys and values: in place where each head is normed alone."""
+        a = self.a
+        counts = [a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim]
         if self.qk.across:
-            q_NHD, k_NHD = torch.split(qk_NHD, [self.a.heads, self.a.kv_heads], 1)
-            q_NHD.copy_(self._across(self.q, q_NHD.flatten(1), 1).view_as(q_NHD))
-            k_NHD.copy_(self._across(self.k, k_NHD.flatten(1), self.a.kv_copies).view_as(k_NHD))
-            return
+            q, k, v = torch.split(qkv, counts, 1)
+            return torch.cat([self._across(self.q, q, 1), self._across(self.k, k, a.kv_copies), v], 1)
+        qk_NHD = qkv[:, : counts[0] + counts[1]].view(len(qkv), -1, a.head_dim)
         plain = self.q.plain(qk_NHD)
         if self.weight is None:
             qk_NHD.copy_(plain if self.bias is None else plain + self.bias)
@@ -51,6 +52,7 @@ class Heads:
             torch.mul(plain, self.weight, out=qk_NHD)
         else:
             torch.addcmul(self.bias, plain, self.weight, out=qk_NHD)
+        return qkv
 
     def _across(self, norm: Normed, x: torch.Tensor, copies: int) -> torch.Tensor:
         """One norm over all heads, those of other ranks included; `copies` ranks have the same ones."""
@@ -140,20 +142,20 @@ class LayerRun:
         return attend(a, q_NHD, cache, batch, self.sinks)
 
     def _heads_of(self, qkv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, and the cache's rows of keys and values. All of it stays in the product's own memory."""
+        """Queries, and the cache's rows of keys and values. They stay in the product's own memory mostly."""
         a = self.a
         if a.clip:
             qkv.clamp_(-a.clip, a.clip)
         q_count = a.heads * a.head_dim
-        qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(qkv), -1, a.head_dim)
         norm = self.heads
         if norm is not None and not norm.qk.after_rope:
-            norm.norm_(qk_NHD)
+            qkv = norm.normed(qkv)
         if self.rope is not None:
+            qk_NHD = qkv[:, : q_count + a.kv_heads * a.head_dim].view(len(qkv), -1, a.head_dim)
             turn(qk_NHD, self.rope.first, batch.angles[a.rope])
         if norm is not None and norm.qk.after_rope:
-            norm.norm_(qk_NHD)
-        return qk_NHD[:, : a.heads], qkv[:, q_count:]
+            qkv = norm.normed(qkv)
+        return qkv[:, :q_count].view(len(qkv), a.heads, a.head_dim), qkv[:, q_count:]
 
     def _latent(self, mla: Mla, x: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Multi-head latent attention (DeepSeek-V2, 2024): queries and keys through latents, decompressed."""

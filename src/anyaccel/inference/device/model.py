@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
+from anyaccel.accelerator.base import HOST
 from anyaccel.errors import UsageError
 from anyaccel.inference.device.decoder import Decoder
 from anyaccel.inference.device.pages import PAGE, KvPages
@@ -20,6 +23,25 @@ from anyaccel.inference.device.results import Results, wanted_of
 from anyaccel.inference.device.rotary import changes_between
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import DecoderSpec
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _undisturbed(method: _Method) -> _Method:
+    """Whatever the caller's thread has set: no autograd, no autocast, and tensors of the host are made on the host."""
+
+    @functools.wraps(method)
+    def wrapped(self: DeviceModel, *arguments: Any, **more: Any) -> Any:
+        kind = self.device.type
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if torch.get_default_device() != HOST:
+                stack.enter_context(HOST)
+            return method(self, *arguments, **more)
+
+    return cast("_Method", wrapped)
 
 
 class DeviceModel:
@@ -78,7 +100,9 @@ class DeviceModel:
 
     def _free_left(self) -> None:
         while self._left:
-            self.cache.destroy(self._left.pop())
+            if self._left[0] in self.cache:
+                self.cache.destroy(self._left[0])
+            del self._left[0]  # last, since a signal may end this call; others append meanwhile
 
     def request(
         self,
@@ -165,7 +189,7 @@ class DeviceModel:
 
     # Passes ---------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @_undisturbed
     def logits(
         self, sequences: Sequence[int], counts: Sequence[int], tokens: Sequence[int], rows: Sequence[int]
     ) -> torch.Tensor:
@@ -218,7 +242,7 @@ class DeviceModel:
 
     # Steps ----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
+    @_undisturbed
     def step(self, requests: Sequence[Request], limits: Sequence[int] = (), exact: bool = False) -> list[int]:
         with self.lock:
             self._free_left()
@@ -267,6 +291,8 @@ class DeviceModel:
             if request.sequence < 0:
                 raise UsageError(f"request {number} of the step was finished with finish()")
             seen.add(id(request))
+            if not request.ended:
+                self._settle(request)
             limit = limits[number] if limits else 0
             request.passing = limit if limit > 0 else request.pending
         first: list[Request] = []
@@ -278,6 +304,15 @@ class DeviceModel:
             waits = prefix is not None and prefix.in_cache == 0 and id(prefix) in seen and not prefix.ended
             (second if prefix is not None and waits and prefix.prefix is None else first).append(request)
         return first, second
+
+    def _settle(self, request: Request) -> None:
+        """Take back what a step has left half done that a signal ended: cache and request agree, a token is pending."""
+        length = self.cache.length(request.sequence)
+        request.in_cache = min(request.in_cache, length)
+        if request.pending == 0:
+            request.in_cache -= 1
+        if length > request.in_cache:
+            self.cache.truncate(request.sequence, request.in_cache)
 
     def _step_some(self, requests: Sequence[Request], exact: bool, results: Results) -> None:
         work = []

@@ -3,12 +3,16 @@
 
 Page 0 belongs to nobody: its first row stays zero (a key that scores 0, for sinks), its last takes what is written for
 places of a graph's batch that have no sequence.
+
+A signal may end a call between any two lines. What sequences say of themselves holds then; the rest is made of that by
+the next call that changes something.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +55,7 @@ class KvPages:
         self._next = 0
         self._references: dict[int, int] = {}
         self._free: list[int] = []  # heap of pages; those that are in _references are stale entries
+        self._changing = False
         self.layers = [torch.zeros(1, PAGE, width, dtype=dtype, device=device) for width in widths]
 
     # Sequences ------------------------------------------------------------------------------------------------
@@ -72,28 +77,31 @@ class KvPages:
         return self._sequences[sequence].pages
 
     def destroy(self, sequence: int) -> None:
-        self._release(self._sequences.pop(sequence).pages)
+        with self._change():
+            self._release(self._sequences.pop(sequence).pages)
 
     def fork(self, sequence: int, tokens: int) -> int:
         """A new sequence with the first `tokens` of another; pages are shared until one of the two writes to them."""
         of = self._sequences[sequence]
         if not 0 <= tokens <= of.length:
             raise UsageError("fork beyond the sequence's end")
-        number = self.create()
-        pages = of.pages[: _pages_of(tokens)]
-        self._sequences[number] = _Sequence(tokens, list(pages))
-        for page in pages:
-            self._references[page] += 1
+        with self._change():
+            number = self.create()
+            pages = of.pages[: _pages_of(tokens)]
+            self._sequences[number] = _Sequence(tokens, list(pages))
+            for page in pages:
+                self._references[page] += 1
         return number
 
     def truncate(self, sequence: int, tokens: int) -> None:
         of = self._sequences[sequence]
         if not 0 <= tokens <= of.length:
             raise UsageError("truncate beyond the sequence's end")
-        kept = _pages_of(tokens)
-        self._release(of.pages[kept:])
-        del of.pages[kept:]
-        of.length = tokens
+        with self._change():
+            of.length = tokens
+            kept = _pages_of(tokens)
+            self._release(of.pages[kept:])
+            del of.pages[kept:]
 
     # Pages ----------------------------------------------------------------------------------------------------
 
@@ -126,6 +134,8 @@ class KvPages:
         Raises:
             ModelError: see `check_room`; or the device has no memory.
         """
+        if self._changing:
+            self._repair()
         self.check_room(pages)
         have = self.layers[0].shape[0] if self.layers else 1
         needed = 1 + len(self._references) + pages
@@ -134,6 +144,7 @@ class KvPages:
         most = 1 + self.limit_bytes // max(self.page_bytes, 1)
         count = min(max(needed, have + have // 2), most)
         problem: RuntimeError | None = None
+        self._changing = True
         self.version += 1  # also when it fails: some of the tensors are others then
         try:
             for index, layer in enumerate(self.layers):  # one layer at a time is there twice
@@ -150,6 +161,7 @@ class KvPages:
             raise ModelError(f"{where} has no memory for {_megabytes(pages * self.page_bytes)} of cache") from problem
         for page in range(have, count):
             heapq.heappush(self._free, page)
+        self._changing = False
 
     def agree(self) -> None:
         """Have as many pages at most as any other rank may have."""
@@ -159,15 +171,16 @@ class KvPages:
     def extend(self, sequence: int, tokens: int) -> None:
         """Give a sequence room for more tokens; a page that others have too becomes its own first."""
         of = self._sequences[sequence]
-        if self._copies(of, tokens):
-            shared, own = of.pages[-1], self._take(0)
-            for layer in self.layers:
-                layer[own].copy_(layer[shared])
-            self._release([shared])
-            of.pages[-1] = own
-        of.length += tokens
-        while len(of.pages) < _pages_of(of.length):
-            of.pages.append(self._take(of.pages[-1] + 1 if of.pages else 0))
+        with self._change():
+            if self._copies(of, tokens):
+                shared, own = of.pages[-1], self._take(0)
+                for layer in self.layers:
+                    layer[own].copy_(layer[shared])
+                of.pages[-1] = own
+                self._release([shared])
+            while len(of.pages) < _pages_of(of.length + tokens):
+                of.pages.append(self._take(of.pages[-1] + 1 if of.pages else 0))
+            of.length += tokens
 
     def clear(self, sequence: int) -> None:
         """Set what is in its own pages to zero: a value that is no number would reach whoever has the page next."""
@@ -175,6 +188,28 @@ class KvPages:
             if self._references[page] == 1:
                 for layer in self.layers:
                     layer[page].zero_()
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        if self._changing:
+            self._repair()
+        self._changing = True
+        yield
+        self._changing = False
+
+    def _repair(self) -> None:
+        """Who has which pages, and how many there are, by the sequences and the tensors."""
+        references: dict[int, int] = {}
+        for of in self._sequences.values():
+            del of.pages[_pages_of(of.length) :]
+            for page in of.pages:
+                references[page] = references.get(page, 0) + 1
+        have = min((len(layer) for layer in self.layers), default=1)
+        self.layers = [layer[:have] for layer in self.layers]
+        self.version += 1
+        self._references = references
+        self._free = [page for page in range(1, have) if page not in references]
+        self._changing = False
 
     def _copies(self, of: _Sequence, tokens: int) -> bool:
         return tokens > 0 and of.length % PAGE != 0 and self._references[of.pages[-1]] > 1
@@ -205,4 +240,4 @@ def _pages_of(tokens: int) -> int:
 
 
 def _megabytes(count: int) -> str:
-    return f"{-(-count // _MEBIBYTE)} MiB"
+    return f"{-(-count // _MEBIBYTE)} MiB" if count >= _MEBIBYTE else f"{count} bytes"

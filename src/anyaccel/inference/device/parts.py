@@ -128,16 +128,23 @@ class Experts:
         self.gate_up_bias, self.down_bias = (
             weights.stacked_vectors(f"{at}.experts.{name}.bias") for name in ("gate_up", "down")
         )
+        self._by_scores = self.choice_bias is None and moe.top_groups >= moe.groups
         self.shared = None if moe.shared is None else Dense(moe.shared, weights, f"{at}.shared")
         self.shared_gate = Linear(weights, f"{at}.shared_gate") if moe.shared_gate else None
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
+        if ranks is None and self.shared is None and len(x) <= GATHERED:
+            factors_N1E, y_NEC = self._few(x, *self.route(x))
+            return torch.baddbmm(h[:, None], factors_N1E, y_NEC, alpha=factor)[:, 0]
         y = self(x)
         return torch.add(h, y if ranks is None else ranks.add(y), alpha=factor)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         chosen_NE, factors_NE = self.route(x)
-        y = self._few(x, chosen_NE, factors_NE) if len(x) <= GATHERED else self._many(x, chosen_NE, factors_NE)
+        if len(x) <= GATHERED:
+            y = torch.bmm(*self._few(x, chosen_NE, factors_NE))[:, 0]
+        else:
+            y = self._many(x, chosen_NE, factors_NE)
         if self.shared is None:
             return y
         shared = self.shared(x)
@@ -149,26 +156,37 @@ class Experts:
         """Numbers and factors of the experts of each token."""
         moe = self.moe
         scores = self.router(x)
-        if moe.scoring == "softmax":
+        # A softmax that is divided by the sum of the chosen ones is the softmax of these alone.
+        late = moe.softmax_after or (self._by_scores and moe.scoring == "softmax" and moe.normalise)
+        if moe.scoring == "softmax" and not late:
             scores = scores.softmax(-1)
         elif moe.scoring == "sigmoid":
             scores = scores.sigmoid()
+        if self._by_scores:
+            factors, chosen = scores.topk(moe.top_k, -1)
+        else:
+            chosen = self._choice(scores).topk(moe.top_k, -1).indices
+            factors = scores.gather(-1, chosen)
+        if late:
+            factors = factors.softmax(-1)
+        elif moe.normalise:
+            factors = factors / (factors.sum(-1, keepdim=True) + 1e-20)
+        return chosen, factors * moe.scale if moe.scale != 1.0 else factors
+
+    def _choice(self, scores: torch.Tensor) -> torch.Tensor:
+        """What experts are chosen by, where that is not their scores alone."""
+        moe = self.moe
         choice = scores if self.choice_bias is None else scores + self.choice_bias
         if moe.top_groups < moe.groups:
-            grouped = choice.view(len(x), moe.groups, -1)
+            grouped = choice.view(len(scores), moe.groups, -1)
             pair = moe.group_score == "top2" and grouped.shape[-1] > 1
             best = grouped.topk(2, -1).values.sum(-1) if pair else grouped.amax(-1)
             kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(moe.top_groups, -1).indices, True)
             choice = grouped.masked_fill(~kept[..., None], -math.inf).flatten(-2)
-        chosen = choice.topk(moe.top_k, -1).indices
-        factors = scores.gather(-1, chosen)
-        if moe.softmax_after:
-            factors = factors.softmax(-1)
-        if moe.normalise:
-            factors = factors / (factors.sum(-1, keepdim=True) + 1e-20)
-        return chosen, factors * moe.scale if moe.scale != 1.0 else factors
+        return choice
 
-    def _few(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    def _few(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors [tokens, 1, experts] and results [tokens, experts, values], whose product is the mixture."""
         tokens, each = chosen.shape
         flat = chosen.flatten()
         rows = x[:, None].expand(-1, each, -1).reshape(tokens * each, -1, 1)
@@ -179,7 +197,7 @@ class Experts:
         y = torch.bmm(rows_of(self.down, flat), features)[..., 0]
         if self.down_bias is not None:
             y = y + self.down_bias.index_select(0, flat)
-        return torch.bmm(factors.to(y.dtype)[:, None], y.view(tokens, each, -1))[:, 0]
+        return factors.to(y.dtype)[:, None], y.view(tokens, each, -1)
 
     def _many(self, x: torch.Tensor, chosen: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         """Tokens in the order of their experts; how many each expert has is the one thing the host must know."""

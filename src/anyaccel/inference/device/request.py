@@ -117,9 +117,11 @@ class Request:
     def finish(self) -> None:
         with self.model.lock:
             self.prefix = None
-            if self.sequence >= 0:
-                self.model.cache.destroy(self.sequence)
-            self.sequence = -1
+            sequence = self.sequence
+            if sequence >= 0:
+                self.model.leave(sequence)  # first: a signal may end this call
+                self.sequence = -1
+                self.model.cache.destroy(sequence)
             self.in_cache = 0
             self.ended = self.ended or "stopped"
 
@@ -169,8 +171,9 @@ class Request:
 
     def _take_over(self, other: Request, tokens: int) -> None:
         shared = self.model.cache.fork(other.sequence, tokens)
-        self.model.cache.destroy(self.sequence)
-        self.sequence, self.in_cache, self.context = shared, tokens, other.context
+        own, self.sequence = self.sequence, shared
+        self.in_cache, self.context = tokens, other.context
+        self.model.cache.destroy(own)
 
     def shrink(self, tokens: int) -> None:
         with self.model.lock:

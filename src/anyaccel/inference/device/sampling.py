@@ -30,12 +30,17 @@ class History:
 
     def count(self, tokens: Sequence[int], prompt: int) -> None:
         """Take in what has come since the last call; `prompt` of all tokens are the prompt's."""
+        if self._counted < 0:  # a signal has ended a call
+            self.seen_V.zero_()
+            self.generated_V.zero_()
+            self._counted = 0
         new = tokens[self._counted :]
         if not new:
             return
+        counted, self._counted = self._counted, -1
         numbers = to_device(torch.tensor(new, dtype=torch.int64), self._device)
         self.seen_V.index_fill_(0, numbers, True)
-        answered = numbers[max(prompt - self._counted, 0) :]
+        answered = numbers[max(prompt - counted, 0) :]
         self.generated_V.index_add_(0, answered, torch.ones_like(answered, dtype=torch.float32))
         self._counted = len(tokens)
 
@@ -98,7 +103,8 @@ def _process(logits_V: torch.Tensor, request: Asking) -> None:
     device = logits_V.device
     if o.bias:
         known = {token: bias for token, bias in o.bias.items() if 0 <= token < len(logits_V)}
-        logits_V.index_add_(0, _numbers(list(known), device), to_device(torch.tensor(list(known.values())), device))
+        added = torch.tensor(list(known.values()), dtype=torch.float32)
+        logits_V.index_add_(0, _numbers(list(known), device), to_device(added, device))
     if o.penalises:
         history = request.history(len(logits_V), device)
         if o.repetition_penalty != 1.0:  # Keskar et al., 2019

