@@ -36,7 +36,9 @@ def choose_carrier(hosts: Sequence[str]) -> str:
         return ""
     if asked == "mpi":
         return f"mpi:{_mpi_library(len(hosts), os.environ)}"
-    return f"ccl:{_ccl_library()}"
+    from anyaccel.comm import ccl
+
+    return f"ccl:{ccl.library_of_op()}"
 
 
 def _mpi_library(ranks: int, environ: Mapping[str, str]) -> str:
@@ -86,22 +88,6 @@ def _is_right(library: Path, open_mpi: bool) -> bool:
         return hasattr(ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL), "ompi_mpi_comm_world") == open_mpi
     except OSError:
         return False
-
-
-def _ccl_library() -> str:
-    """The op that calls oneCCL, built on first use; the environment is made ready for it.
-
-    Raises:
-        CommError: oneCCL is not there.
-        OpBuildError: it cannot be built.
-    """
-    from anyaccel.comm import ccl
-    from anyaccel.ops.builders.ccl import CCLCommBuilder
-
-    # Not as a rank of mpirun: only one rank of each host takes part, and oneCCL's MPI would wait for all.
-    master = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-    os.environ.update(ccl.environment(ccl.find(), -1, 2, master, env.ANYACCEL_COMM_TIMEOUT.get()))
-    return str(CCLCommBuilder().load()._name)
 
 
 @cache
