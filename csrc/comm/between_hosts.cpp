@@ -52,6 +52,12 @@ Carried& with_carriers() {
   return *found;
 }
 
+// While a carrier works, which has nothing to poll.
+void nap() {
+  const timespec length{0, kCarrierSleepNs};
+  nanosleep(&length, nullptr);
+}
+
 bool would_wait(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
 
 }  // namespace
@@ -143,16 +149,14 @@ void BetweenHosts::connect_carrier(std::unique_ptr<Carrier> carrier) {
   for (size_t host = 0; host < cards.size(); ++host)
     if (std::strncmp(cards[host].kind, own.kind, sizeof own.kind) != 0)
       throw CommError(CommError::Kind::broken, peers_[host].name + " has another library between hosts than this rank");
-  try {
-    carrier->connect(host_, cards);
-  } catch (const std::exception& error) {
-    fail(error.what());
-    throw;
-  }
+  carrier_ = std::move(carrier);
+  call([&] {
+    carrier_->connect(host_, cards);
+    wait_until([&] { return carrier_->connected(); }, nap);
+  });
   others_.resize(peers_.size());
   const std::lock_guard<std::mutex> lock(with_carriers().mutex);
   with_carriers().hosts.insert(this);
-  carrier_ = std::move(carrier);
 }
 
 // `begin` may end what it begins, or leave it to the connections.
@@ -213,11 +217,7 @@ void BetweenHosts::carry(const std::vector<iovec>& given, const std::vector<std:
   for (size_t host = 0; host < peers_.size(); ++host)
     if (is_other(host)) others_[host].resize(sizeof header + total_bytes(taken[host]));
   carrier_->begin(own_, others_);
-  wait_until([&] { return carrier_->done(); },
-             [] {
-               const timespec length{0, kCarrierSleepNs};
-               nanosleep(&length, nullptr);
-             });
+  wait_until([&] { return carrier_->done(); }, nap);
   for (size_t host = 0; host < peers_.size(); ++host) {
     if (!is_other(host)) continue;
     Peer& peer = peers_[host];

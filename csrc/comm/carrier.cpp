@@ -3,10 +3,13 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <climits>
 #include <cstring>
+#include <exception>
 #include <map>
 #include <mutex>
+#include <thread>
 
 #include "comm/errors.h"
 
@@ -220,8 +223,15 @@ struct Ccl {
     fail(std::string("oneCCL: ") + what + ": " + (text == nullptr || *text == 0 ? "no reason was given" : text));
   }
 
+  // Calls must not overlap. Throws where one is under way that will not end.
+  std::unique_lock<std::mutex> lock() {
+    if (stuck) fail("oneCCL still waits for a host that an earlier model has given up; start the job anew");
+    return std::unique_lock<std::mutex>(mutex);
+  }
+
   const Library library;
-  std::mutex mutex;  // calls must not overlap
+  std::mutex mutex;
+  std::atomic<bool> stuck = false;
   const char* (*last_error)();
   size_t (*address_bytes)();
   void* (*new_kvs)(char*);
@@ -238,7 +248,7 @@ class CclCarrier : public Carrier {
  public:
   explicit CclCarrier(Ccl& ccl) : ccl_(ccl) {}
   ~CclCarrier() override {
-    if (operation_ != nullptr) return;  // of a host that does not come: nothing of it can be freed
+    if (operation_ != nullptr || joining_) return;  // of a host that does not come: nothing of it can be freed
     const std::lock_guard<std::mutex> lock(ccl_.mutex);
     if (communicator_ != nullptr) ccl_.free_communicator(communicator_);
     if (kvs_ != nullptr) ccl_.free_kvs(kvs_);
@@ -249,21 +259,43 @@ class CclCarrier : public Carrier {
     set_kind(card, "ccl");
     if (host != 0) return card;  // all of them meet at the first one's
     if (ccl_.address_bytes() > sizeof card.address) fail("oneCCL has longer addresses than are known here");
-    const std::lock_guard<std::mutex> lock(ccl_.mutex);
+    const auto lock = ccl_.lock();
     kvs_ = ccl_.new_kvs(card.address);
     if (kvs_ == nullptr) ccl_.told("making a key-value store");
     return card;
   }
 
+  // oneCCL waits for the other hosts without a deadline, so that a thread of its own does, which is left where it is
+  // when one of them does not come.
   void connect(int host, const std::vector<Card>& cards) override {
-    const std::lock_guard<std::mutex> lock(ccl_.mutex);
-    if (host != 0) {
-      kvs_ = ccl_.join_kvs(cards[0].address);
-      if (kvs_ == nullptr) ccl_.told("joining the key-value store");
-    }
-    communicator_ = ccl_.new_communicator(kvs_, static_cast<int>(cards.size()), host);
-    if (communicator_ == nullptr) ccl_.told("joining the other hosts");
     host_ = static_cast<size_t>(host);
+    joining_ = std::make_shared<Joining>();
+    joining_->kvs = kvs_;
+    std::thread([&ccl = ccl_, joining = joining_, host, hosts = static_cast<int>(cards.size()), first = cards[0]] {
+      try {
+        const auto lock = ccl.lock();
+        if (host != 0) joining->kvs = ccl.join_kvs(first.address);
+        if (joining->kvs == nullptr) ccl.told("joining the key-value store");
+        joining->communicator = ccl.new_communicator(joining->kvs, hosts, host);
+        if (joining->communicator == nullptr) ccl.told("joining the other hosts");
+      } catch (...) {
+        joining->error = std::current_exception();
+      }
+      joining->done = true;
+    }).detach();
+  }
+
+  bool connected() override {
+    if (!joining_->done) return false;
+    const auto joining = std::move(joining_);
+    kvs_ = joining->kvs;
+    communicator_ = joining->communicator;
+    if (joining->error) std::rethrow_exception(joining->error);
+    return true;
+  }
+
+  void give_up() noexcept override {
+    if (joining_ && !joining_->done) ccl_.stuck = true;
   }
 
   void begin(const Bytes& own, std::vector<Bytes>& others) override {
@@ -276,14 +308,14 @@ class CclCarrier : public Carrier {
     all_.resize(total);
     own_ = own;
     others_ = &others;
-    const std::lock_guard<std::mutex> lock(ccl_.mutex);
+    const auto lock = ccl_.lock();
     operation_ = ccl_.start(communicator_, kAllGather, own_.data(), all_.data(), own_.size(), nullptr, counts_.data(),
                             kUint8, 0, 0);
     if (operation_ == nullptr) ccl_.told("starting an operation");
   }
 
   bool done() override {
-    const std::lock_guard<std::mutex> lock(ccl_.mutex);
+    const auto lock = ccl_.lock();
     const int answer = ccl_.wait(operation_, 0);
     if (answer < 0) ccl_.told("an operation failed");
     if (answer == 0) return false;
@@ -295,12 +327,18 @@ class CclCarrier : public Carrier {
     return true;
   }
 
-  bool waits_for(int) const override { return operation_ != nullptr; }
+  bool waits_for(int) const override { return operation_ != nullptr || joining_; }
 
  private:
+  struct Joining {
+    void *kvs = nullptr, *communicator = nullptr;
+    std::exception_ptr error;
+    std::atomic<bool> done = false;
+  };
   static constexpr int kAllGather = 3, kUint8 = 1;  // of csrc/ccl, and of oneCCL's datatypes
   Ccl& ccl_;
   void *kvs_ = nullptr, *communicator_ = nullptr, *operation_ = nullptr;
+  std::shared_ptr<Joining> joining_;  // until all hosts have
   size_t host_ = 0;
   std::vector<size_t> counts_;
   Bytes own_, all_;

@@ -24,13 +24,14 @@ class Carrier {
 
   virtual ~Carrier() = default;
   virtual Card card(int host) = 0;
-  // Every host calls it, with the cards of all. Blocks until all have.
+  // Every host calls it, with the cards of all, and asks connected() then until it is true.
   virtual void connect(int host, const std::vector<Card>& cards) = 0;
+  virtual bool connected() { return true; }
   // `own` goes to each other host, and others[host] is filled with what comes from there; those have the sizes that
   // are expected, and both stay where they are until done() is true.
   virtual void begin(const Bytes& own, std::vector<Bytes>& others) = 0;
   virtual bool done() = 0;
-  // Whether done() still waits for that host; true where it cannot be told.
+  // Whether connected() or done() still waits for that host; true where it cannot be told.
   virtual bool waits_for(int host) const = 0;
   // Something is under way that will not end: its memory must stay for good.
   virtual void give_up() noexcept {}

@@ -6,8 +6,13 @@
 #include <limits>
 #include <stdexcept>
 
+#include "simd/convert.h"
+
 namespace anyaccel::comm {
 namespace {
+
+using simd::bits_of;
+using simd::float_of;
 
 constexpr size_t kBlock = 32;
 constexpr const char* kNames[] = {"f32", "bf16", "i8"};
@@ -26,25 +31,6 @@ static_assert(sizeof(Block) == 40);
 constexpr int8_t kLargest = -128;
 
 size_t blocks(size_t count) { return (count + kBlock - 1) / kBlock; }
-
-uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-uint16_t to_bf16(float value) {
-  const uint32_t bits = bits_of(value);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const uint32_t quiet = (bits >> 16) | 0x40;  // of a NaN, whose low bits alone may say that it is one
-  return static_cast<uint16_t>((bits & kAbsolute) > kInfinity ? quiet : rounded);
-}
 
 // The largest absolute value, as bits: floats without their sign are ordered as those are, infinity and NaN last.
 int32_t most_of(const float* values) {
@@ -103,7 +89,7 @@ void encode(WireFormat format, const float* in, size_t count, uint8_t* out) {
     std::memcpy(out, in, count * sizeof(float));
   } else if (format == WireFormat::bf16) {
     auto* to = reinterpret_cast<uint16_t*>(out);
-    for (size_t i = 0; i < count; ++i) to[i] = to_bf16(in[i]);
+    for (size_t i = 0; i < count; ++i) to[i] = simd::to_bf16(in[i]);
   } else {
     auto* to = reinterpret_cast<Block*>(out);
     for (size_t i = 0; i < count; i += kBlock) encode_block(in + i, std::min(kBlock, count - i), to[i / kBlock]);
@@ -115,7 +101,7 @@ void decode(WireFormat format, const uint8_t* in, size_t count, float* out) {
     std::memcpy(out, in, count * sizeof(float));
   } else if (format == WireFormat::bf16) {
     const auto* from = reinterpret_cast<const uint16_t*>(in);
-    for (size_t i = 0; i < count; ++i) out[i] = float_of(static_cast<uint32_t>(from[i]) << 16);
+    for (size_t i = 0; i < count; ++i) out[i] = simd::from_bf16(from[i]);
   } else {
     const auto* from = reinterpret_cast<const Block*>(in);
     for (size_t i = 0; i < count; i += kBlock) decode_block(from[i / kBlock], std::min(kBlock, count - i), out + i);

@@ -192,6 +192,39 @@ void test_who_does_not_come() {
   }
 }
 
+// A library that joins the hosts when all have asked for it, but not this one.
+class LateCarrier : public Carrier {
+ public:
+  explicit LateCarrier(bool* gave_up) : gave_up_(gave_up) {}
+  Card card(int) override { return {"late", 0, 0, {}}; }
+  void connect(int, const std::vector<Card>&) override {}
+  bool connected() override { return false; }
+  void begin(const Bytes&, std::vector<Bytes>&) override {}
+  bool done() override { return false; }
+  bool waits_for(int) const override { return true; }
+  void give_up() noexcept override { *gave_up_ = true; }
+
+ private:
+  bool* const gave_up_;
+};
+
+void test_a_carrier_that_does_not_join() {
+  Hosts hosts = make(2, 0.2);
+  const auto cards = cards_of(hosts);
+  bool gave_up[2] = {};
+  std::string said[2];
+  together(2, [&](int host) {
+    try {
+      const auto at = static_cast<size_t>(host);
+      hosts[at]->connect(cards, ranks_of(2), std::make_unique<LateCarrier>(&gave_up[host]));
+    } catch (const CommError& error) {
+      said[host] = error.what();
+    }
+  });
+  // The second one may be told by the first.
+  for (int host = 0; host < 2; ++host) CHECK(gave_up[host] && has(said[host], "within the timeout of 0.2 s"));
+}
+
 void test_who_leaves() {
   for (const size_t bytes : {size_t{100}, size_t{30'000'000}}) {
     Hosts hosts = connected(3);
@@ -534,6 +567,7 @@ int main() {
   test_exchanges();
   test_strangers();
   test_who_does_not_come();
+  test_a_carrier_that_does_not_join();
   test_who_leaves();
   test_disagreement();
   test_an_interrupt();
