@@ -37,7 +37,7 @@ GROUPS: dict[str, str] = {
     "How it works": ("is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"),
     "Random numbers": ("random manual_seed manual_seed_all initial_seed get_rng_state set_rng_state default_generator"),
     "Streams and events": "Stream stream current_stream default_stream Event",
-    "Memory": (
+    "Memory of a device": (
         "memory_allocated max_memory_allocated memory_reserved max_memory_reserved memory_cached max_memory_cached "
         "memory_stats reset_peak_memory_stats reset_max_memory_allocated reset_max_memory_cached total_memory "
         "available_memory empty_cache"

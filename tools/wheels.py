@@ -71,9 +71,6 @@ def build(machine: str, python: str, work: Path) -> Path:
         "build-dir": str(work / machine / "build"),
         "cmake.define.CMAKE_MODULE_LINKER_FLAGS": flags,
         "cmake.define.CMAKE_CXX_COMPILER": gxx,
-        # nanobind would ask the Python that it runs with, which is of this machine, and only once.
-        "cmake.define.NB_SUFFIX": f".cpython-{tag.removeprefix('cp')}-{machine}-linux-gnu.so",
-        "cmake.define.NB_SUFFIX_S": ".abi3.so",
     }
     if machine != platform.machine():
         settings["cmake.define.CMAKE_TOOLCHAIN_FILE"] = str(ROOT / "tools" / "cross.cmake")
@@ -85,6 +82,8 @@ def build(machine: str, python: str, work: Path) -> Path:
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path.endswith("site-packages")),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
+        # How the modules' names end: of Python's own machine, were it not said.
+        "SETUPTOOLS_EXT_SUFFIX": f".cpython-{tag.removeprefix('cp')}-{machine}-linux-gnu.so",
     }
     log = folder / "log"
     with log.open("wb") as file:
@@ -102,6 +101,8 @@ def check_symbols(wheel: Path) -> None:
         for name in file.namelist():
             if not name.endswith(".so"):
                 continue
+            if ".cpython-" in name and wheel.stem.rpartition("linux_")[2] not in name:
+                sys.exit(f"wheels: {name} in {wheel.name} is named for another machine")
             library = file.extract(name, folder)
             command = ["readelf", "--dyn-syms", "-W", library]
             table = subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -18,6 +18,8 @@
 
 #include "bindings/llm_spec.h"
 #include "bindings/translate.h"
+#include "comm/between_hosts.h"
+#include "comm/carrier.h"
 #include "llm/bandwidth.h"
 #include "llm/errors.h"
 #include "llm/feed.h"
@@ -217,7 +219,7 @@ void bind_model(nb::module_& m) {
       .def("finish", &Model::finish, no_gil)
       .def("create_segment", &Model::create_segment, nb::arg("timeout_s"), nb::arg("anonymous") = false,
            nb::arg("hosts") = std::vector<int>(), nb::arg("addresses") = std::vector<std::string>(),
-           nb::arg("wire") = "f32", no_gil)
+           nb::arg("wire") = "f32", nb::arg("between") = "", no_gil)
       .def("connect", &Model::connect, nb::arg("names"), nb::arg("pids"), no_gil)
       .def("unlink", &Model::unlink, no_gil)
       .def("shared", &Model::shared, nb::arg("value"), no_gil)
@@ -370,6 +372,13 @@ NB_MODULE(_llm, m) {
       "layer_weights",
       [](const nb::handle& layer, int64_t hidden) { return wanted(layer_weights(read_layer(layer), hidden)); },
       nb::arg("layer"), nb::arg("hidden"));
+  m.def(
+      "end_carriers",
+      [] {
+        anyaccel::comm::BetweenHosts::leave_all();
+        anyaccel::comm::end_carriers();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   m.def("isa", [] { return anyaccel::isa_name(anyaccel::selected_isa()); });
   bind_model(m);
   bind_request(m);

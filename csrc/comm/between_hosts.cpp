@@ -7,8 +7,12 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <exception>
+#include <mutex>
+#include <set>
 #include <stdexcept>
+#include <utility>
 
 #include "comm/errors.h"
 #include "common/waiting.h"
@@ -24,6 +28,9 @@ constexpr uint32_t kMagic = 0x61636d31;
 constexpr int64_t kSpinNs = 200'000;
 constexpr int64_t kYieldNs = 1'000'000;
 constexpr int kSleepMs = 50;
+constexpr int64_t kCarrierSleepNs = 50'000;
+// How long a carrier may take to bring what a host has sent that has ended since.
+constexpr int64_t kCarrierNs = 1'000'000'000;
 constexpr size_t kMostPieces = 1024;  // of one system call (IOV_MAX)
 constexpr size_t kMostText = 1000;    // bytes of an error that another host tells
 constexpr int64_t kTextNs = 1'000'000'000;
@@ -32,6 +39,17 @@ size_t total_bytes(const std::vector<iovec>& pieces) {
   size_t sum = 0;
   for (const iovec& piece : pieces) sum += piece.iov_len;
   return sum;
+}
+
+// Those that have a carrier.
+struct Carried {
+  std::mutex mutex;
+  std::set<BetweenHosts*> hosts;
+};
+
+Carried& with_carriers() {
+  static auto* found = new Carried;  // for the whole process: leave_all() comes late
+  return *found;
 }
 
 bool would_wait(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
@@ -88,7 +106,20 @@ void BetweenHosts::set_timeout(double timeout_s) {
   timeout_s_ = timeout_s;
 }
 
-void BetweenHosts::connect(const std::vector<std::string>& cards, const std::vector<std::string>& ranks) {
+BetweenHosts::~BetweenHosts() {
+  {
+    const std::lock_guard<std::mutex> lock(with_carriers().mutex);
+    with_carriers().hosts.erase(this);
+  }
+  if (carrier_ &&
+      !broken_.empty()) {  // something may be under way, which reads and writes its memory whenever it comes
+    new std::pair(std::move(own_), std::move(others_));
+    static_cast<void>(carrier_.release());
+  }
+}
+
+void BetweenHosts::connect(const std::vector<std::string>& cards, const std::vector<std::string>& ranks,
+                           std::unique_ptr<Carrier> carrier) {
   if (cards.size() != peers_.size() || ranks.size() != peers_.size())
     throw std::invalid_argument("connect: needs one card a host, of " + std::to_string(peers_.size()));
   std::vector<std::string> names;
@@ -99,8 +130,32 @@ void BetweenHosts::connect(const std::vector<std::string>& cards, const std::vec
     peers_[host].name = names[host];
     peers_[host].fd = std::move(found[host]);
   }
+  if (carrier) connect_carrier(std::move(carrier));
 }
 
+void BetweenHosts::connect_carrier(std::unique_ptr<Carrier> carrier) {
+  std::vector<Carrier::Card> cards(peers_.size());
+  Carrier::Card& own = cards[static_cast<size_t>(host_)];
+  own = carrier->card(host_);
+  std::vector<std::vector<iovec>> taken;
+  for (Carrier::Card& card : cards) taken.push_back({{&card, sizeof card}});
+  exchange({{&own, sizeof own}}, taken);
+  for (size_t host = 0; host < cards.size(); ++host)
+    if (std::strncmp(cards[host].kind, own.kind, sizeof own.kind) != 0)
+      throw CommError(CommError::Kind::broken, peers_[host].name + " has another library between hosts than this rank");
+  try {
+    carrier->connect(host_, cards);
+  } catch (const std::exception& error) {
+    fail(error.what());
+    throw;
+  }
+  others_.resize(peers_.size());
+  const std::lock_guard<std::mutex> lock(with_carriers().mutex);
+  with_carriers().hosts.insert(this);
+  carrier_ = std::move(carrier);
+}
+
+// `begin` may end what it begins, or leave it to the connections.
 template <class Begin>
 void BetweenHosts::call(Begin begin) {
   if (!broken_.empty())
@@ -130,6 +185,7 @@ void BetweenHosts::begin_receive(Peer& peer, const std::vector<iovec>& taken) {
 }
 
 void BetweenHosts::exchange(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken) {
+  if (carrier_) return call([&] { carry(given, taken); });
   call([&] {
     for (size_t host = 0; host < peers_.size(); ++host) {
       if (!is_other(host)) continue;
@@ -147,18 +203,55 @@ void BetweenHosts::receive(int host, const std::vector<iovec>& taken) {
   call([&] { begin_receive(peers_[static_cast<size_t>(host)], taken); });
 }
 
+// Header and pieces as one message, since each message of a library costs.
+void BetweenHosts::carry(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken) {
+  const Header header{kMagic, Kind::data, ++carried_, total_bytes(given)};
+  own_.resize(sizeof header + header.bytes);
+  std::memcpy(own_.data(), &header, sizeof header);
+  char* to = own_.data() + sizeof header;
+  for (const iovec& piece : given) to = std::copy_n(static_cast<const char*>(piece.iov_base), piece.iov_len, to);
+  for (size_t host = 0; host < peers_.size(); ++host)
+    if (is_other(host)) others_[host].resize(sizeof header + total_bytes(taken[host]));
+  carrier_->begin(own_, others_);
+  wait_until([&] { return carrier_->done(); },
+             [] {
+               const timespec length{0, kCarrierSleepNs};
+               nanosleep(&length, nullptr);
+             });
+  for (size_t host = 0; host < peers_.size(); ++host) {
+    if (!is_other(host)) continue;
+    Peer& peer = peers_[host];
+    std::memcpy(&peer.in, others_[host].data(), sizeof peer.in);
+    check(peer, carried_, total_bytes(taken[host]));
+    const char* from = others_[host].data() + sizeof header;
+    for (const iovec& piece : taken[host]) {
+      std::memcpy(piece.iov_base, from, piece.iov_len);
+      from += piece.iov_len;
+    }
+  }
+}
+
 void BetweenHosts::move_all() {
+  wait_until(
+      [&] {
+        bool done = true;
+        for (size_t host = 0; host < peers_.size(); ++host) {
+          if (!is_other(host)) continue;
+          const bool sent = push(peers_[host]);
+          const bool came = pull(peers_[host]);
+          done = done && sent && came;
+        }
+        return done;
+      },
+      [&] { sleep(); });
+}
+
+template <class Done, class Sleep>
+void BetweenHosts::wait_until(Done done, Sleep sleep) {
   const int64_t start = now_ns();
   int64_t checked = start;
   for (;;) {
-    bool done = true;
-    for (size_t host = 0; host < peers_.size(); ++host) {
-      if (!is_other(host)) continue;
-      const bool sent = push(peers_[host]);
-      const bool came = pull(peers_[host]);
-      done = done && sent && came;
-    }
-    if (done) return;
+    if (done()) return;
     const int64_t now = now_ns();
     if (now - start < kSpinNs) {
       cpu_pause();
@@ -213,12 +306,15 @@ bool BetweenHosts::pull(Peer& peer) {
 }
 
 void BetweenHosts::check_header(Peer& peer) {
-  const Header& header = peer.in;
   peer.checked = true;
-  if (header.magic == kMagic && header.kind == Kind::error) pass_on(peer);
-  if (header.magic != kMagic || header.kind != Kind::data || header.sequence != peer.received)
+  if (peer.in.magic == kMagic && peer.in.kind == Kind::error) pass_on(peer);
+  check(peer, peer.received, peer.receiving.bytes());
+}
+
+void BetweenHosts::check(const Peer& peer, uint64_t sequence, size_t expected) const {
+  const Header& header = peer.in;
+  if (header.magic != kMagic || header.kind != Kind::data || header.sequence != sequence)
     throw CommError(CommError::Kind::broken, peer.name + " sent what is no message of this job");
-  const size_t expected = peer.receiving.bytes();
   if (header.bytes != expected)
     throw CommError(CommError::Kind::broken,
                     "ranks disagree: " + peer.name + " processes other tokens than this one (" +
@@ -235,6 +331,10 @@ void BetweenHosts::look_around() {
     const ssize_t came = recv(peer.fd.get(), &header, sizeof header, MSG_PEEK | MSG_DONTWAIT);
     // One that has all that it needs may end in peace while others are waited for.
     if (came == 0 && !peer.sending.done()) gone(peer, ECONNRESET);
+    if (came == 0 && carrier_ && carrier_->waits_for(static_cast<int>(host))) {
+      if (peer.left == 0) peer.left = now_ns();
+      if (now_ns() - peer.left > kCarrierNs) gone(peer, ECONNRESET);
+    }
     if (came < 0 && !would_wait(errno) && errno != EINTR) gone(peer, errno);
     if (came == static_cast<ssize_t>(sizeof header) && header.magic == kMagic && header.kind == Kind::error) {
       begin_receive(peer, {});
@@ -278,19 +378,31 @@ void BetweenHosts::sleep() const {
   poll(looked_at.data(), looked_at.size(), kSleepMs);
 }
 
+bool BetweenHosts::waits_for(size_t host) const {
+  const Peer& peer = peers_[host];
+  return !(peer.sending.done() && peer.receiving.done()) || (carrier_ && carrier_->waits_for(static_cast<int>(host)));
+}
+
 void BetweenHosts::time_out() const {
   std::string missing;
   for (size_t host = 0; host < peers_.size(); ++host)
-    if (is_other(host) && !(peers_[host].sending.done() && peers_[host].receiving.done()))
-      missing += (missing.empty() ? "" : ", ") + peers_[host].name;
+    if (is_other(host) && waits_for(host)) missing += (missing.empty() ? "" : ", ") + peers_[host].name;
   throw CommError(CommError::Kind::timeout,
                   missing + " did not come within the timeout of " + seconds_text(timeout_s_));
+}
+
+void BetweenHosts::leave_all() noexcept {
+  const std::lock_guard<std::mutex> lock(with_carriers().mutex);
+  for (const BetweenHosts* each : with_carriers().hosts)
+    for (const Peer& peer : each->peers_)
+      if (peer.fd) shutdown(peer.fd.get(), SHUT_WR);
 }
 
 void BetweenHosts::fail(const std::string& why) noexcept {
   if (!broken_.empty()) return;
   try {
     broken_ = why.empty() ? "an error" : why;
+    if (carrier_) carrier_->give_up();
     const std::string text = broken_.substr(0, kMostText);
     Header header{kMagic, Kind::error, 0, text.size()};
     for (Peer& peer : peers_) {

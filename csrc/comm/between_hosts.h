@@ -6,6 +6,9 @@
 //
 // One host may also send something to one other, which receives it: no exchange may be under way then.
 //
+// Where a library carries what is exchanged (carrier.h), the connections bring errors only: so a host that has failed
+// or left is noticed as it is without.
+//
 // A message is a header and the pieces, without gaps. A host that cannot go on says why to all others before it closes
 // its connections, so that they need not wait for their deadline, and pass it on.
 #pragma once
@@ -16,9 +19,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "comm/carrier.h"
 #include "comm/host_meeting.h"
 #include "common/descriptor.h"
 
@@ -28,15 +33,17 @@ class BetweenHosts {
  public:
   // A host waits at most `timeout_s` seconds for another. Throws as HostMeeting.
   BetweenHosts(int host, int hosts, const std::vector<std::string>& addresses, double timeout_s);
+  ~BetweenHosts();
 
   // How much longer than the timeout a host waits for another: where a rank is late, those of its own host shall notice
   // first, since they know which one it is.
   double grace() const { return std::min(timeout_s_ * 0.1, 1.0); }
   const std::string& card() const { return meeting_.card(); }
 
-  // Call it on every host, with the cards of all. `ranks`: which ranks each host has, for errors ("rank 2"). Throws as
-  // HostMeeting::connect.
-  void connect(const std::vector<std::string>& cards, const std::vector<std::string>& ranks);
+  // Call it on every host, with the cards of all. `ranks`: which ranks each host has, for errors ("rank 2"). `carrier`:
+  // of exchanges; none for the connections themselves. Throws as HostMeeting::connect, and as the carrier.
+  void connect(const std::vector<std::string>& cards, const std::vector<std::string>& ranks,
+               std::unique_ptr<Carrier> carrier = nullptr);
   // What host `host` is called: its ranks and its name. After connect().
   const std::string& name(int host) const { return peers_[static_cast<size_t>(host)].name; }
 
@@ -56,6 +63,8 @@ class BetweenHosts {
   void send(int host, const std::vector<iovec>& given);
   void receive(int host, const std::vector<iovec>& taken);
 
+  // At the end of the process: tells all hosts that exchange by a carrier that this one has left.
+  static void leave_all() noexcept;
   // This host cannot go on: tells the others why. From then on all calls throw.
   void fail(const std::string& why) noexcept;
 
@@ -92,11 +101,18 @@ class BetweenHosts {
     Pieces sending, receiving;
     uint64_t sent = 0, received = 0;  // messages
     bool checked = false;             // the header that came
+    int64_t left = 0;                 // when its end was seen, while a carrier may still bring what it has sent
   };
 
   bool is_other(size_t host) const { return static_cast<int>(host) != host_; }
   template <class Begin>
   void call(Begin begin);
+  void connect_carrier(std::unique_ptr<Carrier> carrier);
+  void carry(const std::vector<iovec>& given, const std::vector<std::vector<iovec>>& taken);
+  // Calls done() again and again until it is true; waits in between as the time calls for, looks at the other hosts,
+  // and throws when the time is over.
+  template <class Done, class Sleep>
+  void wait_until(Done done, Sleep sleep);
   void begin_send(Peer& peer, const std::vector<iovec>& given);
   void begin_receive(Peer& peer, const std::vector<iovec>& taken);
   void move_all();
@@ -104,10 +120,12 @@ class BetweenHosts {
   bool push(Peer& peer);
   bool pull(Peer& peer);
   void check_header(Peer& peer);
+  void check(const Peer& peer, uint64_t sequence, size_t expected) const;
   // Throws when a host that nothing is expected from has said that it cannot go on, or has left.
   void look_around();
   [[noreturn]] void pass_on(Peer& peer);
   [[noreturn]] void gone(const Peer& peer, int error) const;
+  bool waits_for(size_t host) const;
   void sleep() const;
   [[noreturn]] void time_out() const;
 
@@ -115,6 +133,10 @@ class BetweenHosts {
   double timeout_s_;
   HostMeeting meeting_;
   std::vector<Peer> peers_;
+  std::unique_ptr<Carrier> carrier_;
+  uint64_t carried_ = 0;  // exchanges
+  Carrier::Bytes own_;
+  std::vector<Carrier::Bytes> others_;
   std::function<void()> interrupt_check_;
   std::string broken_;
 };

@@ -133,10 +133,12 @@ void Model::finish() {
 // --- tensor parallelism
 
 std::string Model::create_segment(double timeout_s, bool anonymous, const std::vector<int>& hosts,
-                                  const std::vector<std::string>& addresses, const std::string& wire) {
+                                  const std::vector<std::string>& addresses, const std::string& wire,
+                                  const std::string& between) {
   const auto held = lock();
   if (spec_.size == 1 && spec_.stages == 1) throw UsageError("create_segment: the model has one rank");
   if (ranks_ != nullptr || stages_ != nullptr) throw UsageError("create_segment: called before");
+  between_ = between;
   const size_t floats = forward_.slot_floats();
   if (static_cast<size_t>(spec_.own_vocab()) > floats)
     throw UsageError("rank " + std::to_string(spec_.rank) + " has " + std::to_string(spec_.own_vocab()) + " of " +
@@ -154,7 +156,7 @@ std::string Model::create_segment(double timeout_s, bool anonymous, const std::v
                                        spec_.own_vocab(), pages};
     ranks_ = std::make_unique<ParallelRanks>(spec_.rank, spec_.size, floats, timeout_s, header, kind,
                                              hosts_of_stage(spec_, hosts), addresses, spec_.stage * spec_.size,
-                                             comm::read_wire_format(wire));
+                                             comm::read_wire_format(wire), between);
     ranks_->set_interrupt_check(interrupt_check_);
     name = ranks_->name() + (stages_ == nullptr ? "" : kBetweenNames + name);
   }
@@ -167,6 +169,7 @@ void Model::connect(const std::vector<std::string>& names, const std::vector<int
   const auto count = static_cast<size_t>(spec_.size * spec_.stages);
   if (names.size() != count || pids.size() != count)
     throw UsageError("connect: needs one name and one pid a rank, of " + std::to_string(count));
+  comm::start_carrier(between_);
   int64_t pages = INT64_MAX;
   if (ranks_ != nullptr) {
     const auto begin = static_cast<ptrdiff_t>(spec_.stage * spec_.size), end = begin + spec_.size;

@@ -72,9 +72,10 @@ class Model {
   void finish();
 
   // --- tensor parallelism, see ParallelRanks, and stages, see Stages; names, pids and hosts of all ranks
-  // `wire`: see WireFormat, of what is summed. Throws std::invalid_argument too.
+  // `wire`: see WireFormat, of what is summed; `between`: see start_carrier(). Throws std::invalid_argument too.
   std::string create_segment(double timeout_s, bool anonymous = false, const std::vector<int>& hosts = {},
-                             const std::vector<std::string>& addresses = {}, const std::string& wire = "f32");
+                             const std::vector<std::string>& addresses = {}, const std::string& wire = "f32",
+                             const std::string& between = {});
   void connect(const std::vector<std::string>& names, const std::vector<int>& pids);
   void unlink();
   // Rank 0's value, on every rank; all call it between steps.
@@ -159,6 +160,7 @@ class Model {
   std::unique_ptr<Stages> stages_;
   Forward forward_;
   std::function<void()> interrupt_check_;
+  std::string between_;
   bool finished_ = false;
 
   std::mutex mutex_;  // one call at a time

@@ -69,7 +69,8 @@ struct Name {
 
 ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header,
                              comm::ShmSegment::Kind kind, const std::vector<int>& hosts,
-                             const std::vector<std::string>& addresses, int first_rank, comm::WireFormat wire)
+                             const std::vector<std::string>& addresses, int first_rank, comm::WireFormat wire,
+                             std::string between)
     : rank_(rank),
       size_(size),
       first_rank_(first_rank),
@@ -79,6 +80,7 @@ ParallelRanks::ParallelRanks(int rank, int size, size_t slot_floats, double time
       here_(ranks_of(hosts_, host_of(hosts_, rank))),
       own_place_(place_of(here_, rank)),
       wire_(here_.size() == hosts_.size() ? comm::WireFormat::f32 : wire),  // what is on one host goes through memory
+      carrier_(std::move(between)),
       // What no other rank opens need not be in a file system of limited size.
       kind_(here_.size() == 1 ? comm::ShmSegment::Kind::memfd : kind),
       group_(own_place_, static_cast<int>(here_.size()), size_t{64} * here_.size(), timeout_s, kind_) {
@@ -162,7 +164,7 @@ void ParallelRanks::connect_hosts(const std::vector<std::string>& cards) {
     ranks.push_back((text.find(',') == std::string::npos ? "rank " : "ranks ") + text);
   }
   taken_.resize(cards.size());
-  between_->connect(cards, ranks);
+  between_->connect(cards, ranks, comm::make_carrier(carrier_));
 }
 
 void ParallelRanks::unlink() noexcept {

@@ -46,10 +46,11 @@ class ParallelRanks {
   // `slot_floats`: room for one exchange of a rank. `hosts`: the host of each rank, numbered from 0 in the order in
   // which they come; empty for one host. `addresses`: of this host, see HostMeeting. `first_rank`: what errors call
   // rank 0, where these are a part of more. `wire`: of what goes between hosts.
+  // `between`: what carries it, see start_carrier().
   ParallelRanks(int rank, int size, size_t slot_floats, double timeout_s, const Header& header,
                 comm::ShmSegment::Kind kind = comm::ShmSegment::Kind::posix, const std::vector<int>& hosts = {},
                 const std::vector<std::string>& addresses = {}, int first_rank = 0,
-                comm::WireFormat wire = comm::WireFormat::f32);
+                comm::WireFormat wire = comm::WireFormat::f32, std::string between = {});
 
   // What connect() needs on the other ranks: for them only.
   const std::string& name() const { return name_; }
@@ -107,6 +108,7 @@ class ParallelRanks {
   std::vector<int> here_;  // the ranks of this host
   int own_place_ = 0;      // among them
   const comm::WireFormat wire_;
+  const std::string carrier_;
   const comm::ShmSegment::Kind kind_;
   comm::ShmGroup group_;  // of this host
   comm::ShmSegment own_;  // a page for its Failure, then slots

@@ -7,6 +7,7 @@ from typing import Any
 from anyaccel.inference.spec.decoder import DecoderSpec, Layer
 
 def isa() -> str: ...
+def end_carriers() -> None: ...  # at the end of the process, see csrc/comm/carrier.h
 
 # What a decoder wants, as (name, rows, cols), cols 0 for vectors (csrc/llm/weights.h): the weights beside those of
 # layers, of a DecoderSpec; those of one layer, without "layers.N." and of its first expert only.
@@ -93,7 +94,8 @@ class Model:
     # Tensor parallelism: each rank makes its segment, the names and pids of all go to connect(), then unlink().
     # `anonymous`: memory that is in no file system, for ranks that see each other's process ids.
     # `hosts`: each rank's, numbered as they come; `addresses`: where the ranks of others reach this one's; `wire`: f32,
-    # bf16 or i8, the form of what is summed when it goes between hosts.
+    # bf16 or i8, the form of what is summed when it goes between hosts; `between`: what carries
+    # it, "" for TCP, mpi:LIBRARY or ccl:LIBRARY, which connect() starts.
     def create_segment(
         self,
         timeout_s: float,
@@ -101,6 +103,7 @@ class Model:
         hosts: Sequence[int] = (),
         addresses: Sequence[str] = (),
         wire: str = "f32",
+        between: str = "",
     ) -> str: ...
     def connect(self, names: Sequence[str], pids: Sequence[int]) -> None: ...
     def unlink(self) -> None: ...

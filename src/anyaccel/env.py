@@ -114,10 +114,16 @@ ANYACCEL_COMM_TIMEOUT = EnvVar(
 )
 ANYACCEL_BETWEEN_HOSTS = EnvVar(
     "ANYACCEL_BETWEEN_HOSTS",
-    _one_of("tcp", "gloo", "ccl"),
+    _one_of("tcp", "gloo", "ccl", "mpi"),
     "tcp",
     "what goes between hosts: tcp (a native model's own connections; in groups of backend shm, gloo's), gloo (the "
-    "same) or ccl (in groups; models keep their own connections)",
+    "same), ccl (oneCCL, in both) or mpi (models: the MPI whose mpirun has started them; groups: gloo)",
+)
+ANYACCEL_MPI_LIBRARY = EnvVar(
+    "ANYACCEL_MPI_LIBRARY",
+    str,
+    "",
+    "libmpi of the mpirun that has started the ranks, for ANYACCEL_BETWEEN_HOSTS=mpi; default: found beside it",
 )
 ANYACCEL_WIRE_DTYPE = EnvVar(
     "ANYACCEL_WIRE_DTYPE",
@@ -160,6 +166,7 @@ ALL: tuple[EnvVar[object], ...] = (
     ANYACCEL_PROBE_TIMEOUT,
     ANYACCEL_COMM_TIMEOUT,
     ANYACCEL_BETWEEN_HOSTS,
+    ANYACCEL_MPI_LIBRARY,
     ANYACCEL_WIRE_DTYPE,
     ANYACCEL_COMMS_LOG,
     ANYACCEL_SHM_BYTES,

@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from cluster_hosts import Hosts, lines
 
+from collective_cases import oneccl_folder
 from waiting import wait_for
 
 # How far logits are from those of fp32 on the wire, as a share of their spread.
@@ -30,11 +32,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def answers(
-    hosts: Hosts, folder: Path, slots: list[int], cache: dict[str, str], *words: object
+    hosts: Hosts, folder: Path, slots: list[int], cache: dict[str, str], *words: object, launcher: str = "ssh"
 ) -> list[dict[str, Any]]:
     file = hosts.hostfile(folder, slots=slots, hosts=len(slots))
     bind = ["--bind_cores_to_rank"] if max(slots) <= (os.cpu_count() or 1) else []
-    done = hosts.run("ssh", file, *bind, GENERATING, *words, timeout=400, variables=cache)
+    done = hosts.run(launcher, file, *bind, GENERATING, *words, timeout=400, variables=cache)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "native runtime has no" not in done.stderr
     return lines(done.stdout)
@@ -64,6 +66,45 @@ def test_fewer_bytes_between_hosts(hosts: Hosts, tmp_path: Path, wire: str, cach
     assert statistics.fmean(abs(a - b) for a, b in pairs) < WIRE_ERRORS[wire] * spread
     tokens = list(zip(found[0]["greedy"][0], expected["greedy"][0], strict=True))
     assert sum(a == b for a, b in tokens) >= len(tokens) // 2
+
+
+@pytest.mark.parametrize(
+    ("between", "launcher", "slots"),
+    [("mpi", "impi", [2, 2]), ("mpi", "mpich", [1, 1]), ("mpi", "openmpi", [1, 1]), ("ccl", "ssh", [1, 1])],
+)
+def test_a_library_between_hosts_brings_the_same_bits(
+    hosts: Hosts, tmp_path: Path, between: str, launcher: str, slots: list[int], cache: dict[str, str]
+) -> None:
+    variables = cache | {"ANYACCEL_BETWEEN_HOSTS": between, "ANYACCEL_COMM_TIMEOUT": "60"}
+    if between == "ccl":
+        folder = oneccl_folder()
+        if folder is None:
+            pytest.skip("no oneCCL: tools/install_test_tools.sh brings it")
+        variables["CCL_ROOT"] = str(folder)
+    (expected, *_) = answers(hosts, tmp_path, slots, cache)
+    found = answers(hosts, tmp_path, slots, variables, launcher=launcher)
+    assert len(found) == sum(slots)
+    for line in found:
+        for what in ("greedy", "sampled", "logits"):
+            assert line[what] == expected[what], what
+
+
+def test_mpi_without_mpirun_says_what_is_missing(hosts: Hosts, tmp_path: Path, cache: dict[str, str]) -> None:
+    file = hosts.hostfile(tmp_path)
+    done = hosts.run("ssh", file, GENERATING, timeout=200, variables=cache | {"ANYACCEL_BETWEEN_HOSTS": "mpi"})
+    assert done.returncode != 0
+    assert "no mpirun has started this process; use --launcher" in done.stderr, done.stderr[-2000:]
+
+
+def test_a_rank_that_dies_ends_a_job_over_mpi(hosts: Hosts, tmp_path: Path, cache: dict[str, str]) -> None:
+    variables = cache | {"ANYACCEL_BETWEEN_HOSTS": "mpi", "ANYACCEL_COMM_TIMEOUT": "60"}
+    file = hosts.hostfile(tmp_path)
+    begin = time.monotonic()
+    done = hosts.run("impi", file, GENERATING, "--die", 1, timeout=120, variables=variables)
+    assert done.returncode != 0
+    assert "rank 1" in done.stderr and "node2" in done.stderr, done.stderr[-3000:]
+    assert time.monotonic() - begin < 100
+    assert not hosts.wait_idle(20)
 
 
 @pytest.mark.parametrize(("slots", "pp"), [([1, 1], 2), ([2, 2], 2), ([1, 1, 1], 3)], ids=str)

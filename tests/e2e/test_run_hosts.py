@@ -257,7 +257,10 @@ def test_hosts_that_are_started_by_hand_on_one_machine_divide_it(folder, by_list
         (["--hostfile", "hosts", "--include", "other"], "host 'other' is not in the hostfile"),
         (["--hostfile", "hosts", "--num_accelerators", "2"], "--num_accelerators 2 is more than the 1 slots"),
         (["--launcher", "impi"], "--launcher impi needs to know the hosts; add --hostfile FILE"),
-        (["--hostfile", "hosts", "--launcher", "mpi"], "--launcher 'mpi' is not known; choose one of ssh, pdsh"),
+        (
+            ["--hostfile", "hosts", "--launcher", "mpi"],
+            "'mpi' is not known (did you mean impi?); choose one of ssh, pdsh",
+        ),
         (["--num_nodes", "2"], "--num_nodes 2 needs to know the hosts"),
         (["--no_ssh"], "--no_ssh needs the number of this host; add --node_rank N"),
         (["--node_rank", "1"], "--node_rank 1 is for --no_ssh"),

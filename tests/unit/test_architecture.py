@@ -175,7 +175,7 @@ SOURCES = [
         ROOT / "src": ("*.py", "*.pyi"),
         ROOT / "tests": ("*.py", "*.cpp", "*.h"),
         ROOT / "benchmarks": ("*.py", "*.cpp", "*.h"),
-        ROOT / "tools": ("*.py",),
+        ROOT / "tools": ("*.py", "*.cpp"),
         ROOT / "csrc": ("*.cpp", "*.h"),
         ROOT / "examples": ("*.py", "*.cpp", "*.h"),
     }.items()

@@ -34,7 +34,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / name).mkdir(parents=True)
     names = ("python", "ruff", "mypy", "clang-format", "anyaccel", "cmake", "ctest")
     programs = [tmp_path / "programs" / name for name in names]
-    for file in [*programs, tmp_path / "tools" / "install_test_tools.sh"]:
+    for file in [*programs, *(tmp_path / "tools" / name for name in ("install_test_tools.sh", "test_cross.sh"))]:
         file.write_text(PROGRAM)
         file.chmod(0o755)
     return tmp_path

@@ -18,7 +18,9 @@ from anyaccel.terminal import did_you_mean
 
 if TYPE_CHECKING:
     from anyaccel.cli._parser import Parser
+    from anyaccel.cli._screen import Screen
     from anyaccel.inference.generate import Sampling
+    from anyaccel.inference.ranks.backends import Backend
     from anyaccel.launch.cluster import ClusterOptions
 
 # As in inference.config, which would import torch; "auto" keeps the precision that the file has.
@@ -185,6 +187,12 @@ class Drafts:
 
     tokens: int = 0
     model: str = ""
+
+
+def say_who_drafts_not(options: argparse.Namespace, backend: Backend, screen: Screen) -> None:
+    """Say that --draft has no effect where the model does not run in the native runtime."""
+    if options.drafts.tokens and backend.runtime != "native":
+        screen.line(f"--draft: drafts are of the native runtime; runtime={backend.runtime!r} decodes without")
 
 
 def drafts_of(text: str) -> Drafts:

@@ -20,6 +20,7 @@ from anyaccel.cli._model_options import (
     model_path,
     said_by_option,
     sampling_of,
+    say_who_drafts_not,
 )
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
@@ -69,6 +70,7 @@ def main(argv: list[str]) -> int:
     with screen.loading(), said_by_option(options):
         opened = _open(options, screen)
     with contextlib.closing(opened) as backend:
+        say_who_drafts_not(options, backend, screen)
         if not backend.tokenizer.has_chat_template:
             raise ModelError(f"{options.model}: the model has no chat template; use `anyaccel generate`")
         if sys.stdin.isatty():

@@ -21,6 +21,7 @@ from anyaccel.cli._model_options import (
     model_path,
     said_by_option,
     sampling_of,
+    say_who_drafts_not,
 )
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
@@ -71,6 +72,7 @@ def main(argv: list[str]) -> int:
     with screen.loading(), said_by_option(options):
         opened = _open(options, screen)
     with contextlib.closing(opened) as backend:
+        say_who_drafts_not(options, backend, screen)
         return _generate(options, screen, backend)
 
 
@@ -108,6 +110,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
     if backend.first and not options.json:
         show("\n")
     summary = _summary(options, backend, result, stream.text)
+    drafts = options.drafts.tokens and backend.runtime == "native"
     if backend.first:
         if options.json:
             print(json.dumps(summary))
@@ -115,7 +118,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
         screen.line(
             f"prompt {result.prompt_tokens} tokens, {result.prompt_tokens_per_second:.1f} tokens/s; "
             f"generated {len(result.tokens)} tokens, {result.tokens_per_second:.1f} tokens/s; "
-            + (f"{result.accepted} of {result.drafted} drafted tokens accepted; " if options.drafts.tokens else "")
+            + (f"{result.accepted} of {result.drafted} drafted tokens accepted; " if drafts else "")
             + f"peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB{where}",
             "speed",
         )

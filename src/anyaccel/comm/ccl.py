@@ -18,12 +18,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from anyaccel import env
 from anyaccel.errors import CommError
 from anyaccel.ops.builders.ccl import PIP_LINE, CCLCommBuilder, Installation, find, why_not
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PIP_LINE", "Installation", "find", "is_available", "native", "why_not"]
+__all__ = ["PIP_LINE", "Installation", "find", "is_available", "library_of_op", "native", "why_not"]
 
 
 def is_available() -> bool:
@@ -93,6 +94,19 @@ def environment(found: Installation, rank: int, size: int, master: str, timeout:
     if not Path("/sys/class/infiniband").exists():
         wanted["FI_PROVIDER"] = "tcp"  # looking for others fails or takes seconds
     return {name: value for name, value in wanted.items() if not os.environ.get(name)}
+
+
+def library_of_op() -> str:
+    """The op that calls oneCCL, built on first use, for C++ that calls it itself; the environment is made ready for it.
+
+    Raises:
+        CommError: oneCCL is not there.
+        OpBuildError: it cannot be built.
+    """
+    # Not as a rank of mpirun: only one rank of each host takes part, and oneCCL's MPI would wait for all.
+    master = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    os.environ.update(environment(find(), -1, 2, master, env.ANYACCEL_COMM_TIMEOUT.get()))
+    return str(CCLCommBuilder().load()._name)
 
 
 # Its functions ------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ class Model:
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
-    def create_segment(self, timeout: float, anonymous: bool, hosts: list[int], addresses: list[str]) -> str:
+    def create_segment(
+        self, timeout: float, anonymous: bool, hosts: list[int], addresses: list[str], wire: str, between: str
+    ) -> str:
         self.calls.append((anonymous, hosts, bool(addresses)))
         return "mine"
 
@@ -55,12 +57,12 @@ def test_ranks_learn_names_and_the_pids_that_mean_something() -> None:
     space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115
     for there, pid in ((space, 7), ("pid:[1]", 0)):
         native: Any = Native()
-        assert together(with_other([["theirs", 7, there, {}], "", ""], ""), lambda native=native: native) is native
+        assert together(with_other([["theirs", 7, there, {}, ""], "", ""], ""), lambda native=native: native) is native
         assert native.model.calls == [(False, [], False), (["mine", "theirs"], [os.getpid(), pid]), "unlink"]
 
 
 def test_an_error_of_one_rank_is_the_error_of_all() -> None:
-    card = ["", 0, "", {}]
+    card = ["", 0, "", {}, ""]
     with pytest.raises(OtherRankError, match="rank 1: no such weights"):
         together(with_other([card, "no such weights", ""]), Native)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="mine") as caught:
@@ -71,14 +73,14 @@ def test_an_error_of_one_rank_is_the_error_of_all() -> None:
 
 
 def test_what_one_rank_cannot_run_natively_none_does_unless_there_is_an_error() -> None:
-    card = ["", 0, "", {}]
+    card = ["", 0, "", {}, ""]
     with pytest.raises(Unsupported) as caught:
         together(with_other([card, "the native runtime has no x", "x"]), Native)  # type: ignore[arg-type]
     assert caught.value.feature == "x"
     with pytest.raises(OtherRankError, match="rank 1: damaged"):
         together(with_other([card, "damaged", ""]), Native)  # type: ignore[arg-type]
     with pytest.raises(Unsupported):
-        together(with_other([["theirs", 7, "", {}], "", ""]), refuse(Unsupported("y")))
+        together(with_other([["theirs", 7, "", {}, ""], "", ""]), refuse(Unsupported("y")))
     with pytest.raises(Unsupported):  # its own; the other rank has an error and raises that
         together(with_other([card, "damaged", ""]), refuse(Unsupported("y")))
 

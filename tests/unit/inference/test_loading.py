@@ -112,7 +112,7 @@ def test_any_rank_of_a_job_converts_a_whole_model(tmp_path: Path, monkeypatch: p
 
 
 def test_model_paths_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such model"):
+    with pytest.raises(ModelError, match="no such folder or file"):
         model_folder("org/model-name")
     with pytest.raises(ModelError, match=r"config\.json"):
         model_folder(tmp_path)

@@ -24,6 +24,7 @@ from anyaccel.inference.checkpoints.new_folder import check_room, new_file
 from anyaccel.inference.checkpoints.stored_values import floats_of, relative_error
 
 _MENU = ("q4_k", "q5_k", "q6_k", "q8_0")
+_SMALL_MENU = ("q4_1", "q5_0", "q5_1", "q8_0")  # where columns are no multiple of 256
 _PLAIN = ("f32", "f16", "bf16", "f64", "q8_0")  # types that have lost nothing, or next to nothing
 _ROWS = 1024  # of an embedding that are rounded at a time
 _QUANTISATION_VERSION = 2  # of llama.cpp's types
@@ -186,5 +187,5 @@ def copy_gguf(
 
 
 def _menu(cols: int, bits: float | None) -> list[Grid]:
-    menu = _MENU[: None if bits is not None else 1]
-    return [GRIDS[each if cols % 256 == 0 or each == "q8_0" else SMALL[each]] for each in menu]
+    menu = _MENU if cols % 256 == 0 else _SMALL_MENU
+    return [GRIDS[each] for each in menu[: None if bits is not None else 1]]

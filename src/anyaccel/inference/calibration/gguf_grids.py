@@ -76,6 +76,7 @@ GRIDS = {
     for grid in (
         GgufGrid("q4_1", 32, 0, 15, minima=True),
         GgufGrid("q4_k", 32, 0, 15, minima=True, largest=63),
+        GgufGrid("q5_0", 32, -16, 15),
         GgufGrid("q5_1", 32, 0, 31, minima=True),
         GgufGrid("q5_k", 32, 0, 31, minima=True, largest=63),
         GgufGrid("q6_k", 16, -32, 31, largest=128),
@@ -83,7 +84,7 @@ GRIDS = {
     )
 }
 # For matrices whose columns are no multiple of 256.
-SMALL = {"q4_k": "q4_1", "q5_k": "q5_1", "q6_k": "q8_0"}
+SMALL = {"q4_k": "q4_1", "q6_k": "q8_0"}
 
 
 def packed(rounded: Rounded) -> Any:
@@ -112,8 +113,10 @@ def _octets(values: Tensor) -> Tensor:
     return values.to(torch.uint8)
 
 
-def _legacy(blocks: Tensor, codes: Callable[[str], Tensor], high: bool) -> Tensor:
-    head = [_halves(codes("scale")), _halves(-codes("minimum"))]
+def _legacy(blocks: Tensor, codes: Callable[[str], Tensor], high: bool, minima: bool = True) -> Tensor:
+    head = [_halves(codes("scale"))]
+    if minima:
+        head.append(_halves(-codes("minimum")))
     if high:
         bits = (blocks.to(torch.int64) >> 4) << torch.arange(32)
         head.append(bits.sum(1, keepdim=True).to(torch.int32).view(torch.uint8))
@@ -164,6 +167,7 @@ def _q8_0(blocks: Tensor, codes: Callable[[str], Tensor]) -> Tensor:
 
 _PACKED: dict[str, Callable[[Tensor, Callable[[str], Tensor]], Tensor]] = {
     "q4_1": lambda blocks, codes: _legacy(blocks, codes, high=False),
+    "q5_0": lambda blocks, codes: _legacy(blocks, codes, high=True, minima=False),
     "q5_1": lambda blocks, codes: _legacy(blocks, codes, high=True),
     "q4_k": _q4_k,
     "q5_k": _q5_k,

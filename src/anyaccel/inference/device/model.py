@@ -169,10 +169,11 @@ class DeviceModel:
         hosts: Sequence[int] = (),
         addresses: Sequence[str] = (),
         wire: str = "f32",
+        between: str = "",
     ) -> str:
         """Nothing that others need to know: the ranks talk through a group of torch.distributed, which is there.
 
-        That sums in the model's own dtype, within a host and between hosts: `wire` has no effect.
+        That sums in the model's own dtype, within a host and between hosts: `wire` and `between` have no effect.
         """
         return ""
 

@@ -88,7 +88,7 @@ def load_device(
     if limit == 0:
         known = accelerator.has(Capability.MEMORY_SIZE)
         limit = int(accelerator.available_memory() * _SHARE_OF_MEMORY) if known else _UNKNOWN_MEMORY
-        if weights.device.type == "cpu":
+        if torch.empty(0, device=weights.device).is_cpu:  # the ranks of a host share its memory
             limit //= on_host
     precise = torch.float64 if accelerator.has(Capability.FP64) else torch.float32
     ranks = None

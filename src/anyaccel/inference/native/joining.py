@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommError, ModelError
 from anyaccel.inference.checkpoints.identity import weights_of
+from anyaccel.inference.native.between import choose_carrier, end_with_process
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.launch.address import addresses_of_interface, own_addresses
 
@@ -61,15 +62,17 @@ def together(
     """
     error: BaseException | None = None
     native = None
-    card: list[Any] = ["", 0, "", {}]
+    card: list[Any] = ["", 0, "", {}, ""]
     try:
         native = work()
         numbers = [list(dict.fromkeys(hosts)).index(host) for host in hosts]
         addresses = addresses_for_others() if len(set(numbers)) > 1 else []
         wire = _WIRE_FORMATS[env.ANYACCEL_WIRE_DTYPE.get() if wire_dtype == "auto" else wire_dtype]
-        segment = native.model.create_segment(env.ANYACCEL_COMM_TIMEOUT.get(), anonymous, numbers, addresses, wire)
+        carrier = choose_carrier(hosts)
+        timeout = env.ANYACCEL_COMM_TIMEOUT.get()
+        segment = native.model.create_segment(timeout, anonymous, numbers, addresses, wire, carrier)
         files = _contents(source, native.config) if source is not None and len(set(numbers)) > 1 else {}
-        card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid"), files]  # noqa: PTH115
+        card = [segment, os.getpid(), os.readlink("/proc/self/ns/pid"), files, carrier]  # noqa: PTH115
     except (AnyAccelError, OSError, MemoryError, ValueError) as problem:
         error = problem
     told = exchange([card, _text(error), error.feature if isinstance(error, Unsupported) else ""])
@@ -80,15 +83,28 @@ def together(
     assert native is not None
     model = native.model
     cards = [other for other, _, _ in told]
-    _compare(source, [files for *_, files in cards])
+    _compare(source, [files for *_, files, _ in cards])
+    _check_carriers([carrier.partition(":")[0] for *_, carrier in cards])
     try:
         # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
-        model.connect([name for name, *_ in cards], [pid if space == card[2] else 0 for _, pid, space, _ in cards])
+        model.connect([name for name, *_ in cards], [pid if space == card[2] else 0 for _, pid, space, *_ in cards])
+        if card[-1]:
+            end_with_process()
     except (AnyAccelError, OSError, ValueError) as problem:
         error = problem if isinstance(problem, CommError) else CommError(f"the ranks cannot be connected: {problem}")
     _raise_any(error, exchange(_text(error)))
     model.unlink()  # every rank has mapped every segment
     return native
+
+
+def _check_carriers(kinds: Sequence[str]) -> None:
+    """Raise a CommError, the same on each rank, where a rank has something else between hosts than rank 0."""
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise CommError(
+                f"between hosts rank {rank} has {kind or 'tcp'} and rank 0 {kinds[0] or 'tcp'}; set "
+                "ANYACCEL_BETWEEN_HOSTS to the same on all hosts"
+            )
 
 
 def _contents(source: Path, config: Mapping[str, Any]) -> dict[str, Any]:
