@@ -252,7 +252,7 @@ def test_the_runtime_can_be_chosen_for_one_process_and_two_ranks(smollm2: Path) 
     native = answer(*arguments, "--runtime", "native")
     assert str(native["text"]).startswith(CLEAR[1])
     for more in ((), ("--tp", "2")):
-        device = answer(*arguments, "--runtime", "device", "--draft", "ngram", *more)
+        device = answer(*arguments, "--runtime", "device", *more)
         assert (device["runtime"], device["tokens"]) == ("device", native["tokens"])
 
 

@@ -223,6 +223,10 @@ def check_numbers(options: argparse.Namespace) -> None:
         sampling_of(options)
     if options.threads < 0:
         raise UsageError(f"--threads {options.threads}: must be 0 or above")
+    if options.runtime == "device" and options.drafts.tokens:
+        raise UsageError(
+            f"--draft {options.drafts.model or 'ngram'}: drafts are of the native runtime, not of --runtime device"
+        )
     if not all(options.stop):
         raise UsageError("--stop: must not be empty")
 

@@ -79,3 +79,13 @@ def test_types_of_16_bits_are_near(llama: tuple[Any, Path], dtype: str, bound: f
 def test_what_it_lacks_is_said(llama: tuple[Any, Path]) -> None:
     with pytest.raises(UsageError, match="kv_cache='int8'"):
         anyaccel.init_inference(llama[1], dtype="fp32", kv_cache="int8", runtime="device")
+
+
+@pytest.mark.parametrize(("runtime", "smaller"), [("device", False), ("native", True)])
+def test_a_cache_that_is_too_small_names_only_what_the_runtime_has(
+    llama: tuple[Any, Path], runtime: str, smaller: bool
+) -> None:
+    small = anyaccel.init_inference(llama[1], dtype="fp32", runtime=runtime, cache_bytes=1 << 16)
+    with pytest.raises(UsageError, match="or a larger cache_bytes") as error:
+        small.generate(torch.full((64, 20), 5), max_new_tokens=30, do_sample=False)
+    assert ("kv_cache=" in str(error.value)) is smaller

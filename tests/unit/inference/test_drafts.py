@@ -11,7 +11,7 @@ import pytest
 
 import native_models
 from anyaccel import _llm
-from anyaccel.cli._model_options import sampling_of
+from anyaccel.cli._model_options import check_numbers, sampling_of
 from anyaccel.cli.generate import build_parser
 from anyaccel.errors import UsageError
 from anyaccel.inference.generate import Generation, request_steps
@@ -172,6 +172,12 @@ def test_a_request_that_is_dropped_leaves_nothing_in_the_cache(llama: Any) -> No
 def test_the_option_of_the_commands(text: str, tokens: int) -> None:
     options = build_parser().parse_args(["--draft", text, "a prompt"])
     assert sampling_of(options).draft_tokens == tokens
+
+
+def test_the_device_runtime_refuses_drafts_before_anything_is_loaded() -> None:
+    options = build_parser().parse_args(["--draft", "ngram:3", "--runtime", "device", "a prompt"])
+    with pytest.raises(UsageError, match="--draft ngram: drafts are of the native runtime, not of --runtime device"):
+        check_numbers(options)
 
 
 @pytest.mark.parametrize("text", ["", "ngram:", "ngram:0", "ngram:-1", "ngram:x", "lookup", "ngram:99999999999"])

@@ -363,8 +363,11 @@ def check_memory(native: NativeModel, prompts: Sequence[int], copies: int, new: 
     tokens = sum(-(-(length + new) // page) * page + (copies - 1) * (-(-new // page) + 1) * page for length in prompts)
     needed = tokens * model.cache_bytes_per_token()
     if needed > model.cache_limit_bytes:
+        from anyaccel import _llm
+
+        smaller = "kv_cache='int8' or 'int4', " if isinstance(model, _llm.Model) else ""  # runtime="device" has neither
         raise UsageError(
             f"{len(prompts) * copies} sequences of up to {max(prompts) + new} tokens need {needed / 2**20:.0f} MiB of "
             f"key/value cache ({needed} bytes), its limit is {model.cache_limit_bytes / 2**20:.0f} MiB: use a smaller "
-            "batch, fewer new tokens, kv_cache='int8' or 'int4', or a larger cache_bytes"
+            f"batch, fewer new tokens, {smaller}or a larger cache_bytes"
         )
