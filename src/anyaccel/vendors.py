@@ -8,6 +8,8 @@ Its rows are written by tools/vendor_table.py, from what the files in accelerato
 from __future__ import annotations
 
 # Extensions bring accelerators under this group of entry points.
+# Why an accelerator was chosen that nobody has asked for.
+FIRST_AVAILABLE = "the first that is available in detection order"
 ENTRY_POINTS = "anyaccel.accelerators"
 
 

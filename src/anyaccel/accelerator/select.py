@@ -19,7 +19,7 @@ from anyaccel.accelerator import autoload, deadline
 from anyaccel.accelerator.spec import API_VERSION, BackendSpec, Unavailable
 from anyaccel.errors import AcceleratorUnavailableError, UsageError
 from anyaccel.terminal import did_you_mean
-from anyaccel.vendors import ENTRY_POINTS, FAMILIES, VENDORS
+from anyaccel.vendors import ENTRY_POINTS, FAMILIES, FIRST_AVAILABLE, VENDORS
 
 if TYPE_CHECKING:
     from anyaccel.accelerator.base import Accelerator
@@ -242,7 +242,7 @@ def _detected() -> tuple[Accelerator, Detection]:
     if winner is None:
         raise AcceleratorUnavailableError(f"no accelerator can be used: {_reasons(rows)}")
     _announce(chosen, rows, fallback=chosen == candidates[-1].row.name)
-    return winner, Detection(chosen, "the first that is available in detection order", tuple(rows))
+    return winner, Detection(chosen, FIRST_AVAILABLE, tuple(rows))
 
 
 def _announce(chosen: str, rows: list[Candidate], fallback: bool) -> None:

@@ -116,7 +116,7 @@ def _port(options: argparse.Namespace) -> int:
     text = not options.json
     for message in [*problems, *notes]:
         print(message, file=sys.stderr)
-    totals = dict.fromkeys(("files", "without_cuda", "changed", "fixed", "suppressed"), 0)
+    totals = dict.fromkeys(("files", "without_cuda", "changed", "fixed", "unwritten", "suppressed"), 0)
     with (
         _progress(len(files)) as (read, step),
         contextlib.closing(run.look_at_all(files, step, read=read)) as outcomes,
@@ -132,6 +132,7 @@ def _port(options: argparse.Namespace) -> int:
                     fixed = True
                 except UnreadableError as failure:
                     error = str(failure)
+                    totals["unwritten"] += sum(each.fixable for each in outcome.findings)
             if error:
                 problems.append(
                     output.problem(run.Outcome(outcome.path, error, line=outcome.line, column=outcome.column))
@@ -185,6 +186,7 @@ def _summary(options: argparse.Namespace, totals: dict[str, int]) -> str:
     failed = f"; {plural(totals['failed'], 'path')} not ported" if totals["failed"] else ""
     # As ruff says it of unsafe fixes: how many there are, and the option that they take.
     waiting, more = totals["waiting"], ""
+    unwritten = f", {totals['unwritten']} could not be written" if totals["unwritten"] else ""
     if options.write:
         more = f" ({waiting} of them with --partial)"
         what = f"fixed {totals['fixed']} in {plural(totals['changed'], 'file')}, {totals['not_fixable']} left to you"
@@ -196,7 +198,7 @@ def _summary(options: argparse.Namespace, totals: dict[str, int]) -> str:
         more = f", {waiting} more with --write --partial"
     else:
         what = "found nothing to port"
-    return f"{what}{more if waiting else ''}; {seen}{without}{failed}"
+    return f"{what}{more if waiting else ''}{unwritten}; {seen}{without}{failed}"
 
 
 def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[Skipped]]:

@@ -207,6 +207,19 @@ def test_a_write_that_fails_leaves_the_file_whole(file: Path, monkeypatch: pytes
     assert [path.name for path in file.parent.iterdir()] == ["a.py"]
 
 
+def test_fixes_that_could_not_be_written_are_counted(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, out, err = run(file, "--write", capsys=capsys)
+    assert code == 1
+    assert "no space left on device" in err
+    assert out.endswith("fixed 0 in 0 files, 0 left to you, 1 could not be written; 1 file; 1 path not ported\n")
+
+
 def test_folders_that_are_not_looked_into(tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (".git", ".venv", "__pycache__", "third"):
         (tmp_path / folder).mkdir()

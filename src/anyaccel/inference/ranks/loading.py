@@ -17,7 +17,7 @@ from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.ranks.backends import Backend, EngineBackend, NativeBackend
 from anyaccel.inference.ranks.beside import Beside
 from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.vendors import ENTRY_POINTS
+from anyaccel.vendors import ENTRY_POINTS, FIRST_AVAILABLE
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -109,7 +109,7 @@ def host_accelerator(machine: Any) -> tuple[str, str] | None:
     kind = ACCELERATORS.get(found)
     if kind is None or not kind.is_host or (asked and asked != found) or (not asked and _has_extensions()):
         return None
-    return found, f"{found}, {'DS_ACCELERATOR is set' if asked else 'this machine has no other device'}"
+    return found, f"{found}, {'DS_ACCELERATOR is set' if asked else FIRST_AVAILABLE}"
 
 
 def _has_extensions() -> bool:
