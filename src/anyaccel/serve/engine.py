@@ -250,7 +250,7 @@ class ServingEngine:
     def _turn(self) -> None:
         """What has come in, and a step if there is something to do."""
         with self._condition:
-            while not self._inbox and not self._stopping and not self._scheduler.open:
+            while not self._inbox and not self._stopping and self._scheduler.idle:
                 if not self._condition.wait(_IDLE_S):
                     self._decoder.check()
             inbox, self._inbox = self._inbox, []

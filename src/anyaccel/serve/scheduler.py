@@ -170,6 +170,11 @@ class Scheduler:
         """All requests that have not ended."""
         return list(self._entries)
 
+    @property
+    def idle(self) -> bool:
+        """Whether a plan would be empty: no request is open, and the decoder was told of all that have ended."""
+        return not self._entries and not self._changes
+
     def next_deadline(self) -> float:
         return min((entry.deadline for entry in self._entries.values()), default=float("inf"))
 
