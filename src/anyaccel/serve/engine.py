@@ -239,7 +239,7 @@ class ServingEngine:
     def _run_once(self) -> None:
         """Handle the messages in the inbox, and run a step if there is anything to compute."""
         with self._condition:
-            while not self._inbox and not self._stopping and not self._scheduler.open:
+            while not self._inbox and not self._stopping and self._scheduler.idle:
                 if not self._condition.wait(_IDLE_S):
                     self._decoder.check()
             inbox, self._inbox = self._inbox, []

@@ -171,6 +171,11 @@ class Scheduler:
         """The numbers of all requests that have not ended."""
         return list(self._entries)
 
+    @property
+    def idle(self) -> bool:
+        """Whether a plan would be empty: no request is open, and the decoder was told of all that have ended."""
+        return not self._entries and not self._changes
+
     def count_drafts(self, drafted: int, accepted: int) -> None:
         self._drafted += drafted
         self._accepted += accepted
