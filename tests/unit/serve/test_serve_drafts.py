@@ -19,7 +19,7 @@ from anyaccel.inference.native.draft import attach
 from anyaccel.serve.chat import usage_of
 from anyaccel.serve.contract import Chunk, GenerationRequest, Sampling, Stats
 from anyaccel.serve.metrics import Metrics
-from anyaccel.serve.streams import Piece, Stream
+from anyaccel.serve.streams import Stream
 from serving import VOCAB, Answer, answer, engine, native, prompt_of, run
 
 KINDS = {"text": {"draft_tokens": 15}, "model": {"draft_tokens": 15, "draft_model": True}}
@@ -140,8 +140,8 @@ def test_an_answer_tells_how_many_were_right() -> None:
             assert 0 < accepted <= drafted
 
         stream = Stream()
-        stream.put(Piece((1,), drafts=(7, 5)))
-        stream.put(Piece((2,)))  # of the feed, which knows of none
+        stream.put(Chunk((1,), drafts=(7, 5)))
+        stream.put(Chunk((2,)))  # of the feed, which knows of none
         assert (await stream.next()).drafts == (7, 5)
 
     run(main())
