@@ -123,6 +123,7 @@ def test_options_shown_exist(page: Path) -> None:
     assert wrong == []
 
 
+_AT_THE_TOP = [REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "SECURITY.md"]
 # Options of other programs, which pages name in a sentence.
 _FOREIGN = """
     --address --build-arg --cap-add --cpus --cpus-per-task --cpuset-cpus --http-host --num-cpus --shm-size
@@ -133,7 +134,7 @@ _FOREIGN = """
 """
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_NAMES)
+@pytest.mark.parametrize("page", [*PAGES, *_AT_THE_TOP], ids=[*_NAMES, *(page.name for page in _AT_THE_TOP)])
 def test_options_named_in_sentences_exist(page: Path) -> None:
     known = {option.replace("_", "-") for options in _OPTIONS.values() for option in options} | set(_FOREIGN.split())
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
