@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job's ranks come together, and over which backend."""
+"""Starts torch.distributed: how the ranks of a job meet, and over which backend."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
-    env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
+    env.ANYACCEL_ISA.get()  # native code reads it later, where the error for a wrong value would be less clear
     limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
     if rank < 0 and (init_method is None or init_method.startswith("env:")):
         take_place_of_inner_launcher()
@@ -81,7 +81,7 @@ def init_distributed(
             _start(backend, store, rank, world_size, limit)
         except CommTimeoutError:
             raise
-        except CommError as error:  # of every rank alike
+        except CommError as error:  # every rank gets one, so all of them go on to the next backend
             if backend == backends[-1]:
                 raise
             logger.warning("backend %s is passed over: %s", backend, error)
@@ -130,10 +130,10 @@ def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
     if not _is_loopback(address):
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         return store, rank, world_size
-    # A job of one machine: nothing of it listens on other interfaces. torch's store would listen on all of them, and
-    # gloo would take the interface that the host's name resolves to.
+    # A job on one machine must not listen on other interfaces than loopback: torch's store would listen on all, and
+    # gloo on the one that the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # torchrun's agent listens already and says so; its workers are all clients.
+    # torchrun's agent hosts the store itself, and sets this variable; its workers are all clients.
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family) if serve else None
@@ -158,10 +158,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def take_place_of_inner_launcher() -> None:
-    """Set RANK and its kin to what an MPI or Slurm gives, where they are of a launcher above that one.
+    """Set RANK, WORLD_SIZE etc. from an MPI or Slurm launcher if their present values come from a launcher above it.
 
     Raises:
-        UsageError: the ranks cannot meet at the MASTER_ADDR and MASTER_PORT that are of the launcher above.
+        UsageError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT of the launcher above.
     """
     ancestors = read_ancestors(os.environ)
     found = launcher_below(os.environ, ancestors)
@@ -184,7 +184,7 @@ def take_place_of_inner_launcher() -> None:
 
 
 def place_variables(found: RankFromEnvironment) -> dict[str, str]:
-    """torch's variables (RANK, WORLD_SIZE ...) for the place that a launcher gives in variables of its own."""
+    """torch's variables (RANK, WORLD_SIZE ...) for a rank that a launcher has given in variables of its own."""
     return {
         "RANK": str(found.rank),
         "WORLD_SIZE": str(found.world_size),
@@ -199,7 +199,7 @@ def get_local_rank() -> int:
 
     Where LOCAL_RANK is of a launcher above an MPI or Slurm that has started this process, it is that one's number.
     """
-    if is_claimed_twice(os.environ):  # else it is as quick as a variable: scripts ask in loops
+    if is_claimed_twice(os.environ):  # otherwise only a variable is read, as scripts call this in loops
         found = launcher_below(os.environ, read_ancestors(os.environ))
         if found is not None:
             return found.local_rank

@@ -129,7 +129,7 @@ def test_a_missing_package_is_one_line_and_a_mistake_of_ours_a_traceback(
     monkeypatch.setattr("anyaccel.cli._dispatch", raising(ModuleNotFoundError("No module named 'gguf'", name="gguf")))
     assert main([]) == 1
     assert capsys.readouterr().err == (
-        "anyaccel: error: the package gguf is missing (No module named 'gguf'): pip install 'anyaccel[llm]'\n"
+        "anyaccel: error: the package gguf is missing (No module named 'gguf'): pip install 'anyaccel[native]'\n"
     )
     for name in ("anyaccel.cli.nothing", "json", None):
         monkeypatch.setattr("anyaccel.cli._dispatch", raising(ImportError("cannot import name 'x'", name=name)))

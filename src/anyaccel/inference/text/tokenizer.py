@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
+from anyaccel.extras import pip_line
 from anyaccel.inference.text.chat_template import ChatTemplate, Message
 from anyaccel.outside import Values, mapping, read_json, read_text, told, whole
 
@@ -63,7 +64,7 @@ class TextTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
+            raise AnyAccelError(f"generating text needs more packages: {pip_line('tokenizers')} ({error})") from None
         file = folder / "tokenizer.json"
         self.where = str(made_from or file)
         try:
