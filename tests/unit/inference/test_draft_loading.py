@@ -123,7 +123,7 @@ def test_engines_and_generate_tokens(target: Path, tmp_path: Path) -> None:
         assert torch.equal(engine.generate(IDS, max_new_tokens=40), plain.generate(IDS, max_new_tokens=40))
     with pytest.raises(UsageError, match="draft=Linear: must be the path of a model, or a native engine"):
         anyaccel.init_inference(target, draft=torch.nn.Linear(2, 2), **options)
-    with pytest.raises(UsageError, match="draft='x' is of the native runtime, not of runtime='plain'"):
+    with pytest.raises(UsageError, match="draft='x' needs the native runtime, not runtime='plain'"):
         anyaccel.init_inference(target, draft="x", runtime="plain", dtype="fp32")
     with pytest.raises(ModelError, match="no-such"):
         anyaccel.init_inference(target, draft=tmp_path / "no-such", **options)

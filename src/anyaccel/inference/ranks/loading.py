@@ -313,7 +313,7 @@ def check_same_tokens(options: ModelOptions, tokenizer: Any) -> None:
 
 def no_drafts(options: ModelOptions, lack: str) -> UsageError:
     """The error for a draft model beside a model that the native runtime does not run."""
-    return UsageError(f"--draft {options.draft}: drafts are of the native runtime, which {lack}")
+    return UsageError(f"--draft {options.draft}: only the native runtime has drafts, which {lack}")
 
 
 def describe_weights(native: NativeModel, screen: Watcher) -> None:
