@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import anyaccel
 import family_cases
+import native_models
 from anyaccel.cli import generate as command
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import generate_tokens
@@ -25,6 +26,11 @@ from anyaccel.inference.text.tokenizer import TextTokenizer
 VOCAB = 131
 IDS = torch.tensor([[5, 17, 99, 3, 64], [8, 9, 8, 9, 8]])
 TEXT = ["the cat sat on the mat and the dog sat on the cat", "naïve café, 名前 and 😀 faces", "a b c d e f g h i j k"]
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_models.always_drafting(monkeypatch)
 
 
 def save_tokenizer(folder: Path, prefix: str = "w") -> None:

@@ -268,7 +268,14 @@ def load_draft(
     Raises:
         AnyAccelError: it cannot be read, or is none.
     """
-    from anyaccel.inference.native.draft import TextBridge, attach, check_draft_path, lacks_draft, same_tokens
+    from anyaccel.inference.native.draft import (
+        TextBridge,
+        attach,
+        check_draft_path,
+        lacks_draft,
+        same_tokens,
+        say_if_useless,
+    )
     from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
@@ -281,9 +288,10 @@ def load_draft(
         raise lacks_draft(options.draft, lack.feature) from None
     if same_tokens(tokenizer, other, min(native.whole_spec.vocab, draft.whole_spec.vocab)):
         attach(native, draft)
-        return
-    screen.line(f"drafts: {path.name} has other tokens: they go through the text")
-    attach(native, draft, TextBridge(tokenizer, other))
+    else:
+        screen.line(f"drafts: {path.name} has other tokens: they go through the text")
+        attach(native, draft, TextBridge(tokenizer, other))
+    say_if_useless(native, path.name, screen.line)
 
 
 def check_same_tokens(options: ModelOptions, tokenizer: Any) -> None:
