@@ -131,7 +131,9 @@ def cluster_of(options: argparse.Namespace) -> ClusterOptions | None:
     if options.hostfile is None:
         for name in ("include", "exclude", "launcher", "launcher_args", "ssh_port"):
             if value := getattr(options, name):
-                raise UsageError(f"--{name} {value}: is about the hosts of a --hostfile; add it")
+                raise UsageError(
+                    f"--{name} {value} applies to the hosts of a --hostfile; add --hostfile FILE, or leave it out"
+                )
         return None
     from anyaccel.launch.cluster import ClusterOptions
 
@@ -220,7 +222,7 @@ class Drafts:
 def warn_of_unused_drafts(options: argparse.Namespace, backend: Backend, screen: Screen) -> None:
     """Warn that --draft has no effect where the model does not run in the native runtime."""
     if options.drafts.tokens and backend.runtime != "native":
-        screen.line(f"--draft: drafts are of the native runtime; runtime={backend.runtime!r} decodes without")
+        screen.line(f"--draft: only the native runtime has drafts; runtime={backend.runtime!r} decodes without")
 
 
 def parse_drafts(text: str) -> Drafts:
@@ -246,7 +248,7 @@ def check_numbers(options: argparse.Namespace) -> None:
         sampling_of(options)
     if options.runtime == "device" and options.drafts.tokens:
         raise UsageError(
-            f"--draft {options.drafts.model or 'ngram'}: drafts are of the native runtime, not of --runtime device"
+            f"--draft {options.drafts.model or 'ngram'}: only the native runtime has drafts, not --runtime device"
         )
     if not all(options.stop):
         raise UsageError("--stop: must not be empty")

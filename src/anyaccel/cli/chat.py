@@ -159,7 +159,7 @@ class Conversation:
                 if len(ids) >= context:
                     raise UsageError(
                         f"the message has {len(ids)} tokens with its template, the context is {context}; "
-                        "send a shorter one: what was said before is still known"
+                        "send a shorter one; the conversation so far is kept"
                     )
                 wanted = context - len(ids)
                 break

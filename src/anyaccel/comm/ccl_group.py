@@ -111,7 +111,7 @@ def _with_timeout(timeout: timedelta, call: Any, what: str) -> int:
     thread.start()
     thread.join(timeout.total_seconds())
     if not outcome:
-        raise CommTimeoutError(f"backend ccl: {what} was not done within {timeout.total_seconds():g} s")
+        raise CommTimeoutError(f"backend ccl: {what} did not finish within {timeout.total_seconds():g} s")
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return int(outcome[0])
@@ -134,8 +134,8 @@ class _Operation:
             while not self.is_done():
                 if time.monotonic() - self._since > limit:
                     raise CommTimeoutError(
-                        f"backend ccl: rank {group._rank} of {group._size}: {self._what} was not done within {limit:g} "
-                        "s: a rank has ended, or is elsewhere"
+                        f"backend ccl: rank {group._rank} of {group._size}: {self._what} did not finish within "
+                        f"{limit:g} s: a rank has ended, or called something else"
                     )
                 group._check()
         except BaseException as error:

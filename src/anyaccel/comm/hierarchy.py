@@ -224,7 +224,7 @@ class HierarchicalGroup(PythonGroup):
                 self.flat.monitored_barrier(limit, wait_all_ranks=True)
             except RuntimeError as error:
                 raise CommTimeoutError(
-                    f"rank {self._rank} of {self._size}: not all ranks came within the timeout of "
+                    f"rank {self._rank} of {self._size}: not all ranks arrived within the timeout of "
                     f"{limit.total_seconds():g} s: {error}"
                 ) from error
             return done

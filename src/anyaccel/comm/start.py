@@ -71,7 +71,7 @@ def init_distributed(
     except AnyAccelError:
         raise
     except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
-        raise CommError(f"the ranks did not come together: {error}") from error
+        raise CommError(f"the ranks could not connect to each other: {error}") from error
     if dist_backend is not None:
         _start(dist_backend, store, rank, world_size, limit)
         return
@@ -110,7 +110,7 @@ def _start(backend: str, store: Store, rank: int, world_size: int, timeout: time
     except AnyAccelError:
         raise
     except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
-        raise CommError(f"the ranks did not come together with backend {backend!r}: {error}") from error
+        raise CommError(f"the ranks could not connect to each other with backend {backend!r}: {error}") from error
 
 
 def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
@@ -124,7 +124,8 @@ def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
     rank, world_size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not (0 <= rank < world_size and 0 < port < 65536):
         raise UsageError(
-            f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} cannot be: start it with `anyaccel run`"
+            f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} are not valid together: "
+            "start the script with `anyaccel run`"
         )
     address = os.environ["MASTER_ADDR"]
     if not _is_loopback(address):
@@ -170,14 +171,14 @@ def take_place_of_inner_launcher() -> None:
     above = os.environ.get("WORLD_SIZE", "1")
     if above != "1" and ancestors.generation(("MASTER_PORT",)) >= ancestors.generation(("WORLD_SIZE",)):
         raise UsageError(
-            f"MASTER_PORT={os.environ.get('MASTER_PORT', '')} is of a job of {above} workers, of which each may have "
-            f"started {found.source}: give each of its jobs a MASTER_PORT of its own"
+            f"MASTER_PORT={os.environ.get('MASTER_PORT', '')} belongs to a job of {above} workers, each of which may "
+            f"have started {found.source}: give each of these jobs its own MASTER_PORT"
         )
     address = os.environ.get("MASTER_ADDR", "")
     if found.world_size > found.local_size and _is_loopback(address):
         raise UsageError(
-            f"{found.source} started {found.world_size} ranks on several hosts, and MASTER_ADDR={address} is of the "
-            "job of one host above it: export the address of rank 0"
+            f"{found.source} started {found.world_size} ranks on several hosts, and MASTER_ADDR={address} "
+            "comes from a job on one host that started it: export the address of rank 0"
         )
     logger.info("rank %d of %d: %s counts, not RANK of above it", found.rank, found.world_size, found.source)
     os.environ.update(place_variables(found))

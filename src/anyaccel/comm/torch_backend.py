@@ -35,7 +35,7 @@ class TorchBackend:
             UsageError: the group does not support the device.
         """
         if torch.device(device).type != HOST.type:
-            raise UsageError(f"backend {group.name()} has nothing for {device}: it works on the CPU")
+            raise UsageError(f"backend {group.name()} works on CPU tensors only, not on {device}")
         self._group = group
 
     def __getattr__(self, name: str) -> Any:

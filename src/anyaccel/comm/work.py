@@ -147,7 +147,7 @@ class ShmWork(Work):
         """
         seconds = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
         if not self.await_end(seconds):
-            raise CommTimeoutError(f"the operation was not done within the timeout of {seconds:g} s")
+            raise CommTimeoutError(f"the operation did not finish within the timeout of {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True

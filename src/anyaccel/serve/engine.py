@@ -203,7 +203,7 @@ class ServingEngine:
             if self._stopping or not self._thread.is_alive():
                 if quiet:
                     return
-                raise EngineStoppedError("the server is about to end")
+                raise EngineStoppedError("the server is shutting down")
             self._inbox.append(message)
             self._dispatcher.stop()
             self._condition.notify()
@@ -212,7 +212,7 @@ class ServingEngine:
 
     def _raise_if_stopping(self) -> None:
         if self._stopping:
-            raise EngineStoppedError("the server is about to end")
+            raise EngineStoppedError("the server is shutting down")
 
     def _run(self) -> None:
         loaded, problem = self._loaded
@@ -347,7 +347,7 @@ class ServingEngine:
             if self._refusal is not None:
                 raise self._refusal
             if self._draining:
-                raise EngineStoppedError("the server takes no more requests: it is about to end")
+                raise EngineStoppedError("the server takes no more requests: it is shutting down")
             self._scheduler.submit(opened.entry)
         except Exception as error:  # noqa: BLE001  raised where the stream is read
             self._outbox.add(opened.stream, error)

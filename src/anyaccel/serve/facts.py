@@ -82,7 +82,7 @@ def check_pages(pages: int, page_bytes: int) -> None:
     """
     if pages < 1:
         raise UsageError(
-            f"the key/value cache has no room for its smallest part, {PAGE} tokens of {page_bytes} bytes in all; "
+            f"the key/value cache has no room for a single page, {PAGE} tokens of {page_bytes} bytes in all; "
             "--cache-bytes sets its size"
         )
 

@@ -76,7 +76,7 @@ class Grammars:
         try:
             size = len(grammar.text.encode())
         except UnicodeEncodeError:  # an escape in JSON can write it
-            raise GrammarError(grammar.param, "it has half a character, which no answer can have") from None
+            raise GrammarError(grammar.param, "it has an unpaired surrogate, which no answer can have") from None
         if size > _MOST_BYTES:
             raise GrammarError(grammar.param, f"{size} bytes are more than {_MOST_BYTES}")
         if self._pool is None:

@@ -188,7 +188,7 @@ ENDINGS = {
 def test_a_torch_that_ends_the_process(ending: str, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"import os, signal\n{ending}\n")
-    said = f"ended the process that did it ({ENDINGS[ending]})"
+    said = f"ended the process that tried it ({ENDINGS[ending]})"
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "anyaccel", *arguments]

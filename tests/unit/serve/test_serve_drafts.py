@@ -25,6 +25,11 @@ from serving import VOCAB, Answer, answer, engine, native, prompt_of, run
 KINDS = {"text": {"draft_tokens": 15}, "model": {"draft_tokens": 15, "draft_model": True}}
 
 
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_models.always_drafting(monkeypatch)
+
+
 def with_draft(**options: Any) -> Any:
     made = native(**options)
     attach(made, native(**options))

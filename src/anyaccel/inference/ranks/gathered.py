@@ -173,7 +173,7 @@ class Ranks:
         """The error for ranks that have ended, after the launcher has reported why."""
         code = self.processes.wait(_NOTICE)
         how = "" if code is None else f" with code {code}"
-        return RankError(f"the ranks have ended{how}; what is said above tells why", code or 1)
+        return RankError(f"the ranks have ended{how}; the messages above say why", code or 1)
 
     def _fail(self, rank: int, message: dict[str, Any]) -> NoReturn:
         """Raise the error of the rank that has failed, not one that only reports the failure of another rank."""

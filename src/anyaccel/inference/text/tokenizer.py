@@ -29,7 +29,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X},"
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"the unpaired surrogate U+{code:04X}"
         raise UsageError(f"the text is not valid UTF-8: {what} after {text[: error.start][-20:]!r}") from None
 
 
