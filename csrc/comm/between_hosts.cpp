@@ -251,7 +251,7 @@ void BetweenHosts::move_all() {
 }
 
 template <class Done, class Sleep>
-void BetweenHosts::wait_until(Done done, Sleep sleep) {
+void BetweenHosts::wait_until(Done done, Sleep rest) {
   const int64_t start = now_ns();
   const bool keeps = start < kept_until_;
   int64_t checked = start;
@@ -267,7 +267,7 @@ void BetweenHosts::wait_until(Done done, Sleep sleep) {
       sched_yield();
       taken = taken || (!keeps && now_ns() - now > kTakenNs);
     } else {
-      sleep();
+      rest();
       look_around();
     }
     if (interrupt_check_ && now - checked > int64_t{kSleepMs} * 1'000'000) {

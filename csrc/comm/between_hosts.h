@@ -112,7 +112,7 @@ class BetweenHosts {
   // Calls done() again and again until it is true; waits in between as the time calls for, looks at the other hosts,
   // and throws when the time is over.
   template <class Done, class Sleep>
-  void wait_until(Done done, Sleep sleep);
+  void wait_until(Done done, Sleep rest);
   void begin_send(Peer& peer, const std::vector<iovec>& given);
   void begin_receive(Peer& peer, const std::vector<iovec>& taken);
   void move_all();
