@@ -29,7 +29,7 @@ DATA = ROOT / "docs" / "data"
 def rules() -> Iterator[str]:
     """The lines of the generated part."""
     for rule in RULES:
-        yield from ("", f"### {rule.code}: {rule.title}", "", rule.why, "")
+        yield from ("", f"## {rule.code}: {rule.title}", "", rule.why, "")
         changed = [example for example in rule.examples if example[0] != example[1]]
         left = [before for before, after in rule.examples if before == after]
         if changed:
@@ -44,8 +44,8 @@ def rules() -> Iterator[str]:
             for before in left:
                 yield from before.split("\n")
             yield "```"
-    yield from ("", "### What ACC101 replaces", "", ", ".join(f"`{name}`" for name in sorted(FUNCTIONS)), "")
-    yield from ("### What to use instead", "", "| in `torch.cuda` | advice |", "| --- | --- |")
+    yield from ("", "## What ACC101 replaces", "", ", ".join(f"`{name}`" for name in sorted(FUNCTIONS)), "")
+    yield from ("## What to use instead", "", "| in `torch.cuda` | advice |", "| --- | --- |")
     yield from (f"| `{name}` | {advice} |" for name, advice in sorted(ADVICE.items()))
     yield from ("", "| package | advice |", "| --- | --- |")
     yield from (f"| `{name}` | {CUDA_ONLY[name]} |" for name in sorted(CUDA_ONLY, key=str.lower))

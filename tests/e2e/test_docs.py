@@ -201,3 +201,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for page in DOCS.rglob("*.md"):
         if "_build" not in page.parts:
             assert f'href="{page.relative_to(DOCS).with_suffix(".html").as_posix()}"' in index or page.stem == "index"
+    # The search puts a title that is the word itself first, and else a page with the word in its title.
+    found = json.loads((tmp_path / "site" / "searchindex.js").read_text().partition("(")[2].rpartition(")")[0])
+    titles = dict(zip(found["docnames"], found["titles"], strict=True))
+    assert (titles["memory"], titles["install"]) == ("Memory", "Install")
+    assert [name for name, title in titles.items() if "slurm" in title.lower()] == ["slurm"]

@@ -220,3 +220,12 @@ def test_the_speed_that_the_readme_tells_is_that_of_the_measurements() -> None:
     table = (ROOT / "docs" / "performance.md").read_text().split("| ours / peer |")[1].split("\n\n")[0]
     times = [float(row.split("|")[2].split("(")[1].rstrip(") ")) for row in table.splitlines()[2:]]
     assert (float(said[1]), float(said[2])) == (min(times), max(times))
+
+
+def test_the_pages_count_the_ops_that_there_are() -> None:
+    from anyaccel.ops.builders.cpu import ops
+
+    count = len(set(ops.__all__))
+    (told,) = re.findall(r"\d+ of (\d+) load", (ROOT / "docs" / "conformance.md").read_text())
+    listed = re.findall(r"^\w+ +\w+Builder ", (ROOT / "docs" / "ops.md").read_text(), re.MULTILINE)
+    assert (int(told), len(listed)) == (count, count)
