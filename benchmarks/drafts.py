@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain decoding against drafts: from the text, and by a draft model; beside llama.cpp's plain and lookup decoding.
+"""Plain decoding against drafts: from the text, and by a draft model; beside lookup of llama.cpp and OpenVINO.
 
 Four prompts: a page to be summarised, code to be changed, questions about a given text, and free chat. Greedy; all ways
 to decode take each prompt in turn, and the best of all rounds counts. The rate is that of tokens after the first one.
@@ -9,6 +9,7 @@ Answers with drafts are compared with those without, token by token.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -19,6 +20,25 @@ from typing import Any
 from _common import emit_json, machine, note, table
 
 _LIMIT_S = 120  # of one run of a peer
+# Run by the Python that has openvino-genai; answers each line of JSON with the tokens a second behind the first one.
+_OPENVINO = """import json, sys
+import openvino_genai
+
+path, threads = sys.argv[1], int(sys.argv[2])
+pipes = {way: openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, **options)
+         for way, options in (("plain", {}), ("lookup", {"prompt_lookup": True}))}
+print("ready", flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    config = openvino_genai.GenerationConfig()
+    config.max_new_tokens, config.ignore_eos, config.do_sample = asked["tokens"], True, False
+    config.apply_chat_template = False
+    if asked["way"] == "lookup":
+        config.num_assistant_tokens, config.max_ngram_size = asked["drafts"], 3
+    told = pipes[asked["way"]].generate([asked["text"]], config).perf_metrics
+    seconds = (told.get_generate_duration().mean - told.get_ttft().mean) / 1000
+    print(json.dumps((told.get_num_generated_tokens() - 1) / seconds), flush=True)
+"""
 _TEXT = """The harbour of Eastmere was built in 1871 by the engineer Anna Holm. It has three piers. The north pier is \
 410 metres long and carries the old lighthouse, which was lit for the first time on 4 March 1873. The south \
 pier was destroyed by a storm in 1902 and rebuilt in concrete within two years. The middle pier is used by \
@@ -98,6 +118,38 @@ def theirs(program: Path, model: Path, text: str, tokens: int, threads: int, dra
     return float(found[1]), f"{accepted[1]} of {drafted[1]}" if drafted and accepted else ""
 
 
+class OpenVino:
+    """OpenVINO GenAI in a process of its own, which has the model twice: plain and with lookup."""
+
+    def __init__(self, python: Path, model: Path, threads: int) -> None:
+        self._process = subprocess.Popen(
+            [str(python), "-c", _OPENVINO, str(model), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._line("ready")
+
+    def _line(self, wanted: str = "") -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.strip()
+            if text == wanted or (not wanted and re.fullmatch(r"[\d.e+-]+", text)):
+                return text
+        sys.exit(f"openvino: exit code {self._process.wait()}")
+
+    def rate(self, way: str, text: str, tokens: int, drafts: int) -> float:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"way": way, "text": text, "tokens": tokens, "drafts": drafts}) + "\n")
+        self._process.stdin.flush()
+        return float(self._line())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(_LIMIT_S)
+
+
 def main() -> None:
     from anyaccel.inference.checkpoints.model_path import default_model_file
     from anyaccel.inference.native.draft import attach
@@ -111,6 +163,13 @@ def main() -> None:
         "--llama-cpp", type=Path, metavar="DIR", help="has llama-lookup and llama-completion; needs a GGUF"
     )
     parser.add_argument("--their-drafts", type=int, default=3, help="most of llama-lookup's (default: 3, as it has)")
+    parser.add_argument(
+        "--openvino",
+        type=Path,
+        metavar="PYTHON",
+        help="has openvino-genai, which reads some GGUF files",
+    )
+    parser.add_argument("--openvino-drafts", type=int, default=5, help="most of OpenVINO's (default: 5, as its sample)")
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
@@ -124,6 +183,8 @@ def main() -> None:
         attach(ours.native, Ours(options.draft, "auto" if options.draft.is_file() else "int4", options.threads).native)
         ways["draft model"] = {"draft_tokens": 15, "draft_model": True}
     peers = {"llama.cpp": "llama-completion", "llama.cpp lookup": "llama-lookup"} if options.llama_cpp else {}
+    openvino = OpenVino(options.openvino, model, options.threads) if options.openvino else None
+    names = [*ways, *peers, *(("OpenVINO", "OpenVINO lookup") if openvino else ())]
     rates: dict[str, dict[str, float]] = {name: {} for name in PROMPTS}
     right: dict[str, dict[str, str]] = {name: {} for name in PROMPTS}
     for name, prompt in PROMPTS.items():
@@ -147,20 +208,27 @@ def main() -> None:
                 )
                 rates[name][way] = max(rates[name].get(way, 0.0), rate)
                 right[name][way] = told
+            for way in ("plain", "lookup") if openvino else ():
+                assert openvino is not None
+                label = "OpenVINO" if way == "plain" else "OpenVINO lookup"
+                rate = openvino.rate(way, tokenizer.render(messages), options.tokens, options.openvino_drafts)
+                rates[name][label] = max(rates[name].get(label, 0.0), rate)
+                right[name][label] = ""
         assert all(answer == answers["plain"] for answer in answers.values()), f"{name}: drafts have changed the answer"
         note(f"{name}: done")
+    if openvino:
+        openvino.close()
     if options.json:
         emit_json({"machine": machine(), "tokens_per_second": rates, "accepted": right})
         return
     print(machine())
 
     def cell(name: str, way: str) -> str:
-        base = rates[name]["llama.cpp" if way in peers else "plain"]
+        base = rates[name]["llama.cpp" if way in peers else "OpenVINO" if way.startswith("OpenVINO") else "plain"]
         told = f" ({right[name][way]})" if right[name][way] else ""
         return f"{rates[name][way]:.0f}, {rates[name][way] / base:.2f}{told}"
 
     print("tokens/s, times as many as without drafts (right of guessed)")
-    names = [*ways, *peers]
     print(table(["prompt", *names], [[name, *(cell(name, way) for way in names)] for name in PROMPTS]))
 
 

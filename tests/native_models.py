@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import decoder_reference
@@ -111,3 +112,15 @@ def answers_of(model: Any) -> list[list[int]]:
     while not all(request.finished for request in requests):
         model.step([request for request in requests if not request.finished])
     return [request.tokens for request in requests]
+
+
+def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every request that may have drafts have them: those of such small models seldom pay."""
+    from anyaccel import _llm
+
+    made: Any = _llm.Request
+
+    def request(model: Any, prompt: Any, options: Any, *more: Any) -> Any:
+        return made(model, prompt, {**options, "draft_always": options.get("draft_tokens", 0) > 0}, *more)
+
+    monkeypatch.setattr(_llm, "Request", request)

@@ -82,7 +82,8 @@ def page() -> str:
         lines += _command(name, importlib.import_module(f"anyaccel.cli.{name}").build_parser())
     lines += ["## Environment variables", ""]
     lines += [
-        "Those of a launch (`RANK`, `WORLD_SIZE`, …) are in [launching.md](launching.md#what-the-workers-get).",
+        "The variables that a launcher sets (`RANK`, `WORLD_SIZE`, …) are in "
+        "[launching](launching.md#what-the-workers-get).",
         "",
     ]
     lines += ["| Variable | Meaning | Default |", "| --- | --- | --- |"]

@@ -285,8 +285,8 @@ def tables(mca: str, build: Path) -> str:
     text.append(
         f"By llvm-mca {' '.join(version)}"
         + (f", which does not know {' and '.join(unknown)}" if unknown else "")
-        + ". Behind a figure is what limits it: p the ports, l latency, f the front end. "
-        + f"What is below {BANDWIDTH:g} GB/s is marked (!): it would hold up a core that reads so much."
+        + ". The letter behind a figure is what limits it: p the ports, l latency, f the front end. "
+        + f"A figure below {BANDWIDTH:g} GB/s is marked (!): such a loop would slow down a core that reads that much."
     )
     return "\n\n".join(text)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Runs `anyaccel port --write` on published packages, checks what comes of it, and records it for docs/porting.md.
+"""Runs `anyaccel port --write` on published packages, checks what comes of it, and records it for porting-results.md.
 
     python tools/port_packages.py fetch DIR     downloads packages into DIR/before (pip, no dependencies)
     python tools/port_packages.py port DIR      ports copies in DIR/after, checks and records them (port_packages.json)

@@ -23,6 +23,7 @@ import zipfile
 from pathlib import Path
 
 import old_glibc
+import setuptools_scm
 
 ROOT = Path(__file__).resolve().parents[1]
 MACHINES = ("x86_64", "aarch64")
@@ -138,6 +139,8 @@ def main() -> int:
     for old in (*folder.glob("anyaccel-*.whl"), *folder.glob("anyaccel-*.tar.gz")):
         old.unlink()
     os.chdir(ROOT)
+    # All of one version, also where somebody commits meanwhile.
+    os.environ.setdefault("SETUPTOOLS_SCM_PRETEND_VERSION_FOR_ANYACCEL", setuptools_scm.get_version(str(ROOT)))
     made: list[Path] = []
     if not options.no_sdist:
         from scikit_build_core.build import build_sdist

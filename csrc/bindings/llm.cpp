@@ -225,6 +225,9 @@ void bind_model(nb::module_& m) {
       .def("shared", &Model::shared, nb::arg("value"), no_gil)
       .def("set_draft", &set_draft, nb::arg("draft").none(), nb::arg("to_draft") = nb::none(),
            nb::arg("from_draft") = nb::none())
+      .def_prop_ro("draft_cost", &Model::draft_cost, no_gil)
+      .def_prop_ro("draft_can_pay", &Model::draft_can_pay, no_gil)
+      .def_prop_ro("draft_work", &Model::draft_work, no_gil)
       .def("step", &Model::step, nb::arg("requests"), nb::arg("limits") = std::vector<int64_t>(),
            nb::arg("exact") = false, no_gil)
       .def(

@@ -250,7 +250,8 @@ llm::RequestOptions read_options(const nb::dict& from) {
         is("min_new_tokens", options.min_new_tokens) || is("end_tokens", options.end_tokens) ||
         is("ignore_end", options.ignore_end) || is("logprobs", options.logprobs) ||
         is("prompt_logprobs", options.prompt_logprobs) || is("draft_tokens", options.draft_tokens) ||
-        is("draft_model", options.draft_model) || is("draft_always", options.draft_always))
+        is("draft_model", options.draft_model) || is("draft_always", options.draft_always) ||
+        is("draft_end", options.draft_end))
       continue;
     if (field == "goal") {
       using Goal = llm::RequestOptions::Goal;

@@ -2,20 +2,40 @@
 #include "llm/draft_pace.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace anyaccel::llm {
 namespace {
 
-constexpr double kForget = 0.9;     // of an answer's drafts, with each pass
-constexpr double kShare = 0.015;    // of the time that drafts may cost
-constexpr int kFreeSteps = 2;       // steps whose time they may cost besides
-constexpr double kRemember = 0.99;  // of the account, with each step
+// With each pass, of an answer's drafts; with each report, of all.
+constexpr double kForget = 0.93, kForgetOfAll = 0.98;
+
+// The account. What is estimated may turn out dearer, and a step's clock is not the only cost: the aim is 3 %.
+constexpr double kShare = 0.02;      // of the time of plain steps that drafts may cost
+constexpr double kMostSaved = 64;    // steps that are kept of what came in: it may all be lost again
+constexpr double kAdvance = 1;       // steps in advance, where drafts have been right lately
+constexpr double kLeastGain = 1.05;  // times as fast as plain steps: below it drafts cannot pay
+
+// Reading a text pays in the rest of its answer, which is taken to be as long as what there is of it, or so long.
+constexpr double kUsualAnswer = 128;
+constexpr double kMostOfTry = 0.25;  // of an answer's time: what reading may take when drafts do not seem to pay
+
 constexpr int64_t kMostPlain = 64;  // steps after which a pass without drafts is measured anew
-constexpr int64_t kLeastWait = 4, kMostWait = 128;
-constexpr int64_t kTry = 2;     // drafts of a try
-constexpr double kMore = 0.04;  // of a pass: what a token more is taken to cost as long as nobody knows
-constexpr double kSure = 1.25;  // times as fast as without drafts
-constexpr int kFirst = 3;       // times of which the shortest counts: the first ones may be of cold caches
+constexpr int64_t kLeastWait = 4, kMostWait = 1024;
+constexpr int64_t kTry = 2;  // drafts of a try
+// What nobody knows yet is taken to cost this or, where it must not cost more, that: a token more of a pass, in passes;
+// a pass of the draft model, times what its bytes say and passes beside; a token of a prompt, in passes.
+constexpr double kMore = 0.04, kDearMore = 0.2;
+constexpr double kDearDraft = 1.5, kDearBeside = 0.05;
+constexpr double kPromptToken = 0.25, kDearReading = 1.5;
+// Tokens, of which the time tells how long one takes. Of few, it is too long, which does no harm to prompts.
+constexpr int64_t kLeastRead = 32, kLeastPrompt = 8;
+constexpr int kFirst = 3;  // times of which the shortest counts: the first ones may be of cold caches
+constexpr int64_t kMostQuiet = 32;
+
+void settle(double& known, double seconds) {
+  known = known == 0 ? seconds : known + 0.3 * (std::min(seconds, 2 * known) - known);
+}
 
 }  // namespace
 
@@ -53,62 +73,161 @@ double DraftPace::Times::of(int64_t tokens) const {
   return at(below) + slope * distance;
 }
 
-int64_t DraftPace::width(int64_t requests, double chance, int64_t most) {
-  const int64_t chosen = since_plain_ < kMostPlain ? best_width(requests, chance, most) : 0;
-  since_plain_ = chosen > 0 ? since_plain_ + 1 : 0;
-  return chosen;
+int64_t DraftPace::Times::known() const {
+  int64_t most = kGemvTokens;
+  while (most > 0 && count(most) == 0) --most;
+  return most;
 }
 
-int64_t DraftPace::best_width(int64_t requests, double chance, int64_t most) {
-  most = std::min(most, kGemvTokens / requests - 1);
-  if (most <= 0 || passes_.count(requests) < 2) return 0;
-  const double plain = passes_.of(requests);
-  const bool lossy = lost_ > kShare * spent_ + kFreeSteps * plain;
-  trying_ = false;
-  int64_t best = 0;
-  double rate = 1 / plain, expected = 1, all = 1;
-  for (int64_t width = 1; width <= most; ++width) {
-    all *= chance;
+void DraftPace::set_cost(double pass, double reading) {
+  pass_cost_ = pass;
+  reading_cost_ = reading;
+  constexpr double most = kGemvTokens - 1;
+  can_pay_ = (most + 1) / (1 + most * (kMore + pass)) >= kLeastGain;
+}
+
+double DraftPace::draft_seconds(int64_t requests) const {
+  return drafts_.known() > 0 ? drafts_.of(requests) : pass_cost_ * passes_.of(requests);
+}
+
+// The pass that reads the last token makes the first draft.
+double DraftPace::reading_seconds(int64_t requests, int64_t unread, bool dear) const {
+  if (unread <= 2 * requests) return 0;
+  const double plain = passes_.of(requests), tokens = static_cast<double>(unread);
+  const double token = prompt_token_ > 0 ? prompt_token_ : kPromptToken * plain;
+  const double reading = read_token_ > 0 ? read_token_ : token * reading_cost_ * (dear ? kDearReading : 1);
+  return std::max(reading * tokens - draft_seconds(requests), 0.0);
+}
+
+double DraftPace::seconds(const Ask& ask, int64_t width) const {
+  return passes_.of(ask.requests * (width + 1)) + static_cast<double>(width) * draft_seconds(ask.requests);
+}
+
+double DraftPace::risk(const Ask& ask, const Way& way, int64_t width) const {
+  const double plain = passes_.of(ask.requests);
+  const int64_t tokens = ask.requests * (width + 1), known = passes_.known();
+  double pass = passes_.of(tokens);
+  if (tokens > known)
+    pass = std::max(pass, passes_.of(known) + kDearMore * plain * static_cast<double>(tokens - known));
+  double draft = draft_seconds(ask.requests);
+  if (drafts_.known() == 0 && pass_cost_ > 0) draft = kDearDraft * draft + kDearBeside * plain;
+  return pass - plain + static_cast<double>(width) * draft + reading_seconds(ask.requests, way.unread, true);
+}
+
+DraftPace::Odds DraftPace::best(const Ask& ask, const Way& way, double purse) const {
+  const double plain = passes_.of(ask.requests);
+  Odds best{0, 1 / plain, 0};
+  double expected = 1, all = 1;
+  for (int64_t width = 1; width <= ask.most; ++width) {
+    all *= way.chance;
     expected += all;
-    const double seconds = passes_.of(requests * (width + 1)) + static_cast<double>(width) * drafts_.of(requests);
-    if (expected / seconds <= rate) continue;
-    rate = expected / seconds;
-    best = width;
+    const double rate = expected / seconds(ask, width);
+    if (rate <= best.rate || risk(ask, way, width) > purse) continue;
+    best = {width, rate, plain - 1 / rate};
   }
-  // Other work on the machine makes single steps late: what surely pays goes on all the same.
-  if (lossy && rate * plain < kSure) return 0;
-  if (best > 0) {
-    wait_ = kLeastWait;
-    return best;
-  }
-  if (++waited_ < wait_) return 0;
-  waited_ = 0;
-  trying_ = true;
-  wait_ = std::min(2 * wait_, kMostWait);
-  return std::min(kTry, most);
+  return best;
 }
 
-void DraftPace::report(int64_t drafted, int64_t accepted) {
-  const double tried = static_cast<double>(accepted + (accepted < drafted ? 1 : 0));
-  prior_ += 0.1 * (static_cast<double>(accepted) / tried - prior_);
+DraftPace::Choice DraftPace::choose(const Ask& asked) {
+  Ask ask = asked;
+  ask.most = std::min(ask.most, kGemvTokens / ask.requests - 1);
+  Choice choice;
+  if (!can_pay_)
+    choice.quiet = kMostQuiet;
+  else if (ask.most > 0 && passes_.count(ask.requests) >= 2 && since_plain_ < kMostPlain)
+    choice = decide(ask);
+  since_plain_ = choice.width > 0 ? since_plain_ + 1 : 0;
+  return choice;
+}
+
+int64_t DraftPace::wait_for(double seconds, double plain) const {
+  const double steps = std::floor((seconds - balance_) / (kShare * plain));
+  return static_cast<int64_t>(std::clamp(steps, 0.0, static_cast<double>(kMostQuiet)));
+}
+
+DraftPace::Choice DraftPace::decide(const Ask& ask) {
+  const double plain = passes_.of(ask.requests);
+  const double purse = balance_ + (ask.proven ? kAdvance * plain : 0);
+  const double rest =
+      std::min(static_cast<double>(ask.left), std::max(static_cast<double>(ask.answered), kUsualAnswer));
+  std::array<Way, 3> ways;
+  size_t count = 0;
+  if (ask.unread >= 0) ways[count++] = {Reads::on, ask.unread, ask.chance};
+  if (ask.unread < 0 || ask.part) ways[count++] = {Reads::all, ask.tokens, ask.all};
+  const int64_t end = kEnd * ask.requests;
+  if (ask.tokens > 2 * end && (ask.unread < 0 || ask.unread > end)) ways[count++] = {Reads::end, end, ask.end};
+
+  const Way* cheapest = nullptr;
+  bool likely = false;
+  double most = 0;
+  Choice choice;
+  for (size_t i = 0; i < count; ++i) {
+    const Way& way = ways[i];
+    const double reading = reading_seconds(ask.requests, way.unread, false);
+    if (cheapest == nullptr || way.unread < cheapest->unread) cheapest = &way;
+    const double saved = best(ask, way, HUGE_VAL).saved;
+    if (saved <= 0 || saved * rest < reading) continue;
+    likely = true;
+    const Odds odds = best(ask, way, purse);
+    const double gain = odds.saved * rest - reading;
+    if (odds.width == 0 || gain <= most) continue;
+    most = gain;
+    choice = {odds.width, way.reads};
+  }
+  if (choice.width > 0) {
+    wait_ = kLeastWait;
+    return choice;
+  }
+  // Where none seems to pay, or none that does can be afforded, the cheapest way is tried now and then.
+  if (waited_ < wait_) {
+    choice.quiet = likely ? 0 : std::min(wait_ - waited_ - 1, kMostQuiet);
+    return choice;
+  }
+  const double reading = reading_seconds(ask.requests, cheapest->unread, true);
+  if (reading > kMostOfTry * plain * static_cast<double>(std::min(ask.answered, ask.left))) return choice;
+  int64_t width = std::min(kTry, ask.most);
+  while (width > 0 && risk(ask, *cheapest, width) > balance_) --width;
+  if (width == 0) {
+    choice.quiet = wait_for(risk(ask, *cheapest, 1), plain);
+    return choice;
+  }
+  waited_ = 0;
+  // Where not even drafts that are all right would pay, only a wrong measurement is a reason to try again.
+  const bool could = best(ask, {cheapest->reads, 0, 1}, HUGE_VAL).rate * plain >= kLeastGain;
+  wait_ = could ? std::min(2 * wait_, kMostWait) : kMostWait;
+  return {width, cheapest->reads};
+}
+
+void DraftPace::Prior::report(int64_t drafted, int64_t accepted) {
+  right = kForgetOfAll * right + static_cast<double>(accepted);
+  tried = kForgetOfAll * tried + static_cast<double>(accepted + (accepted < drafted ? 1 : 0));
+}
+
+void DraftPace::report(int64_t drafted, int64_t accepted, bool part) {
+  (part ? end_prior_ : prior_).report(drafted, accepted);
 }
 
 void DraftPace::passed(int64_t tokens, double seconds) { passes_.add(tokens, seconds); }
 
+void DraftPace::prompted(int64_t tokens, double seconds) {
+  if (tokens >= kLeastPrompt) settle(prompt_token_, seconds / static_cast<double>(tokens));
+}
+
 void DraftPace::drafted(int64_t requests, double seconds) { drafts_.add(requests, seconds); }
+
+void DraftPace::read(int64_t tokens, double seconds) {
+  if (tokens >= kLeastRead) settle(read_token_, seconds / static_cast<double>(tokens));
+}
 
 void DraftPace::stepped(const Step& step) {
   if (step.requests > kGemvTokens || passes_.count(step.requests) == 0) return;
+  ++waited_;
   const double plain = passes_.of(step.requests);
-  spent_ = kRemember * spent_ + plain;
-  lost_ *= kRemember;
-  if (step.tokens <= step.requests && !step.ahead) return;
-  // What took much longer than it does was something else.
-  double expected = step.tokens > 0 ? passes_.of(step.tokens) : plain;
-  expected += static_cast<double>(step.width) * drafts_.of(step.requests);
-  const double seconds = std::min(step.seconds, 2 * expected) + (trying_ ? step.reading : 0);
-  // What they have saved is no reason to lose it again.
-  lost_ = std::max(lost_ + seconds - plain, -kFreeSteps * plain);
+  // Times of passes are what they usually are, since other work on the machine makes single ones late.
+  double cost = (step.tokens > 0 ? passes_.of(step.tokens) : 0) - plain + step.reading;
+  cost +=
+      std::min(step.drafting, kDearBeside * plain + 2 * static_cast<double>(step.passes) * drafts_.of(step.requests));
+  balance_ = std::min(balance_ + kShare * plain - cost, kMostSaved * plain);
 }
 
 }  // namespace anyaccel::llm

@@ -13,45 +13,81 @@ namespace anyaccel::llm {
 class DraftChance {
  public:
   double value(double prior) const { return (right_ + kWeight * prior) / (tried_ + kWeight); }
+  // Whether drafts have been right lately, most of them.
+  bool proven() const { return right_ > kProven && 2 * right_ > tried_; }
   // `drafted` is above 0; drafts behind a wrong one were not tried.
   void report(int64_t drafted, int64_t accepted);
 
  private:
-  static constexpr double kWeight = 1.5;
+  static constexpr double kWeight = 2, kProven = 1.5;
   double right_ = 0, tried_ = 0;
 };
 
 // Weighs the drafts of one kind, all answers of a model together. Each step gives a token to each answer, so a draft
 // saves a pass only where those of all answers are right. Times are of this rank: the caller tells the others.
+//
+// It keeps an account: a small share of what steps would take without drafts comes in, and what drafts save; what they
+// cost goes out. Nothing is drafted that the account could not pay if all of it were wrong, so that answers with drafts
+// never take longer than the share allows, whatever the draft model is.
 class DraftPace {
  public:
-  // The most drafts of each of `requests` answers in the next pass; 0: drafts would not pay, or had better not be
-  // tried. `chance`: that the next drafts of all answers are right.
-  int64_t width(int64_t requests, double chance, int64_t most);
-  // How likely a draft is right of an answer that has had none yet.
-  double prior() const { return prior_; }
-  void report(int64_t drafted, int64_t accepted);
+  // What a pass of the draft model takes of the model's, by the bytes that both read a token, and what reading a text
+  // takes, by their products; 0: drafts cost nothing to make. Times are measured; this is for the first of them.
+  void set_cost(double pass, double reading);
+  // Whether drafts could pay if all of them were right: else they are never tried.
+  bool can_pay() const { return can_pay_; }
 
-  // What took how long: a pass of the model over the next tokens of answers, drafts among them; and a token of the
-  // draft model for each of `requests` answers.
+  // What the draft model knows of a text when it drafts: what it has read before and what has come since, all of it, or
+  // its end only, which costs little to read and makes worse drafts.
+  enum class Reads : uint8_t { on, all, end };
+  // A text of which that many tokens are unread may as well be read as a whole, and is of no use from its end on.
+  static constexpr int64_t kEnd = 16;
+
+  // Answers that could have drafts in the next pass.
+  struct Ask {
+    int64_t requests = 1;
+    int64_t most = 0;         // drafts of each
+    double chance = 0;        // that the next drafts of all of them are right, if it reads on
+    double all = 0, end = 0;  // if it reads all; if it reads their ends
+    bool proven = false;      // DraftChance::proven() of all of them
+    // Tokens that it has to read, of all together, to go on from what it has read, below 0 where it has read nothing of
+    // one of them; and to know all. Both 0: drafts are not made by reading.
+    int64_t unread = 0, tokens = 0;
+    bool part = false;         // it has read only a part of one of them
+    int64_t answered = 0;      // tokens of the shortest answer so far
+    int64_t left = INT32_MAX;  // tokens that each of them has to come, at most
+  };
+  struct Choice {
+    int64_t width = 0;  // drafts of each answer, 0 to ask.most
+    Reads reads = Reads::on;
+    int64_t quiet = 0;  // if there are none: for how many steps that will be so, at least
+  };
+  Choice choose(const Ask& ask);
+
+  // How likely a draft is right of an answer that has had none yet, where the draft model knows all of it or its end.
+  double prior(bool part) const { return part ? end_prior_.value() : prior_.value(); }
+  void report(int64_t drafted, int64_t accepted, bool part);
+
+  // What took how long: a pass of the model over the next tokens of answers, drafts among them; one over tokens of
+  // prompts; a pass of the draft model for each of `requests` answers; and what it took to read.
   void passed(int64_t tokens, double seconds);
+  void prompted(int64_t tokens, double seconds);
   void drafted(int64_t requests, double seconds);
+  void read(int64_t tokens, double seconds);
 
-  // A step of answers, for the account of what drafts cost and save.
+  // A step of answers, for the account.
   struct Step {
     int64_t requests;
-    int64_t tokens = 0;  // of its pass; 0: there was none, as all answers had tokens ahead
-    int64_t width = 0;   // drafts of an answer, at most
-    bool ahead = false;  // an answer had its token from earlier drafts
-    double seconds = 0;  // all of it, but for
-    double reading = 0;  // what the draft model took to read the text, which counts as part of the prompt
-                         // but for tries
+    int64_t tokens = 0;   // of its pass; 0: there was none, as all answers had tokens ahead
+    int64_t passes = 0;   // of the draft model, but for those in which it read
+    double drafting = 0;  // seconds of these, and of all else that making drafts took
+    double reading = 0;   // seconds in which it read the text
   };
   void stepped(const Step& step);
+  // Seconds of plain steps that drafts may cost now.
+  double balance() const { return balance_; }
 
  private:
-  int64_t best_width(int64_t requests, double chance, int64_t most);
-
   // Seconds by a number of tokens; index 0 is not used.
   class Times {
    public:
@@ -59,18 +95,50 @@ class DraftPace {
     int64_t count(int64_t tokens) const { return counts_[static_cast<size_t>(tokens)]; }
     // Between those that are known, along a line; beyond them a little more for each token. 0: nothing is known.
     double of(int64_t tokens) const;
+    // The most tokens of which a time is known; 0: none.
+    int64_t known() const;
 
    private:
     std::array<double, kGemvTokens + 1> seconds_ = {};
     std::array<int64_t, kGemvTokens + 1> counts_ = {};
   };
 
+  // The share of right ones among the latest drafts.
+  struct Prior {
+    double right, tried;
+    double value() const { return right / tried; }
+    void report(int64_t drafted, int64_t accepted);
+  };
+  // A way to draft: what it takes to read first, and how likely drafts are right then.
+  struct Way {
+    Reads reads = Reads::on;
+    int64_t unread = 0;
+    double chance = 0;
+  };
+  // Drafts that many wide: tokens a second, and the seconds that each token takes less.
+  struct Odds {
+    int64_t width = 0;
+    double rate = 0, saved = 0;
+  };
+  double draft_seconds(int64_t requests) const;
+  // `dear`: what it may be where nobody knows.
+  double reading_seconds(int64_t requests, int64_t unread, bool dear) const;
+  double seconds(const Ask& ask, int64_t width) const;
+  // The seconds that are lost if all drafts are wrong.
+  double risk(const Ask& ask, const Way& way, int64_t width) const;
+  // The best width of those that lose at most `purse`.
+  Odds best(const Ask& ask, const Way& way, double purse) const;
+  Choice decide(const Ask& ask);
+  int64_t wait_for(double seconds, double plain) const;
+
   Times passes_, drafts_;
-  double prior_ = 0.7;
-  double spent_ = 0, lost_ = 0;    // seconds of steps, and how many of them drafts have cost; both of the latest steps
+  double pass_cost_ = 0, reading_cost_ = 0;
+  double prompt_token_ = 0, read_token_ = 0;  // seconds; 0: not known
+  bool can_pay_ = true;
+  Prior prior_{2.8, 4}, end_prior_{2, 4};
+  double balance_ = 0;
   int64_t since_plain_ = 0;        // passes with drafts since the last one without
   int64_t wait_ = 4, waited_ = 0;  // steps between two tries of drafts that do not seem to pay
-  bool trying_ = false;            // the latest drafts are such a try
 };
 
 }  // namespace anyaccel::llm

@@ -20,8 +20,12 @@ void Model::set_draft(std::shared_ptr<Model> draft, DraftTranslation translation
   }
   const auto held = lock();
   if (draft != nullptr && weighed_.lock() != draft) {
+    const Weights::Load own = weights_.load(spec_), its = draft->weights_.load(draft->spec_);
     model_pace_ = {};
+    model_pace_.set_cost(its.bytes / own.bytes, its.products / own.products);
     weighed_ = draft;
+    draft_cost_ = its.bytes / own.bytes;
+    quiet_ = 0;
   }
   draft_ = std::move(draft);
   translation_ = std::move(translation);
@@ -56,17 +60,45 @@ void Model::draft(const std::vector<Request*>& requests, DraftPace::Step& step) 
   if (!always && (room == 0 || (!by_text.empty() && !by_model.empty()))) return;
   if (!by_text.empty()) draft_by_text(by_text, always);
   if (!by_model.empty()) draft_by_model(by_model, always, step);
-  for (const Request* request : requests) step.width = std::max(step.width, request->drafted_);
 }
 
-int64_t Model::draft_width(const std::vector<Request*>& requests, int64_t most) {
+DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, int64_t most) {
   DraftPace& pace = pace_of(*requests.front());
-  double chance = 1;
-  for (const Request* request : requests) chance *= request->chance_.value(pace.prior());
-  int64_t width = pace.width(static_cast<int64_t>(requests.size()), chance, most);
-  // The others have measured other times.
-  if (spec_.size > 1 || spec_.stages > 1) width = static_cast<int64_t>(forward_.shared(static_cast<uint64_t>(width)));
-  return width;
+  const bool by_model = requests.front()->options_.draft_model;
+  const bool others = spec_.size > 1 || spec_.stages > 1;
+  if (by_model && others && quiet_ > 0) {
+    --quiet_;
+    return {};
+  }
+  DraftPace::Ask ask{.requests = static_cast<int64_t>(requests.size()), .most = most, .chance = 1, .all = 1, .end = 1};
+  ask.proven = true;
+  ask.answered = INT64_MAX;
+  for (const Request* request : requests) {
+    const auto length = static_cast<int64_t>(request->tokens_.size()), answered = length - request->prompt_;
+    const bool part = request->draft_from_ > 0;
+    const double whole = pace.prior(false), chance = request->chance_.value(pace.prior(part));
+    ask.chance *= chance;
+    ask.all *= part ? std::max(chance, (chance + whole) / 2) : chance;
+    ask.end *= part ? chance : std::min(chance, request->chance_.value(pace.prior(true)));
+    ask.proven = ask.proven && request->chance_.proven();
+    ask.answered = std::min(ask.answered, answered);
+    if (const int64_t limit = request->options_.max_new_tokens; limit > 0)
+      ask.left = std::min(ask.left, limit - answered);
+    if (!by_model) continue;
+    ask.part = ask.part || part;
+    const int64_t unread = request->follows(draft_) ? length - request->read_ : length;
+    ask.tokens += part ? length : unread;
+    if (ask.unread >= 0) ask.unread = request->follows(draft_) ? ask.unread + unread : -1;
+  }
+  const DraftPace::Choice choice = pace.choose(ask);
+  if (!others) return choice;
+  // The others have measured other times. They ask again when rank 0 may say something else.
+  constexpr uint64_t kByte = 256;
+  const uint64_t said =
+      forward_.shared(static_cast<uint64_t>(choice.width) +
+                      kByte * (static_cast<uint64_t>(choice.reads) + kByte * static_cast<uint64_t>(choice.quiet)));
+  if (by_model) quiet_ = static_cast<int64_t>(said / kByte / kByte);
+  return {static_cast<int64_t>(said % kByte), static_cast<DraftPace::Reads>(said / kByte % kByte)};
 }
 
 void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
@@ -74,26 +106,35 @@ void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
   std::vector<std::vector<int64_t>> drafts;
   int64_t shortest = most, longest = 0;
   for (Request* request : requests) {
+    request->check_foreseen();
     drafts.push_back(request->ngrams_.propose(request->tokens_, request->draft_room(most)));
     const auto length = static_cast<int64_t>(drafts.back().size());
     shortest = std::min(shortest, length);
     longest = std::max(longest, length);
   }
-  if (longest == 0 || (shortest == 0 && !always)) return;
-  const int64_t width = always ? longest : draft_width(requests, longest);
+  const bool useful = longest > 0 && (shortest > 0 || always);
+  const int64_t width = !useful ? 0 : always ? longest : choose_drafts(requests, longest).width;
+  for (size_t i = 0; i < requests.size(); ++i)
+    if (width == 0 && !drafts[i].empty()) requests[i]->foresee(drafts[i].front());
   for (size_t i = 0; i < requests.size(); ++i)
     for (const int64_t token : drafts[i])
       if (requests[i]->drafted_ < width) requests[i]->add_draft(token);
 }
 
 // The draft model's request that goes on where this one is, null where it cannot.
-Request* Model::drafter_of(Request& request, int64_t most) {
-  const std::vector<int64_t> tokens = translation_.to_draft ? translation_.to_draft(request.tokens_) : request.tokens_;
+Request* Model::drafter_of(Request& request, int64_t most, DraftPace::Reads reads) {
+  const auto all = static_cast<int64_t>(request.tokens_.size());
+  if (reads != DraftPace::Reads::on || !request.follows(draft_)) {
+    if (request.draft_from_ > 0 && reads == DraftPace::Reads::all) request.chance_ = {};  // its drafts are others then
+    request.draft_from_ = reads == DraftPace::Reads::end ? std::max<int64_t>(all - DraftPace::kEnd, 0) : 0;
+  }
+  std::vector<int64_t> tokens(request.tokens_.begin() + request.draft_from_, request.tokens_.end());
+  if (translation_.to_draft) tokens = translation_.to_draft(tokens);
   const DecoderSpec& spec = draft_->spec();
   const auto length = static_cast<int64_t>(tokens.size());
   if (length == 0 || (spec.max_tokens > 0 && length + most >= spec.max_tokens)) return nullptr;
   if (std::any_of(tokens.begin(), tokens.end(), [&](int64_t token) { return token >= spec.vocab; })) return nullptr;
-  if (request.drafter_ == nullptr || request.drafter_->model_ != draft_) {
+  if (!request.follows(draft_)) {
     RequestOptions options;
     if (!translation_.to_draft) {  // it draws as the answer will, with the same random numbers
       options.sampling = request.options_.sampling;
@@ -104,7 +145,23 @@ Request* Model::drafter_of(Request& request, int64_t most) {
     request.drafter_ = std::make_shared<Request>(draft_, tokens, std::move(options), nullptr, false);
   }
   request.drafter_->follow(tokens, request);
+  request.read_ = static_cast<int64_t>(request.tokens_.size());
   return request.drafter_.get();
+}
+
+std::optional<double> Model::draft_cost() {
+  const auto held = lock();
+  return draft_ == nullptr ? std::nullopt : std::optional(draft_cost_);
+}
+
+bool Model::draft_can_pay() {
+  const auto held = lock();
+  return draft_ != nullptr && model_pace_.can_pay();
+}
+
+std::pair<int64_t, int64_t> Model::draft_work() {
+  const auto held = lock();
+  return {draft_read_, draft_passes_};
 }
 
 void Model::draft_by_model(const std::vector<Request*>& requests, bool always, DraftPace::Step& step) {
@@ -112,7 +169,12 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
   const auto most = kGemvTokens / static_cast<int64_t>(requests.size()) - 1;
   int64_t width = most;
   for (const Request* request : requests) width = std::min(width, request->draft_room(most));
-  width = always ? most : draft_width(requests, width);
+  DraftPace::Choice choice{most};
+  if (!always)
+    choice = choose_drafts(requests, width);
+  else if (requests.front()->options_.draft_end)
+    choice.reads = DraftPace::Reads::end;
+  width = choice.width;
   struct One {
     Request* request;
     Request* drafter;
@@ -120,14 +182,18 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
     std::vector<int64_t> before, said;
   };
   std::vector<One> going;
+  const Stopwatch all;
   if (width > 0)
     for (Request* request : requests) {
       const int64_t room = std::min(width, request->draft_room(most));
-      Request* drafter = drafter_of(*request, room);
+      Request* drafter = drafter_of(*request, room, choice.reads);
       if (drafter != nullptr) going.push_back({request, drafter, room, drafter->tokens_, {}});
     }
   // Without a draft of each answer none of them saves anything.
-  if (going.empty() || (!always && going.size() < requests.size())) return;
+  if (going.empty() || (!always && going.size() < requests.size())) {
+    step.reading += all.seconds();
+    return;
+  }
   const auto leave = [&] {  // these answers go on without it
     for (const One& one : going) {
       one.request->drafter_.reset();
@@ -140,16 +206,21 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
     while (!left.empty()) {
       std::vector<Request*> drafters;
       bool reads = false;
+      int64_t read = 0;
       for (const size_t i : left) {
         drafters.push_back(going[i].drafter);
         reads = reads || going[i].drafter->pending() > 2;
+        read += going[i].drafter->pending();
       }
       const Stopwatch watch;
       const std::vector<int64_t> tokens = draft_->step(drafters);
+      draft_read_ += read;
+      ++draft_passes_;
+      (reads ? step.reading : step.drafting) += watch.seconds();
       if (reads)
-        step.reading += watch.seconds();
+        model_pace_.read(read, watch.seconds());
       else
-        model_pace_.drafted(static_cast<int64_t>(drafters.size()), watch.seconds());
+        ++step.passes;
       std::vector<size_t> further;
       for (size_t at = 0; at < left.size(); ++at) {
         One& one = going[left[at]];
@@ -172,6 +243,11 @@ void Model::draft_by_model(const std::vector<Request*>& requests, bool always, D
       one.request->add_draft(token);
     }
   }
+  // The text of tokens takes its time too: that of many when it is read, else that of a few behind each pass.
+  const double beside = all.seconds() - step.reading - step.drafting;
+  (step.reading > 0 ? step.reading : step.drafting) += beside;
+  if (step.passes > 0)
+    model_pace_.drafted(static_cast<int64_t>(going.size()), step.drafting / static_cast<double>(step.passes));
 }
 
 }  // namespace anyaccel::llm

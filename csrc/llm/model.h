@@ -6,7 +6,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/team.h"
@@ -85,6 +87,13 @@ class Model {
   // The model that guesses tokens for requests that ask for it; on ranks, this rank's part of it. It has the same
   // tokens, or `translation`. Null: none. Throws UsageError.
   void set_draft(std::shared_ptr<Model> draft, DraftTranslation translation = {});
+  // The bytes of weights that its passes read for a token, as a share of those that this model's do; nothing without
+  // one.
+  std::optional<double> draft_cost();
+  // Whether its drafts could pay if they were all right; else there are none but where draft_always asks for them.
+  bool draft_can_pay();
+  // How many tokens draft models have read here, and in how many passes.
+  std::pair<int64_t, int64_t> draft_work();
 
   // --- generation
   // One step of each request: what is not in the cache yet is processed, at most limits[i] tokens of request i (all of
@@ -142,8 +151,8 @@ class Model {
   void draft_by_model(const std::vector<Request*>& requests, bool always, DraftPace::Step& step);
   // How many requests have not finished, where all of them are in their answers; else 0.
   static int64_t answers_only(const std::vector<Request*>& requests);
-  Request* drafter_of(Request& request, int64_t most);
-  int64_t draft_width(const std::vector<Request*>& requests, int64_t most);
+  Request* drafter_of(Request& request, int64_t most, DraftPace::Reads reads);
+  DraftPace::Choice choose_drafts(const std::vector<Request*>& requests, int64_t most);
   DraftPace& pace_of(const Request& request);
   std::vector<Work> work_of(const std::vector<Request*>& requests, const Pass& how);
   void pass(const std::vector<Request*>& requests, const Pass& how, StepResult& result);
@@ -171,6 +180,9 @@ class Model {
   DraftTranslation translation_;
   DraftPace text_pace_, model_pace_;
   std::weak_ptr<Model> weighed_;  // whose drafts model_pace_ is of: it may come back
+  double draft_cost_ = 0;
+  int64_t quiet_ = 0;  // steps in which ranks need not ask whether to draft by the draft model
+  int64_t draft_read_ = 0, draft_passes_ = 0;
 
   StepTokens tokens_;
   std::vector<float> logits_, hidden_;

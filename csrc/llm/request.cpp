@@ -129,8 +129,12 @@ void Request::share_prefix() {
   prefix_ = nullptr;
   if (prefix == nullptr || prefix->sequence_ < 0 || cached_ > 0) return;
   // Nobody asks for drafts of a request that has ended, or that only this one knew.
-  if (drafter_ == nullptr && (prefix->finished_ != Finish::no || prefix.use_count() == 1))
+  if (drafter_ == nullptr && (prefix->finished_ != Finish::no || prefix.use_count() == 1)) {
     drafter_ = std::move(prefix->drafter_);
+    draft_from_ = prefix->draft_from_;
+    read_ = std::min(prefix->read_, static_cast<int64_t>(tokens_.size()) - 1);
+    if (draft_from_ >= read_) drafter_.reset();
+  }
   // The last token of the prompt is computed anyway: its logits are wanted.
   const int64_t most = std::min(
       {prefix->cached_, static_cast<int64_t>(prefix->tokens_.size()), static_cast<int64_t>(tokens_.size()) - 1});
@@ -221,9 +225,23 @@ void Request::follow(const std::vector<int64_t>& tokens, const Request& other) {
       std::min({cached_, static_cast<int64_t>(common - tokens_.begin()), static_cast<int64_t>(tokens.size()) - 1});
   model_->cache_.truncate(sequence_, cached_);
   tokens_ = tokens;
-  prompt_ = std::min(other.prompt_, static_cast<int64_t>(tokens.size()));
+  prompt_ = std::clamp<int64_t>(other.prompt_ - other.draft_from_, 0, static_cast<int64_t>(tokens.size()));
   random_ = other.random_;
   finished_ = Finish::no;
+}
+
+void Request::foresee(int64_t token) {
+  foreseen_ = token;
+  foreseen_at_ = static_cast<int64_t>(tokens_.size());
+}
+
+void Request::check_foreseen() {
+  const int64_t at = std::exchange(foreseen_at_, -1);
+  if (at < prompt_ || at + 1 != static_cast<int64_t>(tokens_.size())) return;
+  const int64_t right = tokens_.back() == foreseen_ ? 1 : 0;
+  ngrams_.report(1, right);
+  chance_.report(1, right);
+  model_->pace_of(*this).report(1, right, false);
 }
 
 void Request::drop_drafts() {
@@ -236,7 +254,7 @@ void Request::take(std::vector<ChosenToken> chosen) {
     const auto accepted = static_cast<int64_t>(chosen.size()) - 1;
     if (!options_.draft_model) ngrams_.report(drafted_, accepted);
     chance_.report(drafted_, accepted);
-    model_->pace_of(*this).report(drafted_, accepted);
+    model_->pace_of(*this).report(drafted_, accepted, draft_from_ > 0);
     drafted_in_all_ += drafted_;
     accepted_in_all_ += accepted;
     drop_drafts();

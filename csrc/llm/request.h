@@ -38,6 +38,8 @@ struct RequestOptions {
   bool draft_model = false;
   // Drafts also where they cost more than they save: for tests, and to measure what they cost.
   bool draft_always = false;
+  // With draft_always: the draft model knows no more than the end of the text.
+  bool draft_end = false;
 };
 
 // A token that has been chosen, and the state of the generator after it.
@@ -105,6 +107,11 @@ class Request {
   // Drafts stand behind the tokens while a step runs.
   void add_draft(int64_t token);
   void drop_drafts();
+  // What lookup would draft next where nothing is drafted: whether it was right costs nothing to know in the next step.
+  void foresee(int64_t token);
+  void check_foreseen();
+  // Whether it has a request of that draft model.
+  bool follows(const std::shared_ptr<Model>& draft) const { return drafter_ != nullptr && drafter_->model_ == draft; }
   // Of a draft model's request: goes on behind other tokens, with what is right of its cache, and draws as `other`
   // will.
   void follow(const std::vector<int64_t>& tokens, const Request& other);
@@ -131,6 +138,9 @@ class Request {
   int64_t drafted_ = 0;  // tokens at the end of tokens_ that are drafts, while a step runs
   NgramDrafts ngrams_;
   std::shared_ptr<Request> drafter_;  // of the draft model, once it has drafted
+  int64_t draft_from_ = 0,
+          read_ = 0;  // the first one of tokens_ that it knows, and the first that it did not know then
+  int64_t foreseen_ = 0, foreseen_at_ = -1;
   DraftChance chance_;
   int64_t drafted_in_all_ = 0, accepted_in_all_ = 0;
   // Chosen, but not the answer's yet: each of the next steps gives one, without computing anything. Their keys and

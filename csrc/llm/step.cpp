@@ -192,9 +192,7 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   }
   StepResult result{requests, {}};
   result.ones.reserve(requests.size());
-  const Stopwatch all;
   DraftPace::Step account{answers_only(requests)};
-  account.ahead = account.requests > static_cast<int64_t>(first.size());
   try {
     if (second.empty()) draft(first, account);
     for (const Request* request : first) account.tokens += 1 + request->drafted_;
@@ -203,6 +201,10 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
     if (account.requests > 0 && !first.empty()) {
       text_pace_.passed(account.tokens, pass.seconds());
       model_pace_.passed(account.tokens, pass.seconds());
+    } else if (second.empty()) {
+      int64_t passing = 0;
+      for (const Request* request : first) passing += request->passing_;
+      model_pace_.prompted(passing, pass.seconds());
     }
     // The second wave can share what the first one has put into the cache.
     for (Request* request : first) request->cached_ += request->passing_ - request->drafted_;
@@ -220,7 +222,6 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   for (Request* request : second) request->cached_ += request->passing_;
   for (StepResult::One& one : result.ones) one.request->take(std::move(one.chosen));
   if (account.requests > 0) {
-    account.seconds = all.seconds() - account.reading;
     (requests.front()->options_.draft_model ? model_pace_ : text_pace_).stepped(account);
   }
 

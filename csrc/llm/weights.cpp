@@ -401,4 +401,31 @@ void Weights::finish() {
   slots_.clear();
 }
 
+Weights::Load Weights::load(const DecoderSpec& spec) const {
+  Load all;
+  const auto add = [&all](const LinearWeights& one, double times = 1) {
+    if (one.w.empty()) return;
+    const Shape& shape = one.w.shape();
+    all.bytes += times * static_cast<double>(shape.bytes());
+    all.products += times * static_cast<double>(shape.rows) * static_cast<double>(shape.cols);
+  };
+  const auto add_mlp = [&add](const MlpWeights& mlp, double times = 1) {
+    for (const LinearWeights* one : {&mlp.gate, &mlp.up, &mlp.down}) add(*one, times);
+  };
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const LayerWeights& layer = layers[i];
+    for (const LinearWeights* one :
+         {&layer.qkv, &layer.o, &layer.q_a, &layer.q_b, &layer.kv_a, &layer.kv_b, &layer.router, &layer.shared_gate})
+      add(*one);
+    add_mlp(layer.mlp);
+    add_mlp(layer.shared);
+    const auto count = static_cast<double>(layer.experts.size());
+    if (count == 0) continue;
+    const double share = std::min(1.0, spec.layers[i].moe->top_k / count);
+    for (const MlpWeights& expert : layer.experts) add_mlp(expert, share);
+  }
+  add(head);
+  return all;
+}
+
 }  // namespace anyaccel::llm

@@ -85,6 +85,13 @@ class Weights {
   // Throws ModelError when something was not set.
   void finish();
 
+  // What a pass over one token takes: the bytes of matrices that it reads, and how many products of two numbers. Of
+  // experts as many as a token has. 1 at least.
+  struct Load {
+    double bytes = 1, products = 1;
+  };
+  Load load(const DecoderSpec& spec) const;
+
   Matrix embed, positions;
   LinearWeights head;
   Norm embed_norm, final_norm;

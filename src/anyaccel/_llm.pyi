@@ -25,6 +25,7 @@ class Request:
         # seed: int, max_new_tokens: int, min_new_tokens: int, end_tokens: list[int], ignore_end: bool,
         # bias: dict[int, float], logprobs: int, prompt_logprobs: int, draft_tokens: int (the most of a pass; 0: none),
         # draft_model: bool (who guesses: the draft model; False: the text), draft_always: bool (also where it costs),
+        # draft_end: bool (with it: the draft model knows only the end of the text),
         # goal: "answer", "scores" (of the prompt only), "mean", "last" (hidden states, pooled)
         prefix: Request | None = None,  # shares the cache of the longest common prefix with it
         keep_logits: bool = False,
@@ -116,6 +117,15 @@ class Model:
         to_draft: Callable[[list[int]], list[int]] | None = None,
         from_draft: Callable[[list[int], list[int], list[int]], list[int]] | None = None,
     ) -> None: ...
+    # The bytes of weights that the draft model's passes read for a token, over those that this model's do (None without
+    # one); whether its drafts could pay if all were right, without which there are none; and how many tokens draft
+    # models have read here, in how many passes.
+    @property
+    def draft_cost(self) -> float | None: ...
+    @property
+    def draft_can_pay(self) -> bool: ...
+    @property
+    def draft_work(self) -> tuple[int, int]: ...
     # Generation: one call a step. Prompts not yet in the cache are processed (in chunks), the others decode one token;
     # returns the new token of each request, -1 for one that had finished, -2 for one whose prompt goes on.
     # `limits`: the most tokens of each request's prompt in this step, 0: all. `exact`: see csrc/llm/model.h.

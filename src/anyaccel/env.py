@@ -84,30 +84,33 @@ ISA_NAMES = (
 
 WIRE_DTYPES = ("fp32", "bf16", "int8")
 
-DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "forces the accelerator of this name")
+DS_ACCELERATOR = EnvVar("DS_ACCELERATOR", str, "", "name of the accelerator to use, without detection")
 DS_PIN_MEMORY_BACKEND = EnvVar(
     "DS_PIN_MEMORY_BACKEND",
     _one_of("torch", "native"),
     "torch",
-    "native: pin_memory() of every accelerator gives memory that mlock() holds, in the place of torch's",
+    "native: pin_memory() of every accelerator returns memory that is locked with mlock(), instead of torch's",
 )
 DS_ALLOW_DEPRECATED_FP16 = EnvVar(
     "DS_ALLOW_DEPRECATED_FP16", _is_one, False, "1 allows fp16 on GPUs of compute capability 6, where it is slow"
 )
 ANYACCEL_CACHE_DIR = EnvVar(
-    "ANYACCEL_CACHE_DIR", Path, None, "folder for converted models and built ops; default ~/.cache/anyaccel"
+    "ANYACCEL_CACHE_DIR",
+    Path,
+    None,
+    "folder for converted models, packed weights and built ops; default: ~/.cache/anyaccel",
 )
 ANYACCEL_ISA = EnvVar(
     "ANYACCEL_ISA",
     _one_of(*ISA_NAMES),
     "",
-    "highest instruction set that native code uses: " + ", ".join(ISA_NAMES),
+    "highest instruction set that native code may use: " + ", ".join(ISA_NAMES),
 )
 ANYACCEL_PROBE_TIMEOUT = EnvVar(
     "ANYACCEL_PROBE_TIMEOUT",
     _positive_float,
     None,
-    "seconds that detection waits for one accelerator's package and device; default 60, or what the backend declares",
+    "seconds that detection waits for one accelerator; default: 60, or what the backend declares",
 )
 ANYACCEL_COMM_TIMEOUT = EnvVar(
     "ANYACCEL_COMM_TIMEOUT", _positive_float, 300.0, "seconds that a collective waits for a live peer"
@@ -116,21 +119,21 @@ ANYACCEL_BETWEEN_HOSTS = EnvVar(
     "ANYACCEL_BETWEEN_HOSTS",
     _one_of("tcp", "gloo", "ccl", "mpi"),
     "tcp",
-    "what goes between hosts: tcp (a native model's own connections; in groups of backend shm, gloo's), gloo (the "
-    "same), ccl (oneCCL, in both) or mpi (models: the MPI whose mpirun has started them; groups: gloo)",
+    "transport between hosts: tcp (a native model's own connections, and gloo in groups of backend shm), gloo (the "
+    "same), ccl (oneCCL for both) or mpi (for models the MPI whose mpirun has started them; gloo for groups)",
 )
 ANYACCEL_MPI_LIBRARY = EnvVar(
     "ANYACCEL_MPI_LIBRARY",
     str,
     "",
-    "libmpi of the mpirun that has started the ranks, for ANYACCEL_BETWEEN_HOSTS=mpi; default: found beside it",
+    "path of libmpi for ANYACCEL_BETWEEN_HOSTS=mpi; default: that of the mpirun which has started the ranks",
 )
 ANYACCEL_WIRE_DTYPE = EnvVar(
     "ANYACCEL_WIRE_DTYPE",
     _one_of(*WIRE_DTYPES),
     "fp32",
-    "form in which what ranks of several hosts sum goes between these: fp32, bf16 or int8; wire_dtype of "
-    "tensor_parallel comes first",
+    "type in which sums of a model's ranks go over the network: fp32, bf16 or int8; wire_dtype of tensor_parallel "
+    "takes precedence",
 )
 ANYACCEL_COMMS_LOG = EnvVar(
     "ANYACCEL_COMMS_LOG", _is_one, False, "1 records collectives from the start, for anyaccel.comm.log_summary()"
@@ -145,17 +148,24 @@ ANYACCEL_PACKED_CACHE_BYTES = EnvVar(
     "ANYACCEL_PACKED_CACHE_BYTES",
     _whole_number,
     64 << 30,
-    "bytes of packed models that are kept in the cache folder; the least recently used ones go first; 0 keeps none",
+    "most bytes of packed models in the cache folder; the least recently used ones are removed first; 0 keeps none",
 )
-ANYACCEL_API_KEY = EnvVar("ANYACCEL_API_KEY", str, "", "key that opens what `anyaccel serve` serves; unset: it is open")
+ANYACCEL_API_KEY = EnvVar(
+    "ANYACCEL_API_KEY", str, "", "key that requests to `anyaccel serve` have to bring; unset: no key is needed"
+)
 ANYACCEL_BUILD_TIMEOUT = EnvVar(
-    "ANYACCEL_BUILD_TIMEOUT", _positive_float, 600.0, "seconds that one build of an op may take, or wait for another's"
+    "ANYACCEL_BUILD_TIMEOUT",
+    _positive_float,
+    600.0,
+    "seconds that a build of an op may take, or may wait for another build",
 )
-CXX = EnvVar("CXX", str, "", "C++ compiler command that builds ops; default the first of c++, g++, clang++ in PATH")
+CXX = EnvVar("CXX", str, "", "C++ compiler for ops; default: the first of c++, g++, clang++ in PATH")
 CCL_ROOT = EnvVar(
     "CCL_ROOT", str, "", "folder with the lib/ and include/ of oneCCL; default: the packages of this Python"
 )
-MAX_JOBS = EnvVar("MAX_JOBS", _positive_int, 0, "compilers that a build of an op runs at once; default: allowed CPUs")
+MAX_JOBS = EnvVar(
+    "MAX_JOBS", _positive_int, 0, "number of compilers that a build of an op runs at once; default: the allowed CPUs"
+)
 
 ALL: tuple[EnvVar[object], ...] = (
     DS_ACCELERATOR,

@@ -115,5 +115,5 @@ def test_a_name_of_rank_0_that_a_host_does_not_know(hosts: Hosts, launcher: str,
     """Nothing is started: gloo would look for it for more than a minute."""
     done = hosts.run(launcher, hosts.hostfile(tmp_path), "--master_addr", "nobody-knows", WAIT, tmp_path, "--end")
     assert done.returncode == 2, done.stderr
-    assert ": --master_addr 'nobody-knows' leads to no address on node" in done.stderr
+    assert ": --master_addr 'nobody-knows' does not resolve on node" in done.stderr
     assert not list(tmp_path.glob("rank*"))

@@ -118,7 +118,39 @@ def test_the_end_of_a_job_leaves_nothing_anywhere(
     assert not hosts.wait_idle(30)
 
 
+def test_a_rank_that_stops_while_a_prompt_is_read_is_named(hosts: Hosts, tmp_path: Path, cache: dict[str, str]) -> None:
+    """With ranks that share memory and stages on two hosts: one that is not its host's first, which talks for it."""
+    file = hosts.hostfile(tmp_path, slots=2)
+    words = ("--tp", 2, "--pp", 2, "--hostfile", file, "--no-chat-template", "--max-new-tokens", 1)
+    child = start(hosts, cache, "generate", f"{PROMPT} " * 1500, *words)
+    try:
+        wait_for(lambda: len(ranks_on(hosts, "node2")) == 2, "two ranks on node2", 60)
+        _, second = sorted(ranks_on(hosts, "node2"))
+        assert child.stderr
+        while "loading" not in (line := child.stderr.readline()):
+            assert line, "it has ended"
+        loaded = cpu_seconds(second)
+        wait_for(lambda: cpu_seconds(second) > loaded + 0.5, "the prompt is read", 60)
+        os.kill(second, signal.SIGSTOP)
+        _, errors = child.communicate(timeout=100)
+    finally:
+        child.kill()
+        child.communicate()
+    assert child.returncode == 1
+    assert "rank 3" in errors and "node2" in errors and "within the timeout of 20 s" in errors, errors
+    assert "Traceback" not in errors
+    assert not hosts.wait_idle(30)
+    for host in hosts.cluster:
+        assert host.run(["ls", "/dev/shm"]).stdout.split() == []
+
+
 def ranks_on(hosts: Hosts, name: str) -> list[int]:
     """Process ids of the ranks on a host."""
     found = hosts.cluster.processes().get(name, {})
     return [pid for pid, command in found.items() if "inference.ranks.rank" in command and "launch" not in command]
+
+
+def cpu_seconds(pid: int) -> float:
+    """That a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

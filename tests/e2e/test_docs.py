@@ -123,6 +123,29 @@ def test_options_shown_exist(page: Path) -> None:
     assert wrong == []
 
 
+_AT_THE_TOP = [REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "SECURITY.md"]
+# Options of other programs, which pages name in a sentence.
+_FOREIGN = """
+    --address --build-arg --cap-add --cpus --cpus-per-task --cpuset-cpus --http-host --num-cpus --shm-size
+    --stop-timeout --gpus --fork --pid --map-by --kill-on-bad-exit --no-deps --ntasks-per-node --version --files
+    --nproc-per-node --nnodes --rdzv-endpoint --standalone --log-dir --numa-binding --num-processes --use-cpu
+    --num-cpu-threads-per-process --ninstances --enable-tcmalloc --enable-jemalloc --skip-cross-node-cores
+    --ncores-per-instance --enable-elastic-training --autotuning
+"""
+
+
+@pytest.mark.parametrize("page", [*PAGES, *_AT_THE_TOP], ids=[*_NAMES, *(page.name for page in _AT_THE_TOP)])
+def test_options_named_in_sentences_exist(page: Path) -> None:
+    known = {option.replace("_", "-") for options in _OPTIONS.values() for option in options} | set(_FOREIGN.split())
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    named = {
+        option.replace("_", "-")
+        for code in re.findall(r"`([^`\n]+)`", text)
+        for option in re.findall(r"(?:^|[\s(])(--[a-z][\w-]*)", code)
+    }
+    assert named - known == set()
+
+
 def test_facts_of_vendors_are_current() -> None:
     tool = _tool("setup_facts")
     assert tool.main(["--check"]) == 0
@@ -178,3 +201,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for page in DOCS.rglob("*.md"):
         if "_build" not in page.parts:
             assert f'href="{page.relative_to(DOCS).with_suffix(".html").as_posix()}"' in index or page.stem == "index"
+    # The search puts a title that is the word itself first, and else a page with the word in its title.
+    found = json.loads((tmp_path / "site" / "searchindex.js").read_text().partition("(")[2].rpartition(")")[0])
+    titles = dict(zip(found["docnames"], found["titles"], strict=True))
+    assert (titles["memory"], titles["install"]) == ("Memory", "Install")
+    assert [name for name, title in titles.items() if "slurm" in title.lower()] == ["slurm"]

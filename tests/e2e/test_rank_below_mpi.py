@@ -75,4 +75,4 @@ def test_two_mpi_jobs_with_one_port_are_refused(tmp_path: Path) -> None:
     )
     done = run(tmp_path, "--num_accelerators", "2", *mpi("mpirun.openmpi"), sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("is of a job of 2 workers, of which each may have started Open MPI: give each") == 4
+    assert done.stdout.count("belongs to a job of 2 workers, each of which may have started Open MPI: give each") == 4

@@ -145,7 +145,7 @@ def test_a_rank_that_goes_away_is_an_error(oneccl: Path, tmp_path: Path, how: st
     outcome = ranks.finish(ranks.start(until_error, 2, (how, tmp_path), tmp_path), tmp_path, 60)
     code, output = outcome[0]
     assert code == 17, output
-    assert "told: CommTimeoutError: backend ccl: rank 0 of 2: all_reduce was not done within 3 s" in output
+    assert "told: CommTimeoutError: backend ccl: rank 0 of 2: all_reduce did not finish within 3 s" in output
 
 
 def never_joins(folder: Path) -> str:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import ranks
 from anyaccel import _native, comm, errors
 from anyaccel.comm import symmetric
-from anyaccel.comm.api import _through
+from anyaccel.comm.api import _shared_memory_of
 
 
 def mappings() -> int:
@@ -147,7 +147,7 @@ def norm(backend: str, dtype: torch.dtype, rows: int) -> None:
         comm.all_reduce_add_rms_norm(own, beside, weight[:50], 1e-5, group)
     with pytest.raises(errors.UsageError, match="one dtype"):
         comm.all_reduce_add_rms_norm(own, beside, weight.double(), 1e-5, group)
-    assert (_through(group) is None) == (backend == "none")
+    assert (_shared_memory_of(group) is None) == (backend == "none")
 
 
 @pytest.mark.parametrize("rows", [1, 300])

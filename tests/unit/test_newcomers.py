@@ -36,6 +36,12 @@ def test_workflows_may_only_read() -> None:
         assert yaml.safe_load(file.read_text())["permissions"] == {"contents": "read"}, file.name
 
 
+def test_workflows_do_not_make_files_of_root() -> None:
+    """`sudo make` would make .venv as root, and a later step could not write into it."""
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        assert "sudo make" not in file.read_text(), file.name
+
+
 def test_the_container_runs_the_demo_with_an_extra_that_there_is() -> None:
     text = (ROOT / "Dockerfile").read_text()
     (extra,) = re.findall(r"\[(\w+)\]\"", text)

@@ -192,6 +192,20 @@ def test_the_address_of_the_repository_goes_everywhere() -> None:
     assert put("CITATION.cff", (ROOT / "CITATION.cff").read_text(), address).endswith(f"\nrepository-code: {address}\n")
 
 
+def test_the_picture_of_generate_has_the_lines_that_are_printed() -> None:
+    from anyaccel.vendors import FIRST_AVAILABLE
+
+    shown = (ROOT / "docs" / "pictures" / "generate.svg").read_text()
+    assert f">accelerator: cpu, {FIRST_AVAILABLE}<" in shown
+    assert ">  left-over cores: none<" in shown
+
+
+def test_no_page_speaks_of_how_the_work_is_divided() -> None:
+    pages = [*PAGES, ROOT / "benchmarks" / "README.md"]
+    told = re.compile(r"\b(another|other|this) issue\b|\bissue's\b|in vain")
+    assert {page.name: told.findall(page.read_text()) for page in pages if told.search(page.read_text())} == {}
+
+
 def test_the_map_is_drawn_with_every_package() -> None:
     made = tool("map_picture")
     assert made.TARGET.read_text() == made.drawing(), "run python tools/map_picture.py"
@@ -206,3 +220,12 @@ def test_the_speed_that_the_readme_tells_is_that_of_the_measurements() -> None:
     table = (ROOT / "docs" / "performance.md").read_text().split("| ours / peer |")[1].split("\n\n")[0]
     times = [float(row.split("|")[2].split("(")[1].rstrip(") ")) for row in table.splitlines()[2:]]
     assert (float(said[1]), float(said[2])) == (min(times), max(times))
+
+
+def test_the_pages_count_the_ops_that_there_are() -> None:
+    from anyaccel.ops.builders.cpu import ops
+
+    count = len(set(ops.__all__))
+    (told,) = re.findall(r"\d+ of (\d+) load", (ROOT / "docs" / "conformance.md").read_text())
+    listed = re.findall(r"^\w+ +\w+Builder ", (ROOT / "docs" / "ops.md").read_text(), re.MULTILINE)
+    assert (int(told), len(listed)) == (count, count)

@@ -53,7 +53,7 @@ def run_apart(work: Callable[[], Any], what: str) -> Any:
     try:
         outcome = json.loads(answer)
     except ValueError:
-        raise AcceleratorUnavailableError(f"{what} ended the process that did it ({_how(status)})") from None
+        raise AcceleratorUnavailableError(f"{what} ended the process that tried it ({_how(status)})") from None
     if "raised" in outcome:
         raise AcceleratorUnavailableError(f"{what} failed: {outcome['raised']}")
     return outcome["result"]
@@ -93,7 +93,7 @@ def _read(reader: int, what: str) -> bytes:
     answer, deadline = b"", time.monotonic() + _PATIENCE
     while True:
         if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise AcceleratorUnavailableError(f"{what} has not come to its end within {_PATIENCE:g} s")
+            raise AcceleratorUnavailableError(f"{what} did not finish within {_PATIENCE:g} s")
         piece = os.read(reader, 1 << 16)
         if not piece:
             return answer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `anyaccel` command: one file a subcommand; a subcommand is imported only when it is asked for."""
+"""The `anyaccel` command: one file for each subcommand; a subcommand is imported only when it is asked for."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from anyaccel.terminal import did_you_mean, marked, terminal_width
 # Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
 COMMANDS = {
     "run": "start a script on every device of this machine, or of several hosts, each worker bound to its own cores",
-    "bind": "bind this process to its part of the machine, below torchrun, mpirun or srun, and run a command",
-    "topo": "draw packages, NUMA nodes, cores and caches, and which rank would get which of them",
+    "bind": "bind this process to its part of the machine and run a command, under torchrun, mpirun or srun",
+    "topo": "draw packages, NUMA nodes, cores and caches, and which rank would get which cores",
     "generate": "generate text with a local Hugging Face or GGUF model, on one or several workers",
-    "serve": "serve a local model with OpenAI's API and a page to chat with it, many requests at once",
+    "serve": "serve a local model with OpenAI's API and a chat page, many requests at once",
     "chat": "talk with a local Hugging Face or GGUF model",
-    "bench": "measure text generation, beside other engines when asked to",
+    "bench": "measure the speed of text generation, also in comparison with other engines",
     "quantize": "write a copy of a model with int4 or int8 weights",
     "port": "find what ties code to CUDA, and rewrite it for any accelerator",
     "report": "print versions, the accelerator and why it was chosen, CPU features and topology",
     "ops": "list, build or clean up the native ops of the accelerator",
-    "compat": "make scripts that import deepspeed run on anyaccel, in this environment",
-    "conformance": "run every method of the accelerator interface on the device, and say what is wrong",
-    "completion": "print the completion of commands and options for bash, zsh or fish",
+    "compat": "make scripts that import deepspeed run on anyaccel in this environment",
+    "conformance": "run every method of the accelerator interface on the device, and report failures",
+    "completion": "print a completion script for bash, zsh or fish",
 }
 
 
@@ -49,7 +49,7 @@ def _usage() -> str:
             "commands:",
             *lines,
             "",
-            "anyaccel COMMAND --help tells more.",
+            "anyaccel COMMAND --help shows options and examples.",
         ]
     )
 

@@ -51,30 +51,37 @@ def add_model_options(parser: Parser) -> None:
         type=dtype_name,
         choices=DTYPES,
         default="bf16",
-        help="of weights and arithmetic; int8 and int4 of the weights alone; auto: what the file has (default: bf16)",
+        help="precision of weights and arithmetic; int8 and int4 are for the weights only; auto: the precision of the "
+        "file (default: bf16)",
     )
     add(
         "--group-size",
         type=int,
         choices=GROUP_SIZES,
         default=32,
-        help="weights that share a scale in int4 (default: 32)",
+        help="number of weights that share a scale in int4 (default: 32)",
     )
     add(
         "--kv-cache",
         type=dtype_name,
         choices=CACHE_DTYPES,
         default="auto",
-        help="precision of the key/value cache (default: auto, fp32 with fp32 and else bf16)",
+        help="precision of the key/value cache (default: auto, which is fp32 with --dtype fp32 and bf16 otherwise)",
     )
     add(
         "--runtime",
         choices=RUNTIMES,
         default="auto",
-        help="what runs the model: native (C++, on a CPU), device (torch's operators, anywhere), torch or plain (the "
-        "model's own code); default: auto, native on a CPU and device elsewhere where they have the model",
+        help="what runs the model: native (C++, on a CPU), device (torch's operators, on any device), torch or plain "
+        "(the model's own code); default: auto, which is native on a CPU and device elsewhere if they have the model",
     )
-    add("--threads", type=int, default=0, metavar="N", help="of the native runtime (default: the CPUs it may use)")
+    add(
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="threads of the native runtime (default: the CPUs it may use)",
+    )
 
 
 def add_tp_option(parser: Parser) -> None:
@@ -91,18 +98,27 @@ def add_tp_option(parser: Parser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="stages that share the layers, of as many workers each as --tp says (native runtime; default: 1)",
+        help="pipeline stages that share the layers, each of --tp workers (native runtime; default: 1)",
     )
 
 
 def add_host_options(parser: Parser) -> None:
     """The options that say on which hosts the workers are, under the names that `anyaccel run` has for them."""
     add = parser.group("several hosts")
-    add("--hostfile", "-H", metavar="FILE", help="start the workers on its hosts, one `name slots=N` a line")
-    add("--include", "-i", default="", metavar="LIST", help="only these hosts and slots, as in node1:0,1@node2")
-    add("--exclude", "-e", default="", metavar="LIST", help="all but these hosts and slots")
-    add("--launcher", metavar="NAME", help="what starts them there, see `anyaccel run`; default: ssh")
-    add("--launcher_args", default="", metavar="ARGS", help="more arguments for it, in one word")
+    add(
+        "--hostfile",
+        "-H",
+        metavar="FILE",
+        help="start the workers on the hosts of this file, with one `name slots=N` on each line",
+    )
+    add("--include", "-i", default="", metavar="LIST", help="use only these hosts and slots, such as node1:0,1@node2")
+    add("--exclude", "-e", default="", metavar="LIST", help="use all except these hosts and slots")
+    add(
+        "--launcher",
+        metavar="NAME",
+        help="program that starts the workers on the hosts, see `anyaccel run`; default: ssh",
+    )
+    add("--launcher_args", default="", metavar="ARGS", help="more arguments for the launcher, quoted as one word")
     add("--ssh_port", "-p", type=int, metavar="PORT", help="TCP port of sshd on all hosts")
 
 
@@ -115,7 +131,9 @@ def cluster_of(options: argparse.Namespace) -> ClusterOptions | None:
     if options.hostfile is None:
         for name in ("include", "exclude", "launcher", "launcher_args", "ssh_port"):
             if value := getattr(options, name):
-                raise UsageError(f"--{name} {value}: is about the hosts of a --hostfile; add it")
+                raise UsageError(
+                    f"--{name} {value} applies to the hosts of a --hostfile; add --hostfile FILE, or leave it out"
+                )
         return None
     from anyaccel.launch.cluster import ClusterOptions
 
@@ -139,32 +157,44 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
         metavar="N",
         help=f"end after N tokens (default: {max_new_tokens})",
     )
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: 0)")
-    add("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens (default: 0, from all)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature; 0 takes the most likely token (default: 0)",
+    )
+    add("--top-k", type=int, default=0, metavar="K", help="sample from the K most likely tokens (default: 0, all)")
     add(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="sample from the top probability mass P (default: 1)",
+        help="sample from the most likely tokens with a total probability of P (default: 1)",
     )
     add(
         "--min-p",
         type=float,
         default=0.0,
         metavar="P",
-        help="sample from tokens at least P times as likely as the likeliest (default: 0)",
+        help="sample from tokens at least P times as likely as the most likely one (default: 0)",
     )
     add(
         "--repetition-penalty",
         type=float,
         default=1.0,
         metavar="R",
-        help="above 1 makes what was said already less likely (default: 1)",
+        help="above 1 makes tokens that occurred already less likely (default: 1)",
     )
-    add("--seed", type=int, default=0, metavar="N", help="of the sampling (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     add_draft_option(parser)
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be given several times",
+    )
     add("--system", metavar="TEXT", help="system prompt of the chat template; default: the template's own")
 
 
@@ -176,8 +206,8 @@ def add_draft_option(parser: Parser) -> None:
         type=drafts_of,
         default=Drafts(),
         metavar="ngram[:N]|PATH",
-        help="guess tokens and verify them in one pass, for the same text sooner: from what followed the same words "
-        "before, up to N (default: 15), or by a smaller model (native runtime; default: no drafts)",
+        help="speculative decoding, which gives the same text sooner. Tokens are guessed from what followed the same "
+        "words before, up to N at once (default: 15), or by a smaller model (native runtime; default: no drafts)",
     )
 
 
@@ -192,7 +222,7 @@ class Drafts:
 def say_who_drafts_not(options: argparse.Namespace, backend: Backend, screen: Screen) -> None:
     """Say that --draft has no effect where the model does not run in the native runtime."""
     if options.drafts.tokens and backend.runtime != "native":
-        screen.line(f"--draft: drafts are of the native runtime; runtime={backend.runtime!r} decodes without")
+        screen.line(f"--draft: only the native runtime has drafts; runtime={backend.runtime!r} decodes without")
 
 
 def drafts_of(text: str) -> Drafts:
@@ -225,7 +255,7 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise UsageError(f"--threads {options.threads}: must be 0 or above")
     if options.runtime == "device" and options.drafts.tokens:
         raise UsageError(
-            f"--draft {options.drafts.model or 'ngram'}: drafts are of the native runtime, not of --runtime device"
+            f"--draft {options.drafts.model or 'ngram'}: only the native runtime has drafts, not --runtime device"
         )
     if not all(options.stop):
         raise UsageError("--stop: must not be empty")

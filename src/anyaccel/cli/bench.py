@@ -42,11 +42,17 @@ def build_parser() -> Parser:
         type=dtype_name,
         choices=_DTYPES,
         action="append",
-        help="of the weights; several times for several (default: bf16)",
+        help="precision of the weights; may be given several times (default: bf16)",
     )
     add("--tp", type=int, default=1, metavar="N", help="ranks, each bound to its own cores (default: 1)")
     add("--against", default="", metavar="PEER[=MODEL],...", help="hf, deepspeed, vllm, llama.cpp=GGUF, openvino=DIR")
-    add("--python", action="append", default=[], metavar="PEER=PATH", help="the interpreter that has this peer")
+    add(
+        "--python",
+        action="append",
+        default=[],
+        metavar="PEER=PATH",
+        help="Python interpreter in whose environment this peer is",
+    )
     add("--threads", type=int, default=0, metavar="N", help="threads of our engine (default: all cores)")
     add("--prompt", type=int, default=64, metavar="N", help="tokens of the short prompt (default: 64)")
     add("--new", type=int, default=128, metavar="N", help="tokens generated (default: 128)")

@@ -26,7 +26,7 @@ _NOT_FOUND = 127
 _NOT_RUNNABLE = 126
 
 _EXAMPLES = """\
-  below another launcher: every process takes its part of its machine
+  under another launcher: every process takes its part of its machine
       torchrun --nproc-per-node 2 --no-python anyaccel bind -- python train.py
       mpirun --bind-to none -np 4 anyaccel bind -- python train.py
       srun --cpu-bind=none anyaccel bind --malloc tcmalloc -- ./program
@@ -41,7 +41,7 @@ def build_parser() -> Parser:
     """The options of the command."""
     parser = Parser(
         "bind",
-        "Bind this process to its part of the machine, as its local rank says, and become the command.\n"
+        "Bind this process to the part of the machine of its local rank, and run the command in its place.\n"
         "The rank comes from torchrun, an MPI, Slurm, PALS, jsrun or Flux; each machine makes its own plan.",
         _EXAMPLES,
     )
@@ -50,8 +50,8 @@ def build_parser() -> Parser:
     add("--local_rank", type=int, metavar="N", help="number of this process on this machine; default: the launcher's")
     add("--local_size", type=int, metavar="N", help="number of processes of this machine; default: the launcher's")
     add_binding_options(parser)
-    add("--dry-run", action="store_true", help="print what each local rank gets and run nothing")
-    add("command", nargs=argparse.REMAINDER, metavar="command [args ...]", help="what to run")
+    add("--dry-run", action="store_true", help="print what each local rank would get, and run nothing")
+    add("command", nargs=argparse.REMAINDER, metavar="command [args ...]", help="the command and its arguments")
     return parser
 
 

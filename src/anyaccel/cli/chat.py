@@ -49,7 +49,7 @@ def build_parser() -> Parser:
     """The options of the command."""
     parser = Parser(
         "chat",
-        "Talk with a model. Each line is a message; answers go to standard output as they are made, all else to "
+        "Talk with a model. Each line is a message. Answers go to standard output as they are generated, all else to "
         "standard error. Ctrl-C stops an answer, Ctrl-D leaves.",
         _EXAMPLES,
     )
@@ -159,7 +159,7 @@ class Conversation:
                 if len(ids) >= context:
                     raise UsageError(
                         f"the message has {len(ids)} tokens with its template, the context is {context}; "
-                        "send a shorter one: what was said before is still known"
+                        "send a shorter one; the conversation so far is kept"
                     )
                 wanted = context - len(ids)
                 break

@@ -28,7 +28,7 @@ def build_parser() -> Parser:
         "docs/deepspeed-names.md lists which names are covered.",
         _EXAMPLES,
     )
-    parser.add_argument("action", choices=("install", "remove", "status"), help="what to do")
+    parser.add_argument("action", choices=("install", "remove", "status"), help="see above")
     parser.add_argument("--json", action="store_true", help="with status: print one JSON object instead of text")
     return parser
 

@@ -44,10 +44,10 @@ def build_parser() -> Parser:
     """The options of the command."""
     parser = Parser(
         "completion",
-        "Print the completion of anyaccel's commands and options for a shell.",
+        "Print a script that completes anyaccel's commands and options in a shell.",
         _EXAMPLES + "\n  anyaccel completion fish | source",
     )
-    parser.add_argument("shell", choices=tuple(_WRITERS), help="what to print it for")
+    parser.add_argument("shell", choices=tuple(_WRITERS), help="the shell")
     return parser
 
 

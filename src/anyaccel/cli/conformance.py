@@ -35,8 +35,12 @@ def build_parser() -> Parser:
         "  anyaccel conformance cuda -k memory\n"
         "  anyaccel conformance --json | jq '.results[] | select(.outcome == \"fail\")'",
     )
-    parser.add_argument("name", nargs="?", help="the accelerator, as DS_ACCELERATOR takes it; default: the one in use")
-    parser.add_argument("-k", metavar="TEXT", dest="text", help="only checks with this text in their name or methods")
+    parser.add_argument(
+        "name", nargs="?", help="name of an accelerator, as for DS_ACCELERATOR; default: the one in use"
+    )
+    parser.add_argument(
+        "-k", metavar="TEXT", dest="text", help="run only checks with this text in their name or methods"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the traceback of each failure")
     return parser

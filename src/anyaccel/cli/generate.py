@@ -45,7 +45,7 @@ def build_parser() -> Parser:
     """The options of the command."""
     parser = Parser(
         "generate",
-        "Generate text from a prompt. The text goes to standard output as it is made, all else to standard error.",
+        "Generate text from a prompt. The text goes to standard output as it is generated, all else to standard error.",
         _EXAMPLES,
     )
     add = parser.add_argument
@@ -53,7 +53,7 @@ def build_parser() -> Parser:
     add_model_options(parser)
     add_tp_option(parser)
     add_sampling_options(parser, max_new_tokens=128)
-    add("--no-chat-template", action="store_true", help="give the prompt to the model as it is")
+    add("--no-chat-template", action="store_true", help="pass the prompt to the model unchanged")
     add("--json", action="store_true", help="print one JSON object instead of the text")
     add("-q", "--quiet", action="store_true", help="print no accelerator, plan, progress and speed")
     add_host_options(parser)

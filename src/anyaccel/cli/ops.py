@@ -32,7 +32,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("action", nargs="?", choices=("list", "build", "clean"), default="list", help="default: list")
     parser.add_argument("names", nargs="*", metavar="OP", help="op or builder class; default: all")
-    parser.add_argument("--jit", action="store_true", help="build also what is prebuilt, to compare or to debug")
+    parser.add_argument("--jit", action="store_true", help="also build ops that are prebuilt, to compare or to debug")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("-v", "--verbose", action="store_true", help="print the compilers' commands")
     return parser

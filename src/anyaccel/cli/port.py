@@ -42,16 +42,16 @@ def build_parser() -> Parser:
         _EXAMPLES,
     )
     add = parser.add_argument
-    add("paths", nargs="*", metavar="PATH", help="a file, or a folder to search for .py, .pyi and .ipynb files")
+    add("paths", nargs="*", metavar="PATH", help="a file, or a folder that is searched for .py, .pyi and .ipynb files")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--check", action="store_true", help="report; exit code 1 when something is found (default)")
     how.add_argument("--diff", action="store_true", help="print the changes; exit code 1 when there are some")
     how.add_argument("--write", action="store_true", help="make the changes, and report what is left")
     add("--json", action="store_true", help="print one JSON object instead of text")
-    add("--select", metavar="RULE,...", help="only these rules, or how they begin; default: all")
-    add("--ignore", metavar="RULE,...", help="not these rules, or how they begin")
-    add("--exclude", metavar="PATTERN", action="append", default=[], help="leave out files and folders like this one")
-    add("--partial", action="store_true", help="also fix what waits for something of CUDA that stays beside it")
+    add("--select", metavar="RULE,...", help="use only these rules, or those whose codes begin so; default: all")
+    add("--ignore", metavar="RULE,...", help="leave out these rules, or those whose codes begin so")
+    add("--exclude", metavar="PATTERN", action="append", default=[], help="leave out files and folders of this pattern")
+    add("--partial", action="store_true", help="also fix places that wait for CUDA code which cannot be fixed")
     add("--rules", action="store_true", help="list the rules and exit")
     return parser
 

@@ -25,37 +25,37 @@ def build_parser() -> Parser:
     parser = Parser(
         "quantize",
         "Write a copy of a model with quantised linear layers: safetensors in the layout of compressed-tensors, which "
-        "anyaccel, transformers and vLLM read. OUT appears when it is complete.",
+        "anyaccel, transformers and vLLM read. OUT is complete or does not exist.",
         _EXAMPLES,
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="Hugging Face model folder or .gguf file")
     add("out", metavar="OUT", help="folder to make; with --format gguf a file")
-    add("--dtype", choices=("int4", "int8"), default="int4", help="of the weights (default: int4)")
+    add("--dtype", choices=("int4", "int8"), default="int4", help="precision of the weights (default: int4)")
     group = add(
         "--group-size",
         type=int,
         choices=(32, 64, 128),
         default=32,
-        help="weights that share a scale in int4 (default: 32)",
+        help="number of weights that share a scale in int4 (default: 32)",
     )
     parser.also(group, "--group")
     add(
         "--calibrate",
         metavar="TEXT",
-        help="text file, or 'builtin': make up for errors by what the model computes on it (needs torch; minutes)",
+        help="text file, or 'builtin': run it through the model to make up for rounding errors (torch; minutes)",
     )
     add(
         "--calibration-tokens",
         type=int,
         metavar="N",
-        help="of the text that are used (default: 16384)",
+        help="number of tokens of the text to use (default: 16384)",
     )
     add(
         "--bits",
         type=float,
         metavar="B",
-        help="stored for a weight on average: with --calibrate, each matrix gets what it turns out to need",
+        help="with --calibrate: bits for each weight on average; each matrix gets as many as it needs",
     )
     add(
         "--format",

@@ -41,7 +41,7 @@ _CLUSTER_DEFAULTS: dict[str, object] = {
 _LAUNCHERS = "ssh, pdsh, openmpi, mpich, impi, mvapich, slurm"
 
 _EXAMPLES = """\
-  one worker per device (on CPU: per NUMA node)
+  one worker for each device (on a CPU: for each NUMA node)
       anyaccel run train.py --epochs 3
   two workers, each on its own half of the cores
       anyaccel run --num_accelerators 2 --bind_cores_to_rank train.py
@@ -53,7 +53,7 @@ _EXAMPLES = """\
       anyaccel run --hostfile hosts --bind_cores_to_rank train.py
   slots 0 and 1 of node1 and all of node2, through Intel MPI
       anyaccel run --hostfile hosts --include node1:0,1@node2 --launcher impi train.py
-  one log file a rank, shown here too, each line with its rank
+  one log file for each rank, also shown here, each line with its rank
       anyaccel run --enable_each_rank_log logs --tee --rank-prefix train.py
   start all workers again after a failure, up to three times
       anyaccel run --max-restarts 3 train.py
@@ -68,8 +68,8 @@ _EXAMPLES = """\
 def build_parser() -> Parser:
     parser = Parser(
         "run",
-        "Start a script once per device of this machine, or of several hosts, in the environment that\n"
-        "torch.distributed expects. When one worker fails, or this command is ended, nothing of the job stays alive.",
+        "Start a script once for each device of this machine, or of several hosts, with the environment that\n"
+        "torch.distributed expects. When one worker fails, or this command is ended, no process of the job is left.",
         _EXAMPLES,
     )
     parser.usage = "anyaccel run [options] script [args ...]"
@@ -86,52 +86,64 @@ def build_parser() -> Parser:
     add("-m", "--module", action="store_true", help="script is a module, run as python -m does")
     add("--no_python", action="store_true", help="script is a program, run without Python")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank=N to the script")
-    add("--venv_script", metavar="FILE", help="source this before each worker, whose python is the one it brings")
+    add("--venv_script", metavar="FILE", help="source this before each worker, which then uses its python")
     add(
         "--grace-period",
         type=float,
         metavar="S",
         default=DEFAULT_GRACE_PERIOD,
-        help="seconds between asking workers to end and killing them; default: %(default)g",
+        help="seconds between SIGTERM and SIGKILL when workers are ended; default: %(default)g",
     )
-    add("--as-deepspeed", action="store_true", help="let `import deepspeed` give anyaccel's alias in this job")
+    add("--as-deepspeed", action="store_true", help="in this job, let `import deepspeed` import anyaccel's alias")
     add("--dry-run", action="store_true", help="print the plan and start nothing")
     add("--json", action="store_true", help="with --dry-run: print the plan as JSON")
     add_binding_options(parser)
     _add_output_options(parser)
     _add_cluster_options(parser)
     # One argument that takes everything: argparse would drop a `--` that is meant for the script.
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="script [args ...]", help="what to run")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="script [args ...]", help="the script and its arguments"
+    )
     return parser
 
 
 def _add_output_options(parser: Parser) -> None:
     add = parser.group("output")
-    add("--enable_each_rank_log", metavar="DIR", help="write the output of each rank to a file of its own in DIR")
+    add("--enable_each_rank_log", metavar="DIR", help="write the output of each rank to a separate file in DIR")
     add("--tee", action="store_true", help="with --enable_each_rank_log: show the output here as well")
     add("--rank-prefix", action="store_true", help="begin each line of a worker with [rankN]")
-    add("--save_pid", action="store_true", help="write this launcher's process id to a file, and say which")
-    add("--log_level", choices=LEVELS, default="info", metavar="LEVEL", help=f"{', '.join(LEVELS)}; default: info")
-    add("-q", "--quiet", action="store_true", help="say nothing but errors")
+    add("--save_pid", action="store_true", help="write the launcher's process id to a file, and print its path")
+    add(
+        "--log_level",
+        choices=LEVELS,
+        default="info",
+        metavar="LEVEL",
+        help=f"what to print: {', '.join(LEVELS)}; default: info",
+    )
+    add("-q", "--quiet", action="store_true", help="print errors only")
 
 
 def _add_cluster_options(parser: Parser) -> None:
     add = parser.group("several hosts")
-    add("--hostfile", "-H", metavar="FILE", help="hosts, one `name slots=N` a line; default: /job/hostfile, if there")
-    add("--include", "-i", default="", metavar="LIST", help="only these hosts and slots, as in node1:0,1@node2")
-    add("--exclude", "-e", default="", metavar="LIST", help="all but these hosts and slots")
-    add("--num_nodes", type=int, metavar="N", help="only the first N hosts")
+    add("--hostfile", "-H", metavar="FILE", help="file with one `name slots=N` on each line; default: /job/hostfile")
+    add("--include", "-i", default="", metavar="LIST", help="use only these hosts and slots, such as node1:0,1@node2")
+    add("--exclude", "-e", default="", metavar="LIST", help="use all except these hosts and slots")
+    add("--num_nodes", type=int, metavar="N", help="use only the first N hosts")
     add("--launcher", metavar="NAME", help=f"{_LAUNCHERS}; default: ssh")
     add("--launcher_args", default="", metavar="ARGS", help="more arguments for the launcher, quoted as one word")
     add("--ssh_port", "-p", type=int, metavar="PORT", help="TCP port of sshd on all hosts")
     add(
-        "--export", action="append", default=[], metavar="NAME", help="variable that travels, or NAME=VALUE; repeatable"
+        "--export",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="variable for all hosts, or NAME=VALUE; repeatable",
     )
     add("--no_ssh", action="store_true", help="start only this host's workers; you run this command on each host")
     add("--node_rank", type=int, metavar="N", help="with --no_ssh: number of this host")
-    add("--force_multi", action="store_true", help="use the launcher even where the only host is this one")
+    add("--force_multi", action="store_true", help="use the launcher even if this is the only host")
     add("--max-restarts", type=int, metavar="N", help="start all workers again after a failure (torch elastic)")
-    add("--elastic", metavar="MIN:MAX", help="go on with so many hosts (torch elastic)")
+    add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX hosts (torch elastic)")
 
 
 def _options(arguments: argparse.Namespace) -> LaunchOptions:

@@ -51,8 +51,8 @@ def build_parser() -> Parser:
     """The options of the command."""
     parser = Parser(
         "serve",
-        "Serve a model with OpenAI's HTTP API, and a page to chat with it. Many requests are answered at once. "
-        "SIGTERM and Ctrl-C let open requests end first.",
+        "Serve a model with OpenAI's HTTP API and a chat page. Many requests are answered at once. SIGTERM and "
+        "Ctrl-C let open requests end first.",
         _EXAMPLES,
     )
     parser.add_argument("given", metavar="MODEL", nargs="?", help="the same as --model")
@@ -65,10 +65,16 @@ def build_parser() -> Parser:
         type=_replicas,
         default=1,
         metavar="N|auto",
-        help="copies of the model, each on cores of its own; auto: one on each NUMA node (default: 1)",
+        help="copies of the model, each on its own cores; auto: one on each NUMA node (default: 1)",
     )
-    add("--max-batch", type=int, default=32, metavar="N", help="requests that a model computes at once (default: 32)")
-    add("--max-waiting", type=int, default=256, metavar="N", help="requests that may wait; more get 429 (default: 256)")
+    add("--max-batch", type=int, default=32, metavar="N", help="requests that are computed at once (default: 32)")
+    add(
+        "--max-waiting",
+        type=int,
+        default=256,
+        metavar="N",
+        help="requests that may wait; further ones get 429 (default: 256)",
+    )
     add(
         "--max-context",
         type=int,
@@ -81,12 +87,12 @@ def build_parser() -> Parser:
         type=int,
         default=0,
         metavar="N",
-        help="memory for keys and values (default: a quarter of what is free)",
+        help="memory for keys and values (default: a quarter of the free memory)",
     )
     add(
         "--no-prefix-cache",
         action="store_true",
-        help="compute the beginning of each prompt anew, also where several requests share it",
+        help="compute each prompt from its beginning, even if requests have a common beginning",
     )
     add(
         "--request-timeout",
@@ -107,34 +113,42 @@ def build_parser() -> Parser:
         "--generation-config",
         choices=("auto", "none"),
         default="auto",
-        help="auto: temperature, top-p and so on that the model recommends hold for requests that do not say their own "
+        help="auto: temperature, top-p and so on are what the model recommends, unless a request sets them "
         "(default: auto)",
     )
-    add("--tool-format", choices=_FORMATS, default="auto", help="how the model writes calls (default: by its template)")
-    add("--pooling", choices=("mean", "last"), default="mean", help="of embeddings (default: mean)")
+    add("--tool-format", choices=_FORMATS, default="auto", help="format of tool calls (default: by the chat template)")
+    add("--pooling", choices=("mean", "last"), default="mean", help="pooling of embeddings (default: mean)")
     add("--no-page", action="store_true", help="serve no chat page at /")
     add = parser.group("server")
-    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine alone)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
+    add("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, default=8000, help="TCP port; 0 takes a free one (default: 8000)")
     add(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help="a key that opens the server; may be given several times; ANYACCEL_API_KEY is not shown by ps",
+        help="a key that requests have to bring; may be given several times; ps shows it, but not ANYACCEL_API_KEY",
     )
-    add("--allowed-origins", action="append", default=[], metavar="URL", help="a site whose pages may ask; * is all")
-    add("--root-path", default="", metavar="PATH", help="where a proxy has put the server, as in /llm")
+    add(
+        "--allowed-origins",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="a site whose pages may send requests; *: all",
+    )
+    add("--root-path", default="", metavar="PATH", help="path under which a proxy serves it, such as /llm")
     add("--ssl-keyfile", metavar="FILE", help="key for HTTPS")
     add("--ssl-certfile", metavar="FILE", help="certificate for HTTPS")
-    add("--drain-seconds", type=float, default=30.0, metavar="S", help="for open requests at the end (default: 30)")
+    add(
+        "--drain-seconds", type=float, default=30.0, metavar="S", help="time for open requests at the end (default: 30)"
+    )
     add(
         "--log-level",
         choices=_LEVELS,
         default="info",
         help="how much is logged; info has one line for each request (default: info)",
     )
-    add("--json-logs", action="store_true", help="one JSON object a line")
+    add("--json-logs", action="store_true", help="log one JSON object on each line")
     add("-q", "--quiet", action="store_true", help="print no topology, plan, address and hints")
     return parser
 

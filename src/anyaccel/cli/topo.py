@@ -48,7 +48,7 @@ def build_parser() -> Parser:
     add("--json", action="store_true", help="print one JSON object instead of text")
     add("--svg", metavar="FILE", help="write a picture as well; - prints it instead of the text")
     add("--sysfs-root", metavar="DIR", help="read a recorded machine: a folder with its sys/ and proc/")
-    add("--num_accelerators", "--num_gpus", type=int, metavar="N", help="plan for so many workers")
+    add("--num_accelerators", "--num_gpus", type=int, metavar="N", help="show the plan for N workers")
     add_binding_options(parser)
     return parser
 

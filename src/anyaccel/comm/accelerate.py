@@ -13,7 +13,7 @@ _MARK = "_anyaccel_takes_shm"
 
 
 def support_accelerate() -> None:
-    """Have accelerate take `shm` for CPU jobs of several processes, as it takes MPI.
+    """Make accelerate accept `shm` for CPU jobs of several processes, as it accepts MPI.
 
     `TrainingArguments(use_cpu=True, ddp_backend="shm")` of transformers and `PartialState(cpu=True, backend="shm")`
     then start a job of this backend. Call it before them; a second time it does nothing. Programs that call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks of several hosts tell each other before an operation: numbers that are to be the same on all."""
+"""Checks, before an operation among several hosts, that all ranks have called the same one."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LENGTH = 5
 NONE = -1
 
 
-def form(operation: str, dtype: torch.dtype | None, count: int, op: Any, root: int | None) -> list[int]:
-    """A call as numbers that ranks exchange: operation, dtype, elements, reduction, root."""
+def signature(operation: str, dtype: torch.dtype | None, count: int, op: Any, root: int | None) -> list[int]:
+    """The signature of a call as numbers that ranks exchange: operation, dtype, elements, reduction, root."""
     code = NONE if dtype is None else code_of(dtype)
     return [
         _OPERATIONS.index(operation),
@@ -30,23 +30,23 @@ def form(operation: str, dtype: torch.dtype | None, count: int, op: Any, root: i
     ]
 
 
-def compare(rank: int, forms: list[list[int]]) -> None:
+def check_equal(rank: int, signatures: list[list[int]]) -> None:
     """Check that all ranks have called the same operation, with the same arguments.
 
     Raises:
         Disagreement: they have not.
     """
-    own = forms[rank]
-    for peer, theirs in enumerate(forms):
+    own = signatures[rank]
+    for peer, theirs in enumerate(signatures):
         if theirs != own:
             raise Disagreement(
-                f"ranks disagree: rank {rank} called {_described(own)}, rank {peer} called {_described(theirs)}"
+                f"ranks disagree: rank {rank} called {_describe(own)}, rank {peer} called {_describe(theirs)}"
             )
 
 
-def _described(form: list[int]) -> str:
-    """For messages: the call that `form` made these numbers of."""
-    operation, code, count, op, root = form
+def _describe(signature: list[int]) -> str:
+    """The call with this signature, for messages."""
+    operation, code, count, op, root = signature
     text = _OPERATIONS[operation]
     if code != NONE:
         names = [str(dtype).removeprefix("torch.") for dtype, number in CODES.items() if number == code]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `anyaccel.comm` adds to torch.distributed: the inference collectives, symmetric tensors, and ways out."""
+"""What `anyaccel.comm` adds to torch.distributed: inference collectives, symmetric tensors, `abort` and barriers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 _SUM = ReduceOp.SUM
 
-# Shared-memory transport of each group; None: the group has none. A group that is destroyed takes its entry along.
+# The shared-memory transport of each group, or None. An entry goes when its group is destroyed.
 _transports: WeakKeyDictionary[dist.ProcessGroup, Collectives | None] = WeakKeyDictionary()
 
 
 @contextmanager
-def _told_as_comm_error(what: str) -> Iterator[None]:
-    """torch.distributed raises RuntimeError for whatever goes wrong on the way."""
+def _errors_as_comm_error(what: str) -> Iterator[None]:
+    """Turn torch.distributed's errors into CommError; it raises RuntimeError for all of them."""
     try:
         yield
     except AnyAccelError:
@@ -39,8 +39,8 @@ def _told_as_comm_error(what: str) -> Iterator[None]:
         raise CommError(f"{what}: {error}") from error
 
 
-def _through(group: dist.ProcessGroup) -> Collectives | None:
-    """Shared memory of a group; set up by the first call, which is collective."""
+def _shared_memory_of(group: dist.ProcessGroup) -> Collectives | None:
+    """The shared-memory transport of a group; the first call, which is collective, sets it up."""
     try:
         return _transports[group]
     except KeyError:
@@ -49,7 +49,7 @@ def _through(group: dist.ProcessGroup) -> Collectives | None:
     if isinstance(group, ShmProcessGroup):
         made = group.collectives
     else:
-        with _told_as_comm_error("setting up shared memory for a group"):
+        with _errors_as_comm_error("setting up shared memory for a group"):
             native = shm.connect(group)
         made = None if native is None else Collectives(native, group.rank(), group.size())
     _transports[group] = made
@@ -58,7 +58,8 @@ def _through(group: dist.ProcessGroup) -> Collectives | None:
     return made
 
 
-def _in_order(group: dist.ProcessGroup, name: str, tensor: torch.Tensor, run: Callable[[], None]) -> None:
+def _run_in_order(group: dist.ProcessGroup, name: str, tensor: torch.Tensor, run: Callable[[], None]) -> None:
+    """Call `run` after the group's asynchronous operations."""
     if isinstance(group, ShmProcessGroup):
         group.run(name, [tensor], run)
     else:
@@ -97,20 +98,20 @@ def _inference_all_reduce(
         CommError: the ranks' calls differ, or an earlier error broke the group.
     """
     world = _group(group)
-    if tensor.is_cpu and (through := _through(world)) is not None:
+    if tensor.is_cpu and (transport := _shared_memory_of(world)) is not None:
         code = op_code(op)
-        _in_order(world, "all_reduce", tensor, lambda: through.all_reduce(tensor, code))
+        _run_in_order(world, "all_reduce", tensor, lambda: transport.all_reduce(tensor, code))
         return tensor
     if tensor.numel() == 0 or world.size() == 1:
         return tensor
     dense = values(tensor) if tensor.is_cpu else tensor.detach().contiguous()
-    with _told_as_comm_error("all_reduce through torch.distributed"):
+    with _errors_as_comm_error("all_reduce through torch.distributed"):
         if op == ReduceOp.AVG:  # gloo has none
             dist.all_reduce(dense, op=ReduceOp.SUM, group=world)
             dense.div_(world.size())
         else:
             dist.all_reduce(dense, op=op, group=world)
-    return _stored(tensor, dense)
+    return _copy_back(tensor, dense)
 
 
 def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -128,13 +129,13 @@ def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessG
         As `inference_all_reduce`.
     """
     world = _group(group)
-    if tensor.is_cpu and (through := _through(world)) is not None:
-        _in_order(world, "broadcast", tensor, lambda: through.broadcast(tensor, src))
+    if tensor.is_cpu and (transport := _shared_memory_of(world)) is not None:
+        _run_in_order(world, "broadcast", tensor, lambda: transport.broadcast(tensor, src))
         return tensor
     dense = values(tensor) if tensor.is_cpu else tensor.detach().contiguous()
-    with _told_as_comm_error("broadcast through torch.distributed"):
+    with _errors_as_comm_error("broadcast through torch.distributed"):
         dist.broadcast(dense, src=dist.get_global_rank(world, src), group=world)
-    return _stored(tensor, dense)
+    return _copy_back(tensor, dense)
 
 
 def _all_reduce_add_rms_norm(
@@ -144,7 +145,7 @@ def _all_reduce_add_rms_norm(
     eps: float,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """What stands between two layers of a tensor-parallel decoder, in one call and in place.
+    """Fuse what stands between two layers of a tensor-parallel decoder into one call, in place.
 
     residual += sum over the ranks of partial; partial = residual / sqrt(mean(residual ** 2) + eps) * weight, over the
     last dimension. The sum is rounded to the dtype before it is added, everything else is fp32 (RMS norm: Zhang and
@@ -173,20 +174,22 @@ def _all_reduce_add_rms_norm(
             f"all_reduce_add_rms_norm of {partial.dtype}, {residual.dtype} and {weight.dtype}: needs one dtype"
         )
     world = _group(group)
-    through = (
-        _through(world) if partial.is_cpu and partial.dtype in (torch.float32, torch.bfloat16, torch.float16) else None
+    transport = (
+        _shared_memory_of(world)
+        if partial.is_cpu and partial.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        else None
     )
-    if through is not None:
+    if transport is not None:
         gain = values(weight)
         summed, kept = Values(partial), Values(residual)
         rows = math.prod(partial.shape[:-1])
         addresses = summed.memory.data_ptr(), kept.memory.data_ptr(), gain.data_ptr()
         code = code_of(partial.dtype)
-        _in_order(
+        _run_in_order(
             world,
             "all_reduce_add_rms_norm",
             partial,
-            lambda: through.native.all_reduce_add_rms_norm(*addresses, eps, rows, gain.numel(), code),
+            lambda: transport.native.all_reduce_add_rms_norm(*addresses, eps, rows, gain.numel(), code),
         )
         summed.store()
         kept.store()
@@ -228,10 +231,10 @@ def symm_empty(
     Raises:
         CommError: the ranks cannot share memory, or called it with different sizes.
     """
-    through = _through(_group(group))
-    if through is None:
+    transport = _shared_memory_of(_group(group))
+    if transport is None:
         raise CommError("symmetric tensors need a group whose ranks are all on one host")
-    return symmetric.allocate(through, (shape,) if isinstance(shape, int) else tuple(shape), dtype)
+    return symmetric.allocate(transport, (shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
 
 def symm_zeros(
@@ -241,7 +244,7 @@ def symm_zeros(
     return symm_empty(shape, dtype, group).zero_()
 
 
-def _stored(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+def _copy_back(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     if dense.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(dense)
     return tensor
@@ -262,9 +265,9 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
     if isinstance(world, (ShmProcessGroup, HierarchicalGroup)):
         world.monitored_barrier(timeout)
         return
-    through = _through(world)
-    if through is not None:
-        through.native.barrier(0.0 if timeout is None else timeout.total_seconds())
+    transport = _shared_memory_of(world)
+    if transport is not None:
+        transport.native.barrier(0.0 if timeout is None else timeout.total_seconds())
         return
     try:
         dist.monitored_barrier(world, timeout)

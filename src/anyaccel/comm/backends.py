@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backends `shm` and `ccl` of torch.distributed: what it makes their groups with."""
+"""Registers the backends `shm` and `ccl` with torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from anyaccel.comm import hierarchy, shm
 
 
 def create_shm(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """What `init_process_group("shm")` and `new_group(backend="shm")` give: shared memory inside a host.
+    """Create the group of `init_process_group("shm")` and `new_group(backend="shm")`: shared memory inside a host.
 
-    Where the ranks are on several hosts, which they tell each other through the store, it is the hierarchical group
-    of comm/hierarchy.py.
+    If the ranks are on several hosts, it is the hierarchical group of comm/hierarchy.py.
 
     Raises:
         CommTimeoutError: a rank did not come; it is named.
@@ -28,7 +27,7 @@ def create_shm(store: Store, rank: int, size: int, timeout: timedelta) -> dist.P
 
 
 def create_ccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """What `init_process_group("ccl")` and `new_group(backend="ccl")` give: oneCCL's collectives."""
+    """Create the group of `init_process_group("ccl")` and `new_group(backend="ccl")`: oneCCL's collectives."""
     from anyaccel.comm import ccl_group
 
     made: dist.ProcessGroup = ccl_group.create(store, rank, size, timeout)
@@ -36,7 +35,7 @@ def create_ccl(store: Store, rank: int, size: int, timeout: timedelta) -> dist.P
 
 
 def register() -> None:
-    """Tell torch.distributed of both backends; does nothing the second time."""
+    """Register both backends with torch.distributed; the second call does nothing."""
     if not dist.is_available():
         return
     for name, create in (("ccl", create_ccl), (shm.NAME, create_shm)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the second backend does between hosts: reductions with the results of shared memory, and messages."""
+"""Reductions and messages between hosts over a second backend, with the same results as through shared memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from anyaccel.comm.dtypes import AVG, BAND, BOR, BXOR, MAX, MIN, OP_NAMES, PRODUCT, SUM
-from anyaccel.comm.python_group import divide_by
+from anyaccel.comm.dtypes import AVG, BAND, BOR, BXOR, MAX, MIN, PRODUCT, SUM
+from anyaccel.comm.python_group import OPS, divide_by
+from anyaccel.comm.tensors import as_bytes
 
-# What gloo adds up itself; the rest is gathered and reduced by torch.
+# The dtypes that gloo reduces itself; other tensors are gathered, and reduced by torch.
 _GLOO_TYPES = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 _FUNCTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     SUM: torch.add,
@@ -26,27 +27,19 @@ _FUNCTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     BOR: torch.bitwise_or,
     BXOR: torch.bitwise_xor,
 }
-OPS = tuple(ReduceOp.RedOpType(number) for number in range(len(OP_NAMES)))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor."""
-    # A tensor of one element is dense with any stride, which view() does not take.
-    flat = tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.reshape(-1)
-    return flat.view(torch.uint8)
-
-
-def widened(tensor: torch.Tensor, op: int) -> torch.Tensor:
-    """Dense values, or where their sums would be rounded more than once, a wider copy to reduce in their place."""
+def widen(tensor: torch.Tensor, op: int) -> torch.Tensor:
+    """The tensor, or a copy in a wider dtype where its sums would otherwise be rounded more than once."""
     if tensor.dtype in (torch.bfloat16, torch.float16):
         return tensor.float()
     if op == AVG and not tensor.dtype.is_floating_point:
-        return _halves(tensor)
+        return _split_in_halves(tensor)
     return tensor
 
 
-def narrowed(total: torch.Tensor, dtype: torch.dtype, op: int, count: int) -> torch.Tensor:
-    """The reduction over `count` ranks of what `widened` gave, brought back to `dtype`; may overwrite `total`."""
+def narrow(total: torch.Tensor, dtype: torch.dtype, op: int, count: int) -> torch.Tensor:
+    """Convert the reduction over `count` ranks of `widen`'s result back to `dtype`; may overwrite `total`."""
     if op == AVG:
         if dtype.is_floating_point:
             divide_by(total, count)
@@ -58,14 +51,14 @@ def narrowed(total: torch.Tensor, dtype: torch.dtype, op: int, count: int) -> to
 def reduce_hosts(
     leaders: Any, hosts: int, tensor: torch.Tensor, op: int, finish: Callable[[Any], None]
 ) -> torch.Tensor:
-    """The reduction over the hosts, which the group of their leaders is asked for; `finish` waits for a work of it."""
-    adds_up = tensor.dtype in _GLOO_TYPES
-    if adds_up and op in (MIN, MAX) and tensor.dtype.is_floating_point:
+    """Reduce over the hosts through the group of their leader ranks; `finish` waits for a work of that group."""
+    gloo_reduces = tensor.dtype in _GLOO_TYPES
+    if gloo_reduces and op in (MIN, MAX) and tensor.dtype.is_floating_point:
         # gloo's comparisons lose NaN.
-        some = torch.full((1,), float(tensor.isnan().any()), device="cpu")
-        finish(leaders.allreduce([some], dist.AllreduceOptions()))
-        adds_up = not bool(some)
-    if adds_up:
+        any_nan = torch.full((1,), float(tensor.isnan().any()), device="cpu")
+        finish(leaders.allreduce([any_nan], dist.AllreduceOptions()))
+        gloo_reduces = not bool(any_nan)
+    if gloo_reduces:
         options = dist.AllreduceOptions()
         options.reduceOp = ReduceOp(OPS[op])
         finish(leaders.allreduce([tensor], options))
@@ -75,14 +68,14 @@ def reduce_hosts(
     return reduce(_FUNCTIONS[op], parts)
 
 
-def _halves(numbers: torch.Tensor) -> torch.Tensor:
+def _split_in_halves(numbers: torch.Tensor) -> torch.Tensor:
     """The upper and the lower 32 bits of integers, each as 64 bits: their sums over all ranks do not overflow."""
     wide = numbers.to(torch.int64)
     return torch.stack([wide >> 32, wide & 0xFFFFFFFF])
 
 
 def _mean_of_halves(sums: torch.Tensor, count: int) -> torch.Tensor:
-    """The mean of integers, rounded towards zero, from the sums of their `_halves`."""
+    """The mean of integers, rounded towards zero, from the sums of their `_split_in_halves`."""
     upper = sums[0].div(count, rounding_mode="floor")
     rest = ((sums[0] - upper * count) << 32) + sums[1]
     lower_part = rest.div(count, rounding_mode="floor")
@@ -99,13 +92,13 @@ class HostMessage:
         self._work, self._source, self._finish = work, source, finish
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for its end."""
+        """Wait until the message is complete."""
         self._finish(self._work, timeout)
 
     def is_done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the message is complete."""
         return bool(self._work.is_completed())
 
     def source(self) -> int:
-        """Who sent it."""
+        """The rank that sent it."""
         return self._work._source_rank() if self._source is None else self._source

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""oneCCL of PyPI's wheels: where it is, what its environment must be, and its functions.
+"""oneCCL from PyPI's wheels: its environment variables, and its functions with errors as exceptions.
 
 The process group on top of it is `ccl_group`.
 """
@@ -65,10 +65,10 @@ def under_mpirun(rank: int, size: int) -> bool:
 
 
 def environment(found: Installation, rank: int, size: int, master: str, timeout: float) -> dict[str, str]:
-    """What oneCCL must find in the environment; what the user has set stays.
+    """The environment variables that oneCCL needs and the user has not set.
 
     Raises:
-        CommError: there is nothing that could carry messages.
+        CommError: neither libfabric nor MPI is there to carry messages.
     """
     mpi = bool(found.mpi) and under_mpirun(rank, size)
     if not mpi and not found.fabric and size > 1:
@@ -113,9 +113,9 @@ def library_of_op() -> str:
 
 ALL_REDUCE, BROADCAST, REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SEND, RECV, BARRIER = range(9)
 
-# oneCCL works inside the calls, and only one may be inside at a time.
+# oneCCL makes progress inside its calls only, and only one thread may be inside at a time.
 _one_call = threading.Lock()
-_SLICE = 0.005  # seconds after which another thread gets its turn
+_SLICE = 0.005  # seconds that a wait holds the lock
 
 
 class Native:
@@ -145,16 +145,16 @@ class Native:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
 
-    def _told(self, what: str) -> CommError:
+    def _error(self, what: str) -> CommError:
         text = (self._library.ccl_last_error() or b"").decode(errors="replace").strip()
         return CommError(f"backend ccl: {what}: {text or 'oneCCL gave no reason'}")
 
     def version(self) -> str:
-        """Of the library, such as "2021.16.2"."""
+        """The library's version, such as "2021.16.2"."""
         with _one_call:
             found = self._library.ccl_version()
         if found is None:
-            raise self._told("starting oneCCL")
+            raise self._error("starting oneCCL")
         return str(found.decode())
 
     def new_kvs(self) -> tuple[int, bytes]:
@@ -163,28 +163,28 @@ class Native:
         with _one_call:
             kvs = self._library.ccl_new_kvs(address)
         if not kvs:
-            raise self._told("making a key-value store")
+            raise self._error("making a key-value store")
         return kvs, address.raw
 
     def join_kvs(self, address: bytes) -> int:
-        """The store of another rank."""
+        """Connect to the key-value store of another rank."""
         with _one_call:
             kvs = self._library.ccl_join_kvs(address)
         if not kvs:
-            raise self._told("joining the key-value store")
+            raise self._error("joining the key-value store")
         return int(kvs)
 
     def new_communicator(self, kvs: int, size: int, rank: int) -> int:
-        """Blocks until all ranks have called it."""
-        _remove_left_memory()
+        """Connect the ranks; blocks until all have called it."""
+        _remove_stale_memory()
         with _one_call:
             communicator = self._library.ccl_new_communicator(kvs, size, rank)
         if not communicator:
-            raise self._told(f"rank {rank} of {size} joining the others")
+            raise self._error(f"rank {rank} of {size} joining the others")
         return int(communicator)
 
     def free(self, communicator: int, kvs: int) -> None:
-        """End a group."""
+        """Free a communicator and its key-value store."""
         with _one_call:
             self._library.ccl_free_communicator(communicator)
             self._library.ccl_free_kvs(kvs)
@@ -203,9 +203,9 @@ class Native:
         reduction: int = 0,
         peer: int = 0,
     ) -> int:
-        """An operation under way; the memory must stay until it is complete."""
+        """Start an operation; its memory must stay until it is complete."""
         with _one_call:
-            begun = self._library.ccl_start(
+            handle = self._library.ccl_start(
                 communicator,
                 operation,
                 send,
@@ -217,16 +217,16 @@ class Native:
                 reduction,
                 peer,
             )
-        if not begun:
-            raise self._told("starting an operation")
-        return int(begun)
+        if not handle:
+            raise self._error("starting an operation")
+        return int(handle)
 
     def wait(self, operation: int) -> bool:
-        """Carry an operation on for some milliseconds; whether it is complete."""
+        """Make progress on an operation for some milliseconds; returns whether it is complete."""
         with _one_call:
             answer = self._library.ccl_wait(operation, _SLICE)
         if answer < 0:
-            raise self._told("an operation failed")
+            raise self._error("an operation failed")
         return bool(answer)
 
     def end(self, operation: int) -> None:
@@ -235,15 +235,14 @@ class Native:
             self._library.ccl_free(operation)
 
 
-def _remove_left_memory() -> None:
-    """Remove what a killed process has left that had the number of this one.
+def _remove_stale_memory() -> None:
+    """Remove the shared memory of a killed process that had the pid of this one.
 
-    libfabric names its shared memory by the process, the user and a count. It takes such a file for that of a peer,
-    and reads addresses from it.
+    libfabric names its shared memory by pid, user and a counter, and would take a stale file for that of a peer.
     """
     mapped = Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else ""
     for path in Path("/dev/shm").glob(f"{os.getpid()}:{os.getuid()}:*"):
-        if f" {path}\n" not in mapped:  # of none of this process's own groups
+        if f" {path}\n" not in mapped:  # a mapped file belongs to a group of this process
             logger.info("%s: removed, which a killed process has left", path)
             with contextlib.suppress(OSError):
                 path.unlink()

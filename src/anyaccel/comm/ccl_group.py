@@ -17,7 +17,8 @@ from anyaccel.comm import ccl
 from anyaccel.comm.meeting import Meeting
 from anyaccel.comm.python_group import PythonGroup, divide_by
 from anyaccel.comm.python_messages import Message
-from anyaccel.comm.python_operations import Wait
+from anyaccel.comm.python_operations import Wait, done
+from anyaccel.comm.tensors import as_bytes
 from anyaccel.errors import CommError, CommTimeoutError, UsageError
 
 # Codes of oneapi/ccl/types.hpp.
@@ -43,7 +44,7 @@ _DATATYPES = {
 _BYTES = _DATATYPES[torch.uint8]
 _REDUCTIONS = {ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MIN: 2, ReduceOp.MAX: 3}
 # The reduction of bytes 0 and 1 that is the same as the reduction of booleans.
-_OF_BOOL = {
+_BOOL_REDUCTIONS = {
     ReduceOp.SUM: ReduceOp.MAX,
     ReduceOp.PRODUCT: ReduceOp.MIN,
     ReduceOp.MIN: ReduceOp.MIN,
@@ -54,8 +55,8 @@ _OF_BOOL = {
 def create(store: Any, rank: int, size: int, timeout: timedelta) -> CclGroup:
     """A group of oneCCL: what `torch.distributed` calls. Collective.
 
-    The ranks find each other through `store`; oneCCL's own store is used once all have come, so that what is missing is
-    named, and nobody waits longer than `timeout`.
+    The ranks meet through `store` before oneCCL's own store is used, so that missing ranks are named and nobody waits
+    longer than `timeout`.
 
     Raises:
         CommError: oneCCL is not installed, or cannot work here.
@@ -66,7 +67,7 @@ def create(store: Any, rank: int, size: int, timeout: timedelta) -> CclGroup:
     if size == 1:
         return CclGroup(native, rank, size, timeout, 0, 0)
     kvs, address = native.new_kvs() if rank == 0 else (0, b"")
-    # The store may have another address, of a group before this one.
+    # A `Meeting`, as the store may still have the address of an earlier group.
     meeting = Meeting(PrefixStore("ccl", store), rank, size, timeout)
     try:
         address = bytes.fromhex(meeting(address.hex())[0])
@@ -74,7 +75,7 @@ def create(store: Any, rank: int, size: int, timeout: timedelta) -> CclGroup:
         raise CommTimeoutError(f"backend ccl: {error}") from error
     if rank != 0:
         kvs = native.join_kvs(address)
-    communicator = _within(timeout, lambda: native.new_communicator(kvs, size, rank), f"{size} ranks connecting")
+    communicator = _with_timeout(timeout, lambda: native.new_communicator(kvs, size, rank), f"{size} ranks connecting")
     return CclGroup(native, rank, size, timeout, communicator, kvs)
 
 
@@ -82,7 +83,7 @@ _prepared = False
 
 
 def _prepare_environment(store: Any, rank: int, size: int, timeout: timedelta) -> None:
-    """Once a process, before oneCCL starts. The first group is the one of all ranks."""
+    """Set oneCCL's environment variables, once, before it starts. The first group is that of all ranks."""
     global _prepared
     if not _prepared:
         wanted = ccl.environment(ccl.find(), rank, size, _master(store), timeout.total_seconds())
@@ -96,8 +97,8 @@ def _master(store: Any) -> str:
     return str(getattr(store, "host", "") or os.environ.get("MASTER_ADDR", "") or "127.0.0.1")
 
 
-def _within(timeout: timedelta, call: Any, what: str) -> int:
-    """The result of a call that blocks. When it does not return in time, its thread is abandoned inside the call."""
+def _with_timeout(timeout: timedelta, call: Any, what: str) -> int:
+    """The result of a blocking call. If it does not return in time, its thread is abandoned inside the call."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -110,31 +111,31 @@ def _within(timeout: timedelta, call: Any, what: str) -> int:
     thread.start()
     thread.join(timeout.total_seconds())
     if not outcome:
-        raise CommTimeoutError(f"backend ccl: {what} was not done within {timeout.total_seconds():g} s")
+        raise CommTimeoutError(f"backend ccl: {what} did not finish within {timeout.total_seconds():g} s")
     if isinstance(outcome[0], BaseException):
         raise outcome[0]
     return int(outcome[0])
 
 
-class _UnderWay:
-    """An operation that oneCCL works on; the tensors stay until it is complete."""
+class _Operation:
+    """An operation of oneCCL that is under way; it keeps its tensors alive."""
 
-    def __init__(self, group: CclGroup, begun: int, what: str, tensors: Any) -> None:
-        self._group, self._begun, self._what, self._tensors = group, begun, what, tensors
+    def __init__(self, group: CclGroup, handle: int, what: str, tensors: Any) -> None:
+        self._group, self._handle, self._what, self._tensors = group, handle, what, tensors
         self._since = time.monotonic()
         self._done = False
         group._open += 1
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Carry it on to its end; a group whose operation does not end is broken."""
+        """Make progress until the operation is complete; if it fails or times out, the group is broken."""
         group = self._group
         limit = (timeout or group.timeout).total_seconds()
         try:
             while not self.is_done():
                 if time.monotonic() - self._since > limit:
                     raise CommTimeoutError(
-                        f"backend ccl: rank {group._rank} of {group._size}: {self._what} was not done within {limit:g} "
-                        "s: a rank has ended, or is elsewhere"
+                        f"backend ccl: rank {group._rank} of {group._size}: {self._what} did not finish within "
+                        f"{limit:g} s: a rank has ended, or called something else"
                     )
                 group._check()
         except BaseException as error:
@@ -142,20 +143,20 @@ class _UnderWay:
             raise
 
     def is_done(self) -> bool:
-        """Whether it has ended; carries it on a little."""
-        if not self._done and self._group._native.wait(self._begun):
+        """Whether the operation is complete, after making some progress on it."""
+        if not self._done and self._group._native.wait(self._handle):
             self._done = True
             self._group._open -= 1
-            self._group._native.end(self._begun)
+            self._group._native.end(self._handle)
         return self._done
 
     def source(self) -> int:
-        """Never asked for: oneCCL does not receive from any source, so a receiver has named the sender."""
+        """Not used: oneCCL cannot receive from any source, so the receiver has named the sender."""
         return -1
 
 
-class _Sent:
-    """A message of no elements: it is complete at once, since nothing has to be sent."""
+class _EmptyMessage:
+    """A message without elements, which is complete at once."""
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Return at once."""
@@ -165,12 +166,12 @@ class _Sent:
         return True
 
     def source(self) -> int:
-        """No rank: a message of no elements has no sender."""
+        """Not used: see `_Operation.source`."""
         return -1
 
 
 class CclGroup(PythonGroup):
-    """Ranks that oneCCL joins. Results of all-reduce are oneCCL's: half types are rounded at each addition."""
+    """A process group on oneCCL, whose all-reduce rounds half types at each addition."""
 
     NAME = "ccl"
     STARTS_AT_ONCE = True
@@ -181,35 +182,35 @@ class CclGroup(PythonGroup):
         super().__init__(rank, size, timeout)
         self._native, self._communicator, self._kvs = native, communicator, kvs
         self._broken = ""
-        self._open = 0  # operations under way
+        self._open = 0  # the number of operations under way
 
     # One operation -------------------------------------------------------------------------------------------
 
     def _start(
         self, what: str, operation: int, send: torch.Tensor | None, recv: torch.Tensor | None, **more: Any
     ) -> Wait:
-        return self._begin(what, operation, send, recv, **more).wait
+        return self._launch(what, operation, send, recv, **more).wait
 
-    def _begin(
+    def _launch(
         self, what: str, operation: int, send: torch.Tensor | None, recv: torch.Tensor | None, **more: Any
-    ) -> _UnderWay:
+    ) -> _Operation:
         self._check()
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (send, recv)]
         try:
-            begun = self._native.start(self._communicator, operation, *addresses, **more)
+            handle = self._native.start(self._communicator, operation, *addresses, **more)
         except CommError as error:
             self._broken = str(error)
             raise
-        return _UnderWay(self, begun, what, (send, recv))
+        return _Operation(self, handle, what, (send, recv))
 
     def _check(self) -> None:
         if self._broken:
             raise CommError(f"backend ccl: the group is broken by an earlier error: {self._broken}")
 
     def _reduction(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, what: str) -> tuple[torch.Tensor, int, int]:
-        """The tensor as oneCCL takes it, its datatype and reduction."""
-        if tensor.dtype == torch.bool and op in _OF_BOOL:
-            tensor, op = tensor.view(torch.uint8), _OF_BOOL[op]
+        """The tensor in a form that oneCCL can reduce, with oneCCL's datatype and reduction."""
+        if tensor.dtype == torch.bool and op in _BOOL_REDUCTIONS:
+            tensor, op = tensor.view(torch.uint8), _BOOL_REDUCTIONS[op]
         if tensor.dtype.is_complex and op in (ReduceOp.SUM, ReduceOp.AVG):
             tensor = torch.view_as_real(tensor)
         kind = ReduceOp.SUM if op == ReduceOp.AVG else op
@@ -221,7 +222,7 @@ class CclGroup(PythonGroup):
             )
         return tensor, _DATATYPES[tensor.dtype], _REDUCTIONS[kind]
 
-    def _averaged(self, wait: Wait, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
+    def _then_divide(self, wait: Wait, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
         if op != ReduceOp.AVG:
             return wait
 
@@ -236,33 +237,33 @@ class CclGroup(PythonGroup):
     def start_all_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType) -> Wait:
         dense, datatype, reduction = self._reduction(tensor, op, "all_reduce")
         if self._size == 1 or tensor.numel() == 0:
-            return _done
+            return done
         wait = self._start(
             "all_reduce", ccl.ALL_REDUCE, dense, dense, count=dense.numel(), datatype=datatype, reduction=reduction
         )
-        return self._averaged(wait, tensor, op)
+        return self._then_divide(wait, tensor, op)
 
     def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
         dense, datatype, reduction = self._reduction(tensor, op, "reduce")
         if self._size == 1 or tensor.numel() == 0:
-            return _done
+            return done
         wait = self._start(
             "reduce", ccl.REDUCE, dense, dense, count=dense.numel(), datatype=datatype, reduction=reduction, peer=root
         )
-        return self._averaged(wait, tensor, op)
+        return self._then_divide(wait, tensor, op)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
         if self._size == 1 or tensor.numel() == 0:
-            return _done
+            return done
         return self._start("broadcast", ccl.BROADCAST, None, tensor, count=_bytes(tensor), datatype=_BYTES, peer=root)
 
     def start_all_gather(self, outputs: list[torch.Tensor], tensor: torch.Tensor) -> Wait:
         counts = [_bytes(output) for output in outputs]
         if not sum(counts):
-            return _done
+            return done
         flat, scattered = _joined(outputs)
         if self._size == 1:
-            return lambda: _put(flat, scattered, [_flat(tensor)])
+            return lambda: _copy_out(flat, scattered, [as_bytes(tensor)])
         wait = self._start(
             "all_gather",
             ccl.ALL_GATHER,
@@ -272,17 +273,17 @@ class CclGroup(PythonGroup):
             datatype=_BYTES,
             recv_counts=counts,
         )
-        return _then(wait, lambda: _put(flat, scattered))
+        return _then(wait, lambda: _copy_out(flat, scattered))
 
     def start_reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp.RedOpType) -> Wait:
         if len({tensor.numel() for tensor in (output, *inputs)}) > 1:
             raise UsageError("backend ccl: reduce_scatter wants tensors of one size")
         dense, datatype, reduction = self._reduction(output, op, "reduce_scatter")
         if output.numel() == 0:
-            return _done
+            return done
         if self._size == 1:
             output.copy_(inputs[0].view_as(output))
-            return _done
+            return done
         joined = torch.cat([tensor.reshape(-1) for tensor in inputs])
         space = torch.empty_like(dense)
         given, _, _ = self._reduction(joined, op, "reduce_scatter")
@@ -295,16 +296,16 @@ class CclGroup(PythonGroup):
             datatype=datatype,
             reduction=reduction,
         )
-        return self._averaged(_then(wait, lambda: dense.copy_(space)), output, op)
+        return self._then_divide(_then(wait, lambda: dense.copy_(space)), output, op)
 
     def start_all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
         return self._exchange("all_to_all", outputs, inputs)
 
     def _exchange(self, what: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Wait:
         flat, scattered = _joined(outputs, fresh=True)
-        given = torch.cat([_flat(tensor) for tensor in inputs])
+        given = torch.cat([as_bytes(tensor) for tensor in inputs])
         if self._size == 1:
-            return lambda: _put(flat, scattered, [given])
+            return lambda: _copy_out(flat, scattered, [given])
         wait = self._start(
             what,
             ccl.ALL_TO_ALL,
@@ -315,7 +316,7 @@ class CclGroup(PythonGroup):
             send_counts=[_bytes(tensor) for tensor in inputs],
             recv_counts=[_bytes(tensor) for tensor in outputs],
         )
-        return _then(wait, lambda: _put(flat, scattered))
+        return _then(wait, lambda: _copy_out(flat, scattered))
 
     def start_gather(self, outputs: list[torch.Tensor] | None, tensor: torch.Tensor, root: int) -> Wait:
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -341,7 +342,11 @@ class CclGroup(PythonGroup):
         self, what: str, operation: int, send: torch.Tensor | None, recv: torch.Tensor | None, peer: int
     ) -> Message:
         count = sum(_bytes(tensor) for tensor in (send, recv) if tensor is not None)
-        return self._begin(what, operation, send, recv, count=count, datatype=_BYTES, peer=peer) if count else _Sent()
+        return (
+            self._launch(what, operation, send, recv, count=count, datatype=_BYTES, peer=peer)
+            if count
+            else _EmptyMessage()
+        )
 
     def _check_message(self, what: str, peer: int, tag: int) -> None:
         if tag:
@@ -351,7 +356,7 @@ class CclGroup(PythonGroup):
 
     def start_barrier(self) -> Wait:
         if self._size == 1:
-            return _done
+            return done
         return self._start("barrier", ccl.BARRIER, None, None, count=0, datatype=_BYTES)
 
     def shutdown(self) -> None:
@@ -363,13 +368,9 @@ class CclGroup(PythonGroup):
         self._broken = self._broken or "it has been shut down"
 
     def abort(self) -> None:
-        """End it with an error for whoever waits here."""
+        """End the group; operations that wait in this process raise an error."""
         self._broken = self._broken or "it was aborted"
         self._executor.close()
-
-
-def _done() -> None:
-    return None
 
 
 def _then(wait: Wait, after: Any) -> Wait:
@@ -384,13 +385,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _not_empty(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or one of one element in place of an empty one, whose memory has no address."""
+    """The tensor; in place of an empty one, which has no address, a tensor of one element."""
     return tensor if tensor.numel() else torch.empty(1, dtype=torch.uint8)
 
 
@@ -400,11 +396,11 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _joined(tensors: list[torch.Tensor], fresh: bool = False) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """One tensor that holds all of these, one after the other, and those that have to be copied out of it afterwards.
+    """A buffer that holds all tensors one after the other, and the tensors that have to be copied from it afterwards.
 
-    Tensors that lie behind each other need no copy; `fresh` makes one all the same.
+    Tensors that are already contiguous with each other are the buffer, unless `fresh` asks for a new one.
     """
-    flats = [_flat(tensor) for tensor in tensors]
+    flats = [as_bytes(tensor) for tensor in tensors]
     end = flats[0].data_ptr()
     for flat in flats:
         if flat.data_ptr() != end or flat.untyped_storage().data_ptr() != flats[0].untyped_storage().data_ptr():
@@ -417,8 +413,8 @@ def _joined(tensors: list[torch.Tensor], fresh: bool = False) -> tuple[torch.Ten
     return torch.empty(sum(flat.numel() for flat in flats), dtype=torch.uint8), flats
 
 
-def _put(flat: torch.Tensor, scattered: list[torch.Tensor], given: list[torch.Tensor] | None = None) -> None:
-    """Copy the parts of the joined tensor to the scattered ones; `given`: tensors that fill the joined one first."""
+def _copy_out(flat: torch.Tensor, scattered: list[torch.Tensor], given: list[torch.Tensor] | None = None) -> None:
+    """Copy the parts of the buffer to the scattered tensors; `given`: tensors that fill the buffer first."""
     if given is not None:
         flat.copy_(torch.cat(given))
     begin = 0

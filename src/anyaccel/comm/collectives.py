@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of tensors on a native group: any layout, any dtype. They return when they are done."""
+"""Blocking collectives on a native group, for tensors of any layout and dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, same_dtype,
 from anyaccel.errors import UsageError
 
 
-def _pieces(memory: torch.Tensor, counts: Sequence[int]) -> list[int]:
+def _addresses(memory: torch.Tensor, counts: Sequence[int]) -> list[int]:
     """The addresses of consecutive pieces of a tensor, given the number of elements of each."""
     addresses, at = [], memory.data_ptr()
     for count in counts:
@@ -25,7 +25,7 @@ def _pieces(memory: torch.Tensor, counts: Sequence[int]) -> list[int]:
 
 
 class Collectives:
-    """What a rank can do with its peers through `native`."""
+    """The collectives of one rank's `native` group."""
 
     def __init__(self, native: _native.ShmGroup, rank: int, size: int) -> None:
         self.native = native
@@ -35,27 +35,27 @@ class Collectives:
     # --- reductions
 
     def all_reduce(self, tensor: torch.Tensor, op: int = SUM) -> None:
-        """In place."""
+        """All-reduce in place."""
         if tensor.layout == torch.sparse_coo and is_sparse(tensor):
             sparse.all_reduce(tensor, op, self.size, self.all_gather)
             return
         self.all_reduce_bare(bare(tensor), op)
 
     def all_reduce_bare(self, own: torch.Tensor, op: int) -> None:
-        """`all_reduce` of a tensor that `tensors.bare` has given, which is not looked through again."""
+        """`all_reduce` of a tensor that `tensors.bare` has returned, without checking it again."""
         memory = own if is_plain(own) else values(own)
         low = lower(memory, op)
         if low.op is None:
-            own.copy_(self._combined(low))
+            own.copy_(self._gather_and_reduce(low))
             return
-        self.native.all_reduce(low.tensor.data_ptr(), low.tensor.numel(), low.code, low.op, low.told)
-        if low.raised is not None:
-            own.copy_(low.raised(low.tensor))
+        self.native.all_reduce(low.tensor.data_ptr(), low.tensor.numel(), low.code, low.op, low.original_code)
+        if low.restore is not None:
+            own.copy_(low.restore(low.tensor))
         elif memory is not own:
             own.copy_(memory)
 
-    def _combined(self, low: Lowered) -> torch.Tensor:
-        """A reduction without a native kernel: all ranks' tensors are gathered, and reduced in rank order by torch."""
+    def _gather_and_reduce(self, low: Lowered) -> torch.Tensor:
+        """The result of a reduction without a native kernel: gather the tensors, and reduce them in rank order."""
         parts = [torch.empty_like(low.tensor) for _ in range(self.size)]
         self.all_gather(parts, low.tensor)
         assert low.combine is not None
@@ -67,14 +67,14 @@ class Collectives:
         memory = own if is_plain(own) else values(own)
         low = lower(memory, op)
         if low.op is None:
-            result = self._combined(low)
+            result = self._gather_and_reduce(low)
         else:
             address = low.tensor.data_ptr()
-            self.native.reduce(address, address, low.tensor.numel(), low.code, low.op, root, low.told)
-            result = low.tensor if low.raised is None else low.raised(low.tensor)
+            self.native.reduce(address, address, low.tensor.numel(), low.code, low.op, root, low.original_code)
+            result = low.tensor if low.restore is None else low.restore(low.tensor)
         if self.rank != root:
             return
-        if low.op is None or low.raised is not None:
+        if low.op is None or low.restore is not None:
             own.copy_(result)
         elif memory is not own:
             own.copy_(memory)
@@ -97,33 +97,33 @@ class Collectives:
         first = lows[0]
         if first.op is None:
             everything = torch.stack([low.tensor.reshape(-1) for low in lows])
-            result = self._combined(Lowered(everything, first.code, None, combine=first.combine))[self.rank]
+            result = self._gather_and_reduce(Lowered(everything, first.code, None, combine=first.combine))[self.rank]
             output.copy_(result.view(output.shape))
             return
-        into = target.memory if first.raised is None else torch.empty_like(first.tensor)
+        into = target.memory if first.restore is None else torch.empty_like(first.tensor)
         self.native.reduce_scatter(
             [low.tensor.data_ptr() for low in lows],
             into.data_ptr(),
             first.tensor.numel(),
             first.code,
             first.op,
-            first.told,
+            first.original_code,
         )
-        if first.raised is not None:
-            output.copy_(first.raised(into).view(output.shape))
+        if first.restore is not None:
+            output.copy_(first.restore(into).view(output.shape))
         else:
             target.store()
 
     def _reduce_scatter_uneven(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: int) -> None:
         """A reduce-scatter of pieces of different sizes, as one reduction for each rank that receives a piece."""
         for root, tensor in enumerate(inputs):
-            given = bare(tensor).clone(memory_format=torch.contiguous_format)  # stays as it is
+            given = bare(tensor).clone(memory_format=torch.contiguous_format)  # an input must not change
             self.reduce(given, op, root)
             if root == self.rank:
                 bare(output).copy_(given.view(output.shape))
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, op: int) -> None:
-        """As reduce_scatter, with the inputs one after the other in one tensor."""
+        """A reduce_scatter of inputs that are one after the other in one tensor."""
         if source.numel() != self.size * output.numel():
             raise UsageError(
                 f"reduce_scatter of {source.numel()} elements to {output.numel()} a rank: must be {self.size} times "
@@ -136,7 +136,7 @@ class Collectives:
     # --- moving data
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """In place, from `root`."""
+        """Broadcast in place from `root`."""
         own = bare(tensor)
         memory = values(own) if self.rank == root else Target(own).memory
         self.native.broadcast(memory.data_ptr(), memory.numel(), code_of(memory.dtype), root)
@@ -144,7 +144,7 @@ class Collectives:
             own.copy_(memory)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> None:
-        """outputs[r] gets what rank r gave; sizes may differ from rank to rank."""
+        """All-gather: outputs[r] gets the tensor of rank r; sizes may differ from rank to rank."""
         if len(outputs) != self.size:
             raise UsageError(f"all_gather needs one output a rank: {self.size}; got {len(outputs)}")
         same_dtype([source, *outputs], "all_gather")
@@ -160,7 +160,7 @@ class Collectives:
             target.store()
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor) -> None:
-        """The ranks' tensors one after the other."""
+        """An all_gather into one tensor, in rank order."""
         same_dtype([output, source], "all_gather")
         count = source.numel()
         if output.numel() != self.size * count:
@@ -170,11 +170,11 @@ class Collectives:
         target = Target(output)
         memory = values(source)
         counts = [count] * self.size
-        self.native.all_gather(memory.data_ptr(), _pieces(target.memory, counts), counts, code_of(source.dtype))
+        self.native.all_gather(memory.data_ptr(), _addresses(target.memory, counts), counts, code_of(source.dtype))
         target.store()
 
     def gather(self, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int) -> None:
-        """`outputs`, on `root` only: outputs[r] gets what rank r gave."""
+        """Gather to `root`: outputs[r] gets the tensor of rank r. `outputs` is not used elsewhere."""
         targets = []
         if self.rank == root:
             if len(outputs) != self.size:
@@ -191,7 +191,7 @@ class Collectives:
             target.store()
 
     def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> None:
-        """`inputs`, on `root` only: `output` of rank r gets inputs[r]."""
+        """Scatter from `root`: `output` of rank r gets inputs[r]. `inputs` is not used elsewhere."""
         memories = []
         if self.rank == root:
             if len(inputs) != self.size:
@@ -207,7 +207,7 @@ class Collectives:
         target.store()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """outputs[r] gets what rank r gave as its inputs[this rank]."""
+        """All-to-all: outputs[r] gets inputs[this rank] of rank r."""
         if len(outputs) != self.size or len(inputs) != self.size:
             raise UsageError(
                 f"all_to_all needs one tensor a rank: {self.size}; got {len(inputs)} inputs and {len(outputs)} outputs"
@@ -232,16 +232,16 @@ class Collectives:
         output_splits: Sequence[int],
         input_splits: Sequence[int],
     ) -> None:
-        """As all_to_all with slices along the first dimension; no splits: equal slices."""
+        """An all_to_all of slices along the first dimension; without splits they are equal."""
         same_dtype([output, source], "all_to_all")
         in_counts = self._split(source, input_splits, "input")
         out_counts = self._split(output, output_splits, "output")
         target = Target(output)
         memory = values(source)
         self.native.all_to_all(
-            _pieces(memory, in_counts),
+            _addresses(memory, in_counts),
             in_counts,
-            _pieces(target.memory, out_counts),
+            _addresses(target.memory, out_counts),
             out_counts,
             code_of(source.dtype),
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which dtypes native code moves and reduces, and how the others are brought to it."""
+"""The dtypes and reductions of the native code, and how other ones are mapped to them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.distributed import ReduceOp
 
 from anyaccel.errors import UsageError
 
-# In the order of csrc/comm/reduce_dispatch.cpp; those that this torch does not have are left out.
+# In the order of csrc/comm/reduce_dispatch.cpp; dtypes that the installed torch lacks are left out of CODES.
 _NAMES = (
     *("float32", "bfloat16", "float16", "float64", "int8", "int16", "int32", "int64", "uint8"),
     *("bool", "complex32", "complex64", "complex128", "uint16", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"),
 )
 CODES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_NAMES) if hasattr(torch, name)}
-_REDUCED = 9  # native kernels reduce the first nine of _NAMES
+_KERNEL_DTYPES = 9  # native kernels reduce the first nine of _NAMES
 
 SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR = range(8)
 OP_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -35,10 +35,10 @@ _SMALLEST = -(2**63)
 
 
 def code_of(dtype: torch.dtype) -> int:
-    """The code by which native code names a dtype.
+    """The native code's number of a dtype.
 
     Raises:
-        UsageError: a dtype that torch has got since.
+        UsageError: the dtype is not known, as a newer torch has added it.
     """
     try:
         return CODES[dtype]
@@ -47,12 +47,12 @@ def code_of(dtype: torch.dtype) -> int:
 
 
 def op_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
-    """The code of a reduction, which is torch's own number.
+    """The native code's number of a reduction, which is torch's own.
 
     Raises:
-        UsageError: PREMUL_SUM, or something that torch has got since.
+        UsageError: it is PREMUL_SUM, or a newer torch has added it.
     """
-    kind: Any = getattr(op, "op", op)  # isinstance() takes each for the other
+    kind: Any = getattr(op, "op", op)  # isinstance() cannot tell the two types apart
     number = int(kind)
     if not 0 <= number < len(OP_NAMES):
         raise UsageError(f"backend shm has no {kind}; it has {', '.join(OP_NAMES)}")
@@ -61,21 +61,22 @@ def op_code(op: ReduceOp | ReduceOp.RedOpType) -> int:
 
 @dataclass(frozen=True)
 class Lowered:
-    """A dense tensor as a kernel takes it.
+    """A dense tensor in a dtype that a kernel can reduce.
 
     Attributes:
-        tensor: its values; shares memory with the original where `raised` is None.
-        code, op: dtype and reduction for native code. `op` is None where there is no kernel: `combine` reduces two.
-        raised: gives the original dtype back.
-        told: the code of the original dtype where it is another one, which peers are to have too; else 0.
+        tensor: the values; it shares memory with the original if `restore` is None.
+        code, op: dtype and reduction for native code. If `op` is None there is no kernel, and `combine` reduces two
+            tensors.
+        restore: converts the result back to the original dtype.
+        original_code: the code of the original dtype if it differs, which must be the same on all ranks; else 0.
     """
 
     tensor: torch.Tensor
     code: int
     op: int | None
-    raised: Callable[[torch.Tensor], torch.Tensor] | None = None
+    restore: Callable[[torch.Tensor], torch.Tensor] | None = None
     combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-    told: int = 0
+    original_code: int = 0
 
 
 def _no_such(op: int, dtype: torch.dtype) -> UsageError:
@@ -83,41 +84,43 @@ def _no_such(op: int, dtype: torch.dtype) -> UsageError:
 
 
 def lower(dense: torch.Tensor, op: int) -> Lowered:
-    """What to reduce in place of `dense`.
+    """Map a reduction of `dense` to one that there is a kernel for.
 
-    float8 is summed in fp32 and rounded once, truth values by "or" (SUM, MAX) and "and" (PRODUCT, MIN).
+    float8 is summed in fp32 and rounded once; booleans are reduced by "or" (SUM, MAX) and "and" (PRODUCT, MIN).
 
     Raises:
-        UsageError: the reduction means nothing for the dtype.
+        UsageError: the reduction is not defined for the dtype.
     """
     dtype = dense.dtype
     code = code_of(dtype)
-    if code < _REDUCED:
+    if code < _KERNEL_DTYPES:
         if op in _BITWISE and dtype.is_floating_point:
             raise _no_such(op, dtype)
         return Lowered(dense, code, op)
     if dtype == torch.bool:
         if op not in _BOOL_OPS:
             raise _no_such(op, dtype)
-        return Lowered(dense.view(torch.uint8), CODES[torch.uint8], _BOOL_OPS[op], told=code)
+        return Lowered(dense.view(torch.uint8), CODES[torch.uint8], _BOOL_OPS[op], original_code=code)
     if dtype.is_complex:
         if op in (SUM, AVG):
             real = torch.view_as_real(dense)
-            return Lowered(real, CODES[real.dtype], op, told=code)
+            return Lowered(real, CODES[real.dtype], op, original_code=code)
         if op == PRODUCT:
             return Lowered(dense, code, None, combine=torch.mul)
         raise _no_such(op, dtype)
     if dtype in _SIGNED:
         if op in (SUM, PRODUCT, *_BITWISE):
             signed = dense.view(_SIGNED[dtype])
-            return Lowered(signed, CODES[signed.dtype], op, told=code)
+            return Lowered(signed, CODES[signed.dtype], op, original_code=code)
         if dtype == torch.uint64:
             if op == AVG:
                 raise _no_such(op, dtype)
-            # The same order in signed numbers.
-            moved = dense.view(torch.int64) ^ _SMALLEST
-            return Lowered(moved, CODES[torch.int64], op, lambda t: (t ^ _SMALLEST).view(torch.uint64), told=code)
-        return Lowered(dense.to(torch.int64), CODES[torch.int64], op, lambda t: t.to(dtype), told=code)
+            # Flipping the top bit maps unsigned numbers to signed ones in the same order.
+            flipped = dense.view(torch.int64) ^ _SMALLEST
+            return Lowered(
+                flipped, CODES[torch.int64], op, lambda t: (t ^ _SMALLEST).view(torch.uint64), original_code=code
+            )
+        return Lowered(dense.to(torch.int64), CODES[torch.int64], op, lambda t: t.to(dtype), original_code=code)
     if dtype.is_floating_point and dtype.itemsize == 1 and op not in _BITWISE:
-        return Lowered(dense.float(), CODES[torch.float32], op, lambda t: t.to(dtype), told=code)
+        return Lowered(dense.float(), CODES[torch.float32], op, lambda t: t.to(dtype), original_code=code)
     raise _no_such(op, dtype)

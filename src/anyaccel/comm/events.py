@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools of torch see of collectives: events of its profiler, as its own backends' are, and what it counts."""
+"""Makes collectives visible to torch's tools: events for its profiler, and calls for CommDebugMode to count."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.utils import _python_dispatch
 Run = Callable[[], None]
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Whether a profiler records this thread. This is torch's own function, because every operation calls it.
+# Whether a profiler records this thread. It is torch's own function without a wrapper, as every operation calls it.
 wanted: Callable[[], bool] = autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def begin(backend: str, name: str, tensors: Sequence[torch.Tensor]) -> Run | None:
-    """Begin an event where a profiler records this thread; the returned function ends it, on any thread."""
+    """Begin an event if a profiler records this thread; the returned function ends it, on any thread."""
     if not wanted():
         return None
     record = autograd._record_function_with_args_enter(f"{backend}:{name}", *tensors)  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def begin(backend: str, name: str, tensors: Sequence[torch.Tensor]) -> Run | Non
 
 
 def recorded(backend: str, name: str, tensors: Sequence[torch.Tensor], run: Run) -> Run:
-    """The operation; inside an event from now on to its end, where a profiler is on."""
+    """The operation, inside an event that begins now if a profiler is on."""
     end = begin(backend, name, tensors)
     if end is None:
         return run
@@ -50,39 +50,39 @@ def recorded(backend: str, name: str, tensors: Sequence[torch.Tensor], run: Run)
     return inside
 
 
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # The torch functions that tell whether anything observes the operations of this thread.
-WATCHERS: list[Callable[[], object]] = [wanted, _modes]
+WATCHERS: list[Callable[[], object]] = [wanted, _count_modes]
 
 
 class _Operation:
-    """An operator of torch that was not called: what CommDebugMode reads of one."""
+    """A stand-in for an operator of torch, with what CommDebugMode reads of one."""
 
     def __init__(self, name: str) -> None:
         self._overloadpacket = getattr(torch.ops.c10d, name)
 
     def __call__(self) -> None:
-        """Nothing: the group does it."""
+        """Does nothing: the group runs the operation."""
 
     def __str__(self) -> str:
         return f"{self._overloadpacket}.default"
 
 
 def counted(name: str) -> Callable[[F], F]:
-    """Have calls of a group's method counted by torch's CommDebugMode as those of `torch.ops.c10d.<name>`.
+    """Make CommDebugMode count calls of a group's method as calls of `torch.ops.c10d.<name>`.
 
-    torch counts in its dispatcher, which calls of a group written in Python do not pass. What torch's own operators ask
-    a group for, they count themselves: the modes are off then.
+    torch counts in its dispatcher, which direct calls of a group in Python bypass. When torch's own operators call the
+    group, they have counted already, and the modes are off.
     """
 
     def decorate(method: F) -> F:
         @functools.wraps(method)
         def call(*args: Any, **options: Any) -> Any:
-            if not _modes() or not (modes := _counting()):
+            if not _count_modes() or not (modes := _active_debug_modes()):
                 return method(*args, **options)
             for mode in modes:
                 mode.__torch_dispatch__(_Operation(name), ())
-            # The operations that one is made of are not counted again; torch's own groups do the same.
+            # The modes are off inside, so that nested operations are not counted again, as in torch's own groups.
             with _python_dispatch._disable_current_modes():
                 return method(*args, **options)
 
@@ -91,7 +91,7 @@ def counted(name: str) -> Callable[[F], F]:
     return decorate
 
 
-def _counting() -> list[Any]:
+def _active_debug_modes() -> list[Any]:
     """The CommDebugModes that this thread is inside."""
     module = sys.modules.get("torch.distributed.tensor.debug._comm_mode")
     if module is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that carries out what was asked for asynchronously, and those that call what follows it."""
+"""The thread that runs a group's asynchronous operations, and the threads that run the callbacks of their futures."""
 
 from __future__ import annotations
 
@@ -50,39 +50,39 @@ _Job = tuple[Callable[[], None], ShmWork]
 
 
 class _Callbacks:
-    """The callbacks of one operation, which run on a thread of their own, and the operations that they submit."""
+    """The callbacks of one operation's future, running on a thread of their own, and the operations they submit."""
 
-    def __init__(self, caller: _Caller) -> None:
-        self.caller = caller
+    def __init__(self, thread: _CallbackThread) -> None:
+        self.thread = thread
         # Entries are operations to run, a work that the callbacks wait for, or None when the callbacks have returned.
         self.jobs: queue.SimpleQueue[_Job | ShmWork | None] = queue.SimpleQueue()
         self.own: weakref.WeakSet[ShmWork] = weakref.WeakSet()
-        self.followed = False  # the executor runs what they submit before all else
-        self.let_go = False  # it has stopped doing so
+        self.has_priority = False  # the executor runs what they submit before everything else
+        self.released = False  # they have lost that priority for good
         self.ended = False
 
     def end(self) -> None:
-        """Their thread calls this when they have returned: they submit nothing any more."""
+        """Called in their thread when they have returned, and submit nothing any more."""
         self.jobs.put(None)
         self.ended = True
 
     def is_over(self) -> bool:
-        """Whether all operations that they have submitted are done."""
+        """Whether they have returned and all operations that they have submitted are done."""
         return self.ended and self.jobs.qsize() == 1
 
 
 class Executor:
-    """Operations of a group in the order in which they were asked for, on a thread that starts with the first.
+    """Runs the operations of a group in the order in which they were submitted, on a thread that the first one starts.
 
-    Callbacks of a future run on a thread of their own. What they ask for of this group is done right after the
-    operation that they follow, before what is behind it: on all ranks in the same order, whenever the operation ends
-    on each. So a callback may wait for what it asks for. One that waits for the work of an operation behind lets the
-    executor go on and has its place right after that operation from then on: that depends on the program alone, not on
-    how long anything takes. One that waits in another way for something behind cannot be told from one that takes its
-    time: after half of the timeout the executor goes on, and the callback has no place of its own any more.
+    All ranks must run operations in the same order. So the operations that a callback of a future submits run right
+    after the operation that it belongs to, before those queued behind it, on every rank, however long anything takes;
+    and a callback may wait for what it submits. A callback that waits for the work of an operation queued behind it
+    lets the executor go on, and its own operations then run right after that one. A callback that waits for a later
+    operation in another way looks the same as a slow one: after half of the timeout the executor goes on, and the
+    callback's operations are queued like all others.
 
-    There is no lock: garbage collection may run anything, such as the end of this group or a `__del__` that asks for
-    an operation, between any two steps of a thread. Threads share queues, and what only the executor's own uses.
+    There is no lock: garbage collection may run anything, such as the end of this group or a `__del__` that submits
+    an operation, between any two steps of a thread. Threads share only queues; the rest belongs to the executor's.
     """
 
     _thread: threading.Thread | None = None
@@ -91,32 +91,32 @@ class Executor:
         self,
         name: str,
         on_change: Callable[[int], None] = lambda _: None,
-        give_up: Callable[[], None] = lambda: None,
+        abort: Callable[[], None] = lambda: None,
         timeout: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """
         Args:
-            name: of the threads.
-            on_change: is told of one more that is asked for (1), and of one less (-1).
-            give_up: makes the one under way fail soon, here and on the peers.
-            timeout: for how many seconds others may be waited for.
+            name: the name of the threads.
+            on_change: called with 1 when an operation is submitted, and with -1 when one is done.
+            abort: makes the operation under way fail soon, here and on the peers.
+            timeout: returns the seconds that an operation may wait for other ranks.
         """
         self._name = name
-        self._give_up = give_up
+        self._abort = abort
         self._timeout = timeout
         self._on_change = on_change
         self._process = os.getpid()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._callbacks: dict[int, _Callbacks] = {}  # under way, by their thread
-        self._followed: list[_Callbacks] = []  # the last one comes first
-        self._idle: list[_Caller] = []
+        self._callbacks: dict[int, _Callbacks] = {}  # running, by their thread
+        self._prioritised: list[_Callbacks] = []  # a stack: the last one is served first
+        self._idle: list[_CallbackThread] = []
         self._closed = self._ended = False
-        self._open: deque[None] = deque()  # one for each that is asked for and not done, and for callbacks followed
+        self._open: deque[None] = deque()  # an entry for each operation that is not done, and each of `_prioritised`
         at_exit(self)
 
     @property
-    def waiting(self) -> int:
-        """How many operations are asked for and not done, or followed by callbacks that are not."""
+    def pending(self) -> int:
+        """The number of operations that are not done, plus that of callbacks with priority."""
         return len(self._open)
 
     def _count(self, change: int) -> None:
@@ -129,7 +129,7 @@ class Executor:
     def submit(self, run: Callable[[], None], outputs: Any) -> ShmWork:
         """Call `run` on the executor's thread, after everything that was submitted before."""
         work = ShmWork(outputs)
-        work.waited_for = self._waited_for
+        work.before_wait = self._before_wait
         callbacks = self._callbacks.get(threading.get_ident())
         if (self._closed and callbacks is None) or os.getpid() != self._process:
             work.finish(self._refusal())
@@ -142,18 +142,18 @@ class Executor:
         else:
             callbacks.own.add(work)
             callbacks.jobs.put((run, work))
-            if callbacks.let_go:
-                self._put_back(callbacks)
+            if callbacks.released:
+                self._requeue(callbacks)
         return work
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
         if vars(self).setdefault("_thread", thread) is not thread:
-            return  # another one was quicker
+            return  # another thread has started it
         try:
             thread.start()
         except RuntimeError as error:
-            del self._thread  # the next one tries again
+            del self._thread  # so that the next submit() tries again
             raise CommError(f"no thread could be started for asynchronous operations: {error}") from error
 
     def _refusal(self) -> CommError:
@@ -166,20 +166,20 @@ class Executor:
         if self._ended:
             self._refuse_rest()
 
-    def _put_back(self, callbacks: _Callbacks) -> None:
-        """Queue again, at the end, what callbacks submitted that are no longer served first."""
-        for job in _taken(callbacks.jobs):
+    def _requeue(self, callbacks: _Callbacks) -> None:
+        """Move what released callbacks have submitted to the end of the queue."""
+        for job in _drain(callbacks.jobs):
             if isinstance(job, tuple):
                 self._put(job)
 
     def _refuse_rest(self) -> None:
-        for job in _taken(self._jobs):
+        for job in _drain(self._jobs):
             if job is not None:
                 self._count(-1)
                 job[1].finish(self._refusal())
 
-    def _waited_for(self, work: ShmWork) -> None:
-        """A thread calls this before it waits: callbacks that wait for a later operation go on right after that one."""
+    def _before_wait(self, work: ShmWork) -> None:
+        """Called by a thread before it waits for a work: callbacks that do go on right after that operation."""
         if threading.current_thread() is self._thread:
             raise CommError("what is done while the group's own thread works (a __del__) cannot wait for the group")
         callbacks = self._callbacks.get(threading.get_ident())
@@ -190,86 +190,86 @@ class Executor:
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
-            self._do(job)
+            self._run(job)
             del job
-        for caller in self._idle:
-            caller.close()
+        for thread in self._idle:
+            thread.close()
         self._ended = True
         for callbacks in list(self._callbacks.values()):
-            callbacks.let_go = True
-            self._put_back(callbacks)
+            callbacks.released = True
+            self._requeue(callbacks)
         self._callbacks.clear()
         self._refuse_rest()
 
     def _next(self) -> _Job | None:
-        """The next operation to run, those submitted by callbacks first; None when the executor is to end."""
-        while self._followed:
-            job = self._asked_by(self._followed[-1])
+        """The next operation, those of callbacks with priority first; None when the executor is to end."""
+        while self._prioritised:
+            job = self._next_of(self._prioritised[-1])
             if job is not None:
                 return job
         return self._jobs.get()
 
-    def _do(self, job: _Job) -> None:
+    def _run(self, job: _Job) -> None:
         run, work = job
         error: BaseException | None = None
         try:
             run()
-        except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
+        except BaseException as problem:  # noqa: BLE001 (raised where the work is waited for)
             error = problem
         complete, counted = work.end(error, lambda: self._count(-1))
         del run, error, job
-        # The last ones are served first: callbacks that go on may wait for the future of this operation.
+        # Before this operation's own callbacks: those that resume may wait for its future.
         for callbacks in reversed(work.resumed):
-            if not callbacks.let_go:
-                self._follow(callbacks)
+            if not callbacks.released:
+                self._give_priority(callbacks)
         del work
         if complete is not None:
-            self._call(complete)
+            self._run_callbacks(complete)
             del complete
-        # Not before: synchronous operations of other threads have to come after those that the callbacks submit.
+        # Only now, as other threads' synchronous operations must come after those that the callbacks submit.
         if not counted:
             self._count(-1)
 
-    def _follow(self, callbacks: _Callbacks) -> None:
-        if not callbacks.followed:
-            callbacks.followed = True
+    def _give_priority(self, callbacks: _Callbacks) -> None:
+        if not callbacks.has_priority:
+            callbacks.has_priority = True
             self._count(1)
-            self._followed.append(callbacks)
+            self._prioritised.append(callbacks)
 
-    def _unfollow(self, callbacks: _Callbacks) -> None:
-        callbacks.followed = False
-        self._followed.remove(callbacks)
+    def _take_priority(self, callbacks: _Callbacks) -> None:
+        callbacks.has_priority = False
+        self._prioritised.remove(callbacks)
         self._count(-1)
 
-    def _call(self, complete: Callable[[], None]) -> None:
-        """Run callbacks on a thread of their own, and the operations that they submit meanwhile on this one."""
-        # A chain in which each callback submits the next operation must take neither threads nor memory as it grows.
-        for over in [each for each in self._followed if each.is_over()]:
-            self._end(over)
+    def _run_callbacks(self, complete: Callable[[], None]) -> None:
+        """Run callbacks on a thread of their own, with priority for the operations that they submit."""
+        # So that a chain in which each callback submits the next operation does not accumulate threads.
+        for over in [each for each in self._prioritised if each.is_over()]:
+            self._retire(over)
         try:
-            caller = self._idle.pop() if self._idle else _Caller(self._name + "-callbacks")
+            thread = self._idle.pop() if self._idle else _CallbackThread(self._name + "-callbacks")
         except RuntimeError:
             logger.warning("no thread could be started for callbacks: they cannot wait for operations of the group")
             complete()
             return
-        callbacks = self._callbacks[caller.ident] = _Callbacks(caller)
-        self._follow(callbacks)
-        caller.call(complete, callbacks.end)
+        callbacks = self._callbacks[thread.ident] = _Callbacks(thread)
+        self._give_priority(callbacks)
+        thread.call(complete, callbacks.end)
 
-    def _asked_by(self, callbacks: _Callbacks) -> _Job | None:
-        """The next operation that callbacks submit; None when they are not to be served first any longer."""
-        held = 0.0  # seconds that they have held up others
+    def _next_of(self, callbacks: _Callbacks) -> _Job | None:
+        """The next operation that callbacks submit; None when they have lost their priority."""
+        held = 0.0  # seconds that they have held up other operations
         while True:
             patience = min(self._timeout() / 2, threading.TIMEOUT_MAX)
             turn = max(min(patience - held, _WARN_SECONDS), 0.0)
-            somebody_waits = self._closed or self.waiting > len(self._followed)
+            somebody_waits = self._closed or self.pending > len(self._prioritised)
             try:
                 job = callbacks.jobs.get(timeout=turn)
             except queue.Empty:
                 if not somebody_waits:
                     held = 0.0
                 elif (held := held + turn) >= patience:
-                    self._let_go(callbacks, held)
+                    self._release(callbacks, held)
                     return None
                 elif held == turn:
                     logger.warning(
@@ -283,50 +283,50 @@ class Executor:
             if isinstance(job, tuple):
                 return job
             if job is None:
-                self._end(callbacks)
+                self._retire(callbacks)
                 return None
             if not job.is_completed():
                 job.resumed.append(callbacks)
-                self._unfollow(callbacks)
+                self._take_priority(callbacks)
                 return None
 
-    def _end(self, callbacks: _Callbacks) -> None:
-        self._unfollow(callbacks)
-        del self._callbacks[callbacks.caller.ident]
-        callbacks.let_go = True
-        self._idle.append(callbacks.caller)
+    def _retire(self, callbacks: _Callbacks) -> None:
+        self._take_priority(callbacks)
+        del self._callbacks[callbacks.thread.ident]
+        callbacks.released = True
+        self._idle.append(callbacks.thread)
 
-    def _let_go(self, callbacks: _Callbacks, seconds: float) -> None:
+    def _release(self, callbacks: _Callbacks, seconds: float) -> None:
         logger.warning("the group goes on beside a callback of a future that held it up for %.3g s", seconds)
-        del self._callbacks[callbacks.caller.ident]
-        callbacks.let_go = True
-        callbacks.caller.forsake()
-        self._put_back(callbacks)
-        self._unfollow(callbacks)
+        del self._callbacks[callbacks.thread.ident]
+        callbacks.released = True
+        callbacks.thread.detach()
+        self._requeue(callbacks)
+        self._take_priority(callbacks)
 
     # ------------------------------------------------------------------------------------------------------------
 
     def close(self, seconds: float | None = 5) -> bool:
-        """End the threads, after what was asked for; whether that was within `seconds`."""
+        """End the threads after all submitted operations; returns whether they have ended within `seconds`."""
         thread, was_closed, self._closed = self._thread, self._closed, True
         if thread is None or os.getpid() != self._process:
             return True
         if not was_closed:
             self._jobs.put(None)  # first: a Ctrl-C must not leave a thread that nobody ends
         if thread is not threading.current_thread():
-            # Python 3.11 takes a thread for one that has ended when its join is interrupted; nobody asks afterwards.
+            # After an interrupted join Python 3.11 considers the thread ended, but the result is not used then.
             thread.join(seconds)
         return not thread.is_alive()
 
     def end(self) -> None:
-        """End the threads when the program ends: one that is inside native code by then would crash the process."""
+        """End the threads at exit: a thread that is in native code after that would crash the process."""
         thread = self._thread
         if not self.close(EXIT_SECONDS) and thread is not None:
-            self._give_up()
+            self._abort()
             thread.join(5)
 
 
-def _taken(jobs: queue.SimpleQueue[Any]) -> Iterator[Any]:
+def _drain(jobs: queue.SimpleQueue[Any]) -> Iterator[Any]:
     """All entries of a queue, removed from it; other threads may be taking entries at the same time."""
     while True:
         try:
@@ -335,8 +335,8 @@ def _taken(jobs: queue.SimpleQueue[Any]) -> Iterator[Any]:
             return
 
 
-class _Caller:
-    """A thread that calls callbacks."""
+class _CallbackThread:
+    """A reusable thread that runs callbacks."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
@@ -351,21 +351,21 @@ class _Caller:
             what, then = call
             try:
                 what()
-            except BaseException:  # the thread is there for the next ones too
+            except BaseException:  # the thread must survive for the next callbacks
                 logger.exception("a callback of a future failed")
             then()
             del call, what, then
 
     def call(self, what: Callable[[], None], then: Callable[[], None]) -> None:
-        """Have both called, one after the other."""
+        """Make the thread call both, one after the other."""
         self._calls.put((what, then))
 
-    def forsake(self) -> None:
-        """Let the thread end by itself once it has done what it was given; nobody waits for it."""
+    def detach(self) -> None:
+        """Let the thread end after its current call, without pending for it."""
         self._calls.put(None)
 
     def close(self) -> None:
-        """End the thread once it has done what it was given, and wait for that."""
+        """Let the thread end after its current call, and wait for that."""
         self._calls.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join(5)

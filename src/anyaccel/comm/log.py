@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from anyaccel import _native, env
 
-_SAMPLES = 1000  # latencies of an entry; a full one drops every second of them, and then takes every second
+_SAMPLES = 1000  # the most latencies of an entry; when it is full, every second one is dropped from then on
 
 
 @dataclass
@@ -26,13 +26,13 @@ class Entry:
 
     Attributes:
         op: name of the operation.
-        size: bytes that this rank gives.
-        ranks: of the group.
+        size: bytes of this rank's input.
+        ranks: the size of the group.
         group: the group's name.
-        count: calls.
-        seconds: of all calls together.
-        longest: of one call.
-        samples: seconds of calls, evenly spread over all of them.
+        count: the number of calls.
+        seconds: the duration of all calls together.
+        longest: the duration of the longest call.
+        samples: the durations of some calls, evenly spread over all of them.
     """
 
     op: str
@@ -46,7 +46,7 @@ class Entry:
     _every: int = 1
 
     def add(self, seconds: float) -> None:
-        """One call."""
+        """Count one call."""
         if self.count % self._every == 0:
             if len(self.samples) >= _SAMPLES:
                 self.samples = self.samples[::2]
@@ -78,7 +78,7 @@ def configure(enabled: bool = True) -> None:
     """
     global _on
     _on = enabled
-    _native.enable_fast(not enabled)  # calls that never come through Python would not be recorded
+    _native.enable_fast(not enabled)  # the native fast path bypasses Python, and so the log
 
 
 def reset() -> None:
@@ -88,7 +88,7 @@ def reset() -> None:
 
 
 def record(op: str, size: int, seconds: float, group: Any) -> None:
-    """One operation of this rank.
+    """Record one operation of this rank.
 
     Args:
         op: its name.
@@ -116,7 +116,7 @@ def _name(group: Any) -> str:
 
 # Bandwidth -----------------------------------------------------------------------------------------------------
 
-# What a link carries of the bytes that a rank gives, for n ranks, as NCCL's tests and DeepSpeed's log have it.
+# Bus bandwidth / bytes per second of a rank's input, for n ranks, as in NCCL's tests and DeepSpeed's log.
 _BUS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: n - 1,
@@ -173,7 +173,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     for (op, size), row in sorted(tables[0].items()):
         average = _trimmed_mean(row.samples)
         algorithm, bus = bandwidths(op, size, average, row.ranks)
-        late = _straggler([table.get((op, size)) for table in tables])
+        late = _find_straggler([table.get((op, size)) for table in tables])
         common = {"msg_size_bytes": size, "msg_size_str": _size_text(size)}
         summary.setdefault(op, {})[size] = {
             "count": row.count,
@@ -207,9 +207,9 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     }
 
 
-class _Late(NamedTuple):
-    rank: int | None  # None: one rank, or not all have done as many
-    least: float  # seconds
+class _Straggler(NamedTuple):
+    rank: int | None  # None: there is one rank only, or the ranks' numbers of calls differ
+    least: float  # the seconds that this rank, which waits least, has spent in the operation
 
 
 @dataclass
@@ -221,7 +221,7 @@ class _Row:
 
 
 def _by_operation(rows: list[tuple[str, int, int, int, float, list[float]]]) -> dict[tuple[str, int], _Row]:
-    """Entries by operation, those of all groups together."""
+    """The entries by operation and size, with those of all groups added up."""
     found: dict[tuple[str, int], _Row] = {}
     for op, size, ranks, count, seconds, samples in rows:
         row = found.setdefault((op, size), _Row(ranks, 0, 0.0, []))
@@ -232,11 +232,11 @@ def _by_operation(rows: list[tuple[str, int, int, int, float, list[float]]]) -> 
     return found
 
 
-def _straggler(rows: list[_Row | None]) -> _Late:
+def _find_straggler(rows: list[_Row | None]) -> _Straggler:
     there = [(row.seconds, rank) for rank, row in enumerate(rows) if row is not None]
     least, rank = min(there)
     alike = len(there) > 1 and len({row.count for row in rows if row is not None}) == 1
-    return _Late(rank if alike else None, least)
+    return _Straggler(rank if alike else None, least)
 
 
 def _trimmed_mean(values: list[float]) -> float:

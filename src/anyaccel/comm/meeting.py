@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a group that is being made find each other, over a store that may have seen other groups."""
+"""How the ranks of a new group meet, over a store that earlier groups may have used."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from anyaccel.errors import CommError, CommTimeoutError
 
-_LOOK_SECONDS = (0.001, 0.02)  # Seconds between two looks of rank 0 for ranks that ask it: at first, and at most.
+_POLL_SECONDS = (0.001, 0.02)  # the first and the longest pause between rank 0's polls for questions
 
 
 class Meeting:
-    """Exchanges of texts among the ranks of one group, numbered.
+    """All-gathers of texts among the ranks of one group.
 
-    A store may have keys of an earlier group with the same name, of the same size or another, ended or failed. So each
-    group has a name that nobody has had: rank 0 makes it up, and tells it to each rank in answer to a random word that
-    this rank has made up. Answers to words of earlier groups are read by nobody.
+    The store may still have the keys of an earlier group with the same name. So each group uses a random prefix: rank 0
+    chooses it, and sends it to each rank as the answer to a random nonce of that rank. Answers to the nonces of earlier
+    groups are never read.
 
     Attributes:
-        store: keys in it are this group's alone. Of ranks above 0 once they have exchanged something.
+        store: a store with keys of this group only; on ranks above 0 it is valid after the first exchange.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self._common, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._turn = 0
-        self._word = secrets.token_hex(8)
-        self.store: Store = PrefixStore(self._word, store)
+        self._exchanges = 0
+        self._nonce = secrets.token_hex(8)
+        self.store: Store = PrefixStore(self._nonce, store)
 
     def __call__(self, text: str) -> list[str]:
         """Every rank's text, in rank order.
@@ -40,16 +40,16 @@ class Meeting:
             CommError: the store does not work.
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
-        first, self._turn = self._turn == 0, self._turn + 1
+        first, self._exchanges = self._exchanges == 0, self._exchanges + 1
         try:
             if first and self._rank != 0:
-                self._common.set(_question(self._rank), self._word)
-                self._wait(self._common, {0: _answer(self._word)}, deadline)
-                self.store = PrefixStore(self._common.get(_answer(self._word)).decode(), self._common)
-            self.store.set(f"{self._turn}/{self._rank}", text)
-            keys = {rank: f"{self._turn}/{rank}" for rank in range(self._size)}
+                self._common.set(_question(self._rank), self._nonce)
+                self._wait(self._common, {0: _answer(self._nonce)}, deadline)
+                self.store = PrefixStore(self._common.get(_answer(self._nonce)).decode(), self._common)
+            self.store.set(f"{self._exchanges}/{self._rank}", text)
+            keys = {rank: f"{self._exchanges}/{rank}" for rank in range(self._size)}
             if first and self._rank == 0:
-                self._answer_until(list(keys.values()), deadline)
+                self._answer_questions(list(keys.values()), deadline)
             self._wait(self.store, keys, deadline)
             return [self.store.get(key).decode() for key in keys.values()]
         except CommError:
@@ -57,18 +57,18 @@ class Meeting:
         except RuntimeError as error:
             raise CommError(f"the ranks of a group could not meet: {error}") from error
 
-    def _answer_until(self, keys: list[str], deadline: float) -> None:
-        """Tell the group's name to whoever asks, until all have come or the time is over."""
+    def _answer_questions(self, keys: list[str], deadline: float) -> None:
+        """Answer ranks with the group's prefix until all have come or the deadline has passed."""
         answered: dict[int, str] = {}
-        pause, most = _LOOK_SECONDS
+        pause, most = _POLL_SECONDS
         while not self.store.check(keys) and time.monotonic() < deadline:
             for rank in range(1, self._size):
                 if not self._common.check([_question(rank)]):
                     continue
-                word = self._common.get(_question(rank)).decode()
-                if answered.get(rank) != word:
-                    self._common.set(_answer(word), self._word)
-                    answered[rank] = word
+                nonce = self._common.get(_question(rank)).decode()
+                if answered.get(rank) != nonce:
+                    self._common.set(_answer(nonce), self._nonce)
+                    answered[rank] = nonce
             time.sleep(pause)
             pause = min(pause * 1.5, most)
 
@@ -86,21 +86,21 @@ class Meeting:
             ) from error
 
     def tidy(self) -> None:
-        """Take this rank's texts out of the store; call it when all have read them."""
-        with suppress(RuntimeError):  # not every store can
-            for turn in range(1, self._turn + 1):
+        """Remove this rank's keys from the store, once all ranks have read them."""
+        with suppress(RuntimeError):  # not every store can delete keys
+            for turn in range(1, self._exchanges + 1):
                 self.store.delete_key(f"{turn}/{self._rank}")
             if self._rank != 0:
                 self._common.delete_key(_question(self._rank))
-                self._common.delete_key(_answer(self._word))
+                self._common.delete_key(_answer(self._nonce))
 
 
 def _question(rank: int) -> str:
     return f"question/{rank}"
 
 
-def _answer(word: str) -> str:
-    return f"answer/{word}"
+def _answer(nonce: str) -> str:
+    return f"answer/{nonce}"
 
 
 def _is_there(store: Store, key: str) -> bool:

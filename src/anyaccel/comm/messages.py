@@ -19,7 +19,7 @@ from anyaccel.comm.work import ShmWork
 
 ANY = -1  # as a peer: any rank that sends
 _PUMP_SECONDS = 0.05
-_HEAD_START_SECONDS = 0.001  # before the thread takes up a message: most are waited for at once by who posted them
+_HEAD_START_SECONDS = 0.001  # before the thread handles a message: most are waited for at once where they were posted
 
 
 class MessageWork(ShmWork):
@@ -36,7 +36,7 @@ class MessageWork(ShmWork):
         super().__init__([tensor])
         self._native, self._message, self._store = native, message, store
         self._memory = memory  # stays until the message is done
-        self._open = [None]  # taken by the one who finishes it
+        self._open = [None]  # popped by the thread that finishes the work
 
     def settle(self) -> bool:
         """Finish the work if its message is complete; returns whether it is."""
@@ -44,20 +44,20 @@ class MessageWork(ShmWork):
             return False
         try:
             self._open.pop()
-        except IndexError:  # another thread is finishing it, or a callback of its own asks
+        except IndexError:  # another thread is finishing it, or this is a call from one of its callbacks
             return self._finished
         error: BaseException | None = None
         try:
             self._native.wait(self._message)
             self._store()
-        except BaseException as problem:  # noqa: BLE001 (told to whoever waits)
+        except BaseException as problem:  # noqa: BLE001 (raised where the work is waited for)
             error = problem
         self.source = self._message.peer
         self.finish(error)
         return True
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end, and move all messages of the group on meanwhile."""
+        """Wait for the end, making progress on all messages of the group meanwhile."""
         if timeout is not None and timeout.total_seconds() > 0:
             end = time.monotonic() + timeout.total_seconds()
             while not self.settle() and time.monotonic() < end:
@@ -68,7 +68,7 @@ class MessageWork(ShmWork):
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the message has ended, successfully or not."""
         return self.settle()
 
 
@@ -117,17 +117,17 @@ class Mail:
                     return
                 works = list(self._works)
             time.sleep(_HEAD_START_SECONDS)
-            # Without the lock: this calls callbacks, which may wait for a message that another thread has yet to post.
-            over = {id(work) for work in works if work.settle()}
+            # Without the lock, as callbacks run here, and may wait for a message that another thread has yet to post.
+            settled = {id(work) for work in works if work.settle()}
             with self._changed:
-                self._works = [work for work in self._works if id(work) not in over]
+                self._works = [work for work in self._works if id(work) not in settled]
                 if not self._works:
                     continue
             del works
             self._native.pump(_PUMP_SECONDS)
 
     def end(self) -> None:
-        """When the program ends: give messages that are under way a moment to finish, then end the thread."""
+        """Called at exit: give messages under way a moment to finish, then end the thread."""
         deadline = time.monotonic() + EXIT_SECONDS
         with self._changed:
             under_way = list(self._works)
@@ -136,7 +136,7 @@ class Mail:
         self.close()
 
     def close(self) -> None:
-        """End the thread, and give up messages that are under way."""
+        """End the thread, and abandon messages that are under way."""
         if os.getpid() != self._process:
             return  # the thread is the parent's
         with self._changed:

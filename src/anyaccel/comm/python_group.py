@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="override, assignment, call-arg"
 # torch's stubs have overloads for calls that reach no subclass, and know one constructor.
-"""Base of process groups written in Python: torch's calls, brought down to a few operations on dense tensors.
+"""The base class of process groups written in Python: reduces torch's calls to a few operations on dense tensors.
 
-A subclass gives those of python_operations.py. `torch.distributed` calls the methods here by name, and its C++ side
-some of them through a trampoline.
+A subclass implements the operations of python_operations.py. `torch.distributed` calls the methods here from Python,
+and some from C++ through its trampoline.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp, Work
 
 from anyaccel.comm import events, log, sparse
-from anyaccel.comm.dtypes import op_code
+from anyaccel.comm.dtypes import OP_NAMES, op_code
 from anyaccel.comm.executor import Executor
 from anyaccel.comm.python_messages import MessageWork
-from anyaccel.comm.python_operations import Disagreement, Operations, Wait
-from anyaccel.comm.tensors import Target, bare, is_plain, is_sparse, values
+from anyaccel.comm.python_operations import Disagreement, Operations, Wait, done
+from anyaccel.comm.tensors import Target, Values, is_sparse, values
 from anyaccel.comm.work import JoinedWork, ShmWork, register
 from anyaccel.errors import AnyAccelError, UsageError
 
@@ -36,7 +36,7 @@ class PythonGroup(Operations):
     """A process group of CPU tensors.
 
     Attributes:
-        STARTS_AT_ONCE: operations may be started while earlier ones are under way; otherwise each is started when the
+        STARTS_AT_ONCE: whether an operation may start while earlier ones are under way; otherwise it starts when the
             one before it is complete.
     """
 
@@ -48,7 +48,7 @@ class PythonGroup(Operations):
         self.timeout = timeout
         own = weakref.ref(self)
 
-        def give_up() -> None:
+        def abort() -> None:
             if (group := own()) is not None:
                 group.failed()
 
@@ -56,12 +56,12 @@ class PythonGroup(Operations):
             group = own()
             return math.inf if group is None else group.timeout.total_seconds()
 
-        self._executor = Executor(f"anyaccel-{self.NAME}-{rank}", give_up=give_up, timeout=patience)
+        self._executor = Executor(f"anyaccel-{self.NAME}-{rank}", abort=abort, timeout=patience)
         self._coalescing: list[Work] | None = None
 
     # How operations run ----------------------------------------------------------------------------------------
 
-    def _do(
+    def _run_operation(
         self,
         name: str,
         given: Sequence[torch.Tensor],
@@ -70,9 +70,12 @@ class PythonGroup(Operations):
         outputs: Any,
         options: Any = None,
     ) -> ShmWork:
-        """Run an operation: at once, or when it is asynchronous on a thread, after those that were started before it.
+        """Run an operation in this thread, or, if it is asynchronous, on the group's thread after earlier operations.
 
-        `given`: what this rank gives; `targets`: what is written; `outputs`: what the future gives.
+        Args:
+            given: the inputs of this rank, for the log and profilers.
+            targets: what the operation writes.
+            outputs: the value of the work's future.
         """
         self._sequence += 1
         asynchronous = getattr(options, "asyncOp", True) or self._coalescing is not None
@@ -84,7 +87,7 @@ class PythonGroup(Operations):
             try:
                 (wait or start())()
             except (UsageError, Disagreement):
-                raise  # before anything was sent, or after all was
+                raise  # nothing is left half sent, so the group stays usable
             except (RuntimeError, AnyAccelError):
                 self.failed()
                 raise
@@ -95,7 +98,7 @@ class PythonGroup(Operations):
                 log.record(name, size, time.perf_counter() - begin, self)
 
         run = events.recorded(self.NAME, name, given, run)
-        if asynchronous or self._executor.waiting:
+        if asynchronous or self._executor.pending:
             work = self._executor.submit(run, outputs)
             register(work, outputs)
             if self._coalescing is not None:
@@ -106,7 +109,7 @@ class PythonGroup(Operations):
         run()
         return ShmWork(outputs, done=True)
 
-    def _one_a_rank(self, tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
+    def _check_one_per_rank(self, tensors: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
         if len(tensors) != self._size:
             raise UsageError(f"{what} needs one tensor a rank: {self._size}; got {len(tensors)}")
         return list(tensors)
@@ -120,12 +123,12 @@ class PythonGroup(Operations):
     @events.counted("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.AllreduceOptions()
-        tensor = _one(tensors)
-        op = _kind(opts.reduceOp)
+        tensor = _single(tensors)
+        op = _reduction(opts.reduceOp)
         if is_sparse(tensor):
             return self._sparse_all_reduce(tensor, op, opts)
-        target = _loaded(tensor)
-        return self._do(
+        target = Values(tensor)
+        return self._run_operation(
             "all_reduce", [tensor], lambda: self.start_all_reduce(target.memory, op), [target], [tensor], opts
         )
 
@@ -133,12 +136,12 @@ class PythonGroup(Operations):
         sparse.check(tensor, op_code(op))
 
         def start() -> Wait:
-            # All of it at once: operations are to be started in the same order on all ranks.
+            # Run it here, as its parts must run in the same order on all ranks.
             sparse.all_reduce(tensor, op_code(op), self._size, lambda parts, own: self.start_all_gather(parts, own)())
-            return _none
+            return done
 
         given = [tensor._values().detach()]
-        return self._do("all_reduce", given, start, [], [tensor], opts)
+        return self._run_operation("all_reduce", given, start, [], [tensor], opts)
 
     @events.counted("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
@@ -148,32 +151,36 @@ class PythonGroup(Operations):
 
     @events.counted("reduce_")
     def reduce(self, tensors: Any, opts: Any) -> ShmWork:
-        tensor = _one(tensors)
-        op, root = _kind(opts.reduceOp), opts.rootRank
+        tensor = _single(tensors)
+        op, root = _reduction(opts.reduceOp), opts.rootRank
         self._check_rank(root, "reduce")
-        target = _loaded(tensor)
-        # On other ranks than the root the tensor keeps its values.
+        target = Values(tensor)
+        # Other ranks than the root reduce a copy, as their tensor must not change.
         space = target.memory if self._rank == root else values(tensor).clone()
         targets = [target] if self._rank == root else []
-        return self._do("reduce", [tensor], lambda: self.start_reduce(space, op, root), targets, [tensor], opts)
+        return self._run_operation(
+            "reduce", [tensor], lambda: self.start_reduce(space, op, root), targets, [tensor], opts
+        )
 
     @events.counted("broadcast_")
     def broadcast(self, tensors: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.BroadcastOptions()
         self._check_rank(opts.rootRank, "broadcast")
-        tensor = _one(tensors)
-        target = _loaded(tensor)
-        return self._do(
+        tensor = _single(tensors)
+        target = Values(tensor)
+        return self._run_operation(
             "broadcast", [tensor], lambda: self.start_broadcast(target.memory, opts.rootRank), [target], [tensor], opts
         )
 
     @events.counted("allgather_")
     def allgather(self, output_lists: Any, tensors: Any, opts: Any = None) -> ShmWork:
-        outputs = self._one_a_rank(output_lists[0], "all_gather")
+        outputs = self._check_one_per_rank(output_lists[0], "all_gather")
         targets = [Target(output) for output in outputs]
-        dense = values(_one(tensors))
+        dense = values(_single(tensors))
         memory = [target.memory for target in targets]
-        return self._do("all_gather", [dense], lambda: self.start_all_gather(memory, dense), targets, [outputs], opts)
+        return self._run_operation(
+            "all_gather", [dense], lambda: self.start_all_gather(memory, dense), targets, [outputs], opts
+        )
 
     @events.counted("allgather_coalesced_")
     def allgather_coalesced(self, output_lists: Any, tensors: list[torch.Tensor], opts: Any = None) -> JoinedWork:
@@ -194,7 +201,7 @@ class PythonGroup(Operations):
         target, dense = Target(output), values(tensor)
         parts = list(target.memory.reshape(self._size, -1).unbind()) if output.numel() else []
         start = (lambda: self.start_all_gather(parts, dense.reshape(-1))) if parts else _nothing
-        return self._do("all_gather", [tensor], start, [target], output, opts)
+        return self._run_operation("all_gather", [tensor], start, [target], output, opts)
 
     _allgather_base = all_gather_single
 
@@ -207,10 +214,10 @@ class PythonGroup(Operations):
     @events.counted("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> ShmWork:
         opts = opts or dist.ReduceScatterOptions()
-        output = _one(outputs)
-        given = self._one_a_rank(input_lists[0], "reduce_scatter")
-        target, inputs, op = Target(output), [values(tensor) for tensor in given], _kind(opts.reduceOp)
-        return self._do(
+        output = _single(outputs)
+        given = self._check_one_per_rank(input_lists[0], "reduce_scatter")
+        target, inputs, op = Target(output), [values(tensor) for tensor in given], _reduction(opts.reduceOp)
+        return self._run_operation(
             "reduce_scatter",
             inputs,
             lambda: self.start_reduce_scatter(target.memory, inputs, op),
@@ -227,10 +234,10 @@ class PythonGroup(Operations):
                 f"reduce_scatter_tensor: {self._size} ranks get {output.numel()} elements each, the input has "
                 f"{tensor.numel()}"
             )
-        target, op = Target(output), _kind(opts.reduceOp)
+        target, op = Target(output), _reduction(opts.reduceOp)
         parts = list(values(tensor).reshape(self._size, -1).unbind()) if output.numel() else []
         start = (lambda: self.start_reduce_scatter(target.memory.reshape(-1), parts, op)) if parts else _nothing
-        return self._do("reduce_scatter", [tensor], start, [target], output, opts)
+        return self._run_operation("reduce_scatter", [tensor], start, [target], output, opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -247,12 +254,14 @@ class PythonGroup(Operations):
     ) -> ShmWork:
         target, dense = Target(output), values(tensor)
         outputs, inputs = self._split(target.memory, output_splits), self._split(dense, input_splits)
-        return self._do("all_to_all", [tensor], lambda: self.start_all_to_all(outputs, inputs), [target], output, opts)
+        return self._run_operation(
+            "all_to_all", [tensor], lambda: self.start_all_to_all(outputs, inputs), [target], output, opts
+        )
 
     alltoall_base = all_to_all_single
 
     def _split(self, tensor: torch.Tensor, rows: Sequence[int]) -> list[torch.Tensor]:
-        """By rows; evenly when there are no numbers."""
+        """Split a tensor by rows, evenly if `rows` is empty."""
         if rows:
             if len(rows) != self._size or sum(rows) != tensor.size(0):
                 raise UsageError(
@@ -265,31 +274,35 @@ class PythonGroup(Operations):
 
     @events.counted("alltoall_")
     def alltoall(self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None) -> ShmWork:
-        targets = [Target(output) for output in self._one_a_rank(outputs, "all_to_all")]
-        inputs = [values(tensor) for tensor in self._one_a_rank(tensors, "all_to_all")]
+        targets = [Target(output) for output in self._check_one_per_rank(outputs, "all_to_all")]
+        inputs = [values(tensor) for tensor in self._check_one_per_rank(tensors, "all_to_all")]
         memory = [target.memory for target in targets]
-        return self._do(
+        return self._run_operation(
             "all_to_all", inputs, lambda: self.start_all_to_all(memory, inputs), targets, list(outputs), opts
         )
 
     @events.counted("gather_")
     def gather(self, output_lists: Any, tensors: Any, opts: Any) -> ShmWork:
         self._check_rank(opts.rootRank, "gather")
-        outputs = self._one_a_rank(output_lists[0], "gather") if output_lists and self._rank == opts.rootRank else None
+        outputs = (
+            self._check_one_per_rank(output_lists[0], "gather")
+            if output_lists and self._rank == opts.rootRank
+            else None
+        )
         targets = [Target(output) for output in outputs or []]
-        dense, memory = values(_one(tensors)), [target.memory for target in targets] if outputs else None
-        return self._do(
+        dense, memory = values(_single(tensors)), [target.memory for target in targets] if outputs else None
+        return self._run_operation(
             "gather", [dense], lambda: self.start_gather(memory, dense, opts.rootRank), targets, [outputs or []], opts
         )
 
     @events.counted("scatter_")
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> ShmWork:
         self._check_rank(opts.rootRank, "scatter")
-        output = _one(outputs)
+        output = _single(outputs)
         target = Target(output)
         mine = self._rank == opts.rootRank
-        inputs = [values(tensor) for tensor in self._one_a_rank(input_lists[0], "scatter")] if mine else None
-        return self._do(
+        inputs = [values(tensor) for tensor in self._check_one_per_rank(input_lists[0], "scatter")] if mine else None
+        return self._run_operation(
             "scatter",
             [output],
             lambda: self.start_scatter(target.memory, inputs, opts.rootRank),
@@ -298,10 +311,10 @@ class PythonGroup(Operations):
             opts,
         )
 
-    # Messages are started at once and have no place in the order of collectives: either side may come first.
+    # Messages start at once, outside the order of collectives, as either side may come first.
 
     def send(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
-        tensor = _one(tensors)
+        tensor = _single(tensors)
         return MessageWork(self.start_send(values(tensor), peer, tag), None, [tensor])
 
     def recv(self, tensors: Any, peer: int, tag: int = 0) -> MessageWork:
@@ -311,12 +324,12 @@ class PythonGroup(Operations):
         return self._recv(tensors, None, tag)
 
     def _recv(self, tensors: Any, peer: int | None, tag: int) -> MessageWork:
-        tensor = _one(tensors)
+        tensor = _single(tensors)
         target = Target(tensor)
         return MessageWork(self.start_recv(target.memory, peer, tag), target, [tensor])
 
     def barrier(self, opts: Any = None) -> ShmWork:
-        return self._do("barrier", [], self.start_barrier, [], [], opts)
+        return self._run_operation("barrier", [], self.start_barrier, [], [], opts)
 
     # The group itself ----------------------------------------------------------------------------------------
 
@@ -351,31 +364,18 @@ class PythonGroup(Operations):
 
 
 def divide_by(total: torch.Tensor, count: int) -> None:
-    """Make the mean of a sum, in place; of integers, towards zero."""
+    """Divide a sum by `count` in place; integers are rounded towards zero."""
     if total.dtype.is_complex:
-        total = torch.view_as_real(total)  # torch's own quotient may differ by one bit in the last elements
+        total = torch.view_as_real(total)  # torch's complex division may differ by one bit in the last elements
     total.div_(count, rounding_mode=None if total.dtype.is_floating_point else "trunc")
 
 
-def _loaded(tensor: torch.Tensor) -> Target:
-    """A target that has the tensor's values already."""
-    tensor = bare(tensor)
-    target = Target(tensor)
-    if not is_plain(tensor):
-        target.memory.copy_(tensor)
-    return target
-
-
-def _none() -> None:
-    pass
-
-
 def _nothing() -> Wait:
-    return _none
+    return done
 
 
-def _one(tensors: Any) -> torch.Tensor:
-    """The tensor itself, or that of a list of one."""
+def _single(tensors: Any) -> torch.Tensor:
+    """The tensor itself, or the only one of a list."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -384,9 +384,9 @@ def _one(tensors: Any) -> torch.Tensor:
     return tensor
 
 
-# By torch's own numbers.
-_KINDS = tuple(ReduceOp.RedOpType(number) for number in range(8))
+# torch's reductions by their numbers.
+OPS = tuple(ReduceOp.RedOpType(number) for number in range(len(OP_NAMES)))
 
 
-def _kind(op: Any) -> ReduceOp.RedOpType:
-    return _KINDS[op_code(op)]
+def _reduction(op: Any) -> ReduceOp.RedOpType:
+    return OPS[op_code(op)]

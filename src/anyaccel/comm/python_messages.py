@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of groups written in Python: carried on by whoever waits for them."""
+"""Messages of process groups written in Python, which make progress only while somebody waits for them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Message(Protocol):
     """A message under way."""
 
     def wait(self, timeout: timedelta | None) -> None:
-        """Wait for its end; None: the group's timeout."""
+        """Wait until it is complete, at most for the group's timeout if `timeout` is None."""
 
     def is_done(self) -> bool:
-        """Whether it has ended, without waiting."""
+        """Whether it is complete, without waiting."""
 
     def source(self) -> int:
-        """Who sent it; -1 for one that goes out."""
+        """The rank that sent it; -1 for a message of this rank."""
 
 
 class MessageWork(ShmWork):
-    """What `isend` and `irecv` give: carried on by whoever waits for it."""
+    """The work that `isend` and `irecv` return."""
 
     def __init__(self, message: Message, target: Target | None, outputs: list[torch.Tensor]) -> None:
         super().__init__(outputs)
@@ -36,7 +36,7 @@ class MessageWork(ShmWork):
         self._waiting = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; raise what went wrong."""
+        """Wait until the message is complete; raise its error if it failed."""
         with self._waiting:
             if not self._finished:
                 error: BaseException | None = None
@@ -51,12 +51,12 @@ class MessageWork(ShmWork):
         return super().wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the message has ended, successfully or not."""
         if not self._finished and self._message.is_done():
             self.wait()
         return self._finished
 
     def get_future(self) -> Any:
-        """A future with the tensors; waits for the message."""
+        """A future with the tensors, after waiting for the message."""
         self.wait()
         return super().get_future()

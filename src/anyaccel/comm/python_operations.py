@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few operations on dense tensors that a process group written in Python is made of."""
+"""The operations on dense tensors that a process group written in Python implements."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from anyaccel.errors import CommError, UsageError
 Wait = Callable[[], None]
 
 
+def done() -> None:
+    """The wait for an operation that was complete when it was started."""
+
+
 class Disagreement(CommError):
-    """Ranks have called different things, and all of them have been told: nobody waits, and the group works on."""
+    """Ranks have called different operations. All ranks know: none waits, and the group stays usable."""
 
 
 class Operations(TorchGroup):
-    """What a subclass gives: each is started when it is called, and waited for by calling what it returns.
+    """The operations that a subclass implements: a call starts one, and calling its result waits for it.
 
-    Tensors are dense; lists have one entry a rank.
+    Tensors are dense; lists have one entry for each rank.
 
     Attributes:
-        NAME: of the backend.
+        NAME: the name of the backend.
     """
 
     NAME = ""
@@ -34,7 +38,7 @@ class Operations(TorchGroup):
         raise self._lacks("all_reduce")
 
     def start_reduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, root: int) -> Wait:
-        """In place on `root`; elsewhere `tensor` may be used as space."""
+        """Reduce in place on `root`; on other ranks `tensor` may be overwritten."""
         raise self._lacks("reduce")
 
     def start_broadcast(self, tensor: torch.Tensor, root: int) -> Wait:
@@ -61,14 +65,14 @@ class Operations(TorchGroup):
         raise self._lacks("send")
 
     def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
-        """From any rank when `peer` is None."""
+        """Receive from `peer`, or from any rank if it is None."""
         raise self._lacks("recv")
 
     def start_barrier(self) -> Wait:
         raise self._lacks("barrier")
 
     def failed(self) -> None:
-        """Told when an operation has failed."""
+        """Called when an operation has failed."""
 
     def _lacks(self, what: str) -> UsageError:
         return UsageError(f"backend {self.NAME} has no {what}; use a group of backend shm or gloo for it")

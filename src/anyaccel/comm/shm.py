@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory among the ranks of a group: who is on which host, and the segments of those that share one."""
+"""Finds out which ranks of a group are on one host, and connects them through shared memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NAME = "shm"
 _BUFFERS = 3
 _ALIGNMENT = 64
-_MAILBOX_BYTES = 256 << 10  # of messages from one rank to one other, at most
+_MAILBOX_BYTES = 256 << 10  # the most for messages from one rank to one other
 
 # A function that exchanges texts: given this rank's text, it returns the texts of all ranks, in rank order.
 Exchange = Callable[[str], list[str]]
@@ -56,14 +56,14 @@ def sizes(world_size: int, total_bytes: int) -> tuple[int, int]:
 
 
 def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.ShmGroup | None, dict[str, Any]]:
-    """This rank's segment, and the text by which its peers can map it."""
+    """This rank's segment, and the card with which its peers can map it."""
     card: dict[str, Any] = {"host": "", "pid": os.getpid(), "pids": "", "segment": "", "error": ""}
     try:
         card["host"], card["pids"] = host_identity(), _pid_namespace()
         buffer, mailboxes = sizes(size, env.ANYACCEL_SHM_BYTES.get())
         native = _native.ShmGroup(rank, size, buffer, timeout_s, kind == "memfd", mailboxes)
     except (OSError, ValueError, AnyAccelError) as problem:
-        # The peers learn of the failure, so that all ranks decide alike.
+        # The peers are told of the failure, so that all ranks decide alike.
         card["error"] = f"{type(problem).__name__}: {problem}"
         return None, card
     card["segment"] = native.name
@@ -71,10 +71,10 @@ def _offer(rank: int, size: int, timeout_s: float, kind: str) -> tuple[_native.S
 
 
 def _join(rank: int, size: int, timeout_s: float, exchange: Exchange) -> tuple[_native.ShmGroup | None, list[str], str]:
-    """The connected group. Where there can be none: None, the ranks' hosts and, on one host, what went wrong.
+    """Connect the ranks: returns the native group or None, the host of each rank, and an error if they share a host.
 
-    Memory without a name first: it neither depends on the size of /dev/shm nor can it be left behind. Ranks that
-    cannot open each other's that way (in containers with a numbering of processes of their own) use /dev/shm.
+    memfd comes first, as it neither depends on the size of /dev/shm nor can be left behind. Ranks that cannot open each
+    other's memfd (containers with separate pid namespaces) use /dev/shm.
     """
     hosts: list[str] = []
     problems: list[str] = []
@@ -87,7 +87,7 @@ def _join(rank: int, size: int, timeout_s: float, exchange: Exchange) -> tuple[_
             return None, hosts, ""
         error = ""
         if not problems and native is not None:
-            # A pid of another namespace means nothing here; such a peer's death is noticed by the deadline only.
+            # A pid of another namespace is meaningless here; the death of such a peer is noticed by the deadline only.
             pids = [card["pid"] if card["pids"] == own["pids"] else 0 for card in cards]
             try:
                 native.connect([card["segment"] for card in cards], pids)
@@ -135,15 +135,19 @@ def create_local(store: Store, rank: int, size: int, timeout: timedelta) -> ShmP
 def try_local(
     store: Store, rank: int, size: int, timeout: timedelta
 ) -> tuple[ShmProcessGroup | None, list[str], Store]:
-    """The group of `create_local`, None where the ranks are on several hosts; the identity of each rank's host; and a
-    store that no other group uses."""
-    env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
+    """Try to create the group of `create_local`.
+
+    Returns:
+        The group, None if the ranks are on several hosts; the identity of each rank's host; and a store that no other
+        group uses.
+    """
+    env.ANYACCEL_ISA.get()  # native code reads it later, where the error for a wrong value would be less clear
     meeting = Meeting(PrefixStore("anyaccel-shm", store), rank, size, timeout)
     native, hosts, problem = _join(rank, size, timeout.total_seconds(), meeting)
     if problem:
         raise CommError(f"the ranks of this host cannot share memory: {problem}")
     if native is None:
         return None, hosts, meeting.store
-    native.barrier()  # all have read what the store has
+    native.barrier()  # all ranks have read the store
     meeting.tidy()
     return ShmProcessGroup(store, native, rank, size), hosts, meeting.store

@@ -23,7 +23,7 @@ from anyaccel.errors import UsageError
 __all__ = ["initialize"]
 
 _size = 0
-# Of ranks that have no torch.distributed.
+# The group of ranks for which torch.distributed is not initialised.
 _own_group: dist.ProcessGroup | None = None
 
 
@@ -42,16 +42,16 @@ def initialize(size: int, rank: int) -> None:
     if not 0 <= rank < size:
         raise UsageError(f"initialize(size={size}, rank={rank}): the rank must be from 0 to size - 1")
     if dist.is_initialized():
-        _compare(size, rank, dist.get_world_size(), dist.get_rank(), "torch.distributed")
+        _check_place(size, rank, dist.get_world_size(), dist.get_rank(), "torch.distributed")
     elif size > 1:
         timeout = timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
         store, own_rank, own_size = store_from_environment(timeout)
-        _compare(size, rank, own_size, own_rank, "the environment")
+        _check_place(size, rank, own_size, own_rank, "the environment")
         _own_group = shm.create_local(PrefixStore("anyaccel-shm-op", store), rank, size, timeout)
     _size = size
 
 
-def _compare(size: int, rank: int, own_size: int, own_rank: int, whose: str) -> None:
+def _check_place(size: int, rank: int, own_size: int, own_rank: int, whose: str) -> None:
     if (size, rank) != (own_size, own_rank):
         raise UsageError(f"initialize(size={size}, rank={rank}): {whose} has rank {own_rank} of {own_size}")
 
@@ -81,4 +81,4 @@ def _define() -> object:
     return library
 
 
-_library = _define()  # what it defines goes with it
+_library = _define()  # the ops exist as long as this object

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of sparse tensors, as torch's COO layout has them: coordinates and values."""
+"""All-reduce of sparse tensors in torch's COO layout (coordinates and values)."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from anyaccel.errors import UsageError
 # A function that gathers: given a tensor to fill for each rank, and this rank's own tensor.
 Gather = Callable[[list[torch.Tensor], torch.Tensor], None]
 
-_MOST_DIMS = 62  # as many sizes fit in the numbers that ranks exchange
+_MOST_DIMS = 62  # the number of sizes that fit in a header
 
 
-def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """A sparse tensor as numbers that ranks exchange: values, sparse dimensions, dtype, dimensions, and their sizes."""
+def _header(tensor: torch.Tensor) -> torch.Tensor:
+    """The header that ranks exchange: numbers of values and sparse dimensions, dtype, number of dimensions, sizes."""
     if tensor.dim() > _MOST_DIMS:
         raise UsageError(
             f"all_reduce of a sparse tensor of {tensor.dim()} dimensions; at most {_MOST_DIMS} are possible"
         )
-    # The dtype's name as a number that all ranks agree on.
+    # The dtype's name as a number, which is the same in every version of torch.
     dtype = int.from_bytes(str(tensor.dtype).removeprefix("torch.").encode()[:7], "little")
-    form = torch.zeros(4 + _MOST_DIMS, dtype=torch.int64, device="cpu")
+    header = torch.zeros(4 + _MOST_DIMS, dtype=torch.int64, device="cpu")
     numbers = [tensor._nnz(), tensor.sparse_dim(), dtype, tensor.dim(), *tensor.shape]
-    form[: len(numbers)] = torch.tensor(numbers, device="cpu")
-    return form
+    header[: len(numbers)] = torch.tensor(numbers, device="cpu")
+    return header
 
 
-def _shape(form: torch.Tensor) -> str:
-    dims = int(form[3])
-    return f"{form[4 : 4 + dims].tolist()} ({int(form[1])} sparse dimensions)"
+def _shape(header: torch.Tensor) -> str:
+    dims = int(header[3])
+    return f"{header[4 : 4 + dims].tolist()} ({int(header[1])} sparse dimensions)"
 
 
 def check(tensor: torch.Tensor, op: int) -> None:
-    """Check that sparse tensors can be reduced by this operation. All ranks come to the same answer.
+    """Check that sparse tensors can be reduced by this operation; the result is the same on all ranks.
 
     Raises:
-        UsageError: there is none.
+        UsageError: they cannot.
     """
     if op not in (SUM, AVG):
         raise UsageError(f"all_reduce of sparse tensors has SUM and AVG, not {ReduceOp.RedOpType(op).name}")
@@ -49,9 +49,9 @@ def check(tensor: torch.Tensor, op: int) -> None:
 
 
 def all_reduce(tensor: torch.Tensor, op: int, size: int, gather: Gather) -> None:
-    """In place: the sum or average of all ranks' tensors, coalesced.
+    """Replace the tensor by the coalesced sum or average of all ranks' tensors.
 
-    Everyone gets all coordinates and values and adds them up in rank order, so the ranks have the same bits. Half
+    Every rank gathers all coordinates and values and adds them up in rank order, so all ranks have the same bits. Half
     types are added in fp32.
 
     Args:
@@ -64,16 +64,16 @@ def all_reduce(tensor: torch.Tensor, op: int, size: int, gather: Gather) -> None
     check(tensor, op)
     with torch.no_grad():
         own = tensor.coalesce()
-        form = _form(own)
-        forms = [torch.empty_like(form) for _ in range(size)]
-        gather(forms, form)
-        for rank, other in enumerate(forms):
-            if not torch.equal(other[1:], form[1:]):
+        header = _header(own)
+        headers = [torch.empty_like(header) for _ in range(size)]
+        gather(headers, header)
+        for rank, other in enumerate(headers):
+            if not torch.equal(other[1:], header[1:]):
                 raise UsageError(
-                    f"all_reduce of sparse tensors: this rank's is {_shape(form)}, {tensor.dtype}; rank {rank} of the "
-                    f"group has {_shape(other)}" + ("" if other[2] == form[2] else ", another dtype")
+                    f"all_reduce of sparse tensors: this rank's is {_shape(header)}, {tensor.dtype}; rank {rank} of "
+                    f"the group has {_shape(other)}" + ("" if other[2] == header[2] else ", another dtype")
                 )
-        counts = [int(other[0]) for other in forms]
+        counts = [int(other[0]) for other in headers]
         indices = own.indices().contiguous()
         values = own.values().contiguous()
         all_indices = [torch.empty(indices.shape[0], count, dtype=torch.int64, device="cpu") for count in counts]

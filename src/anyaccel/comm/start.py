@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a job's ranks come together, and over which backend."""
+"""Starts torch.distributed: how the ranks of a job meet, and over which backend."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
-    env.ANYACCEL_ISA.get()  # native code reads it later, where a mistake could not be told as well
+    env.ANYACCEL_ISA.get()  # native code reads it later, where the error for a wrong value would be less clear
     limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
     if rank < 0 and (init_method is None or init_method.startswith("env:")):
         take_place_of_inner_launcher()
@@ -71,7 +71,7 @@ def init_distributed(
     except AnyAccelError:
         raise
     except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
-        raise CommError(f"the ranks did not come together: {error}") from error
+        raise CommError(f"the ranks could not connect to each other: {error}") from error
     if dist_backend is not None:
         _start(dist_backend, store, rank, world_size, limit)
         return
@@ -81,7 +81,7 @@ def init_distributed(
             _start(backend, store, rank, world_size, limit)
         except CommTimeoutError:
             raise
-        except CommError as error:  # of every rank alike
+        except CommError as error:  # every rank gets one, so all of them go on to the next backend
             if backend == backends[-1]:
                 raise
             logger.warning("backend %s is passed over: %s", backend, error)
@@ -110,7 +110,7 @@ def _start(backend: str, store: Store, rank: int, world_size: int, timeout: time
     except AnyAccelError:
         raise
     except (RuntimeError, ValueError, OverflowError, AssertionError, OSError) as error:
-        raise CommError(f"the ranks did not come together with backend {backend!r}: {error}") from error
+        raise CommError(f"the ranks could not connect to each other with backend {backend!r}: {error}") from error
 
 
 def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
@@ -124,16 +124,17 @@ def store_from_environment(timeout: timedelta) -> tuple[Store, int, int]:
     rank, world_size, port = (_number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not (0 <= rank < world_size and 0 < port < 65536):
         raise UsageError(
-            f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} cannot be: start it with `anyaccel run`"
+            f"RANK={rank}, WORLD_SIZE={world_size}, MASTER_PORT={port} are not valid together: "
+            "start the script with `anyaccel run`"
         )
     address = os.environ["MASTER_ADDR"]
     if not _is_loopback(address):
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
         return store, rank, world_size
-    # A job of one machine: nothing of it listens on other interfaces. torch's store would listen on all of them, and
-    # gloo would take the interface that the host's name resolves to.
+    # A job on one machine must not listen on other interfaces than loopback: torch's store would listen on all, and
+    # gloo on the one that the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # torchrun's agent listens already and says so; its workers are all clients.
+    # torchrun's agent hosts the store itself, and sets this variable; its workers are all clients.
     serve = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family) if serve else None
@@ -158,10 +159,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def take_place_of_inner_launcher() -> None:
-    """Set RANK and its kin to what an MPI or Slurm gives, where they are of a launcher above that one.
+    """Set RANK, WORLD_SIZE etc. from an MPI or Slurm launcher if their present values come from a launcher above it.
 
     Raises:
-        UsageError: the ranks cannot meet at the MASTER_ADDR and MASTER_PORT that are of the launcher above.
+        UsageError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT of the launcher above.
     """
     ancestors = read_ancestors(os.environ)
     found = launcher_below(os.environ, ancestors)
@@ -170,21 +171,21 @@ def take_place_of_inner_launcher() -> None:
     above = os.environ.get("WORLD_SIZE", "1")
     if above != "1" and ancestors.generation(("MASTER_PORT",)) >= ancestors.generation(("WORLD_SIZE",)):
         raise UsageError(
-            f"MASTER_PORT={os.environ.get('MASTER_PORT', '')} is of a job of {above} workers, of which each may have "
-            f"started {found.source}: give each of its jobs a MASTER_PORT of its own"
+            f"MASTER_PORT={os.environ.get('MASTER_PORT', '')} belongs to a job of {above} workers, each of which may "
+            f"have started {found.source}: give each of these jobs its own MASTER_PORT"
         )
     address = os.environ.get("MASTER_ADDR", "")
     if found.world_size > found.local_size and _is_loopback(address):
         raise UsageError(
-            f"{found.source} started {found.world_size} ranks on several hosts, and MASTER_ADDR={address} is of the "
-            "job of one host above it: export the address of rank 0"
+            f"{found.source} started {found.world_size} ranks on several hosts, and MASTER_ADDR={address} "
+            "comes from a job on one host that started it: export the address of rank 0"
         )
     logger.info("rank %d of %d: %s counts, not RANK of above it", found.rank, found.world_size, found.source)
     os.environ.update(place_variables(found))
 
 
 def place_variables(found: RankFromEnvironment) -> dict[str, str]:
-    """torch's variables (RANK, WORLD_SIZE ...) for the place that a launcher gives in variables of its own."""
+    """torch's variables (RANK, WORLD_SIZE ...) for a rank that a launcher has given in variables of its own."""
     return {
         "RANK": str(found.rank),
         "WORLD_SIZE": str(found.world_size),
@@ -199,7 +200,7 @@ def get_local_rank() -> int:
 
     Where LOCAL_RANK is of a launcher above an MPI or Slurm that has started this process, it is that one's number.
     """
-    if is_claimed_twice(os.environ):  # else it is as quick as a variable: scripts ask in loops
+    if is_claimed_twice(os.environ):  # otherwise only a variable is read, as scripts call this in loops
         found = launcher_below(os.environ, read_ancestors(os.environ))
         if found is not None:
             return found.local_rank

@@ -21,19 +21,19 @@ _PAGE = 4096
 _TEXT_BYTES = 1024
 _LAST_NUMBER = 65535  # csrc/comm/shm_group.h
 
-# Allocations of each group so far: ranks allocate in the same order, so equal numbers name the same memory.
+# Counts the allocations of each group: ranks allocate in the same order, so equal numbers mean the same memory.
 _numbers: WeakKeyDictionary[_native.ShmGroup, itertools.count[int]] = WeakKeyDictionary()
-# The kinds of memory through which the ranks of each group can reach each other.
+# The kind of memory that has worked for a group.
 _kinds: WeakKeyDictionary[_native.ShmGroup, tuple[str, ...]] = WeakKeyDictionary()
 
 
-def _texts_of_all(through: Collectives, text: str) -> list[str]:
+def _all_gather_text(transport: Collectives, text: str) -> list[str]:
     """Every rank's text, in rank order."""
     own = torch.zeros(_TEXT_BYTES, dtype=torch.uint8, device="cpu")
     data = text.encode()[: _TEXT_BYTES - 1]
     own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
-    parts = [torch.empty_like(own) for _ in range(through.size)]
-    through.all_gather(parts, own)
+    parts = [torch.empty_like(own) for _ in range(transport.size)]
+    transport.all_gather(parts, own)
     return [bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in parts]
 
 
@@ -42,14 +42,14 @@ def _release(native: _native.ShmGroup, number: int, segments: list[_native.ShmSe
     segments.clear()
 
 
-def _mapped(through: Collectives, size: int) -> tuple[_native.ShmSegment, list[_native.ShmSegment]]:
-    """This rank's memory, and that of every rank mapped into this process.
+def _map_segments(transport: Collectives, size: int) -> tuple[_native.ShmSegment, list[_native.ShmSegment]]:
+    """This rank's segment, and the segments of all ranks, mapped into this process.
 
-    Without a name first; where ranks cannot open each other's that way, as they see other numbers of processes, with
-    one in /dev/shm. The ranks tell each other how it went, so that all take the same way.
+    memfd comes first; ranks in separate pid namespaces cannot open each other's, and use /dev/shm. The ranks exchange
+    whether they have succeeded, so that all of them use the same kind.
     """
     failures: list[str] = []
-    for kind in _kinds.get(through.native, ("memfd", "posix")):
+    for kind in _kinds.get(transport.native, ("memfd", "posix")):
         own: _native.ShmSegment | None = None
         name, error = "", ""
         try:
@@ -57,30 +57,30 @@ def _mapped(through: Collectives, size: int) -> tuple[_native.ShmSegment, list[_
             name = own.name
         except OSError as problem:
             error = str(problem)
-        told = [json.loads(text) for text in _texts_of_all(through, json.dumps([name, size, error[:300]]))]
-        wanted = sorted({peer_size for _, peer_size, _ in told})
+        cards = [json.loads(text) for text in _all_gather_text(transport, json.dumps([name, size, error[:300]]))]
+        wanted = sorted({peer_size for _, peer_size, _ in cards})
         if len(wanted) > 1:
             raise CommError(f"the ranks asked for symmetric tensors of different sizes: {wanted} bytes")
-        lacking = [f"rank {r} has no memory: {problem}" for r, (_, _, problem) in enumerate(told) if problem]
+        without_memory = [f"rank {r} has no memory: {problem}" for r, (_, _, problem) in enumerate(cards) if problem]
         segments: list[_native.ShmSegment] = []
-        if own is not None and not lacking:
+        if own is not None and not without_memory:
             try:
-                for rank, (peer_name, _, _) in enumerate(told):
-                    segments.append(own if rank == through.rank else _native.ShmSegment.open(peer_name, size))
+                for rank, (peer_name, _, _) in enumerate(cards):
+                    segments.append(own if rank == transport.rank else _native.ShmSegment.open(peer_name, size))
             except OSError as problem:
                 error = f"{problem} (of rank {len(segments)})"
-        closed = [f"rank {r}: {text}" for r, text in enumerate(_texts_of_all(through, error[:500])) if text]
-        if own is not None and not lacking and not closed:
+        unreachable = [f"rank {r}: {text}" for r, text in enumerate(_all_gather_text(transport, error[:500])) if text]
+        if own is not None and not without_memory and not unreachable:
             own.unlink()
-            _kinds[through.native] = (kind,)
+            _kinds[transport.native] = (kind,)
             return own, segments
-        failures.append("; ".join(lacking or closed))
+        failures.append("; ".join(without_memory or unreachable))
         del own, segments
     causes = (f"without a name: {failures[0]}", f"in /dev/shm: {failures[-1]}") if len(failures) > 1 else failures
     raise CommError(f"the ranks cannot share {size} bytes for a symmetric tensor: " + "; ".join(causes))
 
 
-def allocate(through: Collectives, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
+def allocate(transport: Collectives, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
     """A tensor of this rank in shared memory; every rank of the group calls it with the same arguments.
 
     Raises:
@@ -92,15 +92,15 @@ def allocate(through: Collectives, shape: tuple[int, ...], dtype: torch.dtype | 
         raise UsageError(f"a symmetric tensor of shape {list(shape)}: lengths are 0 or more")
     numel = math.prod(shape)
     size = -(-max(numel * dtype.itemsize, 1) // _PAGE) * _PAGE
-    number = next(_numbers.setdefault(through.native, itertools.count(1)))
+    number = next(_numbers.setdefault(transport.native, itertools.count(1)))
     if number > _LAST_NUMBER:
         raise CommError(f"a group can have {_LAST_NUMBER} symmetric tensors in its life; keep them and use them again")
-    own, segments = _mapped(through, size)
-    # A ctypes array is a buffer without a copy, and takes the owner of its memory along.
+    own, segments = _map_segments(transport, size)
+    # torch.frombuffer keeps this ctypes array alive, and the array's finalizer frees the memory.
     kind: Any = type("Memory", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": size})
     memory = kind.from_address(own.address)
-    through.native.add_symmetric(number, [segment.address for segment in segments], size)
-    weakref.finalize(memory, _release, through.native, number, segments).atexit = False
+    transport.native.add_symmetric(number, [segment.address for segment in segments], size)
+    weakref.finalize(memory, _release, transport.native, number, segments).atexit = False
     if numel == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=numel).view(shape)

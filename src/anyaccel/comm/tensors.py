@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors as native code takes them: dense memory on the CPU."""
+"""Brings tensors into the form that native code needs: dense memory on the CPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _BARE = (torch.Tensor, torch.nn.Parameter)
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that holds the memory of this one; autograd does not see what is done to it.
+    """The plain tensor that has the memory of this one, detached from autograd.
 
-    That of torch's functional collectives is waited for first. What only looks like a tensor is refused: collectives
-    go past torch's dispatcher, and the address of such a thing is not its values'.
+    A result of torch's functional collectives is waited for first. Tensor subclasses that redefine operations are
+    refused: collectives bypass torch's dispatcher, and the address of such a tensor is not that of its values.
 
     Raises:
-        UsageError: it is not on the CPU, or has no memory that holds its values.
+        UsageError: the tensor is not on the CPU, or has no memory of its own.
     """
     return tensor.detach() if _is_bare(tensor) else _unwrapped(tensor)
 
@@ -58,20 +58,20 @@ def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether its class redefines what operations do: its memory is then another tensor's, or there is none."""
+    """Whether its class redefines operations; it then has no memory of its own."""
     return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Whether it is a tensor of coordinates and values, on the CPU."""
+    """Whether it is a COO tensor on the CPU."""
     return tensor.layout == torch.sparse_coo and tensor.is_cpu and not _has_dispatch(tensor)
 
 
 def bare_each(tensors: Any) -> Any:
-    """Tensors, or lists of them, with the memory: themselves wherever they have it; sparse ones as they are."""
+    """Apply `bare` to a tensor or to nested lists of them; plain and sparse tensors stay as they are."""
     if isinstance(tensors, torch.Tensor):
         return tensors if _is_bare(tensors) or is_sparse(tensors) else _unwrapped(tensors)
-    if len(tensors) == 1 and type(tensors[0]) is torch.Tensor and _is_bare(tensors[0]):  # the most frequent, quickly
+    if len(tensors) == 1 and type(tensors[0]) is torch.Tensor and _is_bare(tensors[0]):  # a fast path
         return tensors
     return [bare_each(each) for each in tensors]
 
@@ -82,13 +82,20 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values as a plain tensor; itself where it is one. Autograd does not see it."""
+    """The tensor's values as a plain, detached tensor, which shares its memory if possible."""
     tensor = bare(tensor)
     return tensor if is_plain(tensor) else tensor.resolve_conj().resolve_neg().contiguous()
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor, as a flat tensor of bytes."""
+    # A tensor of one element is dense with any stride, which view() does not take.
+    flat = tensor.as_strided((1,), (1,)) if tensor.numel() == 1 else tensor.reshape(-1)
+    return flat.view(torch.uint8)
+
+
 class Target:
-    """Where an output is written: the tensor itself or, where its memory is not plain, a tensor that is copied over."""
+    """Memory for an output: the tensor's own if it is plain, otherwise a buffer that `store` copies to the tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = bare(tensor)
@@ -96,13 +103,13 @@ class Target:
         self.memory = self._tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
     def store(self) -> None:
-        """Copy what was written to the tensor, where its memory was not plain."""
+        """Copy the buffer, if there is one, to the tensor."""
         if self.memory is not self._tensor:
             self._tensor.copy_(self.memory)
 
 
 class Values(Target):
-    """A tensor that is both read and written."""
+    """A target whose memory already has the tensor's values, for operations in place."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor)

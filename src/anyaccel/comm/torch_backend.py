@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch asks of a group that is written in Python, and of its backend, which is the group itself."""
+"""What torch expects of a process group written in Python, and of its backend, which is the group itself."""
 
 # torch's declarations have no properties here, and an overload for each form of a call.
 # mypy: disable-error-code="override, assignment"
@@ -15,20 +15,27 @@ from anyaccel.accelerator.base import HOST
 from anyaccel.errors import UsageError
 
 
-class TorchBackend:
-    """The group itself, as `group._get_backend(device)` gives it.
+class _Synchronous:
+    asyncOp = False  # torch's name
 
-    torch's `_set_pg_timeout` asks for the backend's class whether it has a timeout that can be set, and knows only its
-    own, which cannot be derived from.
+
+SYNCHRONOUS = _Synchronous()  # the options of an operation that has none of its own
+
+
+class TorchBackend:
+    """The result of `group._get_backend(device)`: it forwards to the group.
+
+    torch's `_set_pg_timeout` sets timeouts only on the classes of its own backends, which cannot be derived from, so
+    this one claims to be one of them.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str) -> None:
         """
         Raises:
-            UsageError: the group has nothing for the device.
+            UsageError: the group does not support the device.
         """
         if torch.device(device).type != HOST.type:
-            raise UsageError(f"backend {group.name()} has nothing for {device}: it works on the CPU")
+            raise UsageError(f"backend {group.name()} works on CPU tensors only, not on {device}")
         self._group = group
 
     def __getattr__(self, name: str) -> Any:
@@ -40,16 +47,16 @@ class TorchBackend:
 
 
 class TorchGroup(dist.ProcessGroup):
-    """What torch keeps in the C++ backends of a group, of which one that is written in Python has none."""
+    """Name, description and sequence number, which torch otherwise keeps in a group's C++ backends."""
 
     _sequence = 0
     _group_name = _group_description = ""
 
     def _set_sequence_number_for_group(self) -> None:
-        """Numbers begin at 0 on every rank, without an exchange."""
+        """Does nothing: the numbers begin at 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """How many collectives this rank has asked for."""
+        """The number of collectives that this rank has called."""
         return self._sequence
 
     def _set_group_name(self, name: str) -> None:
@@ -61,11 +68,11 @@ class TorchGroup(dist.ProcessGroup):
     setGroupName, setGroupDesc = _set_group_name, _set_group_desc
 
     def getGroupName(self) -> str:
-        """The name that torch gave it."""
+        """The name that torch has given the group."""
         return self._group_name
 
     def getGroupDesc(self) -> str:
-        """What its creator calls it."""
+        """The description that the group's creator has given."""
         return self._group_description
 
     group_name = property(getGroupName)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work objects of groups: what is waited for, or followed through its future."""
+"""Work objects, as torch.distributed returns them for operations: wait for them, or use their future."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _are_halves(outputs: Any) -> bool:
     return bool(outputs) and all(isinstance(t, torch.Tensor) and t.dtype == torch.float16 for t in outputs)
 
 
-def _ended_well(done: Future[Any]) -> bool:
-    done.value()  # raises what went wrong
+def _check_success(done: Future[Any]) -> bool:
+    done.value()  # raises the operation's error
     return True
 
 
@@ -65,7 +65,7 @@ class _Result(Future[Any]):
             self.set_exception(error if isinstance(error, Exception) else CommError(repr(error)))
 
     def wait(self) -> Any:
-        """Wait for what the operation gives."""
+        """Wait for the operation's outputs."""
         work = self._work()
         if work is not None:
             work.await_end()  # torch's own wait does not answer Ctrl-C
@@ -74,12 +74,10 @@ class _Result(Future[Any]):
 
 
 class ShmWork(Work):
-    """One operation: waited for, or followed through its future.
+    """The work of one operation; `outputs` are the tensors that it writes, and the value of its future.
 
-    `outputs` is what the future gives: the tensors that the operation writes.
-
-    There is no lock, for the executor's reason. A thread that waits first registers, then looks whether the operation
-    has ended; the thread that ends it first says so, then looks who has registered.
+    There is no lock, for the reason that `Executor` gives. A thread that waits first registers, then checks whether the
+    operation has ended; the thread that ends it first sets that, then looks for registered waiters.
     """
 
     def __init__(self, outputs: Any, done: bool = False) -> None:
@@ -88,18 +86,18 @@ class ShmWork(Work):
         self._finished = done
         self._error: BaseException | None = None
         self._waiters: list[threading.Event] = []
-        self._then: list[Callable[[], None]] = []
-        self.resumed: list[Any] = []  # the executor's: callbacks that go on when this operation has ended
-        # Called by a thread that is about to wait for this work.
-        self.waited_for: Callable[[ShmWork], None] | None = None
-        self.source = -1  # of a message
+        self._on_end: list[Callable[[], None]] = []
+        self.resumed: list[Any] = []  # used by the executor: callbacks that wait for this operation
+        # Called in a thread that is about to wait for this work.
+        self.before_wait: Callable[[ShmWork], None] | None = None
+        self.source = -1  # the rank that has sent the message, for a receive
 
-    # Set once by `get_future`: what `end` completes, and what is given to the caller.
+    # Both are set once, by `get_future`: the future that `end` completes, and the one that is returned.
     _future: _Result | None = None
     _result: Future[Any] | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The executor of the operation calls this, once, when it has ended. Calls the callbacks of the future."""
+        """Mark the operation as ended, and call the callbacks of the future. Called once."""
         complete, _ = self.end(error)
         if complete is not None:
             complete()
@@ -107,38 +105,41 @@ class ShmWork(Work):
     def end(
         self, error: BaseException | None = None, nobody_follows: Callable[[], None] | None = None
     ) -> tuple[Callable[[], None] | None, bool]:
-        """As `finish`, but leaves the callbacks to the caller: the first result calls them, None when there are none.
+        """Mark the operation as ended, without calling the callbacks of the future.
 
-        Where there are neither callbacks nor `resumed`, `nobody_follows` is called before anybody sees that it has
-        ended; the second result tells whether it was.
+        Args:
+            nobody_follows: called, before other threads can see the end, if there are neither callbacks nor `resumed`.
+
+        Returns:
+            A function that calls the callbacks (None if there are none), and whether `nobody_follows` was called.
         """
-        told = nobody_follows is not None and self._future is None and not self.resumed
-        if told and nobody_follows is not None:
+        called = nobody_follows is not None and self._future is None and not self.resumed
+        if called and nobody_follows is not None:
             nobody_follows()
         self._error = error
         self._finished = True
         for waiter in list(self._waiters):
             waiter.set()
-        self._call_then()
+        self._call_on_end()
         future = self._future
-        return None if future is None else functools.partial(future.complete, self._outputs, error), told
+        return None if future is None else functools.partial(future.complete, self._outputs, error), called
 
-    def _call_then(self) -> None:
-        while self._then:
+    def _call_on_end(self) -> None:
+        while self._on_end:
             try:
-                call = self._then.pop()
-            except IndexError:  # the other side has called it
+                call = self._on_end.pop()
+            except IndexError:  # the other thread has called it
                 return
             call()
 
     def when_done(self, call: Callable[[], None]) -> None:
-        """Have this called once it has ended."""
-        self._then.append(call)
+        """Call this when the operation has ended, or now if it has."""
+        self._on_end.append(call)
         if self._finished:
-            self._call_then()
+            self._call_on_end()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the end; raise what went wrong.
+        """Wait for the end of the operation.
 
         Raises:
             CommError: the operation failed.
@@ -146,45 +147,45 @@ class ShmWork(Work):
         """
         seconds = None if timeout is None or timeout.total_seconds() <= 0 else timeout.total_seconds()
         if not self.await_end(seconds):
-            raise CommTimeoutError(f"the operation was not done within the timeout of {seconds:g} s")
+            raise CommTimeoutError(f"the operation did not finish within the timeout of {seconds:g} s")
         if self._error is not None:
             raise self._error
         return True
 
     def await_end(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, well or not; whether it has."""
+        """Wait for the end, whether the operation succeeds or not; returns whether it has ended."""
         if self._finished:
             return True
-        if self.waited_for is not None:
-            self.waited_for(self)  # the executor learns that this thread waits
+        if self.before_wait is not None:
+            self.before_wait(self)
         waiter = threading.Event()
         self._waiters.append(waiter)
-        ended: bool = self._finished  # meanwhile
+        ended: bool = self._finished  # it may have ended before the waiter was registered
         return ended or waiter.wait(seconds)
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """The same as `wait`, under torch's other name."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the operation has ended, successfully or not."""
         return self._finished
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether the operation has ended successfully."""
         return self._finished and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong."""
+        """The error that the operation has ended with, or None."""
         return self._error
 
     def result(self) -> Any:
-        """What the operation has written."""
+        """The tensors that the operation has written, after waiting for it."""
         self.wait()
         return self._outputs
 
     def source_rank(self) -> int:
-        """Of a received message: who sent it."""
+        """The rank that sent a received message."""
         return self.source
 
     _source_rank = source_rank
@@ -192,11 +193,11 @@ class ShmWork(Work):
     def get_future(self) -> Future[Any]:
         """A future with the tensors that were written."""
         if self._result is None:
-            # Several threads may be here; setdefault() makes one of them the first.
+            # setdefault() is atomic: of several threads here, one sets the future.
             future = vars(self).setdefault("_future", _Result(self))
             result: Future[Any] = future
             if _are_halves(self._outputs):
-                result = _typed()(future.then(_ended_well), list(self._outputs))
+                result = _typed()(future.then(_check_success), list(self._outputs))
             vars(self).setdefault("_result", result)
             if self._finished:
                 future.complete(self._outputs, self._error)
@@ -216,7 +217,7 @@ class DoneWork(ShmWork):
 
 
 def register(work: Work, outputs: Any) -> None:
-    """Have `wait_tensor` of the outputs wait for the work, where torch's own groups do: inside
+    """Make `wait_tensor` of the outputs wait for the work, as torch's own groups do inside
     `allow_inflight_collective_as_graph_input_ctx`."""
     if c10d._allow_inflight_collective_as_graph_input():
         for tensor in _flat(outputs):

@@ -137,11 +137,11 @@ class InferenceConfig:
                 raise UsageError(f"{name}={value!r}: must be a whole number from 0 to {most}")
         if self.pipeline_parallel.size > 1 and self.runtime not in ("auto", "native"):
             raise UsageError(
-                f"pipeline_parallel size={self.pipeline_parallel.size} is of the native runtime, not of "
+                f"pipeline_parallel size={self.pipeline_parallel.size} needs the native runtime, not "
                 f"runtime={self.runtime!r}"
             )
         if self.draft is not None and self.runtime not in ("auto", "native"):
-            raise UsageError(f"draft={self.draft!r} is of the native runtime, not of runtime={self.runtime!r}")
+            raise UsageError(f"draft={self.draft!r} needs the native runtime, not runtime={self.runtime!r}")
         if self.runtime == "plain" and self.dtype in QUANTISED:
             raise UsageError(f"dtype={self.dtype!r} needs packed weights, which runtime={self.runtime!r} does not have")
 

@@ -96,13 +96,13 @@ def quantize(
         raise UsageError(f"dtype {dtype!r}: quantize makes int4 or int8")
     Precision(dtype, group, asymmetric)
     if calibrate is not None and dtype != "int4":
-        raise UsageError("--calibrate is for int4: int8 loses next to nothing without")
+        raise UsageError("--calibrate is for int4; int8 loses almost nothing without it")
     if tokens is not None and calibrate is None:
-        raise UsageError("--calibration-tokens: of which text? Give --calibrate too")
+        raise UsageError("--calibration-tokens is the number of tokens of a text; give --calibrate TEXT too")
     if bits is not None and calibrate is None:
         raise UsageError("--bits: what each matrix needs is measured on a text; give --calibrate too")
     if asymmetric and dtype != "int4":
-        raise UsageError("asymmetric: int4 only; int8 has room enough without")
+        raise UsageError("asymmetric is for int4 only; int8 does not need it")
     if not source.exists():
         raise UsageError(no_such_model(model))
     if format == "gguf":

@@ -52,7 +52,7 @@ def save(
             if not isinstance(key, str) or not isinstance(value, str):
                 raise ModelError(f"metadata {key!r}: {value!r} must be text; use str() or json.dumps()")
             if not is_unicode(key) or not is_unicode(value):
-                raise ModelError(f"metadata {key!r}: {value!r} has half a character (a surrogate), which UTF-8 lacks")
+                raise ModelError(f"metadata {key!r}: {value!r} has an unpaired surrogate, which UTF-8 cannot hold")
     _check_sharing(state_dict)
     # The widest first, so that each begins at a multiple of its element.
     names = sorted(state_dict, key=lambda name: (-state_dict[name].element_size(), name))
@@ -71,7 +71,7 @@ def _check(name: str, tensor: object) -> None:
     if not isinstance(name, str) or name == "__metadata__":
         raise ModelError(f"{name!r} cannot be the name of a tensor in a safetensors file")
     if not is_unicode(name):
-        raise ModelError(f"the name {name!r} has half a character (a surrogate), which a safetensors file cannot have")
+        raise ModelError(f"the name {name!r} has an unpaired surrogate, which a safetensors file cannot hold")
     if not isinstance(tensor, torch.Tensor):
         raise ModelError(f"{name!r} is a {type(tensor).__name__}; a safetensors file has tensors only")
     kind = "quantized" if tensor.is_quantized else why_no_memory(tensor)

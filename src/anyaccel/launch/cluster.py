@@ -239,7 +239,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
     runner = find_runner(cluster.launcher or "ssh")
     if options.is_elastic and runner.per == "rank":
         raise UsageError(
-            f"--launcher {runner.name} starts the ranks itself, and torch.distributed.elastic wants to; "
+            f"--launcher {runner.name} starts the ranks itself, but torch.distributed.elastic has to start them; "
             "use --launcher ssh or pdsh with --max-restarts and --elastic"
         )
     program = require_program(runner, os.environ.get("PATH", os.defpath))

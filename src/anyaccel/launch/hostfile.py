@@ -76,7 +76,7 @@ def _host(word: str, where: str) -> str:
         if ":" in machine and is_name(machine.partition(":")[0]):
             host, _, count = machine.partition(":")
             example = f"{user}{at}{host} slots={count if count.isdecimal() else 1}"
-            raise UsageError(f"{where}: {word!r} is another launcher's way to say it; write: {example}")
+            raise UsageError(f"{where}: {word!r} is the syntax of another launcher; write: {example}")
         raise UsageError(f"{where}: {word!r} is not the name of a host; {_EXAMPLE}")
     return f"{user}{at}{machine}"
 

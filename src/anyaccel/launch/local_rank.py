@@ -179,8 +179,8 @@ def launcher_below(environ: Mapping[str, str], ancestors: Ancestors | None) -> R
         return rank_from_environment(environ, launcher_only=True, ancestors=ancestors)
     except UsageError as error:
         raise UsageError(
-            f"RANK={brief(environ.get('RANK', ''))} is of a launcher above {below[0].name}, which does not say this "
-            f"process's place: {error}"
+            f"RANK={brief(environ.get('RANK', ''))} was set by a launcher above {below[0].name}, which does not say "
+            f"which rank this process is: {error}"
         ) from None
 
 

@@ -66,8 +66,8 @@ def names_of_this_machine(names: Sequence[str], node: int, master: str) -> list[
                 found.append(number)
         elif machine in relative:
             raise UsageError(
-                f"host {names[number]} is another machine on each host, and may be that of host {names[node]}; "
-                "write the name of its machine into the hostfile"
+                f"host {names[number]} means another machine on each host, and may be the same one as host "
+                f"{names[node]}; write the name of its machine into the hostfile"
             )
     return found
 

@@ -83,7 +83,7 @@ def check_address(address: str) -> None:
     except (OSError, UnicodeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(
-            f"--master_addr {brief(address)} leads to no address on {os.uname().nodename}: {why}; "
+            f"--master_addr {brief(address)} does not resolve on {os.uname().nodename}: {why}; "
             "give the address of rank 0's host, or a name of it that every host knows"
         ) from None
 

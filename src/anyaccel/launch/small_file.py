@@ -61,7 +61,7 @@ def _read(descriptor: int) -> bytes:
         except BlockingIOError:
             left = deadline - time.monotonic()
             if left <= 0 or not poller.poll(left * 1000):
-                raise OSError(f"it has not come to its end within {_PATIENCE:g} s; give a file") from None
+                raise OSError(f"it did not finish within {_PATIENCE:g} s; give a file") from None
             continue
         data += piece
         if piece:

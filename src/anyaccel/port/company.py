@@ -70,6 +70,9 @@ def _found(path: str, find: Callable[[str], Holder | None]) -> str:
         return ""
     found = find(text if book is None else book.module)
     if found is None:
+        if book is not None and book.written is not None:
+            number, line, code = book.written
+            return place(f"{path} cell {number}", line, code)
         return ""
     if book is None:
         return place(path, found.line, found.code)

@@ -238,7 +238,11 @@ class Context:
                     return "" if self._is_decided_at_import(around.decorator) else "a decorator"
                 case cst.Param() if around.default is child:
                     function = self.tree.enclosing(around, cst.FunctionDef, cst.Lambda)
-                    return "a default" if isinstance(function, cst.FunctionDef) else ""
+                    if not isinstance(function, cst.Lambda):
+                        return "a default"
+                    # A lambda in a function is made when that function runs.
+                    inside = self.tree.enclosing(function, cst.FunctionDef, cst.Lambda) is not None
+                    return self.at_import(function) or ("" if inside else "a default")
                 case cst.ClassDef():
                     return "an attribute of a class"
                 case cst.Module() if isinstance(child, cst.SimpleStatementLine) and self._is_library:

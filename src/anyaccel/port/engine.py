@@ -134,9 +134,7 @@ def port_text(
             if ctx.is_scripted(candidate.node):
                 candidate.unfixed("TorchScript compiles this function and knows no get_accelerator()")
             elif at_import:
-                candidate.unfixed(
-                    f"as {at_import} it would choose when the module is imported; choose where it is used"
-                )
+                candidate.unfixed(f"as {at_import} it would choose an accelerator at import; choose where it is used")
             elif raw := ctx.raw_cuda(candidate.node):
                 candidate.unfixed(f"the function uses {raw}, which only CUDA has")
             elif ctx.in_own_cuda(candidate.node):

@@ -14,6 +14,7 @@ _WHOLE = re.compile(
 )
 _LAZY = re.compile(r"import_module\([ \t]*[\"'](\.*)([\w.]+)[\"']")
 _EXTENSION = re.compile(r"\bCUDAExtension\(\s*(?:name\s*=\s*)?[\"']([\w.]+)[\"']")
+_LOADED = re.compile(r"%(?:re)?load_ext\s+([\w.]+)")
 _PROGRAM = re.compile(r"(?:^[!%]?run|\bpython[\d.]*|\b(?:accelerate|launch|torchrun)\b)[ \t][^\n;&|]*?([\w./-]+)\.py\b")
 _NAME = re.compile(r"(\w+|\*)(?:\s+as\s+(\w+))?")
 _CODE = re.compile(r"^(?:class|def|async[ \t]+def)[ \t]", re.MULTILINE)
@@ -38,11 +39,13 @@ class Imports:
     programs: tuple[Import, ...] = ()
 
     def with_programs(self, lines: Iterable[str]) -> Imports:
-        """With the programs that a notebook's lines of shell run: `!python train.py` uses them as an import does."""
+        """With what a notebook's lines of magic use as an import does: `!python train.py`, `%load_ext package`."""
+        lines = list(lines)
         found = (match[1] for line in lines for match in _PROGRAM.finditer(line))
         parts = ([part for part in each.split("/") if part.strip(".")] for each in found)
         programs = tuple(Import(0, ".".join(each)) for each in parts if each)
-        return replace(self, imports=(*self.imports, *programs), programs=programs)
+        loaded = (Import(0, match[1]) for line in lines if (match := _LOADED.match(line)))
+        return replace(self, imports=(*self.imports, *programs, *loaded), programs=programs)
 
 
 NO_IMPORTS = Imports()

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from json.decoder import scanstring  # type: ignore[attr-defined]
 
+from anyaccel.port import tables
 from anyaccel.port.source import UnreadableError
 from anyaccel.port.tables import CELL_MARK
 
 _MAGIC = re.compile(r"(?P<indent>[ \t]*)(?:[%!?]|[\w.]+\?{1,2}\s*$|[\w.,() \t]+=\s*[%!])")
+_SHELLS = ("%%bash", "%%sh", "%%shell", "%%script", "%%system", "%%!")
+_PYTHON = ("%%writefile", "%%file", "%%python", "%%python3")
 _MASK = re.compile(r"pass  # anyaccel-line:(\d+)\n?")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -41,12 +44,17 @@ class Notebook:
     Attributes:
         module: the cells, each after a line with a mark; lines of magic stand as `pass`.
         masked: the lines that `pass` stands for.
+        commands: what the notebook has IPython or a shell run.
+        written: cell, line and text of the first line about CUDA in a cell that is written to a file or run by another
+            Python (`%%writefile train.py`); None where there is none.
     """
 
     text: str
     cells: tuple[Cell, ...]
     module: str
     masked: tuple[str, ...]
+    commands: tuple[str, ...] = ()
+    written: tuple[int, int, str] | None = None
 
     def cell_of(self, line: int) -> tuple[int, int]:
         """The number of the cell and the line in it, for a line of the module."""
@@ -75,7 +83,7 @@ def read(text: str) -> Notebook:
     """Take a notebook apart.
 
     Raises:
-        UnreadableError: it is no notebook.
+        UnreadableError: it is no notebook, or a cell about CUDA is not Python.
     """
     try:
         content = json.loads(text)
@@ -91,36 +99,73 @@ def read(text: str) -> Notebook:
     kept: list[Cell] = []
     parts: list[str] = []
     masked: list[str] = []
+    commands: list[str] = []
+    written = None
     for cell in cells:
-        code = _masked(cell.source, masked)
-        if code is not None:
-            kept.append(cell)
-            parts.append(f"{CELL_MARK}{cell.number}\n{code}\n")
-    return Notebook(text, tuple(kept), "".join(parts), tuple(masked))
+        if _is_foreign(cell.source):
+            magic = cell.source.split(None, 1)[0]
+            if magic in _SHELLS:
+                commands += cell.source.splitlines()
+            elif magic in _PYTHON:
+                written = written or _about_cuda(cell)
+            continue
+        try:
+            code = _masked(cell.source, masked)
+        except SyntaxError as error:
+            # Nobody can tell what such a cell does, so what works together with it is not ported either.
+            if tables.WORDS.search(cell.source):
+                raise UnreadableError(
+                    f"cell {cell.number} is not Python, and CUDA is in it: {error.msg} (line {error.lineno}); mend the "
+                    "cell, or remove it"
+                ) from None
+            continue
+        kept.append(cell)
+        parts.append(f"{CELL_MARK}{cell.number}\n{code}\n")
+    return Notebook(text, tuple(kept), "".join(parts), tuple(masked), (*masked, *commands), written)
 
 
-def _masked(source: str, masked: list[str]) -> str | None:
-    """The cell with magic replaced; None when it is not Python, or has nothing to port and nothing in common."""
+def _is_foreign(source: str) -> bool:
+    """Whether IPython hands the cell to something else than Python, or this module cannot mark its lines."""
     if CELL_MARK in source or "anyaccel-line:" in source or "\r" in source:
-        return None
-    lines = source.split("\n")
-    if lines[0].startswith("%%") and lines[0].split()[0] not in ("%%time", "%%timeit", "%%capture", "%%prun"):
-        return None
+        return True
+    first = source.split("\n", 1)[0]
+    return first.startswith("%%") and first.split()[0] not in ("%%time", "%%timeit", "%%capture", "%%prun")
+
+
+def _about_cuda(cell: Cell) -> tuple[int, int, str] | None:
+    lines = cell.source.splitlines()
+    return next(((cell.number, n, line.strip()) for n, line in enumerate(lines, 1) if tables.WORDS.search(line)), None)
+
+
+def _masked(source: str, masked: list[str]) -> str:
+    """The cell with its lines of magic replaced, those that a backslash continues as a whole.
+
+    Raises:
+        SyntaxError: what is left is not Python.
+    """
     count = len(masked)
     code = []
-    for line in lines:
-        match = _MAGIC.match(line)
-        if match:
-            code.append(f"{match['indent']}pass  # anyaccel-line:{len(masked)}")
-            masked.append(line[len(match["indent"]) :] + "\n")
-        else:
+    indent: str | None = None  # of the magic that goes on in this line
+    for line in source.split("\n"):
+        if indent is None or not line.startswith(indent):
+            match = _MAGIC.match(line)
+            indent = match["indent"] if match else None
+        if indent is None:
             code.append(line)
+            continue
+        code.append(f"{indent}pass  # anyaccel-line:{len(masked)}")
+        masked.append(line[len(indent) :] + "\n")
+        if not line.endswith("\\"):
+            indent = None
     text = "\n".join(code)
     try:
         ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
         del masked[count:]
-        return None
+        raise SyntaxError(str(error)) from None
+    except SyntaxError:
+        del masked[count:]
+        raise
     return text
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every rule as data: code, what it is about, why, and what it does to an example.
 
-docs/porting.md is written from this table, and each example is a test.
+docs/porting-rules.md is written from this table, and each example is a test.
 """
 
 from __future__ import annotations

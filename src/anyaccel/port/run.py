@@ -72,13 +72,18 @@ def look(path: str, config: Config, project: Project = NO_PROJECT) -> Outcome:
             return _look_at_notebook(path, data, config, project)
         return _look_at_module(path, data, config, project)
     except source.UnreadableError as error:
-        return Outcome(path, error=str(error))
+        return Outcome(path, error=str(error), holds=_unknown(path))
     except (RecursionError, MemoryError) as error:
-        return Outcome(path, error=f"too large or nested too deeply ({type(error).__name__})")
+        return Outcome(path, holds=_unknown(path), error=f"too large or nested too deeply ({type(error).__name__})")
     except Exception as error:
         logger.debug("%s", path, exc_info=True)
         told = " ".join(str(error).split())[:200]
         return Outcome(path, error=f"anyaccel port failed, please report it: {type(error).__name__}: {told}")
+
+
+def _unknown(path: str) -> str:
+    """What files that work together with one that cannot be parsed wait for."""
+    return f"{Path(path).name}, which cannot be read and may ask for CUDA"
 
 
 def _look_at_module(path: str, data: bytes, config: Config, project: Project) -> Outcome:
@@ -90,7 +95,7 @@ def _look_at_module(path: str, data: bytes, config: Config, project: Project) ->
         ported = port_text(file.text, config.wants, removes, project, config.partial, project.held.get(path, ""))
     except NotPythonError as error:
         line, column, reason = str(error).split(":", 2)
-        return Outcome(path, error=reason.strip(), line=int(line), column=int(column))
+        return Outcome(path, error=reason.strip(), line=int(line), column=int(column), holds=_unknown(path))
     findings = tuple(
         Finding(path, f.line, f.column, f.code, f.message, f.fixable, end_line=f.end_line, waits=f.waits)
         for f in ported.findings
@@ -206,7 +211,7 @@ def _outline(path: str) -> Outline:
         if path.endswith(".ipynb"):
             book = notebook.read(text)
             found = outline(book.module)
-            return replace(found, links=found.links.with_programs(book.masked))
+            return replace(found, links=found.links.with_programs(book.commands))
         return outline(text) if path.endswith((".py", ".pyi")) else Outline()
     except source.UnreadableError:
         return Outline()

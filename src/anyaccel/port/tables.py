@@ -151,7 +151,11 @@ FOREIGN = {
 }
 
 # Packages that know tensors of CUDA and of the CPU only, or of CUDA only: what a file that uses one picks is for it.
-CUDA_OR_CPU = {"cupy", "cupyx", "dgl", "numba.cuda", "nvalchemiops", "pycuda", "tensorrt", "warp"}
+# Lua's modules of torch before 1.0 have `cuda()` but no `to()`.
+CUDA_OR_CPU = {
+    *("cupy", "cupyx", "dgl", "numba.cuda", "nvalchemiops", "pycuda", "tensorrt", "warp"),
+    *("torch.legacy", "torch.utils.serialization"),
+}
 # In the names of what makes or takes DGL's graphs, by whatever package: Graph.atom_dgl_multigraph.
 OF_DGL = re.compile(r"\w+_dgl(?:_\w+)?|dgl_\w+")
 

@@ -103,9 +103,7 @@ def read_header(read: Callable[[int, int], Any], path: object, size: int) -> Hea
         raise ModelError(f"{path}: __metadata__ in the header is not a map of text to text; the file is damaged")
     for each in (*parsed, *metadata, *metadata.values()):
         if not is_unicode(each):
-            raise ModelError(
-                f"{path}: {shown(each)} in the header is half a character (a surrogate); the file is damaged"
-            )
+            raise ModelError(f"{path}: {shown(each)} in the header is an unpaired surrogate; the file is damaged")
     entries = sorted((_entry(path, name, value, begin) for name, value in parsed.items()), key=lambda entry: entry[-2:])
     at = begin
     for entry in entries:

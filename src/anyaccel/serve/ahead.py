@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several steps in one call of the decoder, whose tokens reach those who wait for them meanwhile.
+"""Multi-step calls of the decoder, and how their tokens reach asyncio while the call still runs.
 
-Between two steps all cores would wait until Python has planned the next one. As long as nothing but the same answers
-goes on, there is nothing to plan: the decoder takes step after step, and what they bring is taken from its feed by the
-asyncio loop that waits for it. Whatever comes in ends that after the step under way. All else goes by the outbox; what
-is on both roads keeps its order.
+Between two steps all cores would wait until Python has planned the next one. While the same requests only decode there
+is nothing to plan: one call of the decoder takes several steps, and writes the tokens of each to a feed that the event
+loop reads. A message to the engine stops the call after the step under way. Everything else goes through the outbox.
 """
 
 from __future__ import annotations
@@ -12,120 +11,118 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from anyaccel.serve.slots import Ahead
-from anyaccel.serve.streams import Piece, Stream
+from anyaccel.serve.contract import Chunk
+from anyaccel.serve.slots import MultiStep
+from anyaccel.serve.streams import Result, Stream
 
-LONGEST_S = 0.2  # of such a call: what the engine counts, and deadlines, may be late by this
-
-
-class Receiver:
-    """Who gets a request's tokens, and what is said with each of them."""
-
-    __slots__ = ("cached_tokens", "queued_s", "stream")
-
-    def __init__(self, stream: Stream, cached_tokens: int, queued_s: float) -> None:
-        self.stream = stream
-        self.cached_tokens = cached_tokens
-        self.queued_s = queued_s
+LONGEST_CALL_S = 0.2  # counters and deadlines are only looked at between calls, so they may be late by this
 
 
-class _Way:
-    """To one loop, on two roads: what the outbox sends, and what the feed has. A call's tokens are later than what was
-    sent before it, and earlier than what is sent after it."""
+@dataclass(slots=True)
+class Subscriber:
+    """The stream that gets a request's tokens, and what each of its chunks says beside them."""
+
+    stream: Stream
+    cached_tokens: int
+    queued_s: float
+
+
+class _LoopChannel:
+    """Counts what the outbox sends to one loop, so that the feed's tokens keep their order relative to it.
+
+    The tokens of a call come after what was sent before the call, and before what is sent after it.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.sent = 0  # by the outbox; the engine's thread counts
-        self.arrived = 0  # of these; the loop counts
+        self.sent = 0  # written by the engine's thread only
+        self.delivered = 0  # written by the loop only
 
 
 class _Call:
-    """Steps of the decoder that it takes at once.
+    """A multi-step call: its tokens wait until the loop has delivered the `after` batches that were sent before it."""
 
-    Attributes:
-        after: what the outbox had sent when they began.
-    """
-
-    def __init__(self, way: _Way, receivers: Sequence[Receiver]) -> None:
-        self.way = way
-        self.after = way.sent
-        self.receivers = receivers
+    def __init__(self, channel: _LoopChannel, subscribers: Sequence[Subscriber]) -> None:
+        self.channel = channel
+        self.after = channel.sent
+        self.subscribers = subscribers
 
 
-class Feeding:
-    """From the decoder's feed to the streams of one loop."""
+class TokenDispatcher:
+    """Moves tokens from the decoder's feed to the streams of one loop."""
 
     def __init__(self) -> None:
         from anyaccel import _llm
 
         self._feed = _llm.TokenFeed()
-        self._way: _Way | None = None
+        self._channel: _LoopChannel | None = None
         self._tags = itertools.count(1)
         self._calls: dict[int, _Call] = {}  # by their tags
-        self._taken: deque[tuple[int, list[int]]] = deque()  # and not given to anyone yet
-        self._over = 0  # the last tag whose call is over
+        self._undelivered: deque[tuple[int, list[int]]] = deque()  # tags and tokens that were read from the feed
+        self._last_finished = 0  # the tag of the newest call that has returned
 
     # --- called in the loop
 
-    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let a loop take what comes, if no other one does."""
-        if self._way is None or (self._way.loop is not loop and self._way.loop.is_closed()):
-            self._way = _Way(loop)
-            loop.add_reader(self._feed.fileno(), self.take)
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Make the loop read the feed, unless another open loop does already."""
+        if self._channel is None or (self._channel.loop is not loop and self._channel.loop.is_closed()):
+            self._channel = _LoopChannel(loop)
+            loop.add_reader(self._feed.fileno(), self.read_feed)
 
-    def take(self) -> None:
-        """Give what has come to those who wait for it, as far as its turn is."""
-        over = self._over
-        self._taken.extend(self._feed.take())
-        while self._taken:
-            call = self._calls[self._taken[0][0]]
-            if call.way is self._way and call.after > call.way.arrived:
+    def read_feed(self) -> None:
+        """Put the feed's tokens into their streams, up to those that must wait for a batch of the outbox."""
+        last_finished = self._last_finished
+        self._undelivered.extend(self._feed.take())
+        while self._undelivered:
+            call = self._calls[self._undelivered[0][0]]
+            if call.channel is self._channel and call.after > call.channel.delivered:
                 return
-            _, tokens = self._taken.popleft()
-            for receiver, token in zip(call.receivers, tokens, strict=True) if call.way is self._way else ():
-                receiver.stream.put(Piece((token,), cached_tokens=receiver.cached_tokens, queued_s=receiver.queued_s))
-        for tag in list(self._calls):  # at once: the engine's thread may add one meanwhile
-            if tag <= over:
+            _, tokens = self._undelivered.popleft()
+            for each, token in zip(call.subscribers, tokens, strict=True) if call.channel is self._channel else ():
+                each.stream.put(Chunk((token,), cached_tokens=each.cached_tokens, queued_s=each.queued_s))
+        for tag in list(self._calls):  # a copy: the engine's thread may add a call meanwhile
+            if tag <= last_finished:
                 del self._calls[tag]
 
-    def arrive(self, way: _Way | None, put: Callable[[], object]) -> None:
-        """What the outbox has sent has come: `put` gives it to those who wait, in its turn.
+    def deliver(self, channel: _LoopChannel | None, batch: Sequence[tuple[Stream, Result]]) -> None:
+        """Put a batch of the outbox into its streams, in its order relative to the feed's tokens.
 
         Args:
-            way: what `send` said when it was sent.
+            channel: what `count_batch` returned for this batch.
         """
-        if way is None:
-            put()
-            return
-        self.take()
-        put()
-        way.arrived += 1
-        self.take()
+        if channel is not None:
+            self.read_feed()
+        for stream, result in batch:
+            stream.put(result)
+        if channel is not None:
+            channel.delivered += 1
+            self.read_feed()
 
     # --- called in the engine's thread
 
-    def send(self, loop: asyncio.AbstractEventLoop) -> _Way | None:
-        """The outbox is about to send something to a loop; returns what `arrive` is to get with it."""
-        way = self._way
-        if way is None or way.loop is not loop:
+    def count_batch(self, loop: asyncio.AbstractEventLoop) -> _LoopChannel | None:
+        """Count a batch that the outbox is about to send to the loop; None if the loop does not read the feed."""
+        channel = self._channel
+        if channel is None or channel.loop is not loop:
             return None
-        way.sent += 1
-        return way
+        channel.sent += 1
+        return channel
 
-    def begin(self, most: int, receivers: Sequence[Receiver]) -> Ahead | None:
-        """Leave for several steps; None where somebody waits in another loop."""
-        way = self._way
-        if way is None or any(each.stream.loop is not way.loop for each in receivers):
+    def start_call(self, most: int, subscribers: Sequence[Subscriber]) -> MultiStep | None:
+        """Allow a call of up to `most` steps; None if a subscriber's loop does not read the feed."""
+        channel = self._channel
+        if channel is None or any(each.stream.loop is not channel.loop for each in subscribers):
             return None
         tag = next(self._tags)
-        self._calls[tag] = _Call(way, list(receivers))
-        return Ahead(most, self._feed, tag)
+        self._calls[tag] = _Call(channel, list(subscribers))
+        return MultiStep(most, self._feed, tag)
 
-    def over(self, ahead: Ahead) -> None:
-        """Its call is over: all that it brought is in the feed."""
-        self._over = ahead.tag
+    def finish_call(self, call: MultiStep) -> None:
+        """Note that the call has returned, so that all its tokens are in the feed."""
+        self._last_finished = call.tag
 
     # --- called anywhere
 
@@ -134,11 +131,11 @@ class Feeding:
         self._feed.stop(value)
 
     def close(self) -> None:
-        """Nobody waits any more. The feed's descriptor lives until its loop has let it go."""
-        way, feed = self._way, self._feed
-        if way is None or way.loop.is_closed():
+        """Detach the loop from the feed. The feed's descriptor stays open until the loop has removed it."""
+        channel, feed = self._channel, self._feed
+        if channel is None or channel.loop.is_closed():
             return
-        loop = way.loop
+        loop = channel.loop
         try:
             loop.call_soon_threadsafe(lambda: loop.remove_reader(feed.fileno()))
         except RuntimeError:
@@ -147,33 +144,22 @@ class Feeding:
 
 
 class Outbox:
-    """Pieces of a step, sent to each loop at once.
+    """Collects the results of a step, and sends them in one batch to each loop."""
 
-    Args:
-        feeding: the other road to them, where what is on both keeps its order.
-    """
+    def __init__(self, dispatcher: TokenDispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._batches: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Result]]] = {}
 
-    def __init__(self, feeding: Feeding) -> None:
-        self._feeding = feeding
-        self._pieces: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Piece]]] = {}
-
-    def add(self, stream: Stream, piece: Piece) -> None:
-        self._pieces.setdefault(stream.loop, []).append((stream, piece))
+    def add(self, stream: Stream, result: Result) -> None:
+        self._batches.setdefault(stream.loop, []).append((stream, result))
 
     def send(self) -> None:
-        """Wake the loops; one that is closed has nobody who waits."""
-        pieces, self._pieces = self._pieces, {}
-        for loop, those in pieces.items():
-            way = self._feeding.send(loop)
+        """Wake the loops; a batch for a closed loop is dropped, as nobody waits there."""
+        batches, self._batches = self._batches, {}
+        for loop, batch in batches.items():
+            channel = self._dispatcher.count_batch(loop)
             try:
-                loop.call_soon_threadsafe(self._deliver, way, those)
+                loop.call_soon_threadsafe(self._dispatcher.deliver, channel, batch)
             except RuntimeError:
                 if not loop.is_closed():
                     raise
-
-    def _deliver(self, way: _Way | None, pieces: list[tuple[Stream, Piece]]) -> None:
-        def put() -> None:
-            for stream, piece in pieces:
-                stream.put(piece)
-
-        self._feeding.arrive(way, put)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's tokens as pieces of text: what every kind of request makes its answer of."""
+"""From the engine's tokens to pieces of text, for every kind of request."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from anyaccel.serve.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What became known of one answer.
+    """The new part of one answer.
 
     Attributes:
         index: which answer of the request.
         text: new text, up to a stop string.
-        logprobs: one a new token, where they were asked for.
+        logprobs: one for each new token, if they were asked for.
         count: tokens of the answer so far.
         prompt_logprobs, cached, drafts: see `Chunk`.
         finish: "stop" or "length" in the last piece.
@@ -43,12 +43,12 @@ class AnswerText:
     """One answer's text while its tokens come.
 
     Args:
-        decode: text of tokens.
-        ends: tokens that are no text where they end the answer.
-        stops: strings that end it.
-        keep_stop: such a token or string is shown all the same.
-        before: tokens that the answer goes on from.
-        quiet: so many tokens come before a stop string counts.
+        decode: makes text of tokens.
+        ends: tokens whose text is left out where they end the answer.
+        stops: strings that end the answer.
+        keep_stop: whether the text includes the token or string that has ended the answer.
+        before: tokens that the answer continues.
+        quiet: the number of tokens within which a stop string has no effect.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class AnswerText:
         self.cached = 0
 
     def add(self, chunk: Chunk, index: int = 0) -> Piece:
-        """What this chunk adds."""
-        return replace(self._added(chunk, index), drafts=chunk.drafts)
+        """The text and counts that this chunk adds."""
+        return replace(self._convert(chunk, index), drafts=chunk.drafts)
 
-    def _added(self, chunk: Chunk, index: int) -> Piece:
+    def _convert(self, chunk: Chunk, index: int) -> Piece:
         tokens = chunk.tokens
         self.cached = max(self.cached, chunk.cached_tokens)
         ended = chunk.finish == "stop" and tokens and tokens[-1] in self._ends and not self._keep_stop
@@ -86,20 +86,20 @@ class AnswerText:
             return Piece(index, text, chunk.logprobs, self.count, self.cached, chunk.prompt_logprobs, finish)
         text = ""
         for place, token in enumerate(shown):
-            text += self._filtered(self._detokenizer.add(token))
+            text += self._apply_stops(self._detokenizer.add(token))
             if self._filter.stopped:
                 logprobs = chunk.logprobs[: place + 1]
                 return Piece(index, text, logprobs, self.count, self.cached, chunk.prompt_logprobs, "stop")
         self.count += len(tokens) - len(shown)
         if finish is not None:
-            text += self._filtered(self._detokenizer.finish(), False)
+            text += self._apply_stops(self._detokenizer.finish(), False)
             if self._filter.stopped:
                 finish = "stop"
             else:
                 text += self._filter.finish()
         return Piece(index, text, chunk.logprobs, self.count, self.cached, chunk.prompt_logprobs, finish)
 
-    def _filtered(self, text: str, counts: bool = True) -> str:
+    def _apply_stops(self, text: str, counts: bool = True) -> str:
         assert self._filter is not None
         self.count += counts
         if self.count < self._quiet or not text:
@@ -118,9 +118,9 @@ async def pieces(
     """
     start = last = time.monotonic()
     count = 0
-    finish = "abort"  # unless it ends otherwise: the client is gone
+    finish = "abort"  # the client has gone, unless a finish reason or an error replaces this
     try:
-        # An engine's answer is an asynchronous generator, whatever its interface calls it.
+        # The interface promises an iterator only, but every engine's is a generator, which has to be closed.
         async with aclosing(cast("AsyncGenerator[Chunk, None]", engine.generate(request))) as chunks:
             async for chunk in chunks:
                 now = time.monotonic()
@@ -148,7 +148,7 @@ async def pieces(
 
 
 def merged(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
-    """The pieces of several answers as they come; the end of this one, by whatever, is the end of all."""
+    """The pieces of several answers as they come; closing this generator closes all of them."""
     return streams[0] if len(streams) == 1 else _merged(streams)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What went wrong, in OpenAI's shape: {"error": {"message", "type", "param", "code"}} and a status of HTTP."""
+"""Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with an HTTP status."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from anyaccel.outside import line, shown
 from anyaccel.serve.contract import DeadlineError, EngineFullError, EngineStoppedError, GrammarError, TooLongError
 
 _FIELD = re.compile(r"(?:\w+\.)*(\w+)\s*[=:]")
-# pydantic's words where they say less than ours, or say what only Python calls so.
+# Our words for pydantic's messages that say less, or that use Python's names.
 _WORDS = {"missing": "is required", "none_required": "must be null"}
 
 
@@ -58,15 +58,15 @@ class ApiError(Exception):
 
 
 def wrong(param: str, message: str, code: str | None = None) -> ApiError:
-    """A field that cannot be what it is."""
+    """The error for a field with an invalid value."""
     return ApiError(400, f"{param}: {message}", param, code)
 
 
 def invalid(error: ValidationError, given: Any) -> ApiError:
-    """pydantic's first complaint, in the words of the one who sent the body."""
+    """The error for a body that pydantic has refused, with the place named as the client wrote it."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
-    # Of a field with several forms, each form complains: the complaint that got furthest is of the form that was meant,
-    # but a length is only looked at where the form is right.
+    # For a field with several allowed forms pydantic lists an error of each. The one with the longest path is of the
+    # form that was meant, except that a length is only checked where the form is right.
     paths = [_path(each["loc"], given, each["type"] == "missing") for each in found]
     first = paths[0][:1]
     place, chosen = max(
@@ -75,13 +75,13 @@ def invalid(error: ValidationError, given: Any) -> ApiError:
     )
     param = _written(place)
     text = _WORDS.get(chosen["type"], chosen["msg"][:1].lower() + chosen["msg"][1:]).replace(" after validation", "")
-    told = chosen["type"] not in ("missing", "too_long", "too_short")  # the lengths are told already
-    value = f", not {shown(_at(given, place))}" if told else ""
+    show_value = chosen["type"] not in ("missing", "too_long", "too_short")  # pydantic's text has the length
+    value = f", not {shown(_at(given, place))}" if show_value else ""
     return ApiError(400, line(f"{param or 'the body'}: {text}{value}"), param or None)
 
 
 def _path(loc: Sequence[int | str], given: Any, missing: bool) -> tuple[int | str, ...]:
-    """The part of a place that is in the body: pydantic's places also have the names of forms."""
+    """The path of an error within the body; pydantic's own paths also contain the names of forms."""
     path: list[int | str] = []
     for part in loc:
         named = isinstance(given, Mapping) and isinstance(part, str) and part in given
@@ -106,7 +106,7 @@ def _written(path: Sequence[int | str]) -> str:
 
 
 def api_error(error: BaseException) -> ApiError:
-    """The answer to any error of ours; one that nobody expected says nothing of what is inside."""
+    """The response to any error; one for an unexpected error reveals nothing of the server."""
     text = str(error)
     match error:
         case ApiError():
@@ -116,7 +116,7 @@ def api_error(error: BaseException) -> ApiError:
                 429, text, None, "rate_limit_exceeded", "rate_limit_error", retry_after_s=error.retry_after_s
             )
         case EngineStoppedError():
-            # Why it has is the log's: it may name files.
+            # The reason stays in the log, as it may name files.
             return ApiError(503, text.partition(": ")[0], None, "engine_stopped", "server_error", retry_after_s=2)
         case DeadlineError():
             return ApiError(504, text, None, "timeout", "server_error")

@@ -26,10 +26,10 @@ def stops_of(request: SamplingFields) -> list[str]:
 
 
 def usage_of(prompt: int, counts: Sequence[int], cached: int, drafts: Sequence[tuple[int, int]] = ()) -> dict[str, Any]:
-    """What a request took.
+    """The `usage` of a response.
 
     Args:
-        drafts: of each answer, how many tokens were drafted and how many of them were right.
+        drafts: the numbers of drafted and of accepted tokens of each answer.
     """
     drafted, accepted = (sum(each[place] for each in drafts) for place in (0, 1))
     told = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
@@ -46,14 +46,14 @@ def _logprobs(texts: Texts, found: Sequence[TokenLogprob]) -> dict[str, Any]:
     return {"content": [_logprob(texts, each) for each in found]}
 
 
-def _one(texts: Texts, token: int, logprob: float) -> dict[str, Any]:
+def _token_logprob(texts: Texts, token: int, logprob: float) -> dict[str, Any]:
     text, values = texts.token(token)
     return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(values)}
 
 
 def _logprob(texts: Texts, found: TokenLogprob) -> dict[str, Any]:
-    tops = [_one(texts, token, logprob) for token, logprob in found.top]
-    return {**_one(texts, found.token, found.logprob), "top_logprobs": tops}
+    tops = [_token_logprob(texts, token, logprob) for token, logprob in found.top]
+    return {**_token_logprob(texts, found.token, found.logprob), "top_logprobs": tops}
 
 
 class Chat:
@@ -85,7 +85,7 @@ class Chat:
             key=self._key,
         )
 
-    def _counted(self, delta: Delta) -> None:
+    def _count(self, delta: Delta) -> None:
         self._counts[delta.piece.index] = delta.piece.count
         self._drafts[delta.piece.index] = max(self._drafts[delta.piece.index], delta.piece.drafts)
         self._cached = max(self._cached, delta.piece.cached)
@@ -94,7 +94,7 @@ class Chat:
         return usage_of(len(self._prompt.tokens), self._counts, self._cached, self._drafts)
 
     def _logprobs_of(self, delta: Delta) -> list[TokenLogprob]:
-        """Those of the text: a token that only ends the answer is none of it."""
+        """The log-probabilities of the text's tokens, without a token that only ends the answer."""
         ends = self._front.engine.facts.ends
         return [each for each in delta.piece.logprobs if each.token not in ends]
 
@@ -110,7 +110,7 @@ class Chat:
         finish: list[str | None] = [None] * self._answers
         async with aclosing(self._deltas()) as found:
             async for delta in found:
-                self._counted(delta)
+                self._count(delta)
                 index = delta.piece.index
                 content[index] += delta.content
                 thoughts[index] += delta.thoughts
@@ -148,7 +148,7 @@ class Chat:
         begun = [False] * self._answers
         async with aclosing(self._deltas()) as found:
             async for delta in found:
-                self._counted(delta)
+                self._count(delta)
                 index = delta.piece.index
                 change: dict[str, Any] = {}
                 if not begun[index]:
@@ -172,7 +172,7 @@ class Chat:
 
 
 def add_call(calls: list[dict[str, Any]], part: dict[str, Any]) -> None:
-    """Put a part of a call where it belongs."""
+    """Add a call, or append to the arguments of one."""
     if "id" in part:
         calls.append({"id": part["id"], "type": "function", "function": dict(part["function"])})
     else:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/completions`: texts or tokens that go on, several at once, with what lm-evaluation-harness asks of them.
+"""`/v1/completions`: continues texts or tokens, several at once, with what lm-evaluation-harness needs.
 
-The answers are numbered as OpenAI does: n of the first prompt, then n of the second.
+The answers are numbered as OpenAI does: n answers to the first prompt, then n answers to the second.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _DEFAULT_TOKENS = 16
 
 
 class _Logprobs:
-    """The log-probabilities of one answer in this API's lists; a text's place counts from its prompt's beginning."""
+    """The log-probabilities of one answer as this API's lists; text offsets count from the beginning of the prompt."""
 
     def __init__(self, front: Front, offset: int) -> None:
         self._texts = front.texts
         self._offset = offset
 
     def lists(self, found: Sequence[TokenLogprob | int]) -> dict[str, list[Any]]:
-        """Of tokens with them, and of the first token of a prompt, which has none."""
+        """The lists for these tokens; the first token of a prompt is given as an int, as it has no log-probability."""
         made: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
         for each in found:
             token = each if isinstance(each, int) else each.token
@@ -47,7 +47,7 @@ class _Logprobs:
             made["token_logprobs"].append(max(each.logprob, -9999.0))
             top: dict[str, float] = {}
             for other, logprob in (*each.top, (each.token, each.logprob)):
-                # Two tokens may have one text; the likelier one is the one to tell.
+                # Two tokens may have the same text: keep the likelier one.
                 top.setdefault(self._texts.token(other)[0], max(logprob, -9999.0))
             made["top_logprobs"].append(top)
         return made
@@ -109,7 +109,7 @@ class Completions:
         return merged(streams)
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        """What a piece adds to its answer; the first one has what `echo` wants."""
+        """The API's choice for a piece; the first one of an answer includes the prompt if `echo` is set."""
         index, text = piece.index, piece.text
         found: list[TokenLogprob | int] = list(piece.logprobs)
         prompt = self._prompts[index // self._each]

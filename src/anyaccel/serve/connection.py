@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One connection: uvicorn's HTTP/1.1 with bounds, where uvicorn itself takes all, waits for ever, or says no JSON."""
+"""uvicorn's HTTP/1.1 connection with the bounds on size and time that it lacks, and with errors as JSON."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ from anyaccel.serve.limits import Limits
 
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TOO_LARGE = "the head of the request is larger than {} bytes"
-_LOOK_S = 0.25  # between two looks whether a client that sends no more still listens
-_LINGER_S = 2.0  # a client whose request is refused may go on to send, or would not see why
-# Of who offers HTTP/2 in this header (Java's client, curl --http2), the parser would leave out the body of the request.
-# Nothing else that comes has these bytes: in JSON, no line begins so.
+_POLL_S = 0.25  # between two checks whether a client that has closed its sending side still listens
+_LINGER_S = 2.0  # a refused client may send on for this long; closing at once could lose it the response
+# The parser would drop the body of a request that offers HTTP/2 in this header (Java's client, curl --http2), so the
+# header is renamed. No body is changed by that: no line of JSON begins so.
 _UPGRADE = re.compile(rb"(?i)\nupgrade(?=[ \t]*:)")
-_CLOSED = 7  # TCP_CLOSE (linux/tcp.h): what the other side's reset makes of a connection
+_TCP_CLOSE = 7  # linux/tcp.h: the state of a connection that the other side has reset
 
 
 class _RefusedError(Exception):
-    """Ends the parser, which has no other way to be told."""
+    """Raised in a callback of the parser, as nothing else stops it."""
 
 
 def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
-    """The protocol of a server.
+    """The asyncio protocol for a server's connections.
 
     Args:
-        most: connections at once; one more is told so, and closed.
+        most: connections at once; a further one gets an error, and is closed.
     """
 
     class Bounded(HttpToolsProtocol):
-        _timer: asyncio.TimerHandle | None = None  # while a head is waited for
-        _received = 0  # bytes since it is, or since all was said
-        _head = 0  # bytes of the head, as far as it is parsed
-        _hosts = 0
+        _timer: asyncio.TimerHandle | None = None  # runs while the head of a request is incomplete
+        _received = 0  # bytes since that timer started, or since the last response was written
+        _head = 0  # bytes of the head that are parsed
+        _hosts = 0  # Host headers of the request
         _refusal: ApiError | None = None
-        _ended = False  # everything that was to be said is said
-        _active: RequestResponseCycle | None = None  # `cycle` is the newest, which may wait for it
-        _half = False  # the client sends no more
-        _looking: asyncio.TimerHandle | None = None
+        _ended = False  # the last response is written; what still comes is discarded
+        _active: RequestResponseCycle | None = None  # what the application answers now; `cycle` is the newest
+        _half_closed = False  # the client has closed its sending side
+        _polling: asyncio.TimerHandle | None = None
 
-        def _wait(self) -> None:
-            self._has_come()
+        def _start_timer(self) -> None:
+            self._cancel_timer()
             self._received = 0
-            self._timer = self.loop.call_later(limits.header_seconds, self._give_up)
+            self._timer = self.loop.call_later(limits.header_seconds, self._abort)
 
-        def _has_come(self) -> None:
+        def _cancel_timer(self) -> None:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
-        def _give_up(self) -> None:
+        def _abort(self) -> None:
             if not self.transport.is_closing():
                 self.transport.abort()
 
@@ -69,24 +69,24 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
             self.scope["anyaccel.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
             self.scope["anyaccel.half"] = asyncio.Event()  # type: ignore[typeddict-unknown-key]
             self._head = self._hosts = 0
-            self._wait()
+            self._start_timer()
 
-        def _count(self, size: int) -> None:
+        def _count_head(self, size: int) -> None:
             self._head += size
             if self._head > limits.head:
                 self._refuse(431, _TOO_LARGE.format(limits.head))
 
         def on_url(self, url: bytes) -> None:
-            self._count(len(url))
+            self._count_head(len(url))
             super().on_url(url)
 
         def on_header(self, name: bytes, value: bytes) -> None:
-            self._count(len(name) + len(value) + 4)
+            self._count_head(len(name) + len(value) + 4)
             self._hosts += name.lower() == b"host"
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._has_come()
+            self._cancel_timer()
             # https://www.rfc-editor.org/rfc/rfc9112#section-3.2
             if self._hosts > 1 or (self._hosts == 0 and self.parser.get_http_version() == "1.1"):
                 self._refuse(400, f"the request has {self._hosts} Host headers: HTTP/1.1 needs one")
@@ -94,7 +94,7 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
             self._active = cycle
-            cycle.transport = _Answering(self.transport, self._end)  # type: ignore[assignment]
+            cycle.transport = _ResponseTransport(self.transport, self._end)  # type: ignore[assignment]
             super()._start_asgi_task(cycle, app)
 
         def _refuse(self, status: int, message: str) -> None:
@@ -107,15 +107,15 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
             super().connection_made(transport)
             if len(self.connections) > most:
                 said = ApiError(503, "too many connections", None, "overloaded", "server_error", retry_after_s=2)
-                self._say(said)
+                self._write_error(said)
                 return
-            self._wait()
+            self._start_timer()
 
         def data_received(self, data: bytes) -> None:
             if self._refusal is not None or self._ended:
                 self._received += len(data)
                 if self._received > 4 * limits.body:
-                    self._give_up()
+                    self._abort()
                 return
             timer = self._timer
             super().data_received(_UPGRADE.sub(b"\nx-upgrade", data))
@@ -127,23 +127,23 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
                 self.send_400_response("")
 
         def send_400_response(self, msg: str) -> None:
-            """Answer what is no request; after an answer that is under way, the connection is only closed."""
+            """Answer invalid HTTP with an error; if a response is being sent, only close the connection after it."""
             refusal = self._refusal = self._refusal or ApiError(400, "what was sent is no request of HTTP")
-            self._has_come()
+            self._cancel_timer()
             cycle = self.cycle
             if cycle is not None and not cycle.response_complete:
                 if not cycle.more_body:
                     cycle.keep_alive = False
                     return
-                cycle.disconnected = True  # its body is broken
+                cycle.disconnected = True  # the body will never be complete
                 cycle.message_event.set()
                 if cycle.response_started or cycle is not self._active:
                     self.transport.abort()
                     return
-            self._say(refusal)
+            self._write_error(refusal)
 
-        def _say(self, error: ApiError) -> None:
-            """Answer what has not become a request."""
+        def _write_error(self, error: ApiError) -> None:
+            """Write an error response for bytes that did not become a request."""
             body = to_json(error.body())
             headers = {
                 **error.headers(),
@@ -157,30 +157,31 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
             self._end(True)
 
         def _end(self, unread: bool = False) -> None:
-            """Close the connection after what was written.
+            """Close the connection after the response.
 
-            One that is closed while the client sends is reset, which may take the answer away from the client.
+            While the client still sends, first close only our sending side: closing both would reset the connection,
+            and the client might lose the response.
             """
             cycle = self.cycle
-            if self._half or not (unread or (cycle is not None and cycle.more_body)):
+            if self._half_closed or not (unread or (cycle is not None and cycle.more_body)):
                 self.transport.close()
                 return
             if self._ended or self.transport.is_closing():
                 return
             self._ended = True
             self._received = 0
-            self.pipeline.clear()  # what came after a request that was to be the last
+            self.pipeline.clear()  # requests after the last one that is answered
             self.flow.resume_reading()
             if self.transport.can_write_eof():
                 self.transport.write_eof()
-            self._has_come()
-            self._timer = self.loop.call_later(_LINGER_S, self._give_up)
+            self._cancel_timer()
+            self._timer = self.loop.call_later(_LINGER_S, self._abort)
 
         def eof_received(self) -> bool:  # type: ignore[override]
-            """Whether the connection stays open, for the answer to one who has asked all.
+            """Keep the connection open (return True) for a client that has closed only its sending side.
 
-            One who closes all the same looks no different, until something is sent: so an interim answer is, which
-            every client of HTTP/1.1 passes over, and which the system of one who is gone answers with a reset.
+            A client that has closed both sides looks the same until something is sent to it. So an interim response is
+            sent: every HTTP/1.1 client ignores it, and the host of a client that is gone answers with a reset.
             """
             cycle = self.cycle
             if (
@@ -194,28 +195,28 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
                 or self._timer is not None
             ):
                 return False
-            if not self._half:
-                self._half = True
+            if not self._half_closed:
+                self._half_closed = True
                 cycle.keep_alive = False
                 if self._active.response_started:
                     self._active.scope["anyaccel.half"].set()  # type: ignore[typeddict-item]
                 else:
                     self.transport.write(_CONTINUE)
-                self._looking = self.loop.call_later(_LOOK_S, self._look)
+                self._polling = self.loop.call_later(_POLL_S, self._poll)
             return True
 
-        def _look(self) -> None:
+        def _poll(self) -> None:
             known = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-            if known[0] == _CLOSED:
-                self._give_up()
+            if known[0] == _TCP_CLOSE:
+                self._abort()
             else:
-                self._looking = self.loop.call_later(_LOOK_S, self._look)
+                self._polling = self.loop.call_later(_POLL_S, self._poll)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._has_come()
-            if self._looking is not None:
-                self._looking.cancel()
-            if self._active is not None and not self._active.response_complete:  # uvicorn tells the newest alone
+            self._cancel_timer()
+            if self._polling is not None:
+                self._polling.cancel()
+            if self._active is not None and not self._active.response_complete:  # uvicorn notifies the newest only
                 self._active.disconnected = True
                 self._active.message_event.set()
             super().connection_lost(exc)
@@ -223,8 +224,8 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
     return Bounded
 
 
-class _Answering:
-    """A connection as uvicorn's answer to one request knows it."""
+class _ResponseTransport:
+    """The transport that uvicorn's response writes to, with our way of closing it."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write

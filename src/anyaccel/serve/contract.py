@@ -8,7 +8,7 @@ schedules, computes and samples. Neither imports the other.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol
 
 from anyaccel.errors import AnyAccelError, UsageError
@@ -174,6 +174,10 @@ class Stats:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+
+    def __add__(self, other: Stats) -> Stats:
+        """The sum of each field."""
+        return Stats(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Stats)})
 
 
 @dataclass(frozen=True)

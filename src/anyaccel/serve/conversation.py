@@ -20,20 +20,22 @@ from anyaccel.serve.reasoning import BEGIN, END, Thoughts
 from anyaccel.serve.structured import depth_of, schema_grammar
 from anyaccel.serve.tools import CallsInArray, CallsInText, array_schema, instructions
 
-Ending = Literal["answer", "none", "continue"]  # an answer begins; nothing more; the last message is to be gone on with
+Ending = Literal[
+    "answer", "none", "continue"
+]  # the prompt opens an answer, adds nothing, or leaves the last message open
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation as tokens, and how its answer is to be read.
+    """A conversation as tokens, and how to parse its answer.
 
     Attributes:
-        thoughts: None: the model writes none; else whether the prompt has begun them.
-        calls: "": there are none; "text": in the model's format; "array": a grammar makes the answer a list of them;
-            else the name of the one function whose arguments the answer is.
-        grammar: what makes it so.
-        names: of the functions that may be called.
-        goes_on: the answer is the rest of the last message.
+        thoughts: whether the prompt has opened the model's thoughts; None: the model writes none.
+        calls: "": the answer has no calls; "text": it has calls in the model's format; "array": a grammar makes it a
+            list of calls; otherwise the name of the one function whose arguments the answer is.
+        grammar: the constraint on the answer.
+        names: the functions that may be called.
+        goes_on: whether the answer continues the last message.
     """
 
     tokens: list[int]
@@ -133,16 +135,16 @@ def rendered(
                 made.insert(0, {"role": "system", "content": ""})
             made[0]["content"] = "\n\n".join(filter(None, (made[0]["content"], instructions(tools))))
         if tools or any("tool_calls" in message or message["role"] == "tool" for message in made):
-            made, tools = _told(made), ()
+            made, tools = _calls_as_text(made), ()
     if ending != "continue":
         return front.texts.conversation(made, tools or None, more, ending == "none")
-    # What a template writes after a message is not known: it is what follows a mark that nobody can have written.
+    # To cut off what the template writes after the last message, render it with an unguessable mark at its end.
     mark = new_id("end")
     made[-1] = {**made[-1], "content": f"{made[-1]['content']}{mark} "}
     text, found, rest = front.texts.conversation(made, tools or None, more, True).rpartition(mark)
     if not found:
         raise wrong("continue_final_message", "the model's chat template does not show the last message")
-    return text if rest.startswith(" ") else text.rstrip()  # a template that trims blanks would have done so here
+    return text if rest.startswith(" ") else text.rstrip()  # this template trims messages, so trim this one
 
 
 def ending_of(request: TemplateFields) -> Ending:
@@ -158,8 +160,8 @@ def ending_of(request: TemplateFields) -> Ending:
     return "continue"
 
 
-def _told(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls and their results as plain text, for a template that knows neither."""
+def _calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with calls and their results as plain text, for a template that supports neither."""
     made = []
     for message in messages:
         role, content = message["role"], message["content"]
@@ -174,7 +176,7 @@ def _told(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def described_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """Functions as chat templates take them."""
+    """The functions in the form that chat templates take."""
     return [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in tools or ()]
 
 
@@ -191,8 +193,8 @@ async def prompt_of(
     """The prompt of a conversation.
 
     Args:
-        several: an answer may have more than one call.
-        grammar: what the request wants of the answer, beside calls.
+        several: whether an answer may have more than one call.
+        grammar: the request's own constraint on the answer.
 
     Raises:
         ApiError: the conversation, the tools or the choice cannot be used.
@@ -221,7 +223,7 @@ async def prompt_of(
     if ending == "continue":
         last = text_of(messages[-1].content, "")
         inside = last.rfind(BEGIN) > last.rfind(END)
-    # What a grammar holds to is the answer from its first token on: no thoughts come before it.
+    # A grammar constrains the answer from its first token on, so that it has no thoughts.
     thoughts = inside if front.thinking and wanted is None and grammar is None else None
     names = frozenset(each["function"]["name"] for each in described)
     tokens = await front.texts.encode(text, False)
@@ -230,11 +232,11 @@ async def prompt_of(
 
 @dataclass(slots=True)
 class Delta:
-    """What a piece of text turned out to be.
+    """A piece of an answer, divided into content, thoughts and calls.
 
     Attributes:
-        calls: parts of calls, as a stream tells them.
-        last: the piece that it was made of, with its log-probabilities and counts.
+        piece: the piece itself, with its log-probabilities and counts.
+        calls: parts of calls, in the form of a stream's deltas.
     """
 
     piece: Piece
@@ -244,8 +246,8 @@ class Delta:
     finish: str | None = None
 
 
-class Reading:
-    """One answer, divided while it comes."""
+class AnswerParser:
+    """Parses one answer while it comes."""
 
     def __init__(self, prompt: Prompt, front: Front, several: bool = True) -> None:
         self._thoughts = None if prompt.thoughts is None else Thoughts(prompt.thoughts)
@@ -258,11 +260,11 @@ class Reading:
         else:
             self._named = prompt.calls
         self._most = None if several else 1
-        self._short = front.format.name == "mistral"  # its templates take identifiers of nine characters only
+        self._short_ids = front.format.name == "mistral"  # its templates only take ids of nine characters
         self._count = 0
 
     def add(self, piece: Piece) -> Delta:
-        """What this piece is."""
+        """The parsed form of the next piece."""
         last = piece.finish is not None
         delta = Delta(piece, finish=piece.finish)
         text = piece.text
@@ -286,7 +288,7 @@ class Reading:
 
     def _begin(self, name: str, arguments: str) -> dict[str, Any]:
         index, self._count = self._count, self._count + 1
-        identity = new_id("")[:9] if self._short else new_id("call_")
+        identity = new_id("")[:9] if self._short_ids else new_id("call_")
         return {"index": index, "id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -318,10 +320,10 @@ async def deltas(
         before = prompt.tokens if prompt.goes_on else ()
         text = AnswerText(decode, asked.ends, stops, keep, before, quiet=asked.min_tokens)
         streams.append(pieces(front.engine, asked, text, index, front.metrics))
-    readings = [Reading(prompt, front, several) for _ in streams]
+    parsers = [AnswerParser(prompt, front, several) for _ in streams]
     async with aclosing(merged(streams)) as found:
         async for piece in found:
-            yield readings[piece.index].add(piece)
+            yield parsers[piece.index].add(piece)
 
 
 def answer_room(front: Front, prompt: Sequence[int], wanted: int | None, param: str, prompt_param: str) -> int:

@@ -24,7 +24,7 @@ from anyaccel.serve.facts import (
     with_own_ends,
 )
 from anyaccel.serve.pages import PAGE
-from anyaccel.serve.slots import Ahead, Outcome, Slots, Work
+from anyaccel.serve.slots import MultiStep, Outcome, Slots, Work
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class LocalDecoder:
     """A model in this process, in the native runtime or on a device."""
 
-    goes_ahead = True
+    multi_step = True
 
     def __init__(self, native: NativeModel, facts: ModelFacts) -> None:
         self._slots: Slots | None = Slots(native.model)
@@ -46,20 +46,20 @@ class LocalDecoder:
         self.shares = shares_of(native)
         self.facts = limited(facts, self.cache_pages)
 
-    def apply(self, work: Work, ahead: Ahead | None = None) -> Outcome:
+    def apply(self, work: Work, multi_step: MultiStep | None = None) -> Outcome:
         assert self._slots is not None
-        return self._slots.apply(work, ahead)
+        return self._slots.apply(work, multi_step)
 
     def check(self) -> None:
-        pass  # it ends with this process
+        pass  # it cannot fail without this process
 
     def late(self) -> bool:
-        return False  # what stops it stops this process too
+        return False
 
     def close(self) -> None:
         if self._slots is not None:
             self._slots.clear()
-        self._slots = None  # with the weights: another decoder may be loaded before this one goes
+        self._slots = None  # frees the weights now: the next decoder may be loaded before this object is collected
 
 
 def open_decoder(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens are chosen where a request does not say it: as the model's authors recommend, else as OpenAI does."""
+"""Sampling parameters for requests that leave them out: the model authors' recommendation, else OpenAI's defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from anyaccel.outside import Values, read_json
 
-# A name of ours -> that of llama.cpp's metadata (https://github.com/ggml-org/llama.cpp/pull/17120).
+# Our name -> the name in llama.cpp's metadata (https://github.com/ggml-org/llama.cpp/pull/17120).
 _GGUF = {
     "temperature": "temp",
     "top_p": "top_p",
@@ -22,7 +22,7 @@ _GGUF = {
 
 @dataclass(frozen=True)
 class Defaults:
-    """Of a request; names and meanings are those of its fields."""
+    """The defaults of the fields of a request that have the same names."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -31,16 +31,16 @@ class Defaults:
     repetition_penalty: float = 1.0
 
     def told(self) -> str:
-        """What is not as it is without a model's own, for people."""
+        """The values that differ from OpenAI's defaults, as text for the user."""
         usual = asdict(Defaults())
         return ", ".join(f"{name} {value:g}" for name, value in asdict(self).items() if value != usual[name])
 
 
 def read_defaults(model: Path) -> Defaults:
-    """Those of a model: of generation_config.json in its folder, or of its GGUF file.
+    """Read a model's defaults from generation_config.json in its folder, or from its GGUF file.
 
     Raises:
-        ModelError: one of them cannot be.
+        ModelError: a value is invalid.
     """
     if model.is_dir():
         file = model / "generation_config.json"
@@ -53,15 +53,15 @@ def read_defaults(model: Path) -> Defaults:
 
 
 def defaults_of(given: Mapping[str, Any], where: str) -> Defaults:
-    """The same of values that are read.
+    """Check values that were read, and make defaults of them; errors begin with `where`.
 
     Raises:
-        ModelError: one of them cannot be.
+        ModelError: a value is invalid.
     """
     values = Values(given, where)
 
     def number(name: str, default: float, most: float, above: float = -1.0) -> float:
-        # A GGUF file has 32 bits: what was written as 0.95 is to be 0.95.
+        # Rounds away the error of a GGUF file's 32-bit floats: 0.95 must stay 0.95.
         return float(f"{values.number(name, default, 0, most, above):.7g}")
 
     return Defaults(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: one thread that plans steps, has the decoder take them, and tells asyncio what came of them. Torch-free.
+"""The engine: one thread that plans steps, runs them on the decoder, and sends their results to asyncio. Torch-free.
 
-Nothing that is called in the loop waits for a step: requests go into an inbox, which the thread looks into between two
-steps, and answers come back by `Outbox`, once a step. The decoder is in this process, or on ranks (`ranks.py`); when it
-fails, open requests end with EngineStoppedError, and it is loaded again.
+Nothing that is called in the event loop waits for a step: messages go into an inbox that the thread empties between two
+steps, and results come back through `Outbox`, once a step. The decoder runs in this process or on ranks (`ranks.py`);
+when it fails, open requests end with EngineStoppedError, and it is loaded again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
-from anyaccel.serve.ahead import LONGEST_S, Feeding, Outbox, Receiver
+from anyaccel.serve.ahead import LONGEST_CALL_S, Outbox, Subscriber, TokenDispatcher
 from anyaccel.serve.checks import check_prompt, check_request, native_options
 from anyaccel.serve.contract import (
     Chunk,
@@ -31,14 +31,14 @@ from anyaccel.serve.contract import (
 from anyaccel.serve.decoders import open_decoder
 from anyaccel.serve.facts import Decoder
 from anyaccel.serve.grammar import Grammars
-from anyaccel.serve.opened import Open, logprobs_of
+from anyaccel.serve.opened import OpenRequest, logprobs_of
 from anyaccel.serve.plans import End, Plan, Start
 from anyaccel.serve.rates import Rates
 from anyaccel.serve.replicas import Replicas, Silent
 from anyaccel.serve.scheduler import Entry, Limits, Scheduler
 from anyaccel.serve.settings import EngineSettings
-from anyaccel.serve.slots import Ahead, Outcome, work_of
-from anyaccel.serve.streams import Piece, Stream, chunk_of
+from anyaccel.serve.slots import MultiStep, Outcome, work_of
+from anyaccel.serve.streams import Stream
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.loading import Watcher
@@ -46,27 +46,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RESTART_S = (0.5, 30.0)  # before the decoder is loaded again: the first time, and at most
-_IDLE_S = 1.0  # between two looks at a decoder that has nothing to do
-_COUNTERS = (
-    "prefix_hits",
-    "prefix_queries",
-    "prompt_tokens",
-    "generation_tokens",
-    "preemptions",
-    "steps",
-    "drafted",
-    "accepted",
-)
-assert {field.name for field in fields(Stats)} >= set(_COUNTERS)
+_RESTART_S = (0.5, 30.0)  # the first and the longest delay before the decoder is loaded again
+_IDLE_S = 1.0  # between two health checks of an idle decoder
 
 
 class ServingEngine:
     """See `contract.Engine`.
 
     Args:
-        load: gives a decoder that is ready, in the engine's thread; called again when one has failed. Its argument is
-            what it is to call now and then.
+        load: returns a loaded decoder; called in the engine's thread, and again when a decoder has failed. It must call
+            its argument now and then, which raises when the engine is to stop.
         grammars: makes constraints of what requests ask for.
     """
 
@@ -80,21 +69,21 @@ class ServingEngine:
         self._condition = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._stopping = self._draining = self._ready = False
-        self._open: dict[int, Open] = {}  # the thread's own
-        self._before = Stats()  # what earlier decoders have done
-        self._refusal: Exception | None = None  # of requests that come while there is no decoder
-        self._feeding = Feeding()
-        self._outbox = Outbox(self._feeding)
+        self._open: dict[int, OpenRequest] = {}  # changed by the engine's thread only
+        self._earlier = Stats()  # the counters of decoders that have failed
+        self._refusal: Exception | None = None  # for requests that come while there is no decoder
+        self._dispatcher = TokenDispatcher()
+        self._outbox = Outbox(self._dispatcher)
         self._decoder: Decoder
         self._scheduler: Scheduler
-        self._thread = threading.Thread(target=self._serve, name="anyaccel-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="anyaccel-engine", daemon=True)
         loaded = threading.Event()
         problem: list[BaseException] = []
         self._loaded = (loaded, problem)
         self._thread.start()
         try:
             loaded.wait()
-        except BaseException:  # Ctrl-C: the thread notices that it is to end
+        except BaseException:  # Ctrl-C: `_raise_if_stopping` ends the load
             self._stopping = True
             self._thread.join()
             raise
@@ -126,15 +115,16 @@ class ServingEngine:
             deadline=self._deadline(request.timeout_s),
         )
         stream = Stream(entry.deadline)
-        self._feeding.watch(stream.loop)
-        opened = Open(entry, options, stream, constraint)
+        self._dispatcher.attach(stream.loop)
+        opened = OpenRequest(entry, options, stream, constraint)
         self._post(lambda: self._submit(opened))
         ended = False
         try:
             while not ended:
-                piece = await stream.next()
-                ended = piece.finish is not None
-                yield chunk_of(piece)
+                chunk = await stream.next()
+                assert isinstance(chunk, Chunk)
+                ended = chunk.finish is not None
+                yield chunk
         finally:
             if not ended:
                 self._post(lambda: self._scheduler.cancel(number), quiet=True)
@@ -152,36 +142,35 @@ class ServingEngine:
             entry = Entry(
                 number, list(prompt), len(prompt), 0, key=key, shares=pooling == "last", deadline=self._deadline(None)
             )
-            opened = Open(entry, {"goal": pooling}, Stream(entry.deadline), None)
+            opened = OpenRequest(entry, {"goal": pooling}, Stream(entry.deadline), None)
             self._post(lambda opened=opened: self._submit(opened))  # type: ignore[misc]
             numbers.append(number)
             streams.append(opened.stream)
         try:
-            found = []
+            embeddings = []
             for stream in streams:
-                embedding = (await stream.next()).embedding
-                assert embedding is not None
-                found.append(embedding)
+                embedding = await stream.next()
+                assert isinstance(embedding, list)
+                embeddings.append(embedding)
             numbers.clear()
-            return found
+            return embeddings
         finally:
             for number in numbers:
                 self._post(lambda number=number: self._scheduler.cancel(number), quiet=True)  # type: ignore[misc]
 
     def stats(self) -> Stats:
-        now = self._scheduler.stats(self._decoder.page_bytes)
-        return replace(now, **{name: getattr(now, name) + getattr(self._before, name) for name in _COUNTERS})
+        return self._earlier + self._scheduler.stats(self._decoder.page_bytes)
 
     @property
     def cache_pages(self) -> int:
-        """How many the cache has room for."""
+        """The number of pages that the cache has room for."""
         return self._scheduler.limits.cache_pages
 
     def ready(self) -> bool:
         return self.alive() and not self._decoder.late()
 
     def alive(self) -> bool:
-        """The same also while a step is late."""
+        """Whether the decoder is loaded; unlike `ready`, also while a step is late."""
         return self._ready and not self._draining
 
     async def drain(self, seconds: float) -> None:
@@ -189,7 +178,7 @@ class ServingEngine:
         deadline = time.monotonic() + seconds
         while (self._open or self._inbox) and time.monotonic() < deadline and self._thread.is_alive():
             await asyncio.sleep(0.01)
-        self._post(self._abort, quiet=True)
+        self._post(self._abort_all, quiet=True)
         while (self._open or self._inbox) and self._thread.is_alive():
             await asyncio.sleep(0.01)
 
@@ -197,13 +186,13 @@ class ServingEngine:
         await asyncio.get_running_loop().run_in_executor(None, self.shut_down)
 
     def shut_down(self) -> None:
-        """The same, waiting for it."""
+        """Do what `close` does, blocking the caller."""
         with self._condition:
             self._stopping = self._draining = True
-            self._feeding.stop()
+            self._dispatcher.stop()
             self._condition.notify()
         self._thread.join()
-        self._feeding.close()
+        self._dispatcher.close()
         self._grammars.close()
 
     def _deadline(self, seconds: float | None) -> float:
@@ -214,24 +203,24 @@ class ServingEngine:
             if self._stopping or not self._thread.is_alive():
                 if quiet:
                     return
-                raise EngineStoppedError("the server is about to end")
+                raise EngineStoppedError("the server is shutting down")
             self._inbox.append(message)
-            self._feeding.stop()
+            self._dispatcher.stop()
             self._condition.notify()
 
     # --- the thread
 
-    def _check(self) -> None:
+    def _raise_if_stopping(self) -> None:
         if self._stopping:
-            raise EngineStoppedError("the server is about to end")
+            raise EngineStoppedError("the server is shutting down")
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         loaded, problem = self._loaded
         try:
-            self._decoder = self._load(self._check)
+            self._decoder = self._load(self._raise_if_stopping)
             self._scheduler = self._new_scheduler()
             self._ready = True
-        except BaseException as error:  # noqa: BLE001  raised where the engine is made
+        except BaseException as error:  # noqa: BLE001  the constructor raises it
             problem.append(error)
             return
         finally:
@@ -239,33 +228,33 @@ class ServingEngine:
         try:
             while not self._stopping:
                 try:
-                    self._turn()
-                except Exception as error:  # noqa: BLE001  whatever it is, the server goes on with a new decoder
+                    self._run_once()
+                except Exception as error:  # noqa: BLE001  after any error the server goes on with a new decoder
                     self._restart(error)
         finally:
             self._ready = False
-            self._end_all(EngineStoppedError("the server has ended"))
+            self._fail_all(EngineStoppedError("the server has ended"))
             self._decoder.close()
 
-    def _turn(self) -> None:
-        """What has come in, and a step if there is something to do."""
+    def _run_once(self) -> None:
+        """Handle the messages in the inbox, and run a step if there is anything to compute."""
         with self._condition:
-            while not self._inbox and not self._stopping and not self._scheduler.open:
+            while not self._inbox and not self._stopping and self._scheduler.idle:
                 if not self._condition.wait(_IDLE_S):
                     self._decoder.check()
             inbox, self._inbox = self._inbox, []
-            self._feeding.stop(self._stopping)
+            self._dispatcher.stop(self._stopping)
         if self._stopping:
             return
         for message in inbox:
             message()
         plan = self._scheduler.plan(time.monotonic())
         for number, why in plan.ended:
-            self._close(number, why)
+            self._finish_request(number, why)
         if plan.run or plan.changes:
             self._step(plan)
         self._outbox.send()
-        if not plan.run and self._scheduler.open:  # never, if all is well; and never in a hurry
+        if not plan.run and self._scheduler.open:  # should not happen; without a pause it would be a busy loop
             time.sleep(0.01)
 
     def _step(self, plan: Plan) -> None:
@@ -274,13 +263,13 @@ class ServingEngine:
         for change in plan.changes:
             if isinstance(change, Start):
                 opened = self._open[change.id]
-                opened.queued_s = start - opened.came
+                opened.queued_s = start - opened.submitted_at
                 starting[change.id] = (opened.entry.tokens[: opened.entry.prompt], opened.options)
         work = work_of(plan, starting, self._masks(plan))
-        ahead = self._ahead(plan)
-        outcome = self._decoder.apply(work) if ahead is None else self._decoder.apply(work, ahead)
-        if ahead is not None:
-            self._feeding.over(ahead)
+        multi_step = self._plan_multi_step(plan)
+        outcome = self._decoder.apply(work, multi_step)
+        if multi_step is not None:
+            self._dispatcher.finish_call(multi_step)
         if not plan.run:
             return
         for name, drafts in outcome.drafts.items():
@@ -293,21 +282,22 @@ class ServingEngine:
         for place, tokens in enumerate(steps):
             ended = dict(self._scheduler.done(plan, tokens, (now - start) / len(steps), now, wrong))
             for number, token in zip(plan.run, tokens, strict=True) if place >= outcome.fed else ():
-                self._tell(number, token, outcome, ended.get(number))
+                self._publish(number, token, outcome, ended.get(number))
 
-    def _ahead(self, plan: Plan) -> Ahead | None:
-        """Leave for more than one step, where nothing has to be decided or told between them but tokens."""
-        seconds = self._scheduler.rates.decode_seconds(plan.answers)
-        if not self._decoder.goes_ahead or seconds == 0.0:
+    def _plan_multi_step(self, plan: Plan) -> MultiStep | None:
+        """A call of several steps, where nothing between them needs a decision or has results other than tokens."""
+        seconds = self._scheduler.rates.decode_seconds(plan.decodes)
+        if not self._decoder.multi_step or seconds == 0.0:
             return None
-        most = min(self._scheduler.ahead(plan), int(LONGEST_S / seconds))
+        most = min(self._scheduler.steps_without_decision(plan), int(LONGEST_CALL_S / seconds))
         opened = [self._open[number] for number in plan.run]
-        if most < 2 or any(each.constraint is not None or each.tells_more for each in opened):
+        if most < 2 or any(each.constraint is not None or each.wants_logprobs for each in opened):
             return None
-        return self._feeding.begin(most, [Receiver(each.stream, each.entry.cached, each.queued_s) for each in opened])
+        subscribers = [Subscriber(each.stream, each.entry.cached, each.queued_s) for each in opened]
+        return self._dispatcher.start_call(most, subscribers)
 
     def _masks(self, plan: Plan) -> dict[int, bytes]:
-        """Of the constrained requests that will choose a token."""
+        """The token masks of the constrained requests that sample a token in this step."""
         wanted = {}
         for number, count in plan.run.items():
             opened = self._open[number]
@@ -315,10 +305,11 @@ class ServingEngine:
                 wanted[number] = opened.constraint
         return self._grammars.masks(wanted) if wanted else {}
 
-    def _tell(self, number: int, token: int, outcome: Outcome, why: End | None) -> None:
+    def _publish(self, number: int, token: int, outcome: Outcome, why: End | None) -> None:
+        """Send what a step has computed for a request to its stream, and end the request if `why` says so."""
         name, opened = str(number), self._open[number]
         if why == "error":
-            self._close(number, why, ModelError(outcome.errors[name]))
+            self._finish_request(number, why, ModelError(outcome.errors[name]))
             return
         tokens = (token,) if token >= 0 and opened.entry.max_tokens > 0 else ()
         constraint = opened.constraint
@@ -330,54 +321,57 @@ class ServingEngine:
             except AnyAccelError as error:
                 if why is None:
                     self._scheduler.finish(number, "error")
-                self._close(number, "error", error)
+                self._finish_request(number, "error", error)
                 return
-        told = outcome.prompt_scores.get(name)
-        piece = Piece(
+        if name in outcome.embeddings:
+            del self._open[number]
+            self._outbox.add(opened.stream, outcome.embeddings[name])
+            return
+        prompt_scores = outcome.prompt_scores.get(name)
+        chunk = Chunk(
             tokens,
             logprobs_of(outcome.scores.get(name, [])),
-            None if told is None else logprobs_of(told),
+            None if prompt_scores is None else logprobs_of(prompt_scores),
             opened.entry.cached,
-            outcome.embeddings.get(name),
-            queued_s=opened.queued_s,
-            drafts=opened.drafts,
+            None,
+            opened.queued_s,
+            opened.drafts,
         )
         if why is not None:
-            self._close(number, why, piece=piece)
-        elif tokens or told is not None:
-            self._outbox.add(opened.stream, piece)
+            self._finish_request(number, why, chunk=chunk)
+        elif tokens or prompt_scores is not None:
+            self._outbox.add(opened.stream, chunk)
 
-    def _submit(self, opened: Open) -> None:
+    def _submit(self, opened: OpenRequest) -> None:
         try:
             if self._refusal is not None:
                 raise self._refusal
             if self._draining:
-                raise EngineStoppedError("the server takes no more requests: it is about to end")
+                raise EngineStoppedError("the server takes no more requests: it is shutting down")
             self._scheduler.submit(opened.entry)
-        except Exception as error:  # noqa: BLE001  for whoever waits
-            self._outbox.add(opened.stream, Piece(error=error))
+        except Exception as error:  # noqa: BLE001  raised where the stream is read
+            self._outbox.add(opened.stream, error)
             return
         self._open[opened.entry.id] = opened
 
-    def _close(self, number: int, why: End, error: Exception | None = None, piece: Piece | None = None) -> None:
+    def _finish_request(
+        self, number: int, why: End, error: Exception | None = None, chunk: Chunk | None = None
+    ) -> None:
         opened = self._open.pop(number)
-        piece = piece or Piece(cached_tokens=opened.entry.cached)
         if why == "deadline":
             error = DeadlineError()
         if error is not None:
-            piece.error = error
+            self._outbox.add(opened.stream, error)
         elif why in ("stop", "length", "abort"):
-            piece.finish = why
-        else:  # cancelled: nobody waits
-            return
-        self._outbox.add(opened.stream, piece)
+            last = chunk or Chunk((), cached_tokens=opened.entry.cached)
+            self._outbox.add(opened.stream, replace(last, finish=why))
 
-    def _abort(self) -> None:
+    def _abort_all(self) -> None:
         for number in list(self._open):
             self._scheduler.finish(number, "abort")
-            self._close(number, "abort")
+            self._finish_request(number, "abort")
 
-    def _end_all(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         with self._condition:
             inbox, self._inbox = self._inbox, []
         self._refusal = error
@@ -385,24 +379,24 @@ class ServingEngine:
             message()
         self._refusal = None
         for number in list(self._open):
-            self._close(number, "error", error)
+            self._finish_request(number, "error", error)
         self._outbox.send()
 
     def _restart(self, error: Exception) -> None:
-        """The decoder is of no use any more: another one, as often as it takes."""
+        """Replace a failed decoder, trying until one loads or the engine stops."""
         if not isinstance(error, AnyAccelError):
             logger.exception("the engine has failed")
         logger.error("the engine has failed, and is started again: %s", error)
         self._ready = False
-        before, now = self._before, self._scheduler.stats(0)
-        self._before = replace(before, **{name: getattr(before, name) + getattr(now, name) for name in _COUNTERS})
-        self._scheduler = Scheduler(self._scheduler.limits)  # what it has counted is in `before`
-        self._end_all(EngineStoppedError(f"the engine has failed, and is started again: {error}"))
+        total = self._earlier + self._scheduler.stats(0)
+        self._earlier = replace(total, running=0, waiting=0, cache_used=0, cache_total=0)  # keep the counters only
+        self._scheduler = Scheduler(self._scheduler.limits)
+        self._fail_all(EngineStoppedError(f"the engine has failed, and is started again: {error}"))
         self._decoder.close()
         wait, longest = _RESTART_S
         while not self._stopping:
             try:
-                self._decoder = self._load(self._check)
+                self._decoder = self._load(self._raise_if_stopping)
                 break
             except (AnyAccelError, OSError, MemoryError) as reason:
                 logger.error("the engine cannot be started: %s; the next attempt is in %g s", reason, wait)
@@ -410,7 +404,7 @@ class ServingEngine:
             while not self._stopping and (left := deadline - time.monotonic()) > 0:
                 with self._condition:
                     self._condition.wait(left)
-                self._end_all(EngineStoppedError("the engine is started again; come back later"))
+                self._fail_all(EngineStoppedError("the engine is started again; come back later"))
             wait = min(2 * wait, longest)
         self._scheduler = self._new_scheduler()
         self._ready = not self._stopping

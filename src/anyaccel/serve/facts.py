@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder is to the engine, and what is known of a model that serves. Torch-free."""
+"""The engine's interface to a decoder, and facts of the model that it serves. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from anyaccel.errors import UsageError
 from anyaccel.serve.contract import ModelFacts
 from anyaccel.serve.pages import PAGE
-from anyaccel.serve.slots import Ahead, Outcome, Work
+from anyaccel.serve.slots import MultiStep, Outcome, Work
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -22,7 +22,7 @@ ONLY_ALONE = "anyaccel serve has replicas of a model on the host's own processor
 
 
 def lacking(feature: str) -> UsageError:
-    """The error for a model that needs what these do not have."""
+    """The error for a model that needs a feature which neither the native nor the device runtime has."""
     return UsageError(
         f"{ONLY_NATIVE}, which have no {feature}; anyaccel generate and anyaccel chat run other models too, through "
         "transformers' own code"
@@ -30,74 +30,74 @@ def lacking(feature: str) -> UsageError:
 
 
 class Decoder(Protocol):
-    """A model that takes steps.
+    """A model that computes steps.
 
     Attributes:
-        page_bytes: of a page of keys and values, on all ranks together.
-        cache_pages: how many there may be.
-        shares: whether what one request has computed holds for others.
-        goes_ahead: whether apply() takes several steps when it is given leave.
+        page_bytes: the size of a page of keys and values, on all ranks together.
+        cache_pages: the number of pages that the cache has room for.
+        shares: whether requests may share cached prefixes.
+        multi_step: whether apply() can take several steps in one call.
     """
 
     facts: ModelFacts
     page_bytes: int
     cache_pages: int
     shares: bool
-    goes_ahead: bool
+    multi_step: bool
 
-    def apply(self, work: Work, ahead: Ahead | None = None) -> Outcome:
-        """Take a step.
+    def apply(self, work: Work, multi_step: MultiStep | None = None) -> Outcome:
+        """Compute a step, or several if `multi_step` allows it.
 
         Raises:
-            AnyAccelError: it is of no use any more.
+            AnyAccelError: the decoder has failed for good.
         """
 
     def check(self) -> None:
-        """Whether it lives, while it has nothing to do.
+        """Check an idle decoder.
 
         Raises:
-            AnyAccelError: it is of no use any more.
+            AnyAccelError: the decoder has failed for good.
         """
 
     def late(self) -> bool:
-        """Whether its step takes much longer than those before it; asked in any thread."""
+        """Whether the step under way takes much longer than those before it; may be called in any thread."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Free all memory, and end all processes."""
 
 
 def shares_of(native: NativeModel) -> bool:
-    """Whether what one request has computed holds for others.
+    """Whether requests may share cached prefixes.
 
-    With longrope and dynamic NTK, what is in the cache depends on how long the whole text is.
+    With longrope and dynamic NTK they may not: the keys in the cache depend on the length of the whole text.
     """
     return not any(rope.long_inv_freq or rope.dynamic_from for rope in native.spec.ropes)
 
 
 def check_pages(pages: int, page_bytes: int) -> None:
-    """What a cache must have room for.
+    """Check that the cache has room for at least one page.
 
     Raises:
-        UsageError: not even for one page.
+        UsageError: it has not.
     """
     if pages < 1:
         raise UsageError(
-            f"the key/value cache has no room for its smallest part, {PAGE} tokens of {page_bytes} bytes in all; "
+            f"the key/value cache has no room for a single page, {PAGE} tokens of {page_bytes} bytes in all; "
             "--cache-bytes sets its size"
         )
 
 
 def limited(facts: ModelFacts, cache_pages: int) -> ModelFacts:
-    """The facts, with no longer context than the cache has room for."""
+    """The facts, with the context limited to what the cache has room for."""
     room = cache_pages * PAGE
     return replace(facts, context=min(facts.context or room, room))
 
 
 def context_of(context: int, settings: EngineSettings) -> int:
-    """The model's context, or what is left of it.
+    """The model's context, or the shorter one of the settings.
 
     Raises:
-        UsageError: the settings want a longer one.
+        UsageError: the settings have a longer one.
     """
     if not settings.max_context:
         return context
@@ -107,7 +107,7 @@ def context_of(context: int, settings: EngineSettings) -> int:
 
 
 def plan_line(decoder: Decoder, where: str, options: ModelOptions, settings: EngineSettings) -> tuple[str, ...]:
-    """How the model runs, for people."""
+    """A line that tells the user how the model runs."""
     size = decoder.cache_pages * decoder.page_bytes / 2**20
     return (
         f"plan: {where}, {options.dtype}; key/value cache of {decoder.cache_pages * PAGE} tokens, {size:.0f} MiB; "
@@ -116,7 +116,7 @@ def plan_line(decoder: Decoder, where: str, options: ModelOptions, settings: Eng
 
 
 def with_own_ends(ends: list[int], path: Path, tokenizer: Any) -> list[int]:
-    """Tokens that end a text; a GGUF file's tokenizer has its own."""
+    """The tokens that end a text, with those of a GGUF file's own tokenizer."""
     from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
     if not path.is_file():

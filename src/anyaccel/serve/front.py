@@ -23,15 +23,15 @@ from anyaccel.serve.tools import FORMATS, Format, format_of
 
 @dataclass
 class Front:
-    """What a server answers with.
+    """Everything that the API's handlers share.
 
     Attributes:
-        names: of the model; the first is told.
-        aliases: names that are taken as well, and not told: a path says what is on this machine.
-        root: where the model is from, without its folders.
-        pooling: of embeddings whose request does not say it.
+        names: the model's names; responses use the first.
+        aliases: further names that requests may use; they are never shown, as a path reveals what is on this machine.
+        root: the name of the model's file or folder.
+        pooling: the default pooling of embeddings.
         tools, thinking: how the model writes calls, and whether it writes thoughts; None: by its chat template.
-        timeout_s, defaults: of a request that does not say it; None: the engine's own.
+        timeout_s, defaults: of a request that does not set them; None: the engine's own.
     """
 
     engine: Engine
@@ -79,7 +79,7 @@ class Front:
     # Prompts ----------------------------------------------------------------------------------------------
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> list[int]:
-        """Tokens that a request brings itself.
+        """The tokens of a request that has tokens for text.
 
         Raises:
             ApiError: one is not in the vocabulary.
@@ -111,7 +111,7 @@ class Front:
         return context - len(prompt)
 
     def check_room(self, prompt: Sequence[int], wanted: int, param: str, prompt_param: str) -> int:
-        """`wanted` tokens for an answer.
+        """Check that an answer of `wanted` tokens fits, and return `wanted`.
 
         Raises:
             ApiError: the model's context is too short for them, or for the prompt alone.
@@ -139,7 +139,7 @@ class Front:
         def given(value: float | None, default: float) -> float:
             return default if value is None else value
 
-        usual = self.defaults
+        defaults = self.defaults
         more: dict[str, float] = {}
         bias: dict[int, float] = {}
         if isinstance(request, SamplingFields):
@@ -149,11 +149,11 @@ class Front:
             }
             bias = self._bias(request.logit_bias or {})
         return Sampling(
-            temperature=given(request.temperature, usual.temperature),
-            top_k=usual.top_k if request.top_k is None else max(0, request.top_k),
-            top_p=max(given(request.top_p, usual.top_p), 1e-6),  # 0 is the likeliest token, as with OpenAI
-            min_p=given(request.min_p, usual.min_p),
-            repetition_penalty=given(request.repetition_penalty, usual.repetition_penalty),
+            temperature=given(request.temperature, defaults.temperature),
+            top_k=defaults.top_k if request.top_k is None else max(0, request.top_k),
+            top_p=max(given(request.top_p, defaults.top_p), 1e-6),  # 0 is the likeliest token, as with OpenAI
+            min_p=given(request.min_p, defaults.min_p),
+            repetition_penalty=given(request.repetition_penalty, defaults.repetition_penalty),
             logit_bias=bias,
             seed=None if request.seed is None else _wrapped(request.seed + index),
             logprobs=logprobs,
@@ -247,7 +247,7 @@ class Front:
 
 
 def _wrapped(seed: int) -> int:
-    """A seed of 64 bits, also after something was added."""
+    """The seed wrapped around to a signed 64-bit integer."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
 

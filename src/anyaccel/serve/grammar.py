@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer must look like, by llguidance: which tokens may come next. Imported and built when first asked for.
+"""Constrained decoding with llguidance, which is imported when the first grammar comes.
 
-Grammars are compiled in a thread of their own, beside the loop and the steps; the masks of all constrained requests of
-a step are computed by a few threads together.
+Grammars are compiled in a thread of their own, so that neither the event loop nor a step waits. A few threads together
+compute the token masks of all constrained requests of a step.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.serve.contract import Grammar, GrammarError
 
 _MOST_BYTES = 1 << 18  # of a grammar
-# Between the parts of JSON. Without a bound a small model's likeliest answer is blanks until its end.
+# White space between the parts of JSON. It is bounded, as a small model may otherwise generate nothing else.
 _BLANKS = r"[ \t]{0,8}(\r?\n[ \t]{0,64})?"
 
 
 class Constraint:
-    """A grammar, and how far an answer has come in it."""
+    """A grammar, and the state of one answer in it."""
 
     def __init__(self, matcher: Any, param: str = "grammar") -> None:
         self.matcher = matcher
@@ -33,17 +33,17 @@ class Constraint:
         self.problem = ""
 
     def take(self, token: int) -> bool:
-        """A token has come; whether nothing may follow it.
+        """Advance by a token; returns whether the answer is complete.
 
         Raises:
-            GrammarError: the grammar has led to where nothing fits, or to its limits.
-            ModelError: the token may not come here.
+            GrammarError: no token can follow, or the grammar has reached llguidance's limits.
+            ModelError: the grammar does not allow the token here.
         """
         if self.problem:
             raise GrammarError(self.param, _short(self.problem))
         if not self.matcher.consume_token(token):
             problem = self.matcher.get_error() or f"token {token} may not come here"
-            if "lexer error" in problem:  # the token was one that may come: the expression has grown too large by it
+            if "lexer error" in problem:  # the token was allowed, but has made the expression too large
                 raise GrammarError(self.param, _short(problem))
             raise ModelError(f"the grammar: {_short(problem)}")
         return bool(self.matcher.is_stopped())
@@ -76,7 +76,7 @@ class Grammars:
         try:
             size = len(grammar.text.encode())
         except UnicodeEncodeError:  # an escape in JSON can write it
-            raise GrammarError(grammar.param, "it has half a character, which no answer can have") from None
+            raise GrammarError(grammar.param, "it has an unpaired surrogate, which no answer can have") from None
         if size > _MOST_BYTES:
             raise GrammarError(grammar.param, f"{size} bytes are more than {_MOST_BYTES}")
         if self._pool is None:
@@ -84,10 +84,10 @@ class Grammars:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._compile, grammar)
 
     def masks(self, constraints: Mapping[int, Constraint]) -> dict[int, bytes]:
-        """Of each request, which tokens may come; none of one whose grammar has come to its limits: it ends by that."""
+        """The token mask of each request, but for those whose grammar has reached its limits, which end the request."""
         try:
             return self._masks(constraints)
-        except Exception as error:  # noqa: BLE001  the library's own are of no common kind
+        except Exception as error:  # noqa: BLE001  llguidance's errors have no common base class
             if len(constraints) == 1:
                 next(iter(constraints.values())).problem = str(error) or type(error).__name__
                 return {}
@@ -104,7 +104,7 @@ class Grammars:
         whole = buffer.raw
         found = {}
         for place, (number, constraint) in enumerate(constraints.items()):
-            if constraint.matcher.is_error():  # what is left of the mask then is the end of the text
+            if constraint.matcher.is_error():  # its mask allows the end of the text only
                 constraint.problem = constraint.matcher.get_error()
             else:
                 found[number] = whole[place * size :][:size]
@@ -160,7 +160,7 @@ class Grammars:
 
 
 def _short(problem: str) -> str:
-    """What llguidance says, without the state of its parser, in one line."""
+    """llguidance's message in one line, without the state of its parser."""
     if problem.startswith("NoExtensionBias"):
         return "nothing fits it after what the answer has"
     return " ".join(problem.partition("<state>")[0].split())[:500]

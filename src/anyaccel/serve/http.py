@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The application: which address does what. Starlette finds the way; pydantic says what is wrong with a request."""
+"""The ASGI application: Starlette routes requests to the handlers, and pydantic validates them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 class Generated(Protocol):
-    """A request that generates, ready to be answered in either way."""
+    """A checked request, which can be answered at once or as a stream."""
 
     async def whole(self) -> dict[str, Any]: ...
     def stream(self) -> Any: ...
@@ -50,29 +50,29 @@ class Generated(Protocol):
 Endpoint = Callable[[Request], Awaitable[Any]]
 
 
-def _answered(work: Endpoint) -> Endpoint:
-    """An address whose errors are answered in OpenAI's shape."""
+def _with_error_responses(work: Endpoint) -> Endpoint:
+    """The handler, with its errors turned into responses in OpenAI's shape."""
 
     @functools.wraps(work)
     async def answer(request: Request) -> Any:
         try:
             return await work(request)
         except ClientGoneError:
-            return Response(status_code=499)  # nobody reads it; nginx's number for this
-        except Exception as error:  # noqa: BLE001  whatever it is, it is this request's alone
+            return Response(status_code=499)  # nginx's status for this; nobody reads the response
+        except Exception as error:  # noqa: BLE001  no error of one request may end the server
             return error_answer(error)
 
     return answer
 
 
 class Api:
-    """The addresses of one server."""
+    """The handlers of one server."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
 
     def routes(self) -> dict[str, tuple[str, Endpoint]]:
-        """Address -> method and what it does."""
+        """Path -> method and handler."""
         return {
             "/v1/models": ("GET", self.models),
             "/v1/models/{model:path}": ("GET", self.model),
@@ -106,7 +106,7 @@ class Api:
 
     # The model ---------------------------------------------------------------------------------------------
 
-    def _told(self, name: str) -> dict[str, Any]:
+    def _describe_model(self, name: str) -> dict[str, Any]:
         front = self._front
         return {
             "id": name,
@@ -119,12 +119,12 @@ class Api:
         }
 
     async def models(self, request: Request) -> Response:
-        return json_answer({"object": "list", "data": [self._told(name) for name in self._front.names]})
+        return json_answer({"object": "list", "data": [self._describe_model(name) for name in self._front.names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
         self._front.check_model(name)
-        return json_answer(self._told(name))
+        return json_answer(self._describe_model(name))
 
     async def embeddings(self, request: Request) -> Response:
         front = self._front
@@ -132,7 +132,7 @@ class Api:
         vectors, count = await unless_gone(request.receive, front.embed(asked, request.scope["anyaccel.key"]))
         packed = asked.encoding_format == "base64"
         data = [
-            {"object": "embedding", "index": index, "embedding": _packed(vector) if packed else vector}
+            {"object": "embedding", "index": index, "embedding": _base64_of(vector) if packed else vector}
             for index, vector in enumerate(vectors)
         ]
         usage = {"prompt_tokens": count, "total_tokens": count}
@@ -184,7 +184,7 @@ class Api:
         return json_answer(document(request.scope.get("root_path", "")))
 
 
-def _packed(vector: Sequence[float]) -> str:
+def _base64_of(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
 
 
@@ -195,8 +195,8 @@ def _file(name: str) -> Endpoint:
     return send
 
 
-def _unknown(request: Request, error: Exception) -> Response:
-    """What Starlette itself refuses: an address or a method that is not there."""
+def _refused_by_starlette(request: Request, error: Exception) -> Response:
+    """The response for what Starlette itself refuses: an unknown path or a wrong method."""
     status = getattr(error, "status_code", 500)
     said = {404: f"no address {request.url.path[:200]!r}", 405: f"{request.method} is not for this address"}
     answer = error_answer(ApiError(status, said.get(status, "the request cannot be answered"), None, None))
@@ -221,7 +221,7 @@ def application(front: Front, *, keys: Sequence[str] = (), origins: Sequence[str
 
     api = Api(front)
     routes: list[BaseRoute] = [
-        Route(path, _answered(work), methods=[method]) for path, (method, work) in api.routes().items()
+        Route(path, _with_error_responses(work), methods=[method]) for path, (method, work) in api.routes().items()
     ]
     routes.append(Route("/docs", _file("docs.html")))
     if page:
@@ -240,5 +240,7 @@ def application(front: Front, *, keys: Sequence[str] = (), origins: Sequence[str
             ),
         )
     return Starlette(
-        routes=routes, middleware=middleware, exception_handlers={HTTPException: _unknown, Exception: _failed}
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: _refused_by_starlette, Exception: _failed},
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON in and out, as bytes: what a client sends is refused where Python's reader takes more than JSON."""
+"""JSON to and from bytes; NaN and Infinity, which Python's reader accepts, are refused."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DONE = b"data: [DONE]\n\n"
 def to_json(value: Any) -> bytes:
     """A value as JSON, in UTF-8."""
     try:
-        return pydantic_core.to_json(value, inf_nan_mode="null")  # in a fifth of the time that json.dumps takes
-    except ValueError:  # half a character, which only an escape can write
+        return pydantic_core.to_json(value, inf_nan_mode="null")  # takes a fifth of json.dumps' time
+    except ValueError:  # a lone surrogate, which UTF-8 cannot have but a JSON escape can
         return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -32,7 +32,7 @@ def _no_number(text: str) -> NoReturn:
 
 
 def from_json(body: bytes) -> Any:
-    """What a body says.
+    """The value of a JSON body.
 
     Raises:
         ApiError: it is no JSON.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a client may ask for, and how long it may take: every size that a request chooses has a bound here."""
+"""Bounds on every size that a client chooses, and on the time that it may take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-# Of one request's fields; the OpenAPI document says them.
+# Bounds on the fields of a request; the OpenAPI document states them.
 MOST_ANSWERS: Final = 64  # prompts times n
 MOST_STOPS: Final = 16
 MOST_STOP_LENGTH: Final = 1_000  # characters
@@ -25,14 +25,14 @@ MOST_VALUES: Final = 16_384  # of a template's own variables, as JSON
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a connection; seconds and bytes.
+    """Bounds on a connection, in bytes and seconds.
 
     Attributes:
-        head, body: of a request.
-        header_seconds, body_seconds: a client has to send the head of a request, and its body.
-        send_seconds: a client has to take a piece of the answer.
-        alive_seconds: between two signs of life on a stream whose answer does not come yet.
-        idle_seconds: a connection without a request is kept.
+        head, body: the size of a request's head and body.
+        header_seconds, body_seconds: the time in which a client has to send them.
+        send_seconds: the time in which a client has to receive a part of the response.
+        alive_seconds: the time between two keep-alive lines on a stream that has no event to send.
+        idle_seconds: the time that a connection without a request is kept open.
     """
 
     head: int = 64 << 10

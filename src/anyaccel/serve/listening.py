@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a server listens, and what its user is told of that, before anything that speaks HTTP is imported."""
+"""Where a server listens, and what it tells its user about that, before the HTTP packages are imported."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Settings:
 
 
 def check(settings: Settings) -> None:
-    """What is wrong with settings, before a model is loaded.
+    """Check the settings before a model is loaded.
 
     Raises:
-        UsageError: something is.
+        UsageError: a setting is wrong.
     """
     if (settings.ssl_keyfile is None) != (settings.ssl_certfile is None):
         raise UsageError("--ssl-keyfile and --ssl-certfile: both are needed, or none")
@@ -47,7 +47,7 @@ def check(settings: Settings) -> None:
             raise UsageError(f"{name} {file}: no such file")
     if settings.ssl_certfile is not None:
 
-        def ask() -> str:  # OpenSSL itself would ask on the terminal, here and once more when the server begins
+        def ask() -> str:  # otherwise OpenSSL would ask on the terminal, here and again when the server starts
             raise UsageError(
                 f"--ssl-keyfile {settings.ssl_keyfile}: is encrypted; write it without a password, for this user "
                 f"alone: (umask 077; openssl pkey -in {settings.ssl_keyfile} -out plain.pem)"
@@ -70,10 +70,10 @@ def check(settings: Settings) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address, before the model is loaded: that it is in use is said at once. Nobody is let in yet.
+    """Bind the address before the model is loaded, so that an address in use is reported at once; do not listen yet.
 
     Raises:
-        UsageError: it cannot be had.
+        UsageError: the address cannot be bound.
     """
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -86,7 +86,7 @@ def bind(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
         taken.bind(address)
-        # Another server that loads its model at this moment would get the address too, and fail when it listens.
+        # Without this another server could bind the same address until one of them listens, and then fail.
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         taken.close()
@@ -99,12 +99,12 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def before_listening(taken: socket.socket) -> None:
-    """Let the next server have the address at once: connections that have ended hold it else for a minute."""
+    """Let the next server bind the address at once: closed connections would block it for a minute."""
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def is_reachable(host: str) -> bool:
-    """Whether others than this machine can come to an address."""
+    """Whether other machines can connect to the address."""
     try:
         return not ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -112,7 +112,7 @@ def is_reachable(host: str) -> bool:
 
 
 def address(settings: Settings, port: int) -> str:
-    """Where a user of this machine finds the server."""
+    """The server's URL for a user of this machine."""
     host = settings.host
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1"
@@ -121,7 +121,7 @@ def address(settings: Settings, port: int) -> str:
 
 
 def curl(settings: Settings, port: int, chats: bool) -> str:
-    """A line that asks the server something, to be copied."""
+    """A curl command that sends a request to the server, for the user to copy."""
     words = ["curl", f"{address(settings, port)}/v1/{'chat/' if chats else ''}completions"]
     if settings.ssl_certfile:
         words += ["--cacert", settings.ssl_certfile]
@@ -132,12 +132,12 @@ def curl(settings: Settings, port: int, chats: bool) -> str:
         else {"prompt": "The sky is blue, as"}
     )
     line = shlex.join([*words, "-d", json.dumps({**asked, "max_tokens": 64})])
-    # The shell puts the key in, so that it is in no history.
+    # The shell inserts the key, so that it is in no history.
     return f'{line} -H "Authorization: Bearer $ANYACCEL_API_KEY"' if settings.keys else line
 
 
 def warnings_of(settings: Settings) -> Sequence[str]:
-    """What a user should know of how the server is open."""
+    """Warnings about who can reach the server."""
     if not is_reachable(settings.host) or settings.keys:
         return []
     where = settings.host or "0.0.0.0"

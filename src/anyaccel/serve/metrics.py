@@ -60,7 +60,7 @@ class Metrics:
         self._answered: Counter[tuple[str, str, int]] = Counter()
 
     def finished(self, reason: str, seconds: float, prompt: int, answer: int) -> None:
-        """An answer has ended: "stop", "length", "abort" (the client went), "error"."""
+        """Count an answer that has ended with "stop", "length", "abort" (the client has gone) or "error"."""
         self._finished[reason] += 1
         if reason in ("stop", "length"):
             self._whole.observe(seconds)
@@ -68,11 +68,11 @@ class Metrics:
             self._answer.observe(answer)
 
     def answered(self, method: str, path: str, status: int) -> None:
-        """A request of HTTP has its answer."""
+        """Count an HTTP response."""
         self._answered[method, path, status] += 1
 
     def text(self, model: str, stats: Stats) -> str:
-        """All of it."""
+        """The whole page."""
         return "\n".join([*self._lines(f'model_name="{_label(model)}"', stats), ""])
 
     def _lines(self, labels: str, stats: Stats) -> Iterator[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenAPI document, made of the shapes that check requests."""
+"""The OpenAPI document, made from the pydantic models that validate requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFERENCE = "#/components/schemas/{model}"
 _JSON = "application/json"
 
 Shape = type[BaseModel]
-# Address -> what it is for, what it takes, what it answers, and what a stream of it is made of.
+# Path -> summary, and the models of the request, of the response, and of a stream's events.
 _POSTS: dict[str, tuple[str, Shape, Shape, Shape | None]] = {
     "/v1/chat/completions": (
         "The next message of a conversation",
@@ -77,11 +77,11 @@ def _failures(statuses: Sequence[str]) -> dict[str, Any]:
     return {status: {"description": _FAILURES[status], "content": content} for status in statuses}
 
 
-def _got(schema: dict[str, Any]) -> dict[str, Any]:
+def _success(schema: dict[str, Any]) -> dict[str, Any]:
     return {"description": "It is so", "content": {_JSON: {"schema": schema}}}
 
 
-def _of(shape: Shape) -> dict[str, Any]:
+def _reference_to(shape: Shape) -> dict[str, Any]:
     return {"$ref": _REFERENCE.format(model=shape.__name__)}
 
 
@@ -92,24 +92,24 @@ def document(root: str = "") -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, (summary, schema) in _GETS.items():
         failures = {"/ready": ("503",), "/v1/models": ("401", "403"), "/tokenizer_info": ("401", "403")}.get(path, ())
-        paths[path] = {"get": {"summary": summary, "responses": {"200": _got(schema), **_failures(failures)}}}
+        paths[path] = {"get": {"summary": summary, "responses": {"200": _success(schema), **_failures(failures)}}}
     paths["/v1/models/{model}"] = {
         "get": {
             "summary": "One model",
             "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
-            "responses": {"200": _got(_of(protocol.Model)), **_failures(("401", "403", "404"))},
+            "responses": {"200": _success(_reference_to(protocol.Model)), **_failures(("401", "403", "404"))},
         }
     }
     for path, (summary, takes, answers, events) in _POSTS.items():
         shapes += [each for each in (takes, answers, events) if each is not None and each not in shapes]
-        answer = _got(_of(answers))
+        answer = _success(_reference_to(answers))
         if events is not None:
             answer["content"]["text/event-stream"] = {"schema": _EVENT}
             answer["description"] = f"Complete, or with stream: true as events, each of whose data is {events.__name__}"
         paths[path] = {
             "post": {
                 "summary": summary,
-                "requestBody": {"required": True, "content": {_JSON: {"schema": _of(takes)}}},
+                "requestBody": {"required": True, "content": {_JSON: {"schema": _reference_to(takes)}}},
                 "responses": {"200": answer, **_failures(list(_FAILURES))},
             }
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request while the engine computes it."""
+"""What the engine knows of a request between its submission and its end."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ if TYPE_CHECKING:
     from anyaccel.serve.streams import Stream
 
 
-class Open:
-    """An open request, as the thread knows it."""
+class OpenRequest:
+    """A request that has not ended; used in the engine's thread."""
 
     def __init__(self, entry: Entry, options: dict[str, Any], stream: Stream, constraint: Constraint | None) -> None:
         self.entry = entry
         self.options = options
         self.stream = stream
         self.constraint = constraint
-        self.came = time.monotonic()
-        self.queued_s = 0.0  # until its first step
-        self.drafts = (0, 0)  # tokens that were drafted, and those that were right
+        self.submitted_at = time.monotonic()
+        self.queued_s = 0.0  # from then until its first step
+        self.drafts = (0, 0)  # numbers of drafted and of accepted tokens
 
     @property
-    def tells_more(self) -> bool:
-        """Whether it wants to know more than tokens."""
+    def wants_logprobs(self) -> bool:
         return any(self.options.get(name, -1) >= 0 for name in ("logprobs", "prompt_logprobs"))
 
 
 def logprobs_of(scores: list[Score]) -> tuple[TokenLogprob, ...]:
-    """What the decoder tells of tokens, as the front gets it."""
+    """The decoder's scores of tokens in the contract's type."""
     return tuple(TokenLogprob(token, logprob, tuple(map(tuple, top))) for token, logprob, top in scores)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which pages of the key/value cache: the native cache's own book, kept a second time where plans are made.
+"""The page table of the key/value cache, as the scheduler sees it: a copy of the native cache's own.
 
-Pages are shared whole, so that counting them here gives the same numbers as there, and no page is ever copied. A
-sequence whose request has ended stays as long as nobody needs its room: its pages are found by their content, each
-page's key made of its tokens and of the key of the page before it.
+Only whole pages are shared, so that the counts here equal those of the native cache, and no page is ever copied. The
+sequence of an ended request stays in the cache until its pages are needed (a prefix cache): its pages are found by
+content, through keys that hash a page's tokens and the key of the page before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PAGE = 64  # tokens; kPageTokens in csrc/llm/attention.h
 
 
 def pages_of(tokens: int) -> int:
-    """How many pages so many tokens take."""
+    """The number of pages that this number of tokens takes."""
     return -(-tokens // PAGE)
 
 
@@ -22,14 +22,15 @@ class Page:
     """One page.
 
     Attributes:
-        busy: how many of its holders belong to requests that run.
+        holders: the sequences that have it.
+        running: the number of holders whose requests run.
     """
 
-    __slots__ = ("busy", "holders", "key")
+    __slots__ = ("holders", "key", "running")
 
     def __init__(self) -> None:
         self.holders: dict[Sequence, None] = {}
-        self.busy = 0
+        self.running = 0
         self.key: int | None = None
 
 
@@ -37,13 +38,14 @@ class Sequence:
     """Tokens in the cache.
 
     Attributes:
-        tokens: all that the request has, in the cache or not.
-        cached: how many of them are in the cache.
-        pages: of those, and of what the step under way adds.
-        ended: nobody goes on with it.
+        tokens: all tokens of the request, in the cache or not.
+        cached: the number of tokens that are in the cache.
+        pages: the pages of those, and of the tokens that the current step adds.
+        ended: whether its request has ended.
+        running: whether its request runs.
     """
 
-    __slots__ = ("busy", "cached", "ended", "id", "keys", "pages", "tokens")
+    __slots__ = ("cached", "ended", "id", "keys", "pages", "running", "tokens")
 
     def __init__(self, number: int, tokens: list[int]) -> None:
         self.id = number
@@ -52,10 +54,10 @@ class Sequence:
         self.pages: list[Page] = []
         self.keys: list[int] = []
         self.ended = False
-        self.busy = True
+        self.running = True
 
     def key(self, page: int) -> int:
-        """Of a page that is full, or will be."""
+        """The key of a page that is full, or will be."""
         while len(self.keys) <= page:
             first = len(self.keys) * PAGE
             before = self.keys[-1] if self.keys else 0
@@ -73,24 +75,24 @@ class PageTable:
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
-        self._pinned = 0  # of sequences that run
-        self._index: dict[int, Page] = {}
+        self._pinned = 0  # pages of running sequences, which cannot be evicted
+        self._index: dict[int, Page] = {}  # by key
         self._idle: OrderedDict[Sequence, None] = OrderedDict()  # the least recently used first
 
     @property
     def available(self) -> int:
-        """Pages that are free, or can be made so by forgetting what nobody runs with."""
+        """The number of pages that are free or can be evicted."""
         return self.total - self._pinned
 
     @property
     def idle(self) -> int:
-        """How many sequences are kept for others."""
+        """The number of sequences that do not run, kept as a prefix cache."""
         return len(self._idle)
 
-    # --- what is there already
+    # --- the prefix cache
 
     def match(self, sequence: Sequence, most: int) -> tuple[Sequence | None, int]:
-        """Who has the longest beginning of a sequence, and how many whole pages of it, at most `most`."""
+        """The sequence with the longest common prefix, and the prefix's number of whole pages, at most `most`."""
         found: Page | None = None
         count = 0
         while count < most and (page := self._index.get(sequence.key(count))) is not None:
@@ -99,15 +101,15 @@ class PageTable:
         if found is None:
             return None, 0
         source = next(iter(found.holders))
-        # Keys are hashes: another text may have the same ones.
+        # Keys are hashes: other tokens may have the same keys.
         if source.tokens[: count * PAGE] != sequence.tokens[: count * PAGE]:
             return None, 0
         return source, count
 
     def share(self, sequence: Sequence, source: Sequence, count: int) -> None:
-        """Let a sequence without pages begin with those of another one."""
+        """Give a sequence without pages the first pages of another one."""
         for page in source.pages[:count]:
-            self._hold(sequence, page)
+            self._attach(sequence, page)
         sequence.cached = count * PAGE
         if source in self._idle:
             self._idle.move_to_end(source)
@@ -115,18 +117,18 @@ class PageTable:
     # --- growing
 
     def missing(self, sequence: Sequence, tokens: int) -> int:
-        """New pages that so many more tokens need."""
+        """The number of new pages that `tokens` more tokens need."""
         return pages_of(sequence.cached + tokens) - len(sequence.pages)
 
     def reserve(self, sequence: Sequence, tokens: int) -> None:
-        """Take the pages that the step under way needs; they are free."""
+        """Allocate the pages that the current step needs; the caller has made them free."""
         for _ in range(self.missing(sequence, tokens)):
-            self._hold(sequence, Page())
+            self._attach(sequence, Page())
             self.used += 1
         assert self.used <= self.total
 
     def commit(self, sequence: Sequence, tokens: int) -> None:
-        """The tokens are in the cache: others may share their pages."""
+        """Note that the step has computed the tokens, so that other sequences may share their pages."""
         first = sequence.cached // PAGE
         sequence.cached += tokens
         for number in range(first, sequence.cached // PAGE):
@@ -138,37 +140,37 @@ class PageTable:
     # --- shrinking
 
     def shrink(self, sequence: Sequence, tokens: int) -> None:
-        """Forget what is in the cache from token `tokens` on."""
+        """Keep only the first `tokens` tokens in the cache."""
         while len(sequence.pages) > pages_of(tokens):
             self._release(sequence)
         sequence.cached = min(sequence.cached, tokens)
 
-    def rest(self, sequence: Sequence) -> None:
-        """Nobody runs with it: its pages may be taken from its end on."""
-        if sequence.busy:
-            sequence.busy = False
+    def mark_idle(self, sequence: Sequence) -> None:
+        """Note that its request does not run: its pages may be evicted, the last ones first."""
+        if sequence.running:
+            sequence.running = False
             for page in sequence.pages:
-                page.busy -= 1
-                self._pinned -= page.busy == 0
+                page.running -= 1
+                self._pinned -= page.running == 0
         self._idle[sequence] = None
         self._idle.move_to_end(sequence)
 
     def held_by_others(self, sequence: Sequence) -> bool:
-        """Whether others have all that it has: who shares a page shares those before it, so the last one tells."""
+        """Whether other sequences hold all its pages: a holder of the last page holds those before it too."""
         return bool(sequence.pages) and len(sequence.pages[-1].holders) > 1
 
-    def wake(self, sequence: Sequence) -> None:
-        """A request goes on with it."""
-        if sequence.busy:
+    def mark_running(self, sequence: Sequence) -> None:
+        """Note that its request runs: its pages cannot be evicted."""
+        if sequence.running:
             return
-        sequence.busy = True
+        sequence.running = True
         self._idle.pop(sequence, None)
         for page in sequence.pages:
-            self._pinned += page.busy == 0
-            page.busy += 1
+            self._pinned += page.running == 0
+            page.running += 1
 
     def evict(self, wanted: int) -> list[Sequence]:
-        """Make so many pages free, from the least recently used sequence's end on; returns those that are shorter."""
+        """Make `wanted` pages free, from the end of the least recently used sequences; returns the shortened ones."""
         changed: dict[Sequence, None] = {}
         while self.total - self.used < wanted and self._idle:
             sequence = next(iter(self._idle))
@@ -180,19 +182,19 @@ class PageTable:
                 del self._idle[sequence]
         return list(changed)
 
-    def _hold(self, sequence: Sequence, page: Page) -> None:
+    def _attach(self, sequence: Sequence, page: Page) -> None:
         sequence.pages.append(page)
         page.holders[sequence] = None
-        if sequence.busy:
-            self._pinned += page.busy == 0
-            page.busy += 1
+        if sequence.running:
+            self._pinned += page.running == 0
+            page.running += 1
 
     def _release(self, sequence: Sequence) -> None:
         page = sequence.pages.pop()
         del page.holders[sequence]
-        if sequence.busy:
-            page.busy -= 1
-            self._pinned -= page.busy == 0
+        if sequence.running:
+            page.running -= 1
+            self._pinned -= page.running == 0
         if not page.holders:
             self.used -= 1
             if page.key is not None and self._index.get(page.key) is page:

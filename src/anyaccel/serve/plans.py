@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler says: a step, and what changes in the decoder's cache before it."""
+"""The scheduler's plan: a step, and the changes to the decoder's cache before it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ End = Finish | Literal["cancelled", "deadline", "error"]
 
 @dataclass(frozen=True)
 class Start:
-    """The decoder gets to know a request; the first `tokens` tokens are those of request `source`."""
+    """The decoder creates a request, whose first `tokens` tokens are in the cache of request `source`."""
 
     id: int
     source: int = -1
@@ -22,7 +22,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Shrink:
-    """Request `id` keeps the first `tokens` tokens in the cache."""
+    """Request `id` keeps its first `tokens` tokens in the cache, and no more."""
 
     id: int
     tokens: int
@@ -30,7 +30,7 @@ class Shrink:
 
 @dataclass(frozen=True)
 class Share:
-    """Request `id`, which has nothing in the cache, gets the first tokens of request `source`."""
+    """Request `id`, which has nothing in the cache, shares the pages of the first tokens of request `source`."""
 
     id: int
     source: int
@@ -39,7 +39,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Drop:
-    """The decoder forgets a request."""
+    """The decoder frees a request."""
 
     id: int
 
@@ -52,13 +52,15 @@ class Plan:
     """A step.
 
     Attributes:
-        changes: first, in this order.
-        run: request -> tokens that pass; an answer's one, or a part of a prompt.
-        ended: requests, and why, that have ended without a step.
+        changes: made before the step, in this order.
+        run: request -> the number of tokens to compute: one of an answer, or a chunk of a prompt.
+        ended: requests that have ended without a step, and why.
+        prompt_tokens: the sum of all chunks of prompts.
+        decodes: the number of requests that get one token of their answer.
     """
 
     changes: list[Change] = field(default_factory=list)
     run: dict[int, int] = field(default_factory=dict)
     ended: list[tuple[int, End]] = field(default_factory=list)
     prompt_tokens: int = 0
-    answers: int = 0
+    decodes: int = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of the ranks of `anyaccel serve --tp`: every rank takes the same steps, and rank 0 tells what came of them."""
+"""A rank of `anyaccel serve --tp`: every rank computes the same steps, and rank 0 sends the results to the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def serve(channel: Channel, rank: int, backend: Model) -> None:
-    """Take steps until the engine is gone."""
+    """Compute steps until the engine closes the channel."""
     native = backend.native  # type: ignore[union-attr]
     page_bytes = native.model.cache_bytes_per_token() * PAGE
     channel.send(

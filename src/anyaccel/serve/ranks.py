@@ -11,7 +11,7 @@ from anyaccel.inference.ranks.gathered import FAREWELL, Ranks, plan_ranks
 from anyaccel.inference.ranks.processes import RankProcesses
 from anyaccel.serve.contract import ModelFacts
 from anyaccel.serve.facts import check_pages, context_of, limited, plan_line, with_own_ends
-from anyaccel.serve.slots import Ahead, Outcome, Work
+from anyaccel.serve.slots import MultiStep, Outcome, Work
 
 if TYPE_CHECKING:
     from anyaccel.inference.ranks.loading import Watcher
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class RanksDecoder:
-    """See `decoders.Decoder`. It belongs to the thread that made it: the ranks end with that thread."""
+    """See `facts.Decoder`. The ranks end when the thread that made this object ends."""
 
-    goes_ahead = False  # each step is told to all ranks
+    multi_step = False  # each step is sent to all ranks
 
     def __init__(
         self, options: ModelOptions, screen: Watcher, settings: EngineSettings, tokenizer: Any = None, replica: int = 0
@@ -53,8 +53,8 @@ class RanksDecoder:
         )
         self.facts = limited(facts, self.cache_pages)
 
-    def apply(self, work: Work, ahead: Ahead | None = None) -> Outcome:
-        assert ahead is None
+    def apply(self, work: Work, multi_step: MultiStep | None = None) -> Outcome:
+        assert multi_step is None
         self._ranks.send("step", work=asdict(work))
         message = self._ranks.outcome(sum(count for _, count in work.run), "outcome")
         return Outcome(**message["outcome"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model thinks before it answers, apart from the answer: <think>…</think>, as Qwen 3 and DeepSeek R1."""
+"""Separates a model's thoughts from its answer: <think>…</think>, as Qwen 3 and DeepSeek R1 write it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def thinks(template: str) -> bool:
 
 
 class Thoughts:
-    """Divides an answer while it comes.
+    """Divides an answer into thoughts and the rest while it comes.
 
     Args:
-        inside: the prompt ends with the opening mark.
+        inside: whether the prompt ends with the opening mark.
     """
 
     def __init__(self, inside: bool) -> None:
         self._inside = inside
-        self._begun = inside  # once something of the answer was seen, an opening mark is text
-        self._between = False  # the line breaks after the thoughts belong to neither part
+        self._begun = inside  # an opening mark counts only at the beginning of the answer
+        self._between = False  # skipping the line breaks after the thoughts, which belong to neither part
         self._text = ""
 
     def add(self, text: str, last: bool = False) -> tuple[str, str]:
-        """Thoughts and answer that became known; `last`: nothing more comes."""
+        """The next thoughts and the next part of the answer; `last`: no more text comes."""
         self._text += text
         thoughts = ""
         if not self._begun:

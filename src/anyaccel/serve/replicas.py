@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from anyaccel.serve.contract import Chunk, Engine, EngineStoppedError, GenerationRequest, ModelFacts, Stats
@@ -29,7 +29,7 @@ class Replica(Engine, Protocol):
 
 
 class Silent:
-    """A screen for the replicas after the first one, which say the same."""
+    """A screen that shows nothing, for the replicas after the first, which would repeat its lines."""
 
     def line(self, text: str) -> None:
         pass
@@ -56,7 +56,7 @@ class Replicas:
         first = engines[0].facts
         each = list(dict.fromkeys(engine.facts.plan[0].removeprefix("plan: ") for engine in engines))
         plan = (f"plan: {len(engines)} replicas, each of {each[0]}", *first.plan[1:])
-        if len(each) > 1:  # the nodes of the machine are not alike
+        if len(each) > 1:  # the machine's NUMA nodes differ
             plan = (f"plan: {len(engines)} replicas", *(f"  of {one}" for one in each), *first.plan[1:])
         self.facts: ModelFacts = replace(first, plan=plan)
 
@@ -114,8 +114,7 @@ class Replicas:
         return await together(map(one, prompts))
 
     def stats(self) -> Stats:
-        each = [engine.stats() for engine in self._engines]
-        return Stats(**{field.name: sum(getattr(one, field.name) for one in each) for field in fields(Stats)})
+        return sum((engine.stats() for engine in self._engines), Stats())
 
     def ready(self) -> bool:
         return any(engine.ready() for engine in self._engines)
@@ -130,7 +129,7 @@ class Replicas:
         await asyncio.gather(*(engine.close() for engine in self._engines))
 
     def _choose(self, prompt: Sequence[int], failed: Collection[int]) -> int:
-        """Which one is to have it; one that starts again, or is late, only where all are."""
+        """The engine for this prompt; one that restarts, or whose step is late, only where all others are too."""
         for number, engine in enumerate(self._engines):
             if not engine.alive():
                 self._routes.forget(number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/responses`: the same conversation in OpenAI's newer words: items of output, and events that name them."""
+"""`/v1/responses`: OpenAI's newer API for conversations, with output items and named events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def messages_of(request: ResponsesRequest) -> list[Message]:
     """The input as messages.
 
     Raises:
-        ApiError: an item is of a kind that needs what this server has not.
+        ApiError: an item is of a kind that this server does not support.
     """
     messages = []
     if request.instructions:
@@ -74,7 +74,7 @@ def _tools(request: ResponsesRequest) -> list[Tool]:
 
 
 class Responses:
-    """One request, ready to be answered. The same events make the stream and the answer in one piece."""
+    """A checked request. The events of its stream also build the response in one piece."""
 
     def __init__(self, front: Front, request: ResponsesRequest, prompt: Prompt, max_tokens: int, key: str) -> None:
         self._front = front
@@ -83,7 +83,7 @@ class Responses:
         self._max_tokens = max_tokens
         self._key = key
         self._output: list[dict[str, Any]] = []
-        self._open: dict[str, Any] | None = None  # the item that grows
+        self._open: dict[str, Any] | None = None  # the output item that still grows
         self._usage: dict[str, Any] | None = None
         self._status, self._why = "in_progress", ""
         self._identity, self._created = new_id("resp_"), int(time.time())
@@ -119,24 +119,24 @@ class Responses:
     # Items -------------------------------------------------------------------------------------------------
 
     def _begin(self, item: dict[str, Any]) -> list[Event]:
-        """Close the item that grows, and open another."""
+        """Close the open item, and open another one."""
         events = self._close()
         self._open = item
         self._output.append(item)
         shown = {**item, "content": []} if "content" in item else dict(item)
-        events.append({"type": "response.output_item.added", "output_index": self._place, "item": shown})
+        events.append({"type": "response.output_item.added", "output_index": self._index, "item": shown})
         if "content" in item:
-            events.append(self._of_part("response.content_part.added", part={**item["content"][0], "text": ""}))
+            events.append(self._part_event("response.content_part.added", part={**item["content"][0], "text": ""}))
         return events
 
     @property
-    def _place(self) -> int:
+    def _index(self) -> int:
         return len(self._output) - 1
 
-    def _of_part(self, kind: str, **more: Any) -> Event:
+    def _part_event(self, kind: str, **more: Any) -> Event:
         item = self._output[-1]
         part = {"content_index": 0} if "content" in item else {}
-        return {"type": kind, "item_id": item["id"], "output_index": self._place, **part, **more}
+        return {"type": kind, "item_id": item["id"], "output_index": self._index, **part, **more}
 
     def _close(self, status: str = "completed") -> list[Event]:
         item, self._open = self._open, None
@@ -144,19 +144,19 @@ class Responses:
             return []
         item["status"] = status
         if item["type"] == "function_call":
-            events = [self._of_part("response.function_call_arguments.done", arguments=item["arguments"])]
+            events = [self._part_event("response.function_call_arguments.done", arguments=item["arguments"])]
         else:
             part = item["content"][0]
             kind = "reasoning_text" if item["type"] == "reasoning" else "output_text"
             more: dict[str, Any] = {} if kind == "reasoning_text" else {"logprobs": []}
             events = [
-                self._of_part(f"response.{kind}.done", text=part["text"], **more),
-                self._of_part("response.content_part.done", part=dict(part)),
+                self._part_event(f"response.{kind}.done", text=part["text"], **more),
+                self._part_event("response.content_part.done", part=dict(part)),
             ]
-        return [*events, {"type": "response.output_item.done", "output_index": self._place, "item": dict(item)}]
+        return [*events, {"type": "response.output_item.done", "output_index": self._index, "item": dict(item)}]
 
     def _grow(self, kind: str, text: str) -> list[Event]:
-        """Text for the message, or for the thoughts before it."""
+        """Append text to the message or to the thoughts, opening a new item if another one is open."""
         events = []
         if self._open is None or self._open["type"] != kind:
             if kind == "reasoning":
@@ -175,8 +175,8 @@ class Responses:
         assert self._open is not None
         self._open["content"][0]["text"] += text
         if kind == "reasoning":
-            return [*events, self._of_part("response.reasoning_text.delta", delta=text)]
-        return [*events, self._of_part("response.output_text.delta", delta=text, logprobs=[])]
+            return [*events, self._part_event("response.reasoning_text.delta", delta=text)]
+        return [*events, self._part_event("response.output_text.delta", delta=text, logprobs=[])]
 
     def _call(self, part: dict[str, Any]) -> list[Event]:
         events = []
@@ -186,9 +186,9 @@ class Responses:
         assert self._open is not None
         arguments = part["function"]["arguments"]
         self._open["arguments"] += arguments
-        return [*events, self._of_part("response.function_call_arguments.delta", delta=arguments)]
+        return [*events, self._part_event("response.function_call_arguments.delta", delta=arguments)]
 
-    def _of(self, delta: Delta) -> list[Event]:
+    def _events_of(self, delta: Delta) -> list[Event]:
         events = []
         if delta.thoughts:
             events += self._grow("reasoning", delta.thoughts)
@@ -222,7 +222,7 @@ class Responses:
         async with aclosing(found):
             async for delta in found:
                 last = delta.piece
-                for each in self._of(delta):
+                for each in self._events_of(delta):
                     yield each
         assert last is not None
         prompt = len(self._prompt.tokens)
@@ -252,7 +252,7 @@ class Responses:
         Raises:
             AnyAccelError, ApiError: see `Engine.generate`; before the answer's first token.
         """
-        waiting: list[bytes] = []  # so that an error before the first token has a status of its own
+        waiting: list[bytes] = []  # held back until the first token, so that an error before it gets an HTTP status
         number = 0
         try:
             async with aclosing(self._events()) as events:
@@ -288,7 +288,7 @@ async def responses(front: Front, request: ResponsesRequest, key: str) -> Respon
     form = request.text.format if request.text else None
     wanted = None
     if form is not None:
-        # The same field with one level less.
+        # `text.format` has the fields of `response_format`, without the level `json_schema`.
         schema = JsonSchemaFormat.model_validate({"schema": form.json_schema}) if form.json_schema is not None else None
         wanted = ResponseFormat(type=form.type, json_schema=schema)
     choice: str | NamedTool | None

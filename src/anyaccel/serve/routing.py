@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of several engines with the same model gets a request: replicas of one server, or those of a Ray cluster."""
+"""Prefix-aware routing among engines with the same model: the replicas of one server, or of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any, Generic, TypeVar
 from anyaccel.serve.pages import PAGE
 from anyaccel.serve.pages import Sequence as Cached
 
-_UNEVEN = 4  # so many more open requests than another one an engine may have that has more of a prompt in its cache
+# An engine that has more of a prompt in its cache is preferred while it has at most this many more open requests than
+# the least loaded one.
+_IMBALANCE = 4
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
 class Routes(Generic[K]):
-    """What each engine has seen of prompts, and so what is in its cache, as far as can be told from outside.
+    """An estimate of what each engine has in its prefix cache, from the prompts that it was sent.
 
     Args:
-        shares: whether what one request has computed is kept for others.
+        shares: whether the engines have a prefix cache.
     """
 
     def __init__(self, shares: bool = True) -> None:
@@ -31,13 +33,13 @@ class Routes(Generic[K]):
     def order(self, prompt: Sequence[int], load: Mapping[K, int]) -> list[K]:
         """The engines, the best one for this prompt first.
 
-        That is the one that has seen the longest beginning of it, unless it is much busier than another; else the least
-        loaded one.
+        The best one has the longest prefix of the prompt in its cache, unless it is much busier than another; without
+        such a prefix it is the least loaded one.
 
         Args:
-            load: open requests of each engine that may have it.
+            load: the number of open requests of each engine that may be chosen.
         """
-        most = min(load.values(), default=0) + _UNEVEN
+        most = min(load.values(), default=0) + _IMBALANCE
         keys = _keys(prompt)
 
         def rank(engine: K) -> tuple[bool, int, int]:
@@ -48,33 +50,33 @@ class Routes(Generic[K]):
         return sorted(load, key=rank)
 
     def note(self, engine: K, tokens: Sequence[int], cache_pages: int) -> None:
-        """An engine computes these tokens; its cache has room for so many pages."""
+        """Note that an engine computes these tokens; its cache has room for `cache_pages` pages."""
         if not self._shares:
             return
         seen = self._seen.setdefault(engine, OrderedDict())
-        for key in reversed(_keys(tokens)):  # what is first is used by most, and forgotten last
+        for key in reversed(_keys(tokens)):  # most requests share the first pages, so they are to be evicted last
             seen[key] = None
             seen.move_to_end(key)
         while len(seen) > cache_pages:
             seen.popitem(last=False)
 
     def forget(self, engine: K) -> None:
-        """An engine has lost its cache, or is gone."""
+        """Forget an engine that has lost its cache or has ended."""
         self._seen.pop(engine, None)
 
     def known(self) -> list[K]:
-        """Engines of which something is known."""
+        """The engines that have been sent prompts."""
         return list(self._seen)
 
 
 def _keys(tokens: Sequence[int]) -> list[int]:
-    """Of the pages that the tokens fill."""
+    """The keys of the pages that the tokens fill."""
     cached: Any = Cached(0, list(tokens))
     return [cached.key(page) for page in range(len(tokens) // PAGE)]
 
 
 async def together(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all calls bring; when one fails, the others are cancelled, and have ended when its error is raised."""
+    """The results of all calls; when one fails, the others are cancelled and awaited before its error is raised."""
     asked = [asyncio.ensure_future(call) for call in calls]
     try:
         return await asyncio.gather(*asked)

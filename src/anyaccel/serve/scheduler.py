@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which request gets how many tokens in the next step: continuous batching, as a pure class.
 
-Answers under way get their token in every step. What a step may do beside that (`Rates`) goes to prompts, in parts:
-first to those that have begun, then to those that wait, and among both to the key that has had least. A full cache
-first forgets what nobody runs with, then puts the youngest request back, which goes on later with what it has said so
-far as its prompt.
+Running answers get one token in every step. What else a step may compute (`Rates`) goes to chunks of prompts: first to
+prompts that have begun, then to requests that wait, and among both to the key that has been served least. When the
+cache is full, it first evicts idle sequences, then preempts the youngest request, which resumes later with what it has
+generated so far as a part of its prompt.
 
-The class knows neither threads nor clocks nor models: `plan()` says what to do and `done()` hears what came of it.
+The class has no threads, clock or model: `plan()` says what to compute, and `done()` takes the results.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _RETRY_S = (1.0, 60.0)
 
 @dataclass(frozen=True)
 class Limits:
-    """What holds for all requests together.
+    """Bounds for all requests together.
 
     Attributes:
         max_batch: requests that run at once.
-        max_waiting: requests that may wait for it.
-        cache_pages: of the key/value cache.
+        max_waiting: requests in the queue.
+        cache_pages: pages of the key/value cache.
         context: tokens of prompt and answer; 0: no limit.
-        keep: whether the caches of ended requests are kept for those that begin alike.
+        keep: whether the pages of ended requests are kept as a prefix cache.
     """
 
     max_batch: int
@@ -48,12 +48,12 @@ class Entry:
     """A request.
 
     Attributes:
-        tokens: prompt, and the answer so far.
-        prompt: how many of them are the prompt.
-        max_tokens: of the answer; 0: there is none.
+        tokens: the prompt, and the answer so far.
+        prompt: the length of the prompt.
+        max_tokens: the most tokens of the answer; 0: it has no answer.
         ends: tokens that end the answer.
-        shares: whether it may begin with another one's cache; one whose prompt is looked at token by token may not.
-        deadline: when its time is over.
+        shares: whether it may use the prefix cache; not if every token of the prompt has to be computed.
+        deadline: the time at which it is ended.
     """
 
     id: int
@@ -65,8 +65,8 @@ class Entry:
     shares: bool = True
     deadline: float = float("inf")
     sequence: Sequence = field(init=False)
-    started: bool = False  # the decoder knows it
-    cached: int = 0  # of its prompt, that was in the cache when it began
+    started: bool = False  # whether the decoder has been told of it
+    cached: int = 0  # tokens of its prompt that were in the prefix cache when it started
     cancelled: bool = False
 
     def __post_init__(self) -> None:
@@ -74,28 +74,29 @@ class Entry:
 
     @property
     def left(self) -> int:
-        """Tokens that are not in the cache."""
+        """The number of tokens that are not in the cache yet."""
         return len(self.tokens) - self.sequence.cached
 
     @property
-    def part(self) -> int:
-        """Tokens that the next step may take: of an answer that is computed again, none beside its prompt's.
+    def next_chunk(self) -> int:
+        """The most tokens that the next step may compute.
 
-        The decoder passes these as few and those as many, so that they have the bits of the first time.
+        After a preemption the prompt and the answer are recomputed in separate steps. The decoder uses other kernels
+        for few tokens than for many, so that only this gives the same bits as the first time.
         """
         return self.left if self.sequence.cached >= self.prompt else self.prompt - self.sequence.cached
 
     @property
     def shareable(self) -> int:
-        """Pages that it may begin with, though others have computed them.
+        """The number of its pages that may come from the prefix cache.
 
-        None of its answer: for another one, the same tokens may have been a prompt's.
+        Pages of its answer may not: another request may have computed the same tokens as a prompt, with other bits.
         """
         return min(len(self.tokens) - 1, self.prompt) // PAGE
 
     @property
-    def answers(self) -> bool:
-        """Whether its next token takes one token of work."""
+    def is_decoding(self) -> bool:
+        """Whether its prompt is done, so that a step computes one token of it."""
         return self.left == 1 and self.sequence.cached >= self.prompt
 
 
@@ -107,24 +108,24 @@ class Scheduler:
         self.rates = rates or Rates()
         self.pages = PageTable(limits.cache_pages)
         self._entries: dict[int, Entry] = {}
-        self._waiting: dict[str, dict[int, Entry]] = {}  # of each key, in the order in which they came
+        self._waiting: dict[str, dict[int, Entry]] = {}  # the queue of each key
         self._running: dict[int, Entry] = {}
         self._shares = Shares()
-        self._computing: dict[int, int] = {}  # key of a page -> the request that will have computed it soon
-        self._changes: list[Change] = []  # of requests that have ended since the last plan
-        self._finished_s = 0.0  # between two ends
+        self._computing: dict[int, int] = {}  # key of a page -> the running request that will compute it
+        self._changes: list[Change] = []  # for requests that have ended since the last plan
+        self._finished_s = 0.0  # the average time between two ends of requests
         self._last_end: float | None = None
-        self._hits = self._queries = self._prompt_tokens = self._answer_tokens = self._preempted = self._steps = 0
+        self._hits = self._queries = self._prompt_tokens = self._answer_tokens = self._preemptions = self._steps = 0
         self._drafted = self._accepted = 0
 
     # --- from outside
 
     def submit(self, entry: Entry) -> None:
-        """A request has come.
+        """Put a request into the queue.
 
         Raises:
             TooLongError: it can never be answered.
-            EngineFullError: too many wait.
+            EngineFullError: the queue is full.
         """
         total = entry.prompt + entry.max_tokens
         if 0 < self.limits.context < total:
@@ -139,7 +140,7 @@ class Scheduler:
             )
         waiting = self.waiting
         if waiting >= self.limits.max_waiting:
-            # The queue is full; but no key takes all of it while others come.
+            # One key must not keep the others out: each may have its share of the queue, up to twice the limit in all.
             mine = len(self._waiting.get(entry.key, ()))
             keys = len(self._waiting.keys() | {entry.key})
             if mine >= self.limits.max_waiting // keys or waiting >= 2 * self.limits.max_waiting:
@@ -153,12 +154,12 @@ class Scheduler:
         return min(max(self._finished_s * waiting / 4, least), most)
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for it any more: it ends with the next plan."""
+        """Mark a request whose client has gone: the next plan ends it."""
         if number in self._entries:
             self._entries[number].cancelled = True
 
     def finish(self, number: int, why: End) -> None:
-        """It ends here and now."""
+        """End a request now."""
         self._end(self._entries[number], why, [])
 
     @property
@@ -167,18 +168,15 @@ class Scheduler:
 
     @property
     def open(self) -> list[int]:
-        """All requests that have not ended."""
+        """The numbers of all requests that have not ended."""
         return list(self._entries)
 
-    def next_deadline(self) -> float:
-        return min((entry.deadline for entry in self._entries.values()), default=float("inf"))
-
-    def cached_tokens(self, number: int) -> int:
-        """Of the prompt, that were in the prefix cache."""
-        return self._entries[number].cached
+    @property
+    def idle(self) -> bool:
+        """Whether a plan would be empty: no request is open, and the decoder was told of all that have ended."""
+        return not self._entries and not self._changes
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
-        """So many tokens were drafted, and so many of them right."""
         self._drafted += drafted
         self._accepted += accepted
 
@@ -192,7 +190,7 @@ class Scheduler:
             prefix_queries=self._queries,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._answer_tokens,
-            preemptions=self._preempted,
+            preemptions=self._preemptions,
             steps=self._steps,
             drafted=self._drafted,
             accepted=self._accepted,
@@ -201,7 +199,7 @@ class Scheduler:
     # --- a step
 
     def plan(self, now: float) -> Plan:
-        """What to do next; nothing to run: there is nothing to do before another request comes or a deadline."""
+        """The next step; it runs nothing if there is nothing to compute until another request comes or a deadline."""
         plan = Plan()
         for entry in list(self._entries.values()):
             if entry.cancelled:
@@ -209,20 +207,20 @@ class Scheduler:
             elif entry.deadline <= now:
                 self._end(entry, "deadline", plan.ended)
         plan.changes, self._changes = self._changes, []
-        self._plan_answers(plan)
-        left = self.rates.prompt_tokens(plan.answers)
-        left -= self._plan_prompts(plan, left)
-        self._plan_waiting(plan, left)
+        self._plan_decodes(plan)
+        left = self.rates.prompt_tokens(plan.decodes)
+        left -= self._plan_prefills(plan, left)
+        self._admit_waiting(plan, left)
         while not plan.run and self._running:
-            # All that run are in their prompts, and have the whole cache together.
-            self._put_back(self._youngest(), plan)
-            self._plan_prompts(plan, self.rates.prompt_tokens(0))
+            # The running requests are all in their prompts, and fill the cache together.
+            self._preempt(self._youngest(), plan)
+            self._plan_prefills(plan, self.rates.prompt_tokens(0))
         return plan
 
-    def ahead(self, plan: Plan) -> int:
-        """How many steps the same answers could take, one after the other, before there is anything to decide.
+    def steps_without_decision(self, plan: Plan) -> int:
+        """The number of decode steps, at least 1, that can follow each other without a new plan.
 
-        As far as the pages that they have reach, while no prompt is under way or could begin; at least 1.
+        They end where a request needs a new page or is complete. While a prompt runs or could start, it is 1.
         """
         if self._waiting and len(self._running) < self.limits.max_batch:
             return 1
@@ -236,24 +234,24 @@ class Scheduler:
     def done(
         self, plan: Plan, tokens: Items[int], seconds: float, now: float, wrong: Collection[int] = ()
     ) -> list[tuple[int, End]]:
-        """What came of a plan.
+        """Take the results of a plan.
 
         Args:
-            tokens: of each request of plan.run, in order; negative: none, as its prompt goes on.
-            wrong: requests that cannot be computed: they are as before the plan, and end.
+            tokens: the new token of each request of plan.run, in order; negative: it has none, as its prompt goes on.
+            wrong: requests that could not be computed: the plan has not changed them, and they end.
 
         Returns:
             The requests that have ended, and why.
         """
         ended: list[tuple[int, End]] = []
-        self.rates.add(plan.prompt_tokens, plan.answers, seconds)
+        self.rates.add(plan.prompt_tokens, plan.decodes, seconds)
         self._steps += 1
         for (number, count), token in zip(plan.run.items(), tokens, strict=True):
             entry = self._entries[number]
             if number in wrong:
                 self._end(entry, "error", ended, now)
                 continue
-            self._count(entry, count)
+            self._record_progress(entry, count)
             self.pages.commit(entry.sequence, count)
             self._shares.add(entry.key, count)
             if token < 0:
@@ -269,8 +267,8 @@ class Scheduler:
                 self._end(entry, "length", ended, now)
         return ended
 
-    def _count(self, entry: Entry, count: int) -> None:
-        """Keep what is counted of a part that has passed."""
+    def _record_progress(self, entry: Entry, count: int) -> None:
+        """Count the tokens of a prompt that a step has computed, and note that their pages are computed."""
         for page in range(entry.sequence.cached // PAGE, (entry.sequence.cached + count) // PAGE):
             key = entry.sequence.key(page)
             if self._computing.get(key) == entry.id:
@@ -280,48 +278,48 @@ class Scheduler:
 
     # --- parts of a plan
 
-    def _plan_answers(self, plan: Plan) -> None:
+    def _plan_decodes(self, plan: Plan) -> None:
         for entry in sorted(self._running.values(), key=lambda each: each.id):
-            if not entry.answers or entry.id not in self._running:
+            if not entry.is_decoding or entry.id not in self._running:
                 continue
-            while not self._room(self.pages.missing(entry.sequence, 1), plan):
+            while not self._make_room(self.pages.missing(entry.sequence, 1), plan):
                 youngest = self._youngest()
-                self._put_back(youngest, plan)
+                self._preempt(youngest, plan)
                 if youngest is entry:
                     break
             else:
-                self._take(entry, 1, plan)
-                plan.answers += 1
+                self._schedule(entry, 1, plan)
+                plan.decodes += 1
 
     def _youngest(self) -> Entry:
         return self._running[max(self._running)]
 
-    def _plan_prompts(self, plan: Plan, left: int) -> int:
-        """Parts of the prompts that have begun; returns how many tokens they have."""
+    def _plan_prefills(self, plan: Plan, left: int) -> int:
+        """Schedule chunks of the prompts that have begun; returns the number of their tokens."""
         taken = 0
-        begun = [entry for entry in self._running.values() if not entry.answers and entry.id not in plan.run]
+        begun = [entry for entry in self._running.values() if not entry.is_decoding and entry.id not in plan.run]
         for entry in sorted(begun, key=lambda each: self._shares.had(each.key)):
             if taken >= left:
                 break
-            taken += self._take_part(entry, left - taken, plan)
+            taken += self._schedule_chunk(entry, left - taken, plan)
         return taken
 
-    def _plan_waiting(self, plan: Plan, left: int) -> None:
-        held: set[int] = set()  # they wait for what another one computes
+    def _admit_waiting(self, plan: Plan, left: int) -> None:
+        held: set[int] = set()  # requests that wait until another one has computed their prefix
         while left > 0 and len(self._running) < self.limits.max_batch:
             entry = self._next_waiting(held)
             if entry is None:
                 return
-            if self._waits_for_another(entry):
+            if self._prefix_is_being_computed(entry):
                 held.add(entry.id)
                 continue
-            # Room for the whole prompt: one that is put back again has cost its time for nothing.
-            source, count = self._source(entry)
-            shared = sum(page.busy > 0 for page in (source or entry.sequence).pages[: count or None])
+            # Admit only with room for the whole prompt: what a preempted prompt has computed would be lost.
+            source, count = self._prefix_source(entry)
+            shared = sum(page.running > 0 for page in (source or entry.sequence).pages[: count or None])
             if self._running and pages_of(len(entry.tokens)) + 1 - shared > self.pages.available:
                 return
             self._admit(entry, source, count, plan)
-            left -= self._take_part(entry, left, plan)
+            left -= self._schedule_chunk(entry, left, plan)
 
     def _next_waiting(self, held: set[int]) -> Entry | None:
         for key in sorted(self._waiting, key=self._shares.had):
@@ -330,14 +328,14 @@ class Scheduler:
                     return entry
         return None
 
-    def _source(self, entry: Entry) -> tuple[Sequence | None, int]:
-        """Who has more of its beginning in the cache than itself, and how many pages."""
+    def _prefix_source(self, entry: Entry) -> tuple[Sequence | None, int]:
+        """A sequence that has a longer prefix of this one in the cache than its own, and the number of pages."""
         if not entry.shares or not self.limits.keep:
             return None, 0
         source, count = self.pages.match(entry.sequence, entry.shareable)
         return (source, count) if count * PAGE > entry.sequence.cached else (None, 0)
 
-    def _waits_for_another(self, entry: Entry) -> bool:
+    def _prefix_is_being_computed(self, entry: Entry) -> bool:
         if not entry.shares or not self.limits.keep:
             return False
         most = entry.shareable
@@ -352,7 +350,7 @@ class Scheduler:
         self._running[entry.id] = entry
         sequence = entry.sequence
         first = not entry.started
-        self.pages.wake(sequence)
+        self.pages.mark_running(sequence)
         if source is not None:
             if sequence.cached > 0:
                 self.pages.shrink(sequence, 0)
@@ -370,49 +368,49 @@ class Scheduler:
             for page in range(sequence.cached // PAGE, (len(entry.tokens) - 1) // PAGE):
                 self._computing.setdefault(sequence.key(page), entry.id)
 
-    def _take_part(self, entry: Entry, left: int, plan: Plan) -> int:
-        """As much of a prompt as may pass and has room."""
-        count = min(entry.part, left)
-        while count > 0 and not self._room(self.pages.missing(entry.sequence, count), plan):
-            # As much as fits the pages that there are.
+    def _schedule_chunk(self, entry: Entry, left: int, plan: Plan) -> int:
+        """Schedule the longest chunk of a prompt that the budget and the cache allow; returns its length."""
+        count = min(entry.next_chunk, left)
+        while count > 0 and not self._make_room(self.pages.missing(entry.sequence, count), plan):
+            # Try again with one page less.
             count = (pages_of(entry.sequence.cached + count) - 1) * PAGE - entry.sequence.cached
         if count <= 0:
             return 0
-        self._take(entry, count, plan)
+        self._schedule(entry, count, plan)
         plan.prompt_tokens += count
         return count
 
-    def _take(self, entry: Entry, count: int, plan: Plan) -> None:
+    def _schedule(self, entry: Entry, count: int, plan: Plan) -> None:
         self.pages.reserve(entry.sequence, count)
         plan.run[entry.id] = count
 
-    def _room(self, wanted: int, plan: Plan) -> bool:
-        """Whether so many pages are free, after forgetting what nobody runs with, if that is enough."""
+    def _make_room(self, wanted: int, plan: Plan) -> bool:
+        """Make `wanted` pages free, evicting idle sequences if needed; False if that is not enough."""
         if wanted > self.pages.available:
             return False
         for sequence in self.pages.evict(wanted):
-            plan.changes.append(self._change_of(sequence))
+            plan.changes.append(self._eviction_of(sequence))
         return True
 
     @staticmethod
-    def _change_of(sequence: Sequence) -> Change:
+    def _eviction_of(sequence: Sequence) -> Change:
         if sequence.ended and sequence.cached == 0:
             return Drop(sequence.id)
         return Shrink(sequence.id, sequence.cached)
 
-    def _put_back(self, entry: Entry, plan: Plan) -> None:
-        """It waits again; what it has in the cache may be taken."""
-        self._preempted += 1
-        self._leave(entry)
+    def _preempt(self, entry: Entry, plan: Plan) -> None:
+        """Put a running request back into the queue; its pages may be evicted."""
+        self._preemptions += 1
+        self._stop_running(entry)
         plan.run.pop(entry.id, None)
         self.pages.shrink(entry.sequence, entry.sequence.cached)
-        self.pages.rest(entry.sequence)
-        # Before those that came after it.
+        self.pages.mark_idle(entry.sequence)
+        # It keeps its place before requests that came later.
         mine = self._waiting.setdefault(entry.key, {})
         mine[entry.id] = entry
         self._waiting[entry.key] = dict(sorted(mine.items()))
 
-    def _leave(self, entry: Entry) -> None:
+    def _stop_running(self, entry: Entry) -> None:
         self._running.pop(entry.id, None)
         for page in range(len(entry.sequence.keys)):
             if self._computing.get(entry.sequence.keys[page]) == entry.id:
@@ -421,7 +419,7 @@ class Scheduler:
     def _end(self, entry: Entry, why: End, ended: list[tuple[int, End]], now: float | None = None) -> None:
         ended.append((entry.id, why))
         del self._entries[entry.id]
-        self._leave(entry)
+        self._stop_running(entry)
         if entry.id in (mine := self._waiting.get(entry.key, {})):
             del mine[entry.id]
             if not mine:
@@ -436,10 +434,10 @@ class Scheduler:
         sequence = entry.sequence
         sequence.ended = True
         keep = sequence.cached // PAGE * PAGE if self.limits.keep else 0
-        self.pages.wake(sequence)  # of one that was put back
+        self.pages.mark_running(sequence)  # a preempted one is idle
         self.pages.shrink(sequence, keep)
-        if self.pages.held_by_others(sequence):  # one more that is kept would bring nothing, and take no page
+        if self.pages.held_by_others(sequence):  # the prefix cache has these pages already
             self.pages.shrink(sequence, 0)
         if sequence.pages:
-            self.pages.rest(sequence)
-        self._changes.append(self._change_of(sequence))
+            self.pages.mark_idle(sequence)
+        self._changes.append(self._eviction_of(sequence))

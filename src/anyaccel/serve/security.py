@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may ask: keys compared in constant time, pages of other sites, and headers that a browser goes by."""
+"""Access control: API keys compared in constant time, the origins of pages, and security headers for browsers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anyaccel.serve.contract import EngineStoppedError
 from anyaccel.serve.metrics import Metrics
 from anyaccel.serve.sending import error_answer
 
-# What anyone may see: that the server lives, what it is, and the page, which has no data of its own.
+# Paths that need no key: the server's state and version, and the chat page, which has no data of its own.
 OPEN = frozenset(("/", "/health", "/ready", "/version", "/metrics", "/docs", "/openapi.json"))
 _OPEN_BELOW = "/page/"
 
@@ -32,7 +32,7 @@ _HEADERS = {
 
 
 class Keys:
-    """The keys that open the server; none: it is open."""
+    """The API keys of the server; without any, no request needs one."""
 
     def __init__(self, keys: Collection[str]) -> None:
         self._digests = [self._digest(key) for key in keys]
@@ -45,9 +45,9 @@ class Keys:
         return bool(self._digests)
 
     def holder(self, given: str) -> str | None:
-        """A name for who has this key, which does not tell it; None where it is none of the keys.
+        """A name for the holder of this key that does not reveal it; None if the key is not known.
 
-        All keys are compared, and of each all bytes, so that the time tells nothing of them.
+        All bytes of all keys are compared, so that the time reveals nothing of them.
         """
         mine = self._digest(given)
         known = sum([hmac.compare_digest(mine, each) for each in self._digests])
@@ -55,11 +55,11 @@ class Keys:
 
 
 class Guard:
-    """Stands before the application: lets through who may ask, and counts what was answered.
+    """Middleware that refuses unauthorised requests, and counts responses.
 
     Args:
-        origins: sites whose pages may ask, "*": all.
-        paths: that are told apart in the metrics; others are one.
+        origins: sites whose pages may send requests; "*": all.
+        paths: paths with metrics of their own; all others are counted as "other".
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Guard:
         path = _path(scope)
         begun = False
 
-        async def sent(message: Message) -> None:
+        async def counted_send(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
@@ -90,25 +90,25 @@ class Guard:
                 self._metrics.answered(method, told, message["status"])
             await send(message)
 
-        scope["anyaccel.parts"] = send  # nobody between here and there looks at what follows an answer's head
+        scope["anyaccel.parts"] = send  # lets the parts of a stream bypass the middleware, which only needs the head
         try:
-            scope["anyaccel.key"] = self._asker(scope, path)
+            scope["anyaccel.key"] = self._client_name(scope, path)
         except ApiError as error:
-            await error_answer(error)(scope, receive, sent)
+            await error_answer(error)(scope, receive, counted_send)
             return
         try:
-            await self._app(scope, receive, sent)
-        except asyncio.CancelledError:  # the server's end has come, and the engine has not ended the request
+            await self._app(scope, receive, counted_send)
+        except asyncio.CancelledError:  # the server stops, and draining has not ended the request
             if begun:
                 scope.get("anyaccel.abort", lambda: None)()
             else:
-                await error_answer(EngineStoppedError("the server is shutting down"))(scope, receive, sent)
+                await error_answer(EngineStoppedError("the server is shutting down"))(scope, receive, counted_send)
 
-    def _asker(self, scope: Scope, path: str) -> str:
-        """A name for who asks, for fair shares.
+    def _client_name(self, scope: Scope, path: str) -> str:
+        """The name of the client, for fair queueing.
 
         Raises:
-            ApiError: there is no key, or a wrong one, or the page of another site asks.
+            ApiError: the key is missing or wrong, or the page of another site sends the request.
         """
         headers = Headers(scope=scope)
         client = scope.get("client")
@@ -127,17 +127,17 @@ class Guard:
         return address
 
     def _check_origin(self, origin: str, host: str) -> None:
-        """Refuse pages of other sites where no key does it.
+        """Refuse the pages of other sites on a server without keys.
 
-        A page whose name an attacker has let lead to this machine is of the same site to a browser: so a name that is
-        not this machine's own has to be allowed, and addresses are what they are.
+        An attacker can make a name of theirs resolve to this machine (DNS rebinding); to a browser their page is then
+        of the same site. So only addresses and localhost count as the same site; other names have to be allowed.
         """
         if not origin or origin in self._origins or "*" in self._origins:
             return
         try:
             there = urlsplit(origin)
             own = there.netloc == host and _is_address(there.hostname or "")
-        except ValueError:  # no address at all, which no browser sends
+        except ValueError:  # not a URL; no browser sends that
             own = False
         if not own:
             raise ApiError(

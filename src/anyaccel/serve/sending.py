@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a request and sending its answer within bounds of time and size, and noticing that the client has gone."""
+"""Reads requests and sends responses within bounds on time and size, and notices when the client has gone."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 logger = logging.getLogger("anyaccel.serve")
 
-_FIRST_SIGN = 1.0  # seconds that an answer may stay without a head: a full queue is to be a status, not an event
-# An event without fields, which readers of events pass over. Not a comment: vLLM's client strips the end of what it
-# gets, so that the first event would go on the comment's line for it, and be passed over as well.
-_SIGN = b"\n"
+# The head of a stream is held back for so many seconds, so that an early error (a full queue) gets an HTTP status.
+_HEAD_DELAY_S = 1.0
+# An empty event, which clients ignore. Not a comment: vLLM's client strips trailing white space, which would join the
+# comment and the first event in one line, and lose both.
+_KEEP_ALIVE = b"\n"
 
 
 class ClientGoneError(Exception):
-    """Nobody is left to answer."""
+    """The client has closed its connection."""
 
 
 def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -40,13 +41,13 @@ def json_answer(value: Any, status: int = 200, headers: dict[str, str] | None = 
 
 
 def error_answer(error: BaseException) -> Response:
-    """The answer to a request that failed; what nobody expected goes to the log."""
+    """The response to a request that has failed; unexpected errors go to the log."""
     said = api_error(error)
     if said.status >= 500 and not isinstance(error, AnyAccelError | ApiError):
         logger.error("a request has failed", exc_info=error)
     headers = said.headers()
     if said.status in (401, 403, 408, 413, 415):
-        headers["connection"] = "close"  # the rest of the body is not waited for
+        headers["connection"] = "close"  # the rest of the body is not read
     return json_answer(said.body(), said.status, headers)
 
 
@@ -58,7 +59,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
         ClientGoneError: it ends in the middle.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # A page of another site can send other kinds from a user's browser without being asked.
+    # Browsers let the pages of other sites send other content types without a preflight request.
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -85,7 +86,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def read(request: Request, shape: type[B], limits: Limits) -> B:
-    """The body of a request as what it has to be.
+    """The body of a request, validated.
 
     Raises:
         ApiError: it is something else; the error names the field.
@@ -108,10 +109,10 @@ async def gone(receive: Receive) -> None:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` makes; it is cancelled when the client goes.
+    """The result of `work`, which is cancelled when the client goes.
 
     Raises:
-        ClientGoneError: it has.
+        ClientGoneError: the client has gone.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(gone(receive))
@@ -121,20 +122,20 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise ClientGoneError
     finally:
-        await _end(task, watch)
+        await _cancel(task, watch)
 
 
-async def _end(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Events:
-    """An answer as a stream of events.
+    """A response as a stream of server-sent events.
 
-    Its head is sent with the first event, so that an error before it has a status of its own; when the first one does
-    not come soon, then without it, and blank lines keep those between us and the client from closing the connection.
+    The head is sent with the first event, so that an error before it gets an HTTP status. If no event comes soon, the
+    head is sent without one, and blank lines keep proxies from closing the connection.
     """
 
     def __init__(self, events: AsyncGenerator[bytes, None], limits: Limits, done: bytes = DONE) -> None:
@@ -150,26 +151,26 @@ class Events:
         self._send_part = scope.get("anyaccel.parts", send)
         pump = asyncio.create_task(self._pump())
         left = asyncio.create_task(gone(receive))
-        watch = asyncio.create_task(self._watch(scope.get("anyaccel.half") or asyncio.Event()))
+        watch = asyncio.create_task(self._keep_alive(scope.get("anyaccel.half") or asyncio.Event()))
         try:
             await asyncio.wait((pump, left, watch), return_when=asyncio.FIRST_COMPLETED)
             if left.done():
-                return  # what follows ends the answer
+                return  # closing the events, below, ends the request in the engine
             if watch.done():
-                await _end(pump)
+                await _cancel(pump)
                 logger.info("a client took nothing of its answer for %g s", self._limits.send_seconds)
                 scope.get("anyaccel.abort", lambda: left.cancel())()
                 await asyncio.wait((left,))
                 return
-            await _end(watch)
+            await _cancel(watch)
             await self._finish(pump, scope, receive)
         finally:
-            await _end(pump, left, watch)
+            await _cancel(pump, left, watch)
             with suppress(Exception):
                 await self._events.aclose()
 
     async def _finish(self, pump: asyncio.Task[None], scope: Scope, receive: Receive) -> None:
-        """Send what comes after the last event."""
+        """End the stream after the last event, or with an error."""
         error = pump.exception()
         if error is None:
             await self._write(b"", last=True)
@@ -184,14 +185,14 @@ class Events:
         async for data in self._events:
             await self._write(data)
 
-    async def _watch(self, half: asyncio.Event) -> None:
-        """Give signs of life while no event comes; end when the client takes nothing any more.
+    async def _keep_alive(self, half: asyncio.Event) -> None:
+        """Send keep-alive lines while no event comes; return when the client does not receive any more.
 
         Args:
-            half: set when the client sends no more: only something that is sent shows then whether it is there.
+            half: set when the client has closed its sending side: only sending shows then whether it is still there.
         """
         limits = self._limits
-        wait = min(_FIRST_SIGN, limits.send_seconds)
+        wait = min(_HEAD_DELAY_S, limits.send_seconds)
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait):
@@ -207,7 +208,7 @@ class Events:
             if show or idle >= limits.alive_seconds or not self._begun:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(limits.send_seconds):
-                        await self._write(_SIGN)
+                        await self._write(_KEEP_ALIVE)
                     idle = 0.0
                 if idle:
                     return
@@ -221,7 +222,7 @@ class Events:
                 headers = [
                     (b"content-type", b"text/event-stream; charset=utf-8"),
                     (b"cache-control", b"no-cache"),
-                    (b"x-accel-buffering", b"no"),  # nginx would collect events
+                    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers events
                 ]
                 await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._send_part({"type": "http.response.body", "body": data, "more_body": not last})

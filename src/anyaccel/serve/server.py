@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that serves: logs, signals, its end; uvicorn is what speaks HTTP."""
+"""Runs the application on uvicorn: logs, signals and an orderly end."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from anyaccel.serve.front import Front
 from anyaccel.serve.http import application
 from anyaccel.serve.listening import Settings, before_listening
 
-_CONNECTIONS = 1000  # at once; more get 503
-_DESCRIPTORS = 4096  # for them, for those that do not speak TLS yet, and for all else
-_AFTER_DRAIN = 5.0  # seconds for the last words of answers that draining has ended
-_CLOSING = 10.0  # and for the engine's end: a rank that hangs would never let it end
+_CONNECTIONS = 1000  # open at once; more get status 503
+_DESCRIPTORS = 4096  # enough for these, for unfinished TLS handshakes, and for everything else
+_AFTER_DRAIN = 5.0  # seconds for sending the end of the answers that draining has ended
+_CLOSING = 10.0  # seconds for closing the engine, which a rank that hangs would keep open for ever
 
 logger = logging.getLogger("anyaccel.serve")
 
@@ -50,7 +50,7 @@ class _Json(logging.Formatter):
 
 @contextlib.contextmanager
 def logs(settings: Settings) -> Iterator[None]:
-    """Write what uvicorn and we have to say to standard error."""
+    """Write uvicorn's log and ours to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Json() if settings.json_logs else logging.Formatter("%(levelname)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in ("uvicorn", "anyaccel.serve")]
@@ -59,7 +59,7 @@ def logs(settings: Settings) -> Iterator[None]:
         each.setLevel(settings.log_level.upper())
         each.handlers[:] = [handler]
         each.propagate = False
-    # What uvicorn says of its start we say ourselves.
+    # We report the start ourselves, so uvicorn's messages about it are left out.
     own = logging.getLogger("uvicorn.error")
     own_level = own.level
     own.setLevel(max(logging.WARNING, logging.getLevelName(settings.log_level.upper())))
@@ -74,7 +74,7 @@ def logs(settings: Settings) -> Iterator[None]:
 
 
 def most_connections() -> int:
-    """How many there may be at once: a quarter of the descriptors stays free, for files, ranks, and handshakes."""
+    """The most open connections, which leave a quarter of the file descriptors for files, ranks and handshakes."""
     least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if least != resource.RLIM_INFINITY and least < _DESCRIPTORS:
         least = _DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _DESCRIPTORS)
@@ -83,7 +83,7 @@ def most_connections() -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its handlers of signals, which would end this process by them once more at the end."""
+    """uvicorn's server without its signal handlers, which would raise the signal again at the end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -133,12 +133,12 @@ async def _serve(front: Front, settings: Settings, taken: socket.socket, announc
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
-        for task in (announced, *draining):  # who has not ended within its time does not
+        for task in (announced, *draining):  # draining has had its time
             task.cancel()
         await asyncio.gather(announced, *draining, return_exceptions=True)
 
 
-async def _until_the_end(
+async def _serve_and_close(
     engine: Engine, front: Front, settings: Settings, taken: socket.socket, announce: Callable[[], object]
 ) -> None:
     try:
@@ -159,4 +159,4 @@ def run(engine: Engine, front: Front, settings: Settings, taken: socket.socket, 
         announce: called once the server answers.
     """
     with logs(settings), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_until_the_end(engine, front, settings, taken, announce))
+        runner.run(_serve_and_close(engine, front, settings, taken, announce))

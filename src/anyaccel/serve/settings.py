@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What whoever starts a server may say about its engine."""
+"""The settings of a server's engine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EngineSettings:
             from measured rates.
         timeout_s: of a request that does not say its own.
         prefix_cache: whether requests that begin alike share what is computed.
-        draft_tokens: the most tokens that a pass verifies for an answer; 0: no drafts.
-        draft_model: they are guessed by the draft model that the model's options name; False: from the text.
+        draft_tokens: the most drafted tokens that a step verifies for an answer; 0: no drafts.
+        draft_model: whether a draft model proposes them (the model's options name it); False: a lookup in the text.
         replicas: engines that have the whole model each, on cores of their own, with a part of `cache_bytes`; 0: one a
             NUMA node.
 

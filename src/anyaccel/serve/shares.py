@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal shares of the machine for those who compete for it."""
+"""Fair queueing among the keys that compete for the machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections import Counter
 
 
 class Shares:
-    """How much each key has had, counted from when it began to compete.
+    """The number of tokens that were computed for each key with open requests.
 
-    Fair queueing: who has had least comes next. A key that comes back is set beside those that competed meanwhile: it
-    gets nothing for the time in which it wanted nothing.
+    The key with the least comes next. A key that returns starts at the least of the others: it gets no credit for the
+    time in which it had no requests.
     """
 
     def __init__(self) -> None:
@@ -18,21 +18,21 @@ class Shares:
         self._open: Counter[str] = Counter()
 
     def enter(self, key: str) -> None:
-        """A request of the key is there."""
+        """Count a new request of the key."""
         if self._open[key] == 0:
             self._had[key] = min(self._had.values(), default=0.0)
         self._open[key] += 1
 
     def leave(self, key: str) -> None:
-        """A request of the key is gone."""
+        """Count the end of a request of the key."""
         self._open[key] -= 1
         if self._open[key] == 0:
             del self._open[key], self._had[key]
 
     def add(self, key: str, tokens: int) -> None:
-        """So many tokens were computed for it."""
+        """Count tokens that were computed for the key."""
         self._had[key] += tokens
 
     def had(self, key: str) -> float:
-        """The more, the later it comes."""
+        """The number of tokens that were computed for the key."""
         return self._had[key]

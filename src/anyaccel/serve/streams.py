@@ -1,91 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step brings for a request, and who waits for it in an asyncio loop."""
+"""The queue between the engine's thread and the coroutine that waits for one request's results."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass
 
-from anyaccel.serve.contract import Chunk, DeadlineError, Finish, TokenLogprob
+from anyaccel.serve.contract import Chunk, DeadlineError
 
-
-@dataclass
-class Piece:
-    """What a step brought for one request; `error` ends it."""
-
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
-    cached_tokens: int = 0
-    embedding: list[float] | None = None
-    finish: Finish | None = None
-    error: Exception | None = None
-    queued_s: float = 0.0
-    drafts: tuple[int, int] = (0, 0)
+Result = Chunk | list[float] | Exception  # a part of an answer, an embedding, or the error that ends the request
 
 
 class Stream:
-    """What has come for one request, and who waits for it. Everything is called in the loop but `loop`.
+    """The results of one request. All methods are called in the loop; `loop` may be read in any thread.
 
     Args:
-        deadline: in time.monotonic(); the engine keeps it between two steps, and the stream while a step hangs.
+        deadline: in time.monotonic(). The engine checks it between two steps; the stream checks it while a step hangs.
     """
 
     def __init__(self, deadline: float = float("inf")) -> None:
         self.loop = asyncio.get_running_loop()
         self._deadline = deadline
-        self._pieces: deque[Piece] = deque()
-        self._come = asyncio.Event()
+        self._results: deque[Result] = deque()
+        self._wakeup = asyncio.Event()
 
-    def put(self, piece: Piece) -> None:
-        self._pieces.append(piece)
-        self._come.set()
+    def put(self, result: Result) -> None:
+        self._results.append(result)
+        self._wakeup.set()
 
-    async def next(self) -> Piece:
-        """All that has come, as one.
+    async def next(self) -> Chunk | list[float]:
+        """Wait for the next result; chunks that have come together are returned as one.
 
         Raises:
-            AnyAccelError: the request ended by it; what came before was given out.
+            AnyAccelError: the request ended with it; the chunks before it were returned already.
             DeadlineError: nothing has come by the deadline.
         """
-        if not self._pieces:
-            alarm = self.loop.call_later(self._deadline - time.monotonic(), self._come.set)
+        if not self._results:
+            alarm = self.loop.call_later(self._deadline - time.monotonic(), self._wakeup.set)
             try:
-                await self._come.wait()
+                await self._wakeup.wait()
             finally:
                 alarm.cancel()
-            if not self._pieces:
+            if not self._results:
                 raise DeadlineError
-        whole = self._pieces.popleft()
-        while self._pieces and whole.error is None and self._pieces[0].error is None:
-            more = self._pieces.popleft()
-            whole = Piece(
-                whole.tokens + more.tokens,
-                whole.logprobs + more.logprobs,
-                whole.prompt_logprobs if more.prompt_logprobs is None else more.prompt_logprobs,
+        result = self._results.popleft()
+        while isinstance(result, Chunk) and self._results and isinstance(more := self._results[0], Chunk):
+            self._results.popleft()
+            result = Chunk(
+                result.tokens + more.tokens,
+                result.logprobs + more.logprobs,
+                result.prompt_logprobs if more.prompt_logprobs is None else more.prompt_logprobs,
                 more.cached_tokens,
-                more.embedding,
                 more.finish,
-                queued_s=more.queued_s,
-                drafts=max(whole.drafts, more.drafts),
+                more.queued_s,
+                max(result.drafts, more.drafts),
             )
-        if not self._pieces:
-            self._come.clear()
-        if whole.error is not None:
-            raise whole.error
-        return whole
-
-
-def chunk_of(piece: Piece) -> Chunk:
-    """What the front gets of it."""
-    return Chunk(
-        piece.tokens,
-        piece.logprobs,
-        piece.prompt_logprobs,
-        piece.cached_tokens,
-        piece.finish,
-        piece.queued_s,
-        piece.drafts,
-    )
+        if not self._results:
+            self._wakeup.clear()
+        if isinstance(result, Exception):
+            raise result
+        return result

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an answer has to look like: the fields of requests that say so, as the engine's one `Grammar`."""
+"""Structured outputs: turns the fields of requests that constrain an answer into the engine's `Grammar`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def schema_grammar(schema: Any, param: str) -> Grammar:
     for depth, key, value in _walk(schema):
         if depth > limits.MOST_DEPTH:
             raise wrong(param, f"the schema is nested more than {limits.MOST_DEPTH} deep")
-        # What a schema points to elsewhere would have to be fetched.
+        # A reference to another document would have to be fetched.
         if key == "$ref" and isinstance(value, str) and not value.startswith("#"):
             raise wrong(param, "$ref must point into the schema itself, as in #/$defs/name")
     text = json.dumps(schema, ensure_ascii=False)
@@ -41,7 +41,7 @@ def schema_grammar(schema: Any, param: str) -> Grammar:
 
 
 def _walk(value: Any) -> Iterator[tuple[int, str | None, Any]]:
-    """Each value with its depth and its name; not by recursion, whose depth a client would choose."""
+    """Each value with its depth and its name, without recursion, as a client chooses the depth."""
     todo: list[tuple[int, str | None, Any]] = [(0, None, value)]
     while todo:
         depth, key, value = todo.pop()
@@ -58,13 +58,13 @@ def depth_of(value: Any) -> int:
 
 
 def choice_grammar(choices: Sequence[str], param: str) -> Grammar:
-    """One of these texts, and nothing else. A text in JSON is one in Lark, which takes no bare DEL."""
+    """A grammar for exactly one of these texts. JSON strings are Lark strings, except for a bare DEL."""
     texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
     return Grammar("lark", "start: " + " | ".join(texts), param)
 
 
 def response_grammar(wanted: ResponseFormat | None, param: str = "response_format") -> Grammar | None:
-    """OpenAI's field.
+    """The grammar of OpenAI's field `response_format`.
 
     Raises:
         ApiError: json_schema is missing or cannot be used.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model's tokenizer as a server uses it: long texts apart from the event loop, single tokens as written."""
+"""The model's tokenizer for a server: long texts are encoded outside the event loop, single tokens shown as written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from anyaccel.errors import ModelError
 from anyaccel.serve.api_errors import ApiError, wrong
 
-_SHORT = 4_096  # characters: less than a millisecond, which a thread would cost too
+_SHORT = 4_096  # characters; encoding them takes less than a millisecond, about what a thread would cost
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-# Names that a request may not give a template: ours, and arguments of transformers' function that renders one.
+# Variables that a request may not set in a template: ours, and the arguments of transformers' apply_chat_template.
 _RESERVED = frozenset(
     (
         "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -38,7 +38,7 @@ class Texts:
         self.template: str = tokenizer.template
 
     def info(self) -> dict[str, Any]:
-        """What a client's own tokenizer would have to know."""
+        """The special tokens and the chat template, for a client that tokenizes itself."""
         special: Mapping[str, str] = getattr(self._tokenizer, "special", {})
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return {**{name: special.get(name) for name in names}, "chat_template": self.template or None}
@@ -57,7 +57,7 @@ class Texts:
         if len(text) <= _SHORT:
             ids: list[int] = self._tokenizer.encode(text, special)
             return ids
-        # The tokenizer lets other threads run meanwhile.
+        # The tokenizer releases the GIL.
         return await asyncio.to_thread(self._tokenizer.encode, text, special)
 
     def conversation(
@@ -79,7 +79,7 @@ class Texts:
         try:
             text: str = self._tokenizer.render(messages, tools, more, continue_answer)
         except ModelError as error:
-            said = str(error).partition(": ")[2] or str(error)  # without the file's name, which is the server's own
+            said = str(error).partition(": ")[2] or str(error)  # without the file's name, which clients must not see
             raise ApiError(400, f"messages: {said}", "messages") from None
         return text
 
@@ -92,7 +92,7 @@ class Texts:
             return text, tuple(text.encode())
         if found := _BYTE.fullmatch(piece):
             return text, (int(found[1], 16),)
-        if "▁" in piece:  # SentencePiece's space, which decoding drops where a text begins
+        if "▁" in piece:  # SentencePiece's space, which decoding drops at the beginning of a text
             text = piece.replace("▁", " ")
         elif "\ufffd" in text:  # a part of a character
             values = [_byte_of_character().get(character) for character in piece]
@@ -103,8 +103,10 @@ class Texts:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """What the characters of a byte-level vocabulary stand for: GPT-2 writes printable bytes as they are in Latin-1,
-    and the others, in their order, as the characters from 256 on."""
+    """The byte of each character in a byte-level vocabulary.
+
+    GPT-2 writes printable bytes as in Latin-1, and the others, in their order, as the characters from 256 on.
+    """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of functions in an answer's text, in the formats that models write: Hermes and Qwen, Llama 3, Mistral.
 
-A format is what its chat template teaches the model; `format_of` tells it from the template. What is no complete call
-after all stays text. A call is given when it is complete: clients take its arguments as one piece.
+`format_of` finds the format in the model's chat template. An incomplete or malformed call stays text. A call is
+returned when it is complete, as clients take its arguments in one piece.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Call:
 
 
 def call_of(value: Any) -> Call | None:
-    """The call that a JSON value stands for; None where it is none."""
+    """The call that a JSON value describes, or None."""
     if not isinstance(value, Mapping):
         return None
     if isinstance(value.get("function"), Mapping):
@@ -47,7 +47,7 @@ def call_of(value: Any) -> Call | None:
 
 
 def _value_at(text: str, place: int) -> tuple[Any, int] | None:
-    """The JSON value that begins at `place`, after spaces, and where it ends; None where none is complete."""
+    """The JSON value that begins at `place`, after spaces, and its end; None if there is no complete one."""
     while place < len(text) and text[place].isspace():
         place += 1
     try:
@@ -57,7 +57,7 @@ def _value_at(text: str, place: int) -> tuple[Any, int] | None:
 
 
 def _hermes(text: str) -> tuple[list[Call], int]:
-    """Calls between <tool_call> and </tool_call>, and how much of the text is them."""
+    """Calls between <tool_call> and </tool_call>, and the length of the text that they take."""
     calls: list[Call] = []
     done = 0
     while text.startswith("<tool_call>", done):
@@ -74,13 +74,13 @@ def _hermes(text: str) -> tuple[list[Call], int]:
 
 
 def _hermes_end(text: str) -> int:
-    """Where the first call of a text ends; 0 while it does not. What is in the strings of its JSON ends nothing."""
+    """The end of the first call of a text, or 0 if it is incomplete. A mark inside a JSON string does not end it."""
     ends = (found.end() for found in _STRING_OR_END.finditer(text) if found[0] == "</tool_call>")
     return next(ends, 0)
 
 
 def _objects(text: str, done: int) -> tuple[list[Call], int]:
-    """Calls as JSON objects with ; or a line break between them, or as a list."""
+    """Calls as JSON objects separated by ; or line breaks, or as a list."""
     calls: list[Call] = []
     while (found := _value_at(text, done)) is not None:
         value, end = found
@@ -102,7 +102,7 @@ def _mistral(text: str) -> tuple[list[Call], int]:
     done = 0
     while text.startswith("[TOOL_CALLS]", done):
         start = done + len("[TOOL_CALLS]")
-        if (named := _NAME.match(text, start)) is not None:  # since Mistral Small 3.2
+        if (named := _NAME.match(text, start)) is not None:  # the format since Mistral Small 3.2
             found = _value_at(text, named.end())
             if found is None or not isinstance(found[0], Mapping):
                 break
@@ -122,12 +122,12 @@ class Format:
     """How a model writes calls.
 
     Attributes:
-        marks: texts that begin one.
-        parse: calls at the beginning of a text, and how many of its characters they are.
-        special: the marks are special tokens, which decoding leaves out otherwise.
-        alone: a text that begins with this is a call too, without a mark.
-        end: what ends a call, and
-        end_of: where the first one of a text does, so that it is given while the answer goes on; 0: not yet.
+        marks: texts that begin a call.
+        parse: returns the calls at the beginning of a text, and the number of characters that they take.
+        special: whether the marks are special tokens, which decoding normally leaves out.
+        alone: an answer that begins with this is a call without a mark.
+        end: the mark that ends a call.
+        end_of: returns the end of the first call, so that it is returned while the answer goes on; 0: it is incomplete.
     """
 
     name: str
@@ -150,7 +150,7 @@ FORMATS = {
 
 
 def format_of(template: str) -> Format:
-    """The format that a chat template teaches; Hermes', which we teach ourselves, where it has no tools."""
+    """The format that a chat template describes; for one without tools Hermes', which our own instructions describe."""
     for name, mark in (("hermes", "<tool_call>"), ("mistral", "[TOOL_CALLS]"), ("llama3", "<|python_tag|>")):
         if mark in template:
             return FORMATS[name]
@@ -158,10 +158,10 @@ def format_of(template: str) -> Format:
 
 
 class CallsInText:
-    """Divides an answer while it comes into text and calls.
+    """Divides an answer into text and calls while it comes.
 
     Args:
-        names: of the functions there are; JSON without a mark that names none of them is an answer, not a call.
+        names: the functions that may be called; JSON without a mark that names none of them is text.
     """
 
     def __init__(self, form: Format, names: Collection[str]) -> None:
@@ -169,12 +169,12 @@ class CallsInText:
         self._names = names
         self._unmarked = False
         self._text = ""
-        self._inside = False  # `_text` begins with a mark
-        self._after = False  # a call was the last that there was
+        self._inside = False  # whether `_text` begins with a mark
+        self._after = False  # whether a call has just ended, so that white space is skipped
         self._begun = False
 
     def add(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
-        """Text and calls that became known; `last`: nothing more comes."""
+        """The next text and the next calls; `last`: no more text comes."""
         self._text += text
         form = self._form
         if not self._begun:
@@ -193,7 +193,7 @@ class CallsInText:
                 places = [place for mark in form.marks if (place := self._text.find(mark)) >= 0]
                 if not places:
                     cut = len(self._text)
-                    if not last:  # what may become a mark, and the line breaks before it, which are the call's
+                    if not last:  # hold back what may become a mark, and the line breaks before it
                         cut -= max(overlap(self._text, mark) for mark in form.marks)
                         cut = len(self._text[:cut].rstrip("\n"))
                     shown, self._text = shown + self._text[:cut], self._text[cut:]
@@ -201,7 +201,7 @@ class CallsInText:
                 before, self._text = self._text[: min(places)], self._text[min(places) :]
                 shown += before.rstrip("\n")
                 self._inside = True
-            # What a call may be: the first one that is complete, or all of it when nothing more comes.
+            # Parse the first complete call, or everything when no more text comes.
             size = len(self._text) if last else form.end_of(self._text)
             if not size:
                 return shown, calls
@@ -212,7 +212,7 @@ class CallsInText:
             if found:
                 calls += found
                 self._after = True
-            else:  # no call after all, up to what looks like its end
+            else:  # a malformed call: it is text up to its end mark
                 place = self._text.find(form.end, 0, size) if form.end else -1
                 done = size if place < 0 else place + len(form.end)
                 shown += self._text[:done]
@@ -223,7 +223,7 @@ class CallsInText:
 
 
 class CallsInArray:
-    """The same for an answer that a grammar has made a list of calls: each is given when it is complete."""
+    """Reads an answer that a grammar makes a JSON list of calls, and returns each call when it is complete."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -242,12 +242,12 @@ class CallsInArray:
             self._done = found[1]
             calls.append(call)
         rest = self._text[self._done :].strip().removeprefix("]")
-        # A list that max_tokens has cut leaves a piece that is no call: the client sees why by finish_reason.
+        # If max_tokens has cut the list, its incomplete last call is dropped; finish_reason tells the client.
         return ("", calls) if not last or calls or self._done else (rest, calls)
 
 
 def array_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
-    """The schema of a list of calls of these functions, at least one."""
+    """The schema of a list of at least one call of these functions."""
     where = "#/items" if len(tools) == 1 else "#/items/anyOf/{}"
     each = [
         {
@@ -270,7 +270,7 @@ def array_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[s
 
 
 def _moved(schema: Any, where: str) -> Any:
-    """A schema as a part of another one: what it points to in itself, as #/$defs/name, is to be found there too."""
+    """A schema moved into another one at `where`: its references into itself, as #/$defs/name, are adapted."""
     if isinstance(schema, Mapping):
         return {
             name: where + value[1:]

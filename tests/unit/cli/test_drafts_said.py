@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of --draft where nothing drafts."""
+"""What is said of --draft where nothing drafts, and where drafts cannot pay."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from anyaccel.cli._model_options import Drafts, say_who_drafts_not
+from anyaccel.inference.native.draft import say_if_useless
 
 
 @pytest.mark.parametrize(
@@ -20,3 +21,12 @@ def test_a_runtime_that_decodes_without_drafts_is_named(runtime: str, tokens: in
     say_who_drafts_not(SimpleNamespace(drafts=Drafts(tokens)), backend, screen)  # type: ignore[arg-type]
     assert bool(lines) == said
     assert not said or f"runtime={runtime!r}" in lines[0]
+
+
+@pytest.mark.parametrize(("cost", "pays", "said"), [(None, False, False), (0.3, True, False), (0.97, False, True)])
+def test_a_draft_model_that_cannot_pay_is_named(cost: float | None, pays: bool, said: bool) -> None:
+    lines: list[str] = []
+    native: Any = SimpleNamespace(model=SimpleNamespace(draft_cost=cost, draft_can_pay=pays))
+    say_if_useless(native, "twin", lines.append)
+    assert bool(lines) == said
+    assert not said or "twin reads 97% of the model's bytes for a token, so drafts cannot pay" in lines[0]

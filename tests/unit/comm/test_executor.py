@@ -115,7 +115,7 @@ def test_a_callback_that_waits_for_what_is_behind_goes_on_right_after_that(
     asked.may_begin.set()
     behind[-1].wait()
     assert asked.done == ["a", "before the wait", "b", "c", "of c", "after the wait", "d", "at the end", "e"]
-    assert asked.executor.waiting == 0
+    assert asked.executor.pending == 0
 
 
 def in_time(what: Callable[[], Any]) -> Any:
@@ -134,7 +134,7 @@ def in_time(what: Callable[[], Any]) -> Any:
 
 def test_beside_a_callback_that_never_ends_the_executor_goes_on() -> None:
     given_up: list[bool] = []
-    executor = Executor("an-executor", give_up=lambda: given_up.append(True), timeout=lambda: 0.1)
+    executor = Executor("an-executor", abort=lambda: given_up.append(True), timeout=lambda: 0.1)
     asked, go_on, ended = Asked(executor), threading.Event(), threading.Event()
 
     def callback(_: Any) -> None:
@@ -266,7 +266,7 @@ def test_a_callback_whose_callback_asks_again_takes_no_threads(asked: Asked) -> 
     again(2000)
     assert end.wait(60)
     assert len(threads) < 500  # of a few callbacks that have not quite ended
-    wait_for(lambda: asked.executor.waiting == 0, "all is done")
+    wait_for(lambda: asked.executor.pending == 0, "all is done")
 
 
 def test_the_executors_own_thread_cannot_wait_for_it(asked: Asked) -> None:

@@ -213,7 +213,7 @@ def test_texts_that_are_of_no_use(model: Path, tmp_path: Path, content: str, sai
     for tokens in (0, -5, 10):
         with pytest.raises(UsageError, match=f"--calibration-tokens {tokens}: too few"):
             quantize(model, tmp_path / "out", calibrate="builtin", tokens=tokens)
-    with pytest.raises(UsageError, match="int8 loses next to nothing"):
+    with pytest.raises(UsageError, match="int8 loses almost nothing"):
         quantize(model, tmp_path / "out", calibrate="builtin", dtype="int8")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["text.txt"]
 

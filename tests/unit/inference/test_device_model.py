@@ -20,7 +20,7 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.device import passes
 from anyaccel.inference.device.pages import PAGE
 from anyaccel.inference.native.requests import new_request
-from anyaccel.serve.slots import Ahead, Slots, Work
+from anyaccel.serve.slots import MultiStep, Slots, Work
 from device_models import on_device
 
 pytest.importorskip("transformers")
@@ -247,7 +247,7 @@ def test_a_server_drives_it_as_the_native_model(models: list[Any]) -> None:
         told = [slots.apply(Work([("Start", [1, -1, 0])], {"1": new["1"]}, [(1, 64)])).tokens]
         told.append(slots.apply(Work(run=[(1, 26)])).tokens)
         told.append(slots.apply(Work([("Start", [2, 1, 64])], {"2": new["2"]}, [(1, 1), (2, 17)])).tokens)
-        outcome = slots.apply(Work(run=[(1, 1), (2, 1)]), Ahead(1, TokenFeed(), 0))
+        outcome = slots.apply(Work(run=[(1, 1), (2, 1)]), MultiStep(1, TokenFeed(), 0))
         told += [outcome.tokens, outcome.before, sorted(outcome.scores)]
         told.append(slots.apply(Work([("Drop", [1])], run=[(2, 1)])).tokens)
         slots.clear()

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import anyaccel
 import family_cases
+import native_models
 from anyaccel.cli import generate as command
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference import generate_tokens
@@ -25,6 +26,11 @@ from anyaccel.inference.text.tokenizer import TextTokenizer
 VOCAB = 131
 IDS = torch.tensor([[5, 17, 99, 3, 64], [8, 9, 8, 9, 8]])
 TEXT = ["the cat sat on the mat and the dog sat on the cat", "naïve café, 名前 and 😀 faces", "a b c d e f g h i j k"]
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_models.always_drafting(monkeypatch)
 
 
 def save_tokenizer(folder: Path, prefix: str = "w") -> None:
@@ -117,7 +123,7 @@ def test_engines_and_generate_tokens(target: Path, tmp_path: Path) -> None:
         assert torch.equal(engine.generate(IDS, max_new_tokens=40), plain.generate(IDS, max_new_tokens=40))
     with pytest.raises(UsageError, match="draft=Linear: must be the path of a model, or a native engine"):
         anyaccel.init_inference(target, draft=torch.nn.Linear(2, 2), **options)
-    with pytest.raises(UsageError, match="draft='x' is of the native runtime, not of runtime='plain'"):
+    with pytest.raises(UsageError, match="draft='x' needs the native runtime, not runtime='plain'"):
         anyaccel.init_inference(target, draft="x", runtime="plain", dtype="fp32")
     with pytest.raises(ModelError, match="no-such"):
         anyaccel.init_inference(target, draft=tmp_path / "no-such", **options)

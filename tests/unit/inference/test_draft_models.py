@@ -16,6 +16,7 @@ import torch
 import native_models
 from anyaccel import _llm
 from anyaccel.errors import UsageError
+from anyaccel.inference.spec.decoder import Moe, weights
 
 pytest.importorskip("transformers")
 
@@ -81,6 +82,20 @@ def test_an_answer_is_the_same_with_and_without_drafts(llama: Any, mode: dict[st
             assert found == wanted
             drafted += drafts[0]
             accepted += drafts[1]
+    assert 0 < accepted < drafted
+
+
+def test_a_draft_model_that_knows_only_the_end_of_the_text(llama: Any) -> None:
+    drafted = accepted = 0
+    for seed, mode in enumerate(MODES):
+        prompt = prompt_of(seed, 60)
+        wanted, _ = answer(llama, prompt, 0, **mode)
+        read = llama.draft_work[0]
+        found, drafts = answer(llama, prompt, 4, draft_end=True, **mode)
+        assert found == wanted
+        assert llama.draft_work[0] - read < 40 * (16 + 4)
+        drafted += drafts[0]
+        accepted += drafts[1]
     assert 0 < accepted < drafted
 
 
@@ -233,16 +248,53 @@ def test_a_draft_model_whose_logits_are_no_numbers_is_left_aside() -> None:
     assert found == answer(model, prompt_of(1, 9), 0)[0]
 
 
+def test_a_draft_model_that_cannot_pay_reads_nothing() -> None:
+    """One as large as the model takes as long for a token as it saves, however right it is."""
+    model = pair("llama", 0.0, positions=1024)
+    assert model.draft_cost == pytest.approx(1) and not model.draft_can_pay
+    for seed in range(2):
+        _, drafts = answer(model, prompt_of(seed, 9), 15, draft_always=False, max_new_tokens=300)
+        assert drafts == (0, 0)
+    assert model.draft_work == (0, 0)
+    answer(model, prompt_of(0, 9), 15, max_new_tokens=5)  # where it is asked for all the same
+    assert model.draft_work[0] >= 9 and model.draft_work[1] > 0
+    model.set_draft(None)
+    assert model.draft_cost is None and not model.draft_can_pay
+
+
+def test_what_a_draft_model_costs_is_told_from_the_bytes_of_its_passes() -> None:
+    """Of an embedding that is no head a token has one row, and of experts only those that are chosen for it."""
+
+    def passes(name: str, share: bool = True) -> float:
+        _, spec, _ = native_models.whole(name, 64)
+        moe = spec.layers[0].mlp
+        part = moe.top_k / moe.experts if isinstance(moe, Moe) and share else 1
+        return sum(
+            (part if ".experts." in each.name else 1) * ((each.rows + 15) // 16 * 16) * each.cols
+            for each in weights(spec)[0]
+            if each.name != "embed" or spec.tied
+        )
+
+    model = native_models.native("llama-64", positions=64, weight="bf16")
+    model.set_draft(native_models.native("llama-64", positions=64, weight="i4", group=32))
+    assert 0.25 < model.draft_cost < 0.4 and model.draft_can_pay
+    model = native_models.native("llama", positions=64)
+    model.set_draft(native_models.native("mixtral", positions=64))
+    wanted = passes("mixtral") / passes("llama")
+    assert model.draft_cost == pytest.approx(wanted, rel=0.05)
+    assert passes("mixtral", share=False) / passes("llama") > 1.2 * wanted
+
+
 def test_drafts_that_are_wrong_are_soon_given_up() -> None:
-    """A draft model as large as the model, which says something else, costs more than it saves."""
-    model = pair("llama", 5.0, positions=1024)
+    """A draft model of a quarter of the bytes, which says something else, costs more than it saves."""
+    model = native_models.native("llama-64", positions=1024, weight="f32")
+    model.set_draft(like("llama-64", 5.0, 1024, weight="i4", group=32))
+    assert model.draft_can_pay
     drafted = tokens = 0
     for seed in range(4):
-        one = request(model, prompt_of(seed, 9), 15, draft_always=False, max_new_tokens=400)
-        while not one.finished:
-            model.step([one])
-        tokens += len(one.tokens)
-        drafted += one.drafts[0]
+        (said, *_), drafts = answer(model, prompt_of(seed, 9), 15, draft_always=False, max_new_tokens=400)
+        tokens += len(said)
+        drafted += drafts[0]
     assert drafted < tokens // 8
 
 
@@ -322,13 +374,13 @@ def test_ranks_draft_together(always: bool) -> None:
 
     with ThreadPoolExecutor(2) as pool:
 
-        def ranks() -> list[Any]:
-            made = [native_models.rank_of("llama", rank, 2) for rank in range(2)]
+        def ranks(weight: str) -> list[Any]:
+            made = [native_models.rank_of("llama", rank, 2, weight=weight) for rank in range(2)]
             names = [model.create_segment(20.0, False, [0, 0], []) for model in made]
             list(pool.map(lambda model: model.connect(names, [0, 0]), made))
             return made
 
-        models, drafters = ranks(), ranks()
+        models, drafters = ranks("f32"), ranks("bf16")
         for model, drafter in zip(models, drafters, strict=True):
             with pytest.raises(UsageError, match="divided among 1 ranks, the model among 2"):
                 model.set_draft(whole)

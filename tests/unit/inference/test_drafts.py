@@ -176,7 +176,7 @@ def test_the_option_of_the_commands(text: str, tokens: int) -> None:
 
 def test_the_device_runtime_refuses_drafts_before_anything_is_loaded() -> None:
     options = build_parser().parse_args(["--draft", "ngram:3", "--runtime", "device", "a prompt"])
-    with pytest.raises(UsageError, match="--draft ngram: drafts are of the native runtime, not of --runtime device"):
+    with pytest.raises(UsageError, match="--draft ngram: only the native runtime has drafts, not --runtime device"):
         check_numbers(options)
 
 

@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from anyaccel.errors import UsageError
+from anyaccel.inference.checkpoints import cache_lock
 from anyaccel.inference.native import packed_cache, runtime
 from anyaccel.inference.native.runtime import NativeModel, load_native
 from anyaccel.inference.spec.mapping import Unsupported
@@ -304,3 +305,23 @@ def test_the_end_of_a_process_waits_for_what_is_written(model: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", script, str(model)], check=True, timeout=100)
     assert load_native(model).cached
+
+
+def test_a_lock_whose_file_is_removed_while_it_is_taken_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another process does that has just removed the entry."""
+    path = tmp_path / "model.lock"
+    flock = cache_lock.fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        path.touch()
+        flock(file, how)
+
+    monkeypatch.setattr(cache_lock.fcntl, "flock", late)
+    with cache_lock.locked(path), cache_lock.locked_if_free(path) as free:
+        assert not free
+    with cache_lock.locked_if_free(path) as free:
+        assert free

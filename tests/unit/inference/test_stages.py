@@ -74,5 +74,5 @@ def test_what_init_inference_takes() -> None:
     for wrong in ({"size": 0}, {"size": "2"}, {"stages": 2}, 2):
         with pytest.raises(UsageError, match="pipeline_parallel"):
             InferenceConfig.from_options({"pipeline_parallel": wrong})
-    with pytest.raises(UsageError, match="pipeline_parallel size=2 is of the native runtime"):
+    with pytest.raises(UsageError, match="pipeline_parallel size=2 needs the native runtime"):
         InferenceConfig.from_options({"pipeline_parallel": {"size": 2}, "runtime": "torch"})

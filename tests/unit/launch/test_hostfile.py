@@ -52,7 +52,7 @@ def test_hosts_in_their_order_with_comments_blanks_and_addresses():
         ("a slot=4", "hosts:1: 'slot=4' is not understood; write one host a line"),
         ("a slots=1 slots=2", "hosts:1: slots= is given twice"),
         ("a slots=2 max_slots=1", "hosts:1: max_slots=1 is below slots=2"),
-        ("a:4", "hosts:1: 'a:4' is another launcher's way to say it; write: a slots=4"),
+        ("a:4", "hosts:1: 'a:4' is the syntax of another launcher; write: a slots=4"),
         ("bob@a:4", "write: bob@a slots=4"),
         ("-oProxyCommand=x slots=1", "hosts:1: '-oProxyCommand=x' is not the name of a host"),
         ("a;b slots=1", "hosts:1: 'a;b' is not the name of a host"),
@@ -198,7 +198,7 @@ def test_a_hostfile_may_come_through_a_pipe(tmp_path):
     ("kind", "message"),
     [
         ("fifo", "is a pipe that nobody writes to; give a file"),
-        ("open fifo", "has not come to its end within 0.1 s; give a file"),
+        ("open fifo", "did not finish within 0.1 s; give a file"),
         ("folder", "Is a directory"),
         ("endless", "has more than 4 MiB; give a text file"),
         ("closed", "Permission denied"),

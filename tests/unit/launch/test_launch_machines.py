@@ -110,7 +110,7 @@ ADDRESSES = {
         (["", "", ""], 1, "10.0.0.1", [1]),
         (["pod", "b"], 0, "10.0.0.1", [0]),  # no such name
         (["b", "localhost"], 1, "10.0.0.2", [1]),
-        (["a", "localhost"], 0, "10.0.0.1", "host localhost is another machine on each host"),
+        (["a", "localhost"], 0, "10.0.0.1", "host localhost means another machine on each host"),
     ],
 )
 def test_names_of_this_machine_where_nobody_can_ask(monkeypatch, its_name, names, node, master, found):

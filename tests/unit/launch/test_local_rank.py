@@ -214,7 +214,7 @@ def test_a_rank_that_the_process_has_set_by_itself_counts() -> None:
 
 def test_a_launcher_below_that_does_not_say_the_place_is_an_error() -> None:
     environ, ancestors = started_by(RUN_SETS, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": ""})
-    with pytest.raises(UsageError, match=r"RANK='0' is of a launcher above Open MPI.*OMPI_COMM_WORLD_LOCAL_SIZE"):
+    with pytest.raises(UsageError, match=r"RANK='0' was set by a launcher above Open MPI.*OMPI_COMM_WORLD_LOCAL_SIZE"):
         launcher_below(environ, ancestors)
 
 

@@ -342,6 +342,36 @@ def test_each_cell_of_a_notebook_that_imports_torch_imports_the_accelerator(tmp_
     assert path.read_text() == before
 
 
+def book_of(*cells: str) -> str:
+    return json.dumps(
+        {"cells": [{"cell_type": "code", "source": each} for each in cells], "metadata": {}, "nbformat": 4}
+    )
+
+
+def test_a_cell_about_cuda_that_is_not_python_keeps_its_notebook(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a template leaves open for its reader cannot be parsed, and may place what the other cells work with."""
+    path = tmp_path / "a.ipynb"
+    path.write_text(book_of("import torch\nuse = torch.cuda.is_available()", "if use:\n    model.cuda()\nloss = "))
+    before = path.read_text()
+    code, _, err = run(path, "--write", "--partial", capsys=capsys)
+    assert code == 1 and path.read_text() == before
+    assert "cell 2 is not Python, and CUDA is in it: invalid syntax (line 3)" in err
+    path.write_text(book_of("import torch\ntorch.cuda.empty_cache()", "loss = "))
+    assert run(path, "--write", capsys=capsys)[0] == 0
+    assert "get_accelerator().empty_cache()" in path.read_text()
+
+
+def test_magic_that_a_backslash_continues_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.ipynb"
+    shell = "if 1:\n    !python train.py \\\\\n      --device cuda \\\\\n    --steps 3\n".replace("\\\\", "\\")
+    path.write_text(book_of("import torch\n" + shell + "torch.cuda.synchronize()"))
+    assert main(["port", str(path), "--write"]) == 0
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert cell["source"].endswith(shell + "get_accelerator().synchronize()")
+
+
 @pytest.mark.parametrize("text", ["{cuda", '{"cells": 3, "x": "cuda"}', '["cuda"]', '{"cells": [{"cuda": 1}]}'])
 def test_what_is_no_notebook(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.ipynb"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rule does what its examples in docs/porting.md say, and writes only what the interface has."""
+"""Every rule does what its examples in docs/porting-rules.md say, and writes only what the interface has."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_advice_calls_only_what_exists() -> None:
 
 
 def test_page_is_current() -> None:
-    """docs/porting.md says what the rules say; else run python tools/porting_page.py."""
+    """docs/porting-rules.md says what the rules say; else run python tools/porting_page.py."""
     done = subprocess.run(
         [sys.executable, ROOT / "tools" / "porting_page.py", "--check"], capture_output=True, text=True
     )

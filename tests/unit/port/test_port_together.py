@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that work together are ported together: where something of CUDA stays in one, the others wait for it."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,10 @@ def port(folder: Path, files: dict[str, str], partial: bool = False) -> dict[str
     left = [sorted(one.code for one in each.findings if not one.fixable) for each in found]
     assert left == [sorted(one.code for one in each.findings) for each in again]
     return {Path(each.path).name: each for each in found}
+
+
+def book_of(*cells: str) -> str:
+    return json.dumps({"cells": [{"cell_type": "code", "source": each} for each in cells]})
 
 
 @pytest.mark.parametrize(("other", "ported"), [(STAYS, False), (FREE, True)])
@@ -196,18 +201,38 @@ def test_arrays_of_float64_that_go_to_a_device_hold_devices_back(tmp_path: Path,
 @pytest.mark.parametrize(
     ("line", "ported"),
     [
-        ("from b import g\\n", False),
-        ("!python tools/b.py --fast\\n", False),
-        ("%run b.py\\n", False),
-        ("g = 1\\n", True),
+        ("from b import g", False),
+        ("!python tools/b.py --fast", False),
+        ("%run b.py", False),
+        ("%%bash\npython tools/b.py", False),
+        ("%load_ext b", False),
+        ("%load_ext autoreload", True),
+        ("g = 1", True),
     ],
 )
 def test_a_notebook_waits_for_the_modules_that_it_uses(tmp_path: Path, line: str, ported: bool) -> None:
-    cell = '{"cell_type": "code", "source": ["' + line + '", "import torch\\n", "x = torch.ones(1).cuda()"]}'
-    files = {"a.ipynb": '{"cells": [' + cell + "]}", "tools/b.py": STAYS}
+    files = {"a.ipynb": book_of(line, "import torch\nx = torch.ones(1).cuda()"), "tools/b.py": STAYS}
     if "tools" not in line:
         files["b.py"] = files.pop("tools/b.py")
     assert (port(tmp_path, files)["a.ipynb"].after is not None) == ported
+
+
+@pytest.mark.parametrize(("written", "ported"), [("x = torch.ones(1).cuda()", False), ("x = 1", True)])
+def test_a_notebook_waits_for_a_file_that_one_of_its_cells_writes(tmp_path: Path, written: str, ported: bool) -> None:
+    cells = ["%%writefile b.py\nimport torch\n" + written, "import torch\nx = torch.ones(1).cuda()"]
+    assert (port(tmp_path, {"a.ipynb": book_of(*cells)})["a.ipynb"].after is not None) == ported
+
+
+@pytest.mark.parametrize(("other", "ported"), [("print x.cuda()\n", False), ("print x\n", True)])
+def test_a_package_waits_for_a_file_that_cannot_be_parsed(tmp_path: Path, other: str, ported: bool) -> None:
+    found = port(tmp_path, {"p/__init__.py": "", "p/a.py": "import torch\nx = torch.ones(1).cuda()\n", "p/b.py": other})
+    assert (found["a.py"].after is not None) == ported
+    assert bool(found["b.py"].error) != ported
+
+
+def test_modules_of_lua_are_not_moved_by_to(tmp_path: Path) -> None:
+    code = "import torch\nfrom torch.utils.serialization import load_lua\n\nmodel = load_lua('a.t7')\nmodel.cuda()\n"
+    assert port(tmp_path, {"a.py": code}, partial=True)["a.py"].after is None
 
 
 @pytest.mark.parametrize("name", ["ext", "other"])

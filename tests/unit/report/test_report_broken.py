@@ -129,7 +129,7 @@ def test_a_missing_package_is_one_line_and_a_mistake_of_ours_a_traceback(
     monkeypatch.setattr("anyaccel.cli._dispatch", raising(ModuleNotFoundError("No module named 'gguf'", name="gguf")))
     assert main([]) == 1
     assert capsys.readouterr().err == (
-        "anyaccel: error: the package gguf is missing (No module named 'gguf'): pip install 'anyaccel[llm]'\n"
+        "anyaccel: error: the package gguf is missing (No module named 'gguf'): pip install 'anyaccel[native]'\n"
     )
     for name in ("anyaccel.cli.nothing", "json", None):
         monkeypatch.setattr("anyaccel.cli._dispatch", raising(ImportError("cannot import name 'x'", name=name)))
@@ -188,7 +188,7 @@ ENDINGS = {
 def test_a_torch_that_ends_the_process(ending: str, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"import os, signal\n{ending}\n")
-    said = f"ended the process that did it ({ENDINGS[ending]})"
+    said = f"ended the process that tried it ({ENDINGS[ending]})"
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "anyaccel", *arguments]

@@ -13,11 +13,11 @@ import pytest
 import native_models
 from anyaccel import _llm
 from anyaccel.errors import ModelError
-from anyaccel.serve.ahead import Feeding, Outbox, Receiver
-from anyaccel.serve.contract import GenerationRequest
+from anyaccel.serve.ahead import Outbox, Subscriber, TokenDispatcher
+from anyaccel.serve.contract import Chunk, GenerationRequest
 from anyaccel.serve.settings import EngineSettings
-from anyaccel.serve.slots import Ahead
-from anyaccel.serve.streams import Piece, Stream
+from anyaccel.serve.slots import MultiStep
+from anyaccel.serve.streams import Stream
 from serving import GREEDY, answer, decoder_of, engine, native, run
 
 pytest.importorskip("transformers")
@@ -117,14 +117,14 @@ def test_a_step_that_fails_loses_nothing_of_those_before(llama: Any) -> None:
 
 
 def test_an_answer_is_told_token_by_token_and_others_join_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anyaccel.serve.engine.LONGEST_S", 1e9)  # however slow this machine is just now
+    monkeypatch.setattr("anyaccel.serve.engine.LONGEST_CALL_S", 1e9)  # however slow this machine is just now
     calls: list[tuple[int, int]] = []  # steps of a call, requests
 
     def load(_check: object) -> Any:
         decoder = decoder_of(llama, EngineSettings())
         apply = decoder.apply
 
-        def counted(work: Any, ahead: Ahead | None = None) -> Any:
+        def counted(work: Any, ahead: MultiStep | None = None) -> Any:
             outcome = apply(work, ahead)
             calls.append((len(outcome.before) + 1, len(work.run)))
             return outcome
@@ -162,18 +162,18 @@ def test_an_answer_is_told_token_by_token_and_others_join_at_once(llama: Any, mo
 
 def test_streams_of_a_second_loop_are_not_fed() -> None:
     async def main() -> None:
-        feeding = Feeding()
+        dispatcher = TokenDispatcher()
         mine = Stream()
-        feeding.watch(mine.loop)
+        dispatcher.attach(mine.loop)
         theirs: list[Stream] = []
 
         async def other() -> None:
             theirs.append(Stream())
 
         await asyncio.to_thread(asyncio.run, other())
-        assert feeding.begin(4, [Receiver(theirs[0], 0, 0.0)]) is None
-        assert feeding.begin(4, [Receiver(mine, 0, 0.0)]) is not None
-        feeding.close()
+        assert dispatcher.start_call(4, [Subscriber(theirs[0], 0, 0.0)]) is None
+        assert dispatcher.start_call(4, [Subscriber(mine, 0, 0.0)]) is not None
+        dispatcher.close()
         await asyncio.sleep(0)
 
     asyncio.run(main())
@@ -185,21 +185,21 @@ def test_what_was_sent_before_a_loop_watched_does_not_count_for_later(llama: Any
     first = llama.model.step([request], exact=True)
 
     async def main() -> list[int]:
-        feeding, stream = Feeding(), Stream()
-        outbox = Outbox(feeding)
-        outbox.add(Stream(), Piece())
+        dispatcher, stream = TokenDispatcher(), Stream()
+        outbox = Outbox(dispatcher)
+        outbox.add(Stream(), Chunk(()))
         outbox.send()  # as for embeddings, which nothing is fed to
-        feeding.watch(stream.loop)
+        dispatcher.attach(stream.loop)
         await asyncio.sleep(0)
-        outbox.add(stream, Piece(tuple(first)))
+        outbox.add(stream, Chunk(tuple(first)))
         outbox.send()  # it has not arrived when the next call's tokens can be taken
-        ahead = feeding.begin(4, [Receiver(stream, 0, 0.0)])
+        ahead = dispatcher.start_call(4, [Subscriber(stream, 0, 0.0)])
         assert ahead is not None
         tokens, fed = llama.model.steps([request], ahead.most, ahead.feed, ahead.tag)
-        feeding.over(ahead)
-        feeding.take()
-        outbox.add(stream, Piece(tuple(tokens[-1])))
-        feeding.close()  # loses nothing of what is on its way
+        dispatcher.finish_call(ahead)
+        dispatcher.read_feed()
+        outbox.add(stream, Chunk(tuple(tokens[-1])))
+        dispatcher.close()  # loses nothing of what is on its way
         outbox.send()
         told: list[int] = []
         while len(told) < 1 + len(tokens):

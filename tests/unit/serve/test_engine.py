@@ -261,10 +261,10 @@ class Gate:
         for name in ("facts", "page_bytes", "cache_pages", "shares"):
             setattr(self, name, getattr(inner, name))
 
-    goes_ahead = False
+    multi_step = False
     is_late = False
 
-    def apply(self, work: Any) -> Any:
+    def apply(self, work: Any, multi_step: Any = None) -> Any:
         assert self._steps.acquire(timeout=60)
         if (error := self._failure()) is not None:
             raise error

@@ -114,7 +114,7 @@ def test_an_object_of_any_kind(llama: Any) -> None:
         (Grammar("json_schema", '{"type": "nothing"}'), "grammar: "),
         (Grammar("lark", "nonsense"), "grammar: "),
         (Grammar("regex", "x" * (1 << 19)), "grammar: 524288 bytes are more than"),
-        (Grammar("json_schema", '{"const": "\ud800"}', "guided_json"), "guided_json: it has half a character"),
+        (Grammar("json_schema", '{"const": "\ud800"}', "guided_json"), "guided_json: it has an unpaired surrogate"),
         # What nothing fits: the likeliest token would have been the end of the text, and the answer "".
         (Grammar("json_schema", '{"$ref": "#"}', "guided_json"), "guided_json: nothing fits it"),
         (Grammar("lark", "start: T\nT: /a+/ & /b+/"), "grammar: nothing fits it"),

@@ -236,7 +236,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_reader_that_takes_nothing_ends_its_stream(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never took anything, and one that took the head of the answer, and then no sign of life."""
-    monkeypatch.setattr(sending, "_FIRST_SIGN", 0.0)
+    monkeypatch.setattr(sending, "_HEAD_DELAY_S", 0.0)
 
     async def ask() -> tuple[FakeEngine, list[str]]:
         engine = FakeEngine("a long answer")
@@ -274,7 +274,7 @@ async def _stream_of(client: Client) -> Any:
 
 
 def test_a_stream_shows_signs_of_life_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "_FIRST_SIGN", 0.0)
+    monkeypatch.setattr(sending, "_HEAD_DELAY_S", 0.0)
 
     async def ask() -> Answer:
         engine = FakeEngine("a")

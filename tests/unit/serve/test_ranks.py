@@ -83,7 +83,7 @@ def test_ranks_that_take_no_step_are_given_up(made: list[Sockets], monkeypatch: 
 
 def test_a_cache_without_room_for_a_page_is_refused(made: list[Sockets], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(READY, "cache_pages", 0)
-    with pytest.raises(UsageError, match="has no room for its smallest part, 64 tokens of 2048 bytes"):
+    with pytest.raises(UsageError, match="has no room for a single page, 64 tokens of 2048 bytes"):
         ranks.RanksDecoder(ModelOptions("model", tp=2), None, EngineSettings())  # type: ignore[arg-type]
     assert made[0].ended
 

@@ -102,7 +102,7 @@ class Machine:
     def step(self) -> Plan:
         plan = self.scheduler.plan(self.now)
         self._note(plan.ended)
-        assert plan.answers <= sum(self.entries[number].answers for number in plan.run)
+        assert plan.decodes <= sum(self.entries[number].is_decoding for number in plan.run)
         self.decoder.apply(plan)
         # What has been put back gets the bits of the first time: nothing of its answer passes with its prompt, or comes
         # from others, who may have had it in their prompts.
@@ -216,8 +216,8 @@ def test_an_answer_that_was_put_back_takes_nothing_of_it_from_others() -> None:
         machine.step()
     told = list(machine.entries[number].tokens)
     plan = Plan()
-    machine.scheduler._put_back(machine.entries[number], plan)
-    assert machine.scheduler._room(10, plan)  # all that it had is forgotten
+    machine.scheduler._preempt(machine.entries[number], plan)
+    assert machine.scheduler._make_room(10, plan)  # all that it had is forgotten
     machine.decoder.apply(plan)
     turn = machine.submit([*told, 9], 1, key="little")
     machine.scheduler._shares.add("much", 1)  # so that it comes later

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import pytest
@@ -18,10 +19,15 @@ from anyaccel.inference.native.draft import attach
 from anyaccel.serve.chat import usage_of
 from anyaccel.serve.contract import Chunk, GenerationRequest, Sampling, Stats
 from anyaccel.serve.metrics import Metrics
-from anyaccel.serve.streams import Piece, Stream
+from anyaccel.serve.streams import Stream
 from serving import VOCAB, Answer, answer, engine, native, prompt_of, run
 
 KINDS = {"text": {"draft_tokens": 15}, "model": {"draft_tokens": 15, "draft_model": True}}
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_models.always_drafting(monkeypatch)
 
 
 def with_draft(**options: Any) -> Any:
@@ -78,6 +84,27 @@ def test_answers_are_the_same_with_and_without_drafts(kind: str, together: int) 
     run(main())
 
 
+async def freed(model: Any) -> None:
+    """Wait for the engine to let the draft model's cache go, which it does by itself after the last answer."""
+    deadline = time.monotonic() + 20
+    while model.draft.model.cache_used_bytes:
+        assert time.monotonic() < deadline, f"{model.draft.model.cache_used_bytes} bytes are still used"
+        await asyncio.sleep(0.01)
+
+
+def test_the_last_answer_leaves_nothing_in_the_draft_models_cache() -> None:
+    """The engine tells the decoder of its end though no other request comes that would bring another step."""
+    model = with_draft()
+
+    async def main() -> None:
+        async with engine(model, **KINDS["model"]) as made:
+            await answer(made, [5, 6, 7, 8] * 20, 40, ignore_end=True)
+            assert made.stats().drafted > 0
+            await freed(model)
+
+    run(main())
+
+
 def test_a_small_cache_and_requests_that_break_off() -> None:
     """Requests are put back and forgotten while they have drafts; nothing of the draft model's cache stays."""
     size = 12 * 64 * native_models.native("llama", positions=1024).cache_bytes_per_token()
@@ -100,8 +127,7 @@ def test_a_small_cache_and_requests_that_break_off() -> None:
                 asyncio.gather(*(answer(made, prompt, 90, ignore_end=True) for prompt in prompts)), leaves(), leaves()
             )
             assert [each.tokens for each in found] == expected
-            await asyncio.sleep(0.1)
-            assert model.draft.model.cache_used_bytes == 0
+            await freed(model)
 
     run(main())
 
@@ -119,8 +145,8 @@ def test_an_answer_tells_how_many_were_right() -> None:
             assert 0 < accepted <= drafted
 
         stream = Stream()
-        stream.put(Piece((1,), drafts=(7, 5)))
-        stream.put(Piece((2,)))  # of the feed, which knows of none
+        stream.put(Chunk((1,), drafts=(7, 5)))
+        stream.put(Chunk((2,)))  # of the feed, which knows of none
         assert (await stream.next()).drafts == (7, 5)
 
     run(main())

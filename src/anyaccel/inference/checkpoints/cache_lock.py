@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from anyaccel.errors import ModelError
 
@@ -26,30 +28,44 @@ def locked(path: Path, check: Callable[[], object] | None = None) -> Iterator[No
         ModelError: another process has held it for LOCK_SECONDS.
     """
     deadline = time.monotonic() + LOCK_SECONDS
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ModelError(f"{path}: another process has held this lock for {LOCK_SECONDS:.0f} s") from None
-                if check is not None:
-                    check()
-                time.sleep(0.1)
+    while (file := _take(path)) is None:
+        if time.monotonic() > deadline:
+            raise ModelError(f"{path}: another process has held this lock for {LOCK_SECONDS:.0f} s") from None
+        if check is not None:
+            check()
+        time.sleep(0.1)
+    with file:
         yield
 
 
 @contextmanager
 def locked_if_free(path: Path) -> Iterator[bool]:
     """The same without waiting: False when another process has it."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
+    file = _take(path)
+    if file is None:
+        yield False
+        return
+    with file:
         yield True
+
+
+def _take(path: Path) -> TextIO | None:
+    """The file, locked until it is closed; None when another process has it, or has just removed it.
+
+    A lock on a file that is gone from `path` keeps nobody out.
+    """
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    return None
 
 
 def remove_if_free(folder: Path) -> None:

@@ -38,6 +38,7 @@ class Options:
     draft_tokens: int = 0
     draft_model: bool = False
     draft_always: bool = False
+    draft_end: bool = False
     goal: str = "answer"
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,11 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.native.draft import TextBridge, attach, check_draft_path, lacks_draft, same_tokens
+from anyaccel.inference.native.draft import (
+    TextBridge,
+    attach,
+    check_draft_path,
+    lacks_draft,
+    same_tokens,
+    say_if_useless,
+)
 from anyaccel.inference.native.runtime import NativeModel
 
 if TYPE_CHECKING:
     from anyaccel.inference.config import InferenceConfig
+
+logger = logging.getLogger(__name__)
 
 # Loads this rank's part of a model, given its number and how many ranks share its host.
 Load = Callable[[int, int], NativeModel]
@@ -39,6 +49,7 @@ def draft_for(
             raise UsageError(f"draft={type(given).__name__}: must be the path of a model, or a native engine")
         _check_vocabulary(native, draft)
         attach(native, draft)
+        say_if_useless(native, "the draft model", logger.warning)
         return
     path = Path(given).expanduser()
     check_draft_path(path)
@@ -59,6 +70,7 @@ def draft_for(
     if texts is None:
         _check_vocabulary(native, draft)
     attach(native, draft, texts)
+    say_if_useless(native, path.name, logger.warning)
 
 
 def _texts(model: Path, draft: Path) -> TextBridge | None:

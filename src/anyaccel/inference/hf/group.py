@@ -98,7 +98,7 @@ def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     if group is None:
         return
     if arguments.get("max_time") is not None:
-        raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
+        raise UsageError("max_time would end the ranks at different tokens: use max_new_tokens with tensor parallelism")
     from transformers import LogitsProcessorList
 
     accelerator = get_accelerator()

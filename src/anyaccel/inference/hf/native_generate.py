@@ -123,7 +123,7 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
         return _through_hugging_face(module, call, own, seed, generator, tokenizer)
     assert inputs is not None and config is not None and model_kwargs is not None
     if module._native_group is not None and config.max_time is not None:
-        raise UsageError("max_time ends each rank at another token: use max_new_tokens with tensor parallelism")
+        raise UsageError("max_time would end the ranks at different tokens: use max_new_tokens with tensor parallelism")
     job = _prepare(module, call, config, inputs, model_kwargs.get("attention_mask"), tokenizer)
     job.seed = native.model.shared(_seed(config, seed, generator) % 2**64)
     with assisted(native, assistant, tokenizer, other):

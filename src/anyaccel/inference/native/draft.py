@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +84,17 @@ def attach(native: NativeModel, draft: NativeModel | None, texts: TextBridge | N
     else:
         native.model.set_draft(draft.model, texts.to_draft, texts.from_draft)
     native.draft = draft
+
+
+def say_if_useless(native: NativeModel, draft: str, say: Callable[[str], object]) -> None:
+    """Say it where a draft model reads so much for a token that its drafts cannot pay: it is never asked for any.
+
+    Args:
+        draft: what it is called.
+    """
+    cost = native.model.draft_cost
+    if cost is not None and not native.model.draft_can_pay:
+        say(f"drafts: {draft} reads {cost:.0%} of the model's bytes for a token, so drafts cannot pay and are not made")
 
 
 class TextBridge:

@@ -170,7 +170,7 @@ class Ranks:
         """The error for ranks that have ended, once the launcher has said why."""
         code = self.processes.wait(_NOTICE)  # the launcher says which rank, and how
         how = "" if code is None else f" with code {code}"
-        return RankError(f"the ranks have ended{how}; what is said above tells why", code or 1)
+        return RankError(f"the ranks have ended{how}; the messages above say why", code or 1)
 
     def _fail(self, rank: int, message: dict[str, Any]) -> NoReturn:
         """Raise the ranks' error. Most of them only say that another rank is gone or has failed: those do not count."""

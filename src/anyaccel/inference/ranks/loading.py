@@ -268,7 +268,14 @@ def load_draft(
     Raises:
         AnyAccelError: it cannot be read, or is none.
     """
-    from anyaccel.inference.native.draft import TextBridge, attach, check_draft_path, lacks_draft, same_tokens
+    from anyaccel.inference.native.draft import (
+        TextBridge,
+        attach,
+        check_draft_path,
+        lacks_draft,
+        same_tokens,
+        say_if_useless,
+    )
     from anyaccel.inference.spec.mapping import Unsupported
     from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
@@ -281,9 +288,10 @@ def load_draft(
         raise lacks_draft(options.draft, lack.feature) from None
     if same_tokens(tokenizer, other, min(native.whole_spec.vocab, draft.whole_spec.vocab)):
         attach(native, draft)
-        return
-    screen.line(f"drafts: {path.name} has other tokens: they go through the text")
-    attach(native, draft, TextBridge(tokenizer, other))
+    else:
+        screen.line(f"drafts: {path.name} has other tokens: they go through the text")
+        attach(native, draft, TextBridge(tokenizer, other))
+    say_if_useless(native, path.name, screen.line)
 
 
 def check_same_tokens(options: ModelOptions, tokenizer: Any) -> None:
@@ -305,7 +313,7 @@ def check_same_tokens(options: ModelOptions, tokenizer: Any) -> None:
 
 def no_drafts(options: ModelOptions, lack: str) -> UsageError:
     """The error for a draft model beside a model that the native runtime does not run."""
-    return UsageError(f"--draft {options.draft}: drafts are of the native runtime, which {lack}")
+    return UsageError(f"--draft {options.draft}: only the native runtime has drafts, which {lack}")
 
 
 def describe_weights(native: NativeModel, screen: Watcher) -> None:

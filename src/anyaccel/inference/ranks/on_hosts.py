@@ -126,7 +126,7 @@ class HostProcesses(Processes):
                 reception.read(descriptor)
             reception.tidy()
             if (code := self.code()) is not None:
-                raise RankError("no ranks were started; what is said above tells why", code or 1)
+                raise RankError("no ranks were started; the messages above say why", code or 1)
 
 
 def call_command() -> Channel:

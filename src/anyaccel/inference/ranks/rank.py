@@ -152,7 +152,7 @@ def _open(
 def _open_native(
     channel: Channel, rank: int, options: ModelOptions, accelerator: str, screen: _Screen
 ) -> NativeBackend:
-    from anyaccel.inference.native.draft import attach, lacks_draft
+    from anyaccel.inference.native.draft import attach, lacks_draft, say_if_useless
     from anyaccel.inference.native.joining import together
     from anyaccel.inference.ranks.backends import NativeBackend
     from anyaccel.inference.ranks.loading import describe_weights, draft_options, loader
@@ -188,6 +188,7 @@ def _open_native(
         except Unsupported as lack:
             raise lacks_draft(options.draft, lack.feature) from None
         attach(native, draft)
+        say_if_useless(native, Path(options.draft).name, screen.line)
     ends = end_tokens(native.generation_config, native.config, Path(options.model), note=rank == 0)
     return NativeBackend(native, None, ends, accelerator, options.dtype)
 

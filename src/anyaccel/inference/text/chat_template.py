@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from anyaccel.errors import AnyAccelError, ModelError
+from anyaccel.extras import pip_line
 from anyaccel.outside import told
 
 Message = Mapping[str, Any]  # role, content, and what a server adds: tool_calls, tool_call_id, reasoning_content
@@ -54,7 +55,7 @@ class ChatTemplate:
             from jinja2.ext import Extension, loopcontrols
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
-            raise AnyAccelError(f"chat templates need jinja2: pip install 'anyaccel[llm]' ({error})") from None
+            raise AnyAccelError(f"chat templates need jinja2: {pip_line('jinja2')} ({error})") from None
 
         class Generation(Extension):
             """`{% generation %}` marks the answers of a training text; the text is what is inside."""

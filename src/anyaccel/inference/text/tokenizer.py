@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
+from anyaccel.extras import pip_line
 from anyaccel.inference.text.chat_template import ChatTemplate, Message
 from anyaccel.outside import Values, mapping, read_json, read_text, told, whole
 
@@ -28,7 +29,7 @@ def _check_text(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         code = ord(text[error.start])
-        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X},"
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"the unpaired surrogate U+{code:04X}"
         raise UsageError(f"the text is not valid UTF-8: {what} after {text[: error.start][-20:]!r}") from None
 
 
@@ -63,7 +64,7 @@ class TextTokenizer:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise AnyAccelError(f"generating text needs more packages: pip install 'anyaccel[llm]' ({error})") from None
+            raise AnyAccelError(f"generating text needs more packages: {pip_line('tokenizers')} ({error})") from None
         file = folder / "tokenizer.json"
         self.where = str(made_from or file)
         try:

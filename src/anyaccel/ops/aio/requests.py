@@ -294,7 +294,7 @@ def check_name(path: str) -> None:
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
-        raise UsageError(f"the file name {path!r} has half a character (a surrogate), which no file's can") from None
+        raise UsageError(f"the file name {path!r} has an unpaired surrogate, which no file name can have") from None
 
 
 def kind_of(mode: int) -> str:

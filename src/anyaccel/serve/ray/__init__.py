@@ -4,7 +4,7 @@
 Ray Serve places replicas, starts them again, and has more or fewer of them; each is bound to cores of its own here.
 """
 
-# No annotations from the future: Ray looks at that of `app` itself.
+# Annotations are not postponed: Ray evaluates that of `app`.
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "app"]
 
-_OPEN = 1000  # requests that a process that speaks HTTP may have open
-_AFTER_DRAIN = 10.0  # seconds for the end of a process whose requests have ended
+_OPEN = 1000  # open requests of an API process
+_AFTER_DRAIN = 10.0  # seconds that a process has to end after its requests have ended
 
 
 def app(options: Options) -> "serve.Application":

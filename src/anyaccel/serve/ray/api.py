@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process that speaks HTTP: the same application as that of `anyaccel serve`, before replicas. Torch-free."""
+"""The API process: the application of `anyaccel serve` in front of replicas. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes between the process that speaks HTTP and a replica: requests there, chunks or what went wrong back."""
+"""What an API process and a replica exchange: calls one way, chunks or failures the other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from anyaccel.errors import AnyAccelError, ModelError, UsageError
 from anyaccel.serve import contract
 
-# Errors have arguments of their own, by which pickle would not make them again.
+# Some errors have constructor arguments of their own, which pickle would not restore.
 _KINDS: tuple[type[AnyAccelError], ...] = (
     contract.EngineStoppedError,
     contract.DeadlineError,
@@ -23,12 +23,12 @@ _KINDS: tuple[type[AnyAccelError], ...] = (
 
 @dataclass
 class Call:
-    """A request on its way; only `request` goes to the replica.
+    """A request in flight; only `request` is sent to the replica.
 
     Attributes:
-        tokens: of the prompt, and of the answer as far as it has come.
-        avoid: replicas that could not answer it.
-        replica: which one has it.
+        tokens: the prompt, and the answer so far.
+        avoid: replicas that have failed to answer it.
+        replica: the one that it was sent to.
     """
 
     request: Any

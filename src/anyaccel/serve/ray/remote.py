@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from contextvars import Context
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 from ray.exceptions import RayError
@@ -31,12 +31,12 @@ from anyaccel.serve.routing import together
 
 logger = logging.getLogger("ray.serve")
 
-_LOOK_S = 1.0  # between two looks at the replicas
-_LOOK_AT_MOST_S = 10.0
-_TRIES = 4  # of a request of whose answer nothing has come yet
-_AGAIN_S = 0.2  # before the next one
+_POLL_S = 1.0  # between two polls of the replicas
+_POLL_TIMEOUT_S = 10.0
+_TRIES = 4  # for a request whose answer has not begun
+_RETRY_S = 0.2  # before the next try
 _RETRY_AFTER_S = 2.0
-_LATE_S = 5.0  # that a replica may take to say that a request's time is over
+_LATE_S = 5.0  # that a replica may take to report that a request's deadline has passed
 
 
 class RemoteEngine:
@@ -46,7 +46,7 @@ class RemoteEngine:
     ends with EngineStoppedError.
 
     Args:
-        facts: of the model, as a replica has said them.
+        facts: of the model, as a replica has chunk them.
         timeout_s: of a request that does not say its own.
     """
 
@@ -56,7 +56,7 @@ class RemoteEngine:
         self._timeout_s = timeout_s
         self._stats = Stats()
         self._ready = False
-        self._looking = asyncio.create_task(self._look())
+        self._polling = asyncio.create_task(self._poll())
         self.facts = facts
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
@@ -77,34 +77,34 @@ class RemoteEngine:
                 if begun or not left or time.monotonic() > end:
                     raise
             avoid.add(call.replica)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(_RETRY_S)
 
     async def _answer(self, call: Call, end: float) -> AsyncGenerator[Chunk, None]:
-        """What one replica says.
+        """The chunks that one replica sends.
 
         Raises:
             EngineStoppedError: it has ended.
         """
-        chunks = _apart(self._stream, call)
+        chunks = _call_replica(self._stream, call)
         ended = False
         try:
             while True:
                 async with asyncio.timeout(max(0.0, end - time.monotonic()) + _LATE_S):
-                    said = await anext(chunks, None)
-                ended = said is None or isinstance(said, Failure) or said.finish is not None
-                if said is None:
+                    chunk = await anext(chunks, None)
+                ended = chunk is None or isinstance(chunk, Failure) or chunk.finish is not None
+                if chunk is None:
                     raise EngineStoppedError("the replica has ended")
-                if isinstance(said, Failure):
-                    raise said.error()
-                call.tokens += said.tokens
-                yield said
+                if isinstance(chunk, Failure):
+                    raise chunk.error()
+                call.tokens += chunk.tokens
+                yield chunk
                 if ended:
                     return
         except TimeoutError:
             raise DeadlineError("the request's time was over before its answer was complete") from None
         except (RayError, RayServeException) as error:
             ended = True
-            raise _ours(error) from None
+            raise _contract_error(error) from None
         finally:
             if not ended:
                 chunks.cancel()
@@ -116,14 +116,14 @@ class RemoteEngine:
             call = Call((list(prompt), pooling, key))
             try:
                 async with asyncio.timeout(self._timeout_s + _LATE_S):
-                    said: list[float] | Failure = await _apart(self._model.embed, call)
+                    found: list[float] | Failure = await _call_replica(self._model.embed, call)
             except TimeoutError:
                 raise DeadlineError("the request's time was over before its answer was complete") from None
             except (RayError, RayServeException) as error:
-                raise _ours(error) from None
-            if isinstance(said, Failure):
-                raise said.error()
-            return said
+                raise _contract_error(error) from None
+            if isinstance(found, Failure):
+                raise found.error()
+            return found
 
         return await together(map(one, prompts))
 
@@ -134,39 +134,40 @@ class RemoteEngine:
     def ready(self) -> bool:
         return self._ready
 
-    async def _look(self) -> None:
-        """Keep in mind how the replicas are."""
+    async def _poll(self) -> None:
+        """Keep the readiness and the counters of the replicas up to date."""
         while True:
             try:
                 asked = self._model.broadcast("look")
-                found = await asked.results_async(timeout_s=_LOOK_AT_MOST_S, return_exceptions=True)
+                found = await asked.results_async(timeout_s=_POLL_TIMEOUT_S, return_exceptions=True)
             except (RayError, RayServeException, TimeoutError) as error:
                 logger.debug("the replicas cannot be asked how they are: %s", error)
                 found = []
             told = [each for each in found if isinstance(each, tuple)]
             self._ready = any(ready for ready, _ in told)
-            sums = {field.name: sum(getattr(one, field.name) for _, one in told) for field in fields(Stats)}
-            self._stats = Stats(**sums)
-            await asyncio.sleep(_LOOK_S)
+            self._stats = sum((stats for _, stats in told), Stats())
+            await asyncio.sleep(_POLL_S)
 
     async def drain(self, seconds: float) -> None:
         """Nothing to do: Ray waits for open requests before it ends this process."""
 
     async def close(self) -> None:
-        self._looking.cancel()
+        self._polling.cancel()
         with suppress(asyncio.CancelledError):
-            await self._looking
+            await self._polling
 
 
-def _apart(method: Any, call: Call) -> Any:
-    """Ask a replica. Outside of what Ray remembers of the request of HTTP: all that is asked in it would have one name,
-    by which a router that does not take requests in their order finds one of them only, and the others wait for ever.
+def _call_replica(method: Any, call: Call) -> Any:
+    """Call a replica outside the context variables that Ray sets for an HTTP request.
+
+    Inside them all calls would have one request id, and a router that does not take requests in their order would find
+    only one call by it: the others would wait for ever.
     """
     return Context().run(method.remote, call)
 
 
-def _ours(error: Exception) -> AnyAccelError:
-    """Ray's error in the words of the contract."""
+def _contract_error(error: Exception) -> AnyAccelError:
+    """The contract's error for one of Ray's."""
     if isinstance(error, BackPressureError):
         return EngineFullError("all replicas are busy, and so many requests wait already", _RETRY_AFTER_S)
     logger.warning("a request has lost its replica: %s", str(error).partition("\n")[0])

@@ -11,7 +11,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, R
 from anyaccel.serve.ray.calls import Call
 from anyaccel.serve.routing import Routes
 
-_PAGES = 1 << 16  # of a replica's cache, where it has not said its size
+_PAGES = 1 << 16  # assumed for the cache of a replica that has not reported its size
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
@@ -26,7 +26,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """One rank for each replica, so that Ray takes the next best one where the best one has its fill."""
+        """A rank (Ray's word) of its own for each replica: Ray tries the next one where the best one is full."""
         call = _call(pending_request)
         there = {replica.replica_id: replica for replica in candidate_replicas}
         with self._lock:
@@ -41,7 +41,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         return [[there[replica]] for replica in order]
 
     def _load(self, replica: ReplicaID) -> int:
-        """Open requests: our own, or what the replica has said of all."""
+        """The number of open requests: those of this process, or all that the replica has reported."""
         own = sum(1 for where, _ in self._sent.values() if where == replica)
         return max(own, self.replica_queue_len_cache.get(replica) or 0)
 
@@ -76,6 +76,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
 
 def _call(pending_request: PendingRequest | None) -> Call | None:
-    """What is asked, where it is a request for an answer."""
+    """The call of a pending request, if it has one."""
     given: Any = pending_request.args[0] if pending_request is not None and pending_request.args else None
     return given if isinstance(given, Call) else None

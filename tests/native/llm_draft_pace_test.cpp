@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+// The pace of drafts, with costs and right guesses that are given: what they cost at most, and what they bring.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "llm/draft_pace.h"
+
+namespace {
+
+using namespace anyaccel::llm;
+
+constexpr double kMostLoss = 0.03;  // of the time without drafts
+
+// What things take, in seconds.
+struct Machine {
+  double plain = 1;     // a pass over the next token of each answer
+  double more = 0.05;   // a token more of it, in passes
+  double draft = 0.1;   // a pass of the draft model, in passes
+  double prompt = 0.1;  // a token of a prompt, in passes; the draft model's: times `draft`, or `reading`
+  double reading = -1;
+  double told = -1;  // what the bytes of both models say of `draft`; below 0: the truth
+  int64_t requests = 1;
+
+  double pass(int64_t tokens) const { return plain * (1 + more * static_cast<double>(tokens - requests)); }
+  double draft_pass() const { return plain * draft; }
+  double read(int64_t tokens) const {
+    return std::max(draft_pass(), plain * prompt * (reading < 0 ? draft : reading) * static_cast<double>(tokens));
+  }
+  double prompt_seconds(int64_t tokens) const { return plain * prompt * static_cast<double>(tokens); }
+};
+
+// How many of `width` drafts of one answer are right, where the draft model knows only the text's end and where all.
+using Accepts = std::function<int64_t(int64_t width, bool part)>;
+using Chooses = std::function<DraftPace::Choice(const DraftPace::Ask&)>;
+
+struct Told {
+  std::vector<double> seconds;  // of decoding, after each token of the answer
+  int64_t first = -1;           // the token behind which the first drafts came
+  int64_t drafted = 0, read = 0;
+};
+
+DraftPace pace_for(const Machine& machine) {
+  DraftPace pace;
+  if (machine.draft == 0) return pace;
+  const double told = machine.told < 0 ? machine.draft : machine.told;
+  pace.set_cost(told, machine.reading < 0 ? told : machine.reading);
+  return pace;
+}
+
+// The answers of one batch, which all have as many tokens: what Model::step does, without a model. A draft model that
+// costs nothing is lookup, which reads nothing.
+Told answer(DraftPace& pace, const Machine& machine, int64_t prompt, int64_t tokens, const Accepts& accepts,
+            const Chooses& chooses = nullptr) {
+  Told told;
+  const int64_t count = machine.requests;
+  std::vector<DraftChance> chances(static_cast<size_t>(count));
+  std::vector<int64_t> ahead(chances.size());
+  pace.prompted(prompt * count, machine.prompt_seconds(prompt * count));
+  int64_t known = -1;
+  bool part = false;
+  double now = 0;
+  for (int64_t done = 1; done < tokens; ++done) {
+    const auto waiting = static_cast<int64_t>(std::count(ahead.begin(), ahead.end(), 0));
+    DraftPace::Step step{count};
+    DraftPace::Choice choice;
+    if (waiting == count) {
+      DraftPace::Ask ask{.requests = count, .most = std::min(kGemvTokens / count - 1, tokens - done - 1)};
+      ask.chance = ask.all = ask.end = 1;
+      ask.proven = true;
+      ask.answered = done;
+      ask.left = tokens - done;
+      ask.part = part;
+      if (machine.draft > 0) {
+        ask.unread = known < 0 ? -1 : count * (prompt + done - known);
+        ask.tokens = known < 0 || part ? count * (prompt + done) : ask.unread;
+      }
+      for (const DraftChance& one : chances) {
+        const double whole = pace.prior(false), chance = one.value(pace.prior(part));
+        ask.chance *= chance;
+        ask.all *= part ? std::max(chance, (chance + whole) / 2) : chance;
+        ask.end *= part ? chance : std::min(chance, one.value(pace.prior(true)));
+        ask.proven = ask.proven && one.proven();
+      }
+      if (ask.most > 0) choice = chooses ? chooses(ask) : pace.choose(ask);
+      CHECK(choice.width >= 0 && choice.width <= ask.most);
+      if (choice.width > 0 && machine.draft > 0) {
+        const bool end = choice.reads == DraftPace::Reads::end;
+        const int64_t unread = end                                                       ? count * DraftPace::kEnd
+                               : ask.unread < 0 || choice.reads == DraftPace::Reads::all ? ask.tokens
+                                                                                         : ask.unread;
+        if (choice.reads == DraftPace::Reads::all && part) chances.assign(chances.size(), {});
+        if (choice.reads != DraftPace::Reads::on) part = end;
+        step.passes = choice.width;
+        if (unread > 2 * count) {
+          step.reading = machine.read(unread);
+          pace.read(unread, step.reading);
+          told.read += unread;
+          --step.passes;
+        }
+        for (int64_t i = 0; i < step.passes; ++i) pace.drafted(count, machine.draft_pass());
+        step.drafting = static_cast<double>(step.passes) * machine.draft_pass();
+        known = prompt + done + choice.width - 1;
+      }
+      if (choice.width > 0 && told.first < 0) told.first = done;
+      told.drafted += choice.width * count;
+    }
+    step.tokens = waiting + choice.width * count;
+    double pass = 0;
+    if (step.tokens > 0) {
+      pass = machine.pass(std::max(step.tokens, count));
+      pace.passed(step.tokens, pass);
+    }
+    for (size_t i = 0; i < ahead.size(); ++i) {
+      if (ahead[i] > 0) {
+        --ahead[i];
+        continue;
+      }
+      if (choice.width == 0) continue;
+      ahead[i] = accepts(choice.width, part);
+      chances[i].report(choice.width, ahead[i]);
+      pace.report(choice.width, ahead[i], part);
+      known = std::min(known, prompt + done + ahead[i]);
+    }
+    pace.stepped(step);
+    now += pass + step.reading + step.drafting;
+    told.seconds.push_back(now);
+  }
+  return told;
+}
+
+Accepts chance_of(double chance, std::mt19937& generator, double part_of = 0.6) {
+  return [chance, part_of, &generator](int64_t width, bool part) {
+    const double right_one = part ? chance * part_of : chance;
+    std::uniform_real_distribution<double> uniform;
+    int64_t right = 0;
+    while (right < width && uniform(generator) < right_one) ++right;
+    return right;
+  };
+}
+
+int64_t none_right(int64_t, bool) { return 0; }
+
+// At every length, not the last one only: an answer may end anywhere.
+void check_loss(const Told& told, const Machine& machine, double before = 0, double plain_before = 0) {
+  for (size_t i = 0; i < told.seconds.size(); ++i) {
+    const double plain = plain_before + machine.plain * static_cast<double>(i + 1);
+    CHECK(before + told.seconds[i] <= (1 + kMostLoss) * plain);
+  }
+}
+
+void test_drafts_that_are_never_right() {
+  for (const double draft : {0.0, 0.02, 0.1, 0.3, 0.55, 0.85, 1.0, 3.0})
+    for (const double more : {0.0, 0.05, 0.3})
+      for (const int64_t prompt : {1, 16, 512, 2000, 20000})
+        for (const int64_t requests : {1, 4}) {
+          const Machine machine{.more = more, .draft = draft, .requests = requests};
+          DraftPace pace = pace_for(machine);
+          check_loss(answer(pace, machine, prompt, 2000, none_right), machine);
+        }
+}
+
+// Answers of one model one after the other: what is not spent in one may be in the next.
+void test_drafts_that_are_never_right_in_many_answers() {
+  for (const double draft : {0.05, 0.3, 0.8})
+    for (const int64_t prompt : {16, 512, 2000})
+      for (const int64_t tokens : {2, 8, 32, 128}) {
+        const Machine machine{.draft = draft};
+        DraftPace pace = pace_for(machine);
+        double all = 0, plain = 0;
+        for (int i = 0; i < (kSanitized ? 30 : 150); ++i) {
+          const Told told = answer(pace, machine, prompt, tokens, none_right);
+          check_loss(told, machine, all, plain);
+          all += told.seconds.back();
+          plain += machine.plain * static_cast<double>(told.seconds.size());
+        }
+      }
+}
+
+// Costs, lengths and chances by chance; drafts cost other than their bytes say.
+void test_random_costs() {
+  std::mt19937 generator(5);
+  const auto uniform = [&](double from, double to) {
+    return std::uniform_real_distribution<double>(from, to)(generator);
+  };
+  for (int i = 0; i < (kSanitized ? 50 : 800); ++i) {
+    Machine machine{.plain = std::exp(uniform(-8, 0)), .more = uniform(0, 0.3), .draft = std::exp(uniform(-4, 1))};
+    machine.prompt = std::exp(uniform(-4, -0.7));
+    machine.reading = machine.draft * uniform(1, 2);
+    machine.told = machine.draft * uniform(0.6, 1.2);
+    machine.requests = i % 3 == 0 ? 4 : 1;
+    if (i % 10 == 0) machine.draft = 0;
+    DraftPace pace = pace_for(machine);
+    const auto prompt = static_cast<int64_t>(std::exp(uniform(0, 8)));
+    const auto tokens = static_cast<int64_t>(std::exp(uniform(0.7, 7.6)));
+    check_loss(answer(pace, machine, prompt, tokens, none_right), machine);
+    // Right now and then, so that they have been worth a try: the whole must not be slower all the same.
+    DraftPace other = pace_for(machine);
+    const Told some = answer(other, machine, prompt, 2000, chance_of(uniform(0, 1), generator));
+    CHECK(some.seconds.back() <= (1 + kMostLoss) * machine.plain * static_cast<double>(some.seconds.size()));
+  }
+}
+
+// The seconds that answers of so many tokens take, one with each seed, with the width that is best for all of them.
+double best_fixed(const Machine& machine, int64_t prompt, int64_t tokens, double chance, int seeds) {
+  double best = HUGE_VAL;
+  for (int64_t width = 0; width < kGemvTokens / machine.requests; ++width) {
+    double all = 0;
+    for (int seed = 0; seed < seeds; ++seed) {
+      std::mt19937 generator(static_cast<unsigned>(seed));
+      DraftPace unused;
+      const auto fixed = [width](const DraftPace::Ask& ask) {
+        return DraftPace::Choice{std::min(width, ask.most),
+                                 ask.unread < 0 ? DraftPace::Reads::all : DraftPace::Reads::on};
+      };
+      all += answer(unused, machine, prompt, tokens, chance_of(chance, generator), fixed).seconds.back();
+    }
+    best = std::min(best, all);
+  }
+  return best;
+}
+
+void test_drafts_that_pay() {
+  const Machine machine{};  // a draft model of a tenth
+  constexpr int kSeeds = 20;
+  for (const int64_t prompt : {16, 128, 512}) {
+    double first = 0, later = 0;
+    int64_t begin = 0;
+    for (int seed = 0; seed < kSeeds; ++seed) {
+      std::mt19937 generator(static_cast<unsigned>(seed));
+      DraftPace pace = pace_for(machine);
+      const Told told = answer(pace, machine, prompt, 2000, chance_of(0.9, generator));
+      first += told.seconds.back();
+      begin = std::max(begin, told.first);
+      const Told next = answer(pace, machine, prompt, 400, chance_of(0.9, generator));
+      CHECK(next.first <= 3);  // it profits from the start
+      later += next.seconds.back();
+    }
+    const double best = best_fixed(machine, prompt, 2000, 0.9, kSeeds),
+                 soon = best_fixed(machine, prompt, 400, 0.9, kSeeds);
+    CHECK(begin <= 32 && first <= 1.08 * best && later <= 1.05 * soon);
+    std::printf("prompt %ld: first drafts behind token %ld, %.3f, later %.3f of the best width's time\n",
+                static_cast<long>(prompt), static_cast<long>(begin), first / best, later / soon);
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_drafts_that_pay();
+  test_drafts_that_are_never_right();
+  test_drafts_that_are_never_right_in_many_answers();
+  test_random_costs();
+  return 0;
+}
