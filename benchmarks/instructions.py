@@ -6,7 +6,7 @@
     python benchmarks/instructions.py --llama-cpp ~/llama.cpp
     python benchmarks/instructions.py --sve             # of one loop with NEON and with SVE
 
-llama.cpp's sources may be those in the sdist of llama-cpp-python, `vendor/llama.cpp`. Time is not measured. Programs
+llama.cpp's sources may be those in the sdist of llama-cpp-python. Time is not measured. Programs
 (native/instructions_*.cpp) do the same work on one thread and print the result of the last token; a count is the
 difference of two runs, one of which applies the layer once more than the other.
 """
