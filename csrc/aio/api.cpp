@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The functions that ops/aio/native.py calls. Every int result is 0 or an errno.
+// The functions that ops/aio/native.py calls. Each that returns int returns 0 or an errno.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -44,7 +44,7 @@ void report(const Request& request, const Failure& failure, Status* status) {
              request.fell_back ? 1 : 0};
 }
 
-// A transfer of more gains nothing, and two of them must fit where memory is not aligned.
+// Larger blocks gain nothing, and the pool of bounce buffers must hold two.
 constexpr int64_t kMaxBlock = 32 << 20;
 constexpr int32_t kWrite = 1, kAtomic = 2, kCached = 4;
 
@@ -63,8 +63,8 @@ ANYACCEL_EXPORT void anyaccel_aio_destroy(Handle* handle) { delete handle; }
 
 ANYACCEL_EXPORT int32_t anyaccel_aio_engine(Handle* handle) { return static_cast<int32_t>(handle->engine()); }
 
-// `descriptor` is negative when the file is to be opened by its path. On an error that concerns the file, `status` has
-// the step that failed.
+// With a negative `descriptor`, the file is opened by its path. After an error that concerns the file, `status` has the
+// step that failed.
 ANYACCEL_EXPORT int anyaccel_aio_submit(Handle* handle, int64_t number, const char* path, int descriptor,
                                         const Segment* segments, size_t count, int32_t flags, Status* status) {
   *status = {};
@@ -80,7 +80,8 @@ ANYACCEL_EXPORT int anyaccel_aio_submit(Handle* handle, int64_t number, const ch
   });
 }
 
-// EAGAIN when it is not done after `milliseconds`; else `status` says how it went, each time until it is forgotten.
+// Returns EAGAIN when the request is not done after `milliseconds`; else fills `status`. May be called again until the
+// request is forgotten.
 ANYACCEL_EXPORT int anyaccel_aio_wait(Handle* handle, int64_t number, int32_t milliseconds, Status* status) {
   return guarded([&] {
     const auto request = handle->wait(number, std::chrono::milliseconds(milliseconds));
@@ -90,10 +91,10 @@ ANYACCEL_EXPORT int anyaccel_aio_wait(Handle* handle, int64_t number, int32_t mi
   });
 }
 
-// A request that is done.
+// Forgets a request that is done.
 ANYACCEL_EXPORT void anyaccel_aio_forget(Handle* handle, int64_t number) { handle->forget(number); }
 
-// Chunks that have not been started are dropped. The request still has to be waited for.
+// Drops the chunks that have not been started. The caller must still wait for the request.
 ANYACCEL_EXPORT int anyaccel_aio_cancel(Handle* handle, int64_t number) {
   return guarded([&] {
     handle->find(number)->cancel();
@@ -101,7 +102,7 @@ ANYACCEL_EXPORT int anyaccel_aio_cancel(Handle* handle, int64_t number) {
   });
 }
 
-// Bytes of a request that are transferred; -1 when there is none of this number.
+// The bytes of a request that have been transferred; -1 for an unknown number.
 ANYACCEL_EXPORT int64_t anyaccel_aio_progress(Handle* handle, int64_t number) {
   int64_t bytes = -1;
   (void)guarded([&] {
@@ -111,5 +112,5 @@ ANYACCEL_EXPORT int64_t anyaccel_aio_progress(Handle* handle, int64_t number) {
   return bytes;
 }
 
-// Bytes of the first `size` of an open file that are in the page cache; -1 where the kernel does not tell.
+// The bytes of the first `size` of an open file that are in the page cache; -1 where the kernel does not say.
 ANYACCEL_EXPORT int64_t anyaccel_aio_cached(int descriptor, int64_t size) { return cached_bytes(descriptor, size); }

@@ -18,12 +18,13 @@ namespace anyaccel::aio {
 namespace {
 
 constexpr int64_t kPage = 4096;
-// linux/magic.h
+// These are copied from linux/magic.h.
 constexpr uint32_t kTmpfs = 0x01021994, kRamfs = 0x858458f6;
 
 Failure failure(Step step, int64_t offset = 0) { return {step, errno, offset}; }
 
-// Linux 6.1 tells what direct transfers of a file must be aligned to. Its structure is newer than many headers.
+// Asks the kernel for the alignment of direct transfers, which it has told since Linux 6.1. Many headers lack the
+// structure of the answer.
 bool direct_alignment(int descriptor, uint32_t& memory, uint32_t& offset) {
 #ifdef SYS_statx
   constexpr unsigned kMaskDioalign = 0x2000;
@@ -40,23 +41,23 @@ bool direct_alignment(int descriptor, uint32_t& memory, uint32_t& offset) {
 #endif
 }
 
-// Whether the file is in tmpfs or ramfs, which keep files in the page cache alone: since Linux 6.6 these accept
-// O_DIRECT, but it has no effect there.
-bool lives_in_memory(int descriptor) {
+// Whether the file is in tmpfs or ramfs, which keep files in the page cache alone. They accept O_DIRECT since Linux
+// 6.6, but it has no effect there.
+bool is_in_memory(int descriptor) {
   struct statfs status;
   if (fstatfs(descriptor, &status) != 0) return false;
   const auto type = static_cast<uint32_t>(status.f_type);
   return type == kTmpfs || type == kRamfs;
 }
 
-std::string name_beside(const std::string& path) {
+std::string temporary_name(const std::string& path) {
   static thread_local std::mt19937_64 random{std::random_device{}()};
   const size_t slash = path.rfind('/');
   const std::string folder = slash == std::string::npos ? "" : path.substr(0, slash + 1);
   const std::string name = slash == std::string::npos ? path : path.substr(slash + 1);
   char tag[24];
   std::snprintf(tag, sizeof tag, ".%016llx.part", static_cast<unsigned long long>(random()));
-  // The name of a file may have 255 bytes at most.
+  // A file name may have 255 bytes at most.
   return folder + "." + name.substr(0, 200) + tag;
 }
 
@@ -67,7 +68,7 @@ void sync_folder(const std::string& path) {
   const std::string folder = slash == std::string::npos ? "." : path.substr(0, slash + 1);
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) return;
-  // Some file systems cannot sync a folder; the file itself has been synced before.
+  // The result is ignored: some file systems cannot sync a folder, and the file itself has been synced.
   (void)fsync(descriptor);
   ::close(descriptor);
 }
@@ -89,8 +90,8 @@ Failure File::open(const std::string& path, int descriptor, const FileOptions& o
   begin_ = begin;
   end_ = end;
   if (descriptor >= 0) {
-    // Opened again, since flags (O_DIRECT, O_APPEND) and position of a descriptor belong to the caller. What the
-    // descriptor may do is checked here: opening would allow whatever the file's mode allows, and root everything.
+    // The file is reopened, since the flags (O_DIRECT, O_APPEND) and position of a descriptor belong to the caller. The
+    // descriptor's access mode is checked here, since reopening grants whatever the file's mode allows, and root all.
     const int mode = options.write ? O_WRONLY : O_RDONLY, flags = fcntl(descriptor, F_GETFL);
     if (flags < 0) return failure(Step::open);
     if ((flags & O_PATH) != 0 || ((flags & O_ACCMODE) != mode && (flags & O_ACCMODE) != O_RDWR))
@@ -101,7 +102,7 @@ Failure File::open(const std::string& path, int descriptor, const FileOptions& o
   } else if (options.write) {
     if (const Failure failed = open_for_write(path)) return failed;
   } else {
-    buffered_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // O_NONBLOCK: a FIFO must not hang
+    buffered_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // without O_NONBLOCK, a FIFO would hang
     if (buffered_ < 0) return failure(Step::open);
   }
 
@@ -131,17 +132,18 @@ Failure File::open_for_write(const std::string& path) {
     // The rename at the end would replace a device, FIFO or socket by a file.
     if (replaces && !S_ISREG(status.st_mode)) return {Step::open, EINVAL, 0};
     if (replaces && access(path.c_str(), W_OK) != 0) return failure(Step::open);
-    beside_ = name_beside(path);
-    buffered_ = ::open(beside_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
+    temporary_path_ = temporary_name(path);
+    buffered_ = ::open(temporary_path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
     if (buffered_ < 0) {
-      beside_.clear();
+      temporary_path_.clear();
       return failure(Step::open);
     }
     created_ = true;
     if (replaces) (void)fchmod(buffered_, status.st_mode & 07777);
     return {};
   }
-  for (int attempt = 0; attempt < 8; ++attempt) {  // another process may create or remove it between the two
+  // Another process may create or remove the file between the two calls.
+  for (int attempt = 0; attempt < 8; ++attempt) {
     buffered_ = ::open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK);
     if (buffered_ >= 0 || errno != ENOENT) break;
     buffered_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
@@ -152,12 +154,12 @@ Failure File::open_for_write(const std::string& path) {
 }
 
 void File::open_direct() {
-  if (lives_in_memory(buffered_)) return;
+  if (is_in_memory(buffered_)) return;
   uint32_t memory = 0, offset = 0;
   const bool known = direct_alignment(buffered_, memory, offset);
   if (known && (memory == 0 || offset == 0 || std::max(memory, offset) > kMaxAlignment)) return;
   const int mode = (options_.write ? O_WRONLY : O_RDONLY) | O_DIRECT | O_CLOEXEC | O_NONBLOCK;
-  const std::string& path = beside_.empty() ? path_ : beside_;
+  const std::string& path = temporary_path_.empty() ? path_ : temporary_path_;
   direct_ = ::open(proc_path(buffered_).c_str(), mode);
   if (direct_ < 0 && errno == ENOENT && !path.empty()) direct_ = ::open(path.c_str(), mode);  // /proc is not mounted
   struct stat one, other;
@@ -168,12 +170,12 @@ void File::open_direct() {
   }
   if (known) {
     memory_alignment_ = memory;
-    // Whole pages: what is written through the page cache at the ends shares none with direct transfers.
+    // With whole pages, the ends, which are written through the page cache, share no page with direct transfers.
     alignment_ = std::max<int64_t>(offset, kPage);
   }
 }
 
-// The size is set first: writes that extend a file wait for each other in the kernel.
+// Sets the size first, since the kernel serialises writes that extend a file.
 Failure File::reserve() {
   if (begin_ == end_ || end_ <= size_before_ || direct_ < 0) return {};
   if (fallocate(buffered_, 0, begin_, end_ - begin_) == 0) return {};
@@ -183,26 +185,25 @@ Failure File::reserve() {
 }
 
 Failure File::commit() {
-  if (!options_.write) return {};
-  if (options_.atomic && fsync(buffered_) != 0) return failure(Step::sync, begin_);
-  if (!options_.atomic) return {};
-  if (rename(beside_.c_str(), path_.c_str()) != 0) return failure(Step::rename);
-  beside_.clear();
+  if (!options_.write || !options_.atomic) return {};
+  if (fsync(buffered_) != 0) return failure(Step::sync, begin_);
+  if (rename(temporary_path_.c_str(), path_.c_str()) != 0) return failure(Step::rename);
+  temporary_path_.clear();
   sync_folder(path_);
   return {};
 }
 
 Leftover File::abandon() {
   if (!options_.write || buffered_ < 0) return Leftover::untouched;
-  if (!beside_.empty()) {
-    unlink(beside_.c_str());
-    beside_.clear();
+  if (!temporary_path_.empty()) {
+    unlink(temporary_path_.c_str());
+    temporary_path_.clear();
     return Leftover::untouched;
   }
   struct stat status;
   if (fstat(buffered_, &status) != 0 || !S_ISREG(status.st_mode)) return Leftover::undefined;
   const bool touched = touched_.load(std::memory_order_relaxed);
-  // The file is not cut where other writers have put bytes behind our range, or before it.
+  // The file is not truncated where other writers have put bytes behind our range, or before it.
   if (status.st_size > end_) return touched ? Leftover::undefined : Leftover::untouched;
   const int64_t keep = touched ? begin_ : std::max(begin_, size_before_);
   const int64_t left = std::min<int64_t>(status.st_size, keep);
@@ -215,7 +216,7 @@ Leftover File::abandon() {
 }
 
 int64_t cached_bytes(int descriptor, int64_t size) {
-  constexpr long kCachestat = 451;  // Linux 6.5, the same number on every architecture but Alpha
+  constexpr long kCachestat = 451;  // since Linux 6.5, and the same number on every architecture but Alpha
   struct {
     uint64_t offset, length;
   } range{0, static_cast<uint64_t>(size)};

@@ -15,33 +15,34 @@
 namespace anyaccel::aio {
 namespace {
 
-constexpr size_t kLargestPage = 64 << 10;  // the largest page size that a kernel may have
-// A full queue of 1 MiB blocks. More would fall out of the caches between the device's write and our copy.
+constexpr size_t kLargestPage = 64 << 10;  // the largest page size of any kernel
+// This holds a full queue of 1 MiB blocks. More would be evicted from the caches between the device's write and our
+// copy.
 constexpr int64_t kBounceBytes = 32 << 20;
-// A thread that transfers synchronously has a depth of one, so there are this many of them instead.
+// A synchronous queue has a depth of one, so up to this many threads stand in for a deeper queue.
 constexpr unsigned kSynchronousThreads = 8;
 
-// Page-aligned blocks that stand in for memory that is not aligned. In huge pages where there are any: a block is then
-// one piece for the device.
+// Page-aligned bounce buffers for transfers whose memory is not aligned. They are in huge pages where there are any, so
+// that the device sees each block as one contiguous piece.
 class BouncePool {
  public:
   ~BouncePool() {
     if (memory_ != nullptr) munmap(memory_, mapped_);
   }
 
-  // Makes the pool on first use. Throws std::bad_alloc.
+  // Returns a free block, or null when there is none. The first call allocates the pool, and may throw std::bad_alloc.
   char* take(Queue& queue, int64_t block, unsigned depth) {
-    if (memory_ == nullptr) make(queue, block, depth);
+    if (memory_ == nullptr) allocate(queue, block, depth);
     if (free_.empty()) return nullptr;
     char* found = free_.back();
     free_.pop_back();
     return found;
   }
 
-  void give(char* block) { free_.push_back(block); }
+  void give_back(char* block) { free_.push_back(block); }
 
  private:
-  void make(Queue& queue, int64_t block, unsigned depth) {
+  void allocate(Queue& queue, int64_t block, unsigned depth) {
     block += (kMaxAlignment - block % kMaxAlignment) % kMaxAlignment;
     const auto count = std::clamp<int64_t>(kBounceBytes / block, 2, depth + 1);
     const size_t bytes = static_cast<size_t>(count * block);
@@ -59,7 +60,7 @@ class BouncePool {
 
 }  // namespace
 
-// One thread's transfers.
+// Runs the transfers of one thread.
 class Handle::Worker {
  public:
   Worker(Handle& handle, std::unique_ptr<Queue> queue, unsigned depth)
@@ -74,7 +75,7 @@ class Handle::Worker {
       queue_->reap(done_);
       for (const Completion& completion : done_) {
         complete(completion);
-        // Start new transfers before the next copy, so that the device is never idle meanwhile.
+        // New transfers start before the next copy, so that the device is not idle during it.
         if (done_.size() > 1 && fill()) queue_->submit();
       }
     }
@@ -84,15 +85,16 @@ class Handle::Worker {
   struct Slot {
     std::shared_ptr<Request> request;
     Chunk chunk{};
-    int64_t from = 0;  // what is before it is transferred
-    int64_t base = 0;  // offset in the file of `address`
+    int64_t from = 0;  // everything before it has been transferred
+    int64_t base = 0;  // the offset in the file that `address` corresponds to
     char* address = nullptr;
     char* bounce = nullptr;
   };
 
   bool busy() const { return free_.size() < slots_.size(); }
 
-  // Starts as many transfers as there may be. False at the end.
+  // Starts transfers until the queue is full or there is no chunk. Returns false when the handle is being destroyed and
+  // nothing is in flight.
   bool fill() {
     while (!free_.empty()) {
       if (!held_request_) {
@@ -100,12 +102,13 @@ class Handle::Worker {
         if (!held_request_) return busy();
       }
       if (!begin(held_request_, held_request_->chunk(held_chunk_)))
-        break;  // no bounce block is free: try again after the next completion
+        break;  // no bounce block is free, so the chunk is held until the next completion
       held_request_.reset();
     }
     return true;
   }
 
+  // Returns false when the chunk needs a bounce block and none is free.
   bool begin(const std::shared_ptr<Request>& request, const Chunk& chunk) {
     if (request->stopped() || !request->wanted(chunk)) {
       handle_.finish_chunk(request, 0);
@@ -113,7 +116,8 @@ class Handle::Worker {
     }
     File& file = request->file;
     if (!file.uses_direct()) {
-      buffered(request, chunk, chunk.begin);
+      if (const Failure failed = request->transfer_buffered(chunk, chunk.begin)) request->fail(failed);
+      handle_.finish_chunk(request, chunk.end - chunk.begin);
       return true;
     }
     const int64_t unit = file.alignment();
@@ -139,7 +143,7 @@ class Handle::Worker {
     slots_[index] = slot;
     if (request->write()) file.touch();
     start(index);
-    // Submit now, so that the device works while the next block is copied.
+    // The transfer is submitted now, so that the device works while the next block is copied.
     if (slot.bounce != nullptr && request->write()) queue_->submit();
     return true;
   }
@@ -168,10 +172,11 @@ class Handle::Worker {
     } else {
       const int64_t reached = slot.from - slot.from % unit + completion.result;
       if (reached < slot.chunk.end && !request.cancelled()) {
-        const bool again = reached > slot.from && reached % unit == 0;
+        const bool can_resume = reached > slot.from && reached % unit == 0;
         slot.from = std::max(slot.from, reached);
-        // What is short of a block ends at the end of the file, which may have moved: the page cache knows.
-        return again ? start(completion.slot) : finish_buffered(completion.slot);
+        // A transfer that ends within a block has met the end of the file. That may have moved since, so the rest goes
+        // through the page cache.
+        return can_resume ? start(completion.slot) : finish_buffered(completion.slot);
       }
       if (slot.bounce != nullptr && !request.write()) request.scatter(slot.chunk, slot.bounce, slot.base);
     }
@@ -188,15 +193,10 @@ class Handle::Worker {
     release(index, slot.chunk.end - slot.chunk.begin);
   }
 
-  void buffered(const std::shared_ptr<Request>& request, const Chunk& chunk, int64_t from) {
-    if (const Failure failed = request->transfer_buffered(chunk, from)) request->fail(failed);
-    handle_.finish_chunk(request, chunk.end - chunk.begin);
-  }
-
   void release(unsigned index, int64_t bytes) {
     Slot slot = std::move(slots_[index]);
     slots_[index] = {};
-    if (slot.bounce != nullptr) bounce_.give(slot.bounce);
+    if (slot.bounce != nullptr) bounce_.give_back(slot.bounce);
     free_.push_back(index);
     handle_.finish_chunk(slot.request, bytes);
   }
@@ -252,7 +252,7 @@ void Handle::submit(int64_t number, std::unique_ptr<Request> request) {
   requests_.emplace(number, shared);
   waiting_.push_back(std::move(shared));
   if (threads_.empty()) {
-    // The threads inherit this mask: signals are to be handled by the main thread.
+    // The threads inherit this mask, so that signals are delivered to the threads of the program only.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);

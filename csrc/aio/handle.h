@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that carry out requests, each with a queue of its own. All of them work on the oldest request that has
-// chunks left, so that one large request and many small ones both use every thread and keep the queues full.
+// The worker threads of a handle, each with its own queue of transfers. All of them take chunks of the oldest request
+// that has some left, so that one large request and many small ones both use every thread and keep the queues full.
 #pragma once
 
 #include <chrono>
@@ -19,7 +19,7 @@ namespace anyaccel::aio {
 
 struct Config {
   int64_t block_bytes = 1 << 20;
-  unsigned depth = 32;  // transfers under way in one thread
+  unsigned depth = 32;  // transfers in flight in one thread
   unsigned threads = 1;
   bool single_submit = false;
   Engine engine = Engine::automatic;
@@ -27,9 +27,9 @@ struct Config {
 
 class Handle {
  public:
-  // Throws std::system_error when the machine does not have the engine that is asked for.
+  // Throws std::system_error when the machine does not have the requested engine.
   explicit Handle(const Config& config);
-  // Gives up what is not done, and returns once the kernel uses none of the memory any more.
+  // Cancels the requests that are not done, and returns once the kernel no longer uses their memory.
   ~Handle();
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
@@ -37,10 +37,10 @@ class Handle {
   Engine engine() const { return engine_; }
   int64_t block_bytes() const { return config_.block_bytes; }
 
-  // `number` is the caller's, and new. The memory of the segments must stay until the request is done.
+  // The caller chooses `number`, which must be new. The memory of the segments must stay until the request is done.
   void submit(int64_t number, std::unique_ptr<Request> request);
 
-  // The request once it is done; null after `timeout`. Throws std::out_of_range for a number that is not there.
+  // Returns the request once it is done, or null after `timeout`. Throws std::out_of_range for an unknown number.
   std::shared_ptr<Request> wait(int64_t number, std::chrono::milliseconds timeout);
   std::shared_ptr<Request> find(int64_t number);
 
@@ -50,7 +50,8 @@ class Handle {
  private:
   class Worker;
 
-  // The next chunk for a thread; null when there is none, or at the end. With `block` waits for one.
+  // Takes the next chunk for a thread; returns null when there is none. With `block`, waits for one, and returns null
+  // only when the handle is being destroyed.
   std::shared_ptr<Request> take(bool block, size_t& chunk);
   void finish_chunk(const std::shared_ptr<Request>& request, int64_t bytes);
   void make_queues();

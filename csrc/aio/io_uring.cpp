@@ -1,20 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// io_uring by system calls. The structures are those of linux/io_uring.h, which older build machines do not have.
+// io_uring through its system calls. The structures are copied from linux/io_uring.h, which older build machines lack.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
-#include <system_error>
 
 #include "aio/queue.h"
 
 namespace anyaccel::aio {
 namespace {
 
-// The same numbers on every architecture of Linux but Alpha.
+// The system call numbers are the same on every architecture of Linux but Alpha.
 constexpr long kSetup = 425, kEnter = 426, kRegister = 427;
 
 constexpr uint8_t kOpReadFixed = 4, kOpWriteFixed = 5, kOpRead = 22, kOpWrite = 23;
@@ -61,13 +57,11 @@ struct Cqe {
 };
 static_assert(sizeof(Cqe) == 16);
 
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
-
 class Mapping {
  public:
   Mapping(int descriptor, size_t bytes, int64_t offset) : bytes_(bytes) {
     address_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, descriptor, offset);
-    if (address_ == MAP_FAILED) fail("mmap of io_uring");
+    if (address_ == MAP_FAILED) throw_errno("mmap of io_uring");
   }
   ~Mapping() { munmap(address_, bytes_); }
   Mapping(const Mapping&) = delete;
@@ -93,12 +87,12 @@ class IoUring final : public Queue {
       params = {};
       descriptor_ = static_cast<int>(syscall(kSetup, depth, &params));
     }
-    if (descriptor_ < 0) fail("io_uring_setup");
+    if (descriptor_ < 0) throw_errno("io_uring_setup");
     try {
-      // Linux 5.6, the first with plain reads and writes.
+      // Linux 5.6 is the first version with plain reads and writes.
       if (!(params.features & kFeatureSingleMmap) || !(params.features & kFeatureRwCurPos)) {
         errno = ENOSYS;
-        fail("io_uring before Linux 5.6");
+        throw_errno("io_uring before Linux 5.6");
       }
       const size_t sq_bytes = params.sq.array + params.sq_entries * sizeof(uint32_t);
       const size_t cq_bytes = params.cq.cqes + params.cq_entries * sizeof(Cqe);
@@ -125,7 +119,7 @@ class IoUring final : public Queue {
 
   void add(uint32_t slot, const Transfer& transfer) override {
     const bool fixed = transfer.address >= pinned_ && transfer.address + transfer.bytes <= pinned_ + pinned_bytes_;
-    const uint32_t tail = *sq_tail_;  // only we write it
+    const uint32_t tail = *sq_tail_;  // the kernel never writes it
     const uint32_t index = tail & sq_mask_;
     Sqe& entry = entries_->at<Sqe>(0)[index];
     entry = {};
@@ -148,7 +142,7 @@ class IoUring final : public Queue {
       } else if (errno == EAGAIN || errno == EBUSY) {
         usleep(100);  // the kernel is short of memory for requests
       } else if (errno != EINTR) {
-        take_back(-errno);
+        retract_added(-errno);
       }
     }
   }
@@ -158,7 +152,7 @@ class IoUring final : public Queue {
     bool some = !refused_.empty();
     refused_.clear();
     while (!collect(done) && !some)
-      // Whatever the error is: the kernel still uses the memory, and tells in the ring when it has done.
+      // After any error, the kernel still uses the memory and reports the completion in the ring.
       if (syscall(kEnter, descriptor_, 0u, 1u, kEnterGetEvents, nullptr, 0) < 0 && errno != EINTR) usleep(100);
   }
 
@@ -172,7 +166,7 @@ class IoUring final : public Queue {
 
  private:
   bool collect(std::vector<Completion>& done) {
-    uint32_t head = *cq_head_;  // only we write it
+    uint32_t head = *cq_head_;  // the kernel never writes it
     const uint32_t tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
     if (head == tail) return false;
     for (; head != tail; ++head) {
@@ -183,7 +177,8 @@ class IoUring final : public Queue {
     return true;
   }
 
-  void take_back(int64_t result) {
+  // Removes the added entries from the ring, and has them complete with `result`.
+  void retract_added(int64_t result) {
     const uint32_t tail = *sq_tail_;
     for (uint32_t i = tail - added_; i != tail; ++i)
       refused_.push_back({static_cast<uint32_t>(entries_->at<Sqe>(0)[i & sq_mask_].user_data), result});

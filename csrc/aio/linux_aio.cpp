@@ -1,23 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Linux AIO (io_submit) by system calls, and the queue that has no kernel support at all.
+// Linux AIO through its system calls (io_submit), and the synchronous queue, which needs no support of the kernel.
 #include <linux/aio_abi.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <cerrno>
-#include <system_error>
 
 #include "aio/queue.h"
 
 namespace anyaccel::aio {
 namespace {
 
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
-
 class LinuxAio final : public Queue {
  public:
   explicit LinuxAio(unsigned depth) : blocks_(depth), events_(depth) {
-    if (syscall(SYS_io_setup, depth, &context_) != 0) fail("io_setup");
+    if (syscall(SYS_io_setup, depth, &context_) != 0) throw_errno("io_setup");
   }
 
   ~LinuxAio() override { syscall(SYS_io_destroy, context_); }
@@ -43,7 +38,7 @@ class LinuxAio final : public Queue {
       } else if (taken == 0 || errno == EAGAIN) {
         usleep(100);
       } else if (errno != EINTR) {
-        // It is about the first block: EINVAL for a descriptor or an alignment that the file system refuses.
+        // The error is about the first block, as EINVAL for a descriptor or alignment that the file system refuses.
         refused_.push_back({static_cast<uint32_t>(added_[first]->aio_data), -errno});
         ++first;
       }

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// One thread's queue of transfers, over io_uring, Linux AIO or plain system calls.
+// The queue of one thread's transfers, over io_uring, Linux AIO or plain system calls.
 #pragma once
 
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <system_error>
 #include <vector>
 
 namespace anyaccel::aio {
@@ -24,7 +26,7 @@ struct Completion {
   int64_t result;  // bytes transferred, or -errno
 };
 
-// Used by one thread. At most as many transfers as the queue was made for may be under way.
+// A queue is used by one thread. At most as many transfers as it was made for may be in flight.
 class Queue {
  public:
   virtual ~Queue() = default;
@@ -32,14 +34,14 @@ class Queue {
   // Adds a transfer, whose completion will carry `slot`. The memory must stay until then.
   virtual void add(uint32_t slot, const Transfer& transfer) = 0;
 
-  // Hands to the kernel what was added. What it does not take completes with the error.
+  // Hands the added transfers to the kernel. Those that it refuses complete with the error.
   virtual void submit() = 0;
 
-  // Waits until something is complete and appends all that is. There must be something under way.
+  // Waits for at least one completion and appends all that there are. A transfer must be in flight.
   virtual void reap(std::vector<Completion>& done) = 0;
 
-  // Pins memory that transfers will use, so that the kernel need not look it up each time. Needs no undoing. Not to be
-  // able to is no error: RLIMIT_MEMLOCK may be too low.
+  // Pins memory that transfers will use, so that the kernel need not look it up each time; the destructor unpins it. A
+  // failure, as with a low RLIMIT_MEMLOCK, is no error.
   virtual void pin(char*, size_t) {}
 };
 
@@ -47,7 +49,11 @@ class Queue {
 std::unique_ptr<Queue> make_io_uring(unsigned depth);
 std::unique_ptr<Queue> make_linux_aio(unsigned depth);
 
-// Transfers one after the other, each within submit().
+// This queue transfers synchronously, within add().
 std::unique_ptr<Queue> make_synchronous();
+
+[[noreturn]] inline void throw_errno(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
 
 }  // namespace anyaccel::aio

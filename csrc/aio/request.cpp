@@ -17,7 +17,7 @@ namespace {
 int64_t round_down(int64_t value, int64_t unit) { return value - value % unit; }
 int64_t round_up(int64_t value, int64_t unit) { return round_down(value + unit - 1, unit); }
 
-// Copies what will not be looked at soon: stores go past the caches, which need not fetch the old content first.
+// Copies bytes that will not be read soon: non-temporal stores bypass the caches, which need not fetch the old content.
 void copy_out(char* to, const char* from, size_t bytes) {
 #ifdef __SSE2__
   constexpr size_t kWorthIt = 1 << 16, kLine = 64;
@@ -64,7 +64,7 @@ Failure Request::open(const std::string& path, int descriptor, const FileOptions
     middle_end_ = std::max(middle_begin_, round_down(end_, unit));
   }
   grid_ = round_down(middle_begin_, unit);
-  // At least one chunk, which may be empty: the thread that ends the last chunk calls finish().
+  // There is at least one chunk, which may be empty, since the thread that ends the last chunk calls finish().
   chunks_ = std::max<size_t>(1, static_cast<size_t>((middle_end_ - grid_ + block_ - 1) / block_));
   chunks_left.store(chunks_);
   return {};
@@ -162,7 +162,7 @@ void Request::finish() {
 void Request::fail(const Failure& why) {
   const std::lock_guard<std::mutex> lock(failure_mutex_);
   if (finishing_) return;
-  // Chunks fail in any order; the caller is told of the failure that is first in the file.
+  // Chunks fail in any order, so the failure that is first in the file is the one to report.
   if (!failure || (failure.step == why.step && why.offset < failure.offset)) failure = why;
   stopped_.store(true, std::memory_order_release);
 }

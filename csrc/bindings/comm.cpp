@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Collectives. Tensors cross as addresses; the Python callers (comm/) check dtype, contiguity, device and size first.
+// Bindings of the collectives. Tensors are passed as addresses; the Python callers (comm/) check dtype, contiguity,
+// device and size first.
 #include "bindings/comm.h"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -24,7 +25,7 @@ void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 DType dtype_of(int code) { return static_cast<DType>(code); }
 ReduceOp op_of(int code) { return static_cast<ReduceOp>(code); }
 
-// One address a rank; an empty list stands for none, where a rank has nothing to give.
+// Converts the addresses, one for each rank; an empty list stands for a rank without data.
 std::vector<void*> pointers(const ShmGroup& group, const Addresses& addresses, bool needed = true) {
   if (addresses.size() != static_cast<size_t>(group.size()) && (needed || !addresses.empty()))
     throw std::invalid_argument(std::to_string(addresses.size()) + " tensors for " + std::to_string(group.size()) +
@@ -150,7 +151,7 @@ void bind_comm(nb::module_& m) {
           "barrier", [](ShmGroup& self, double timeout_s) { self.barrier(timeout_s); }, nb::arg("timeout_s") = 0.0,
           no_gil);
 
-  // A memory that is symmetric: this rank's piece, and where the peers' are.
+  // The symmetric memory of one rank, and the addresses of its peers' memory.
   nb::class_<comm::ShmSegment>(m, "ShmSegment")
       .def_static(
           "create",

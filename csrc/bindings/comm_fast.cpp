@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// inference_all_reduce and all_reduce_add_rms_norm, as CPython calls functions: no argument tuple, no object but the
-// tensors; all_reduce_call is the first as torch.distributed.all_reduce calls a group. Whatever is out of the
-// ordinary (another kind of tensor or group, a strided tensor, the first call of a group) goes to the Python function
+// A fast path of inference_all_reduce and all_reduce_add_rms_norm by CPython's vectorcall protocol, without an argument
+// tuple or any object but the tensors. all_reduce_call is the fast path of torch.distributed.all_reduce. Every other
+// case (another kind of tensor or group, a strided tensor, the first call of a group) falls back to the Python function
 // of the same name in comm/api.py.
 #include <array>
 #include <stdexcept>
@@ -18,66 +18,75 @@ using comm::DType;
 using comm::ReduceOp;
 using comm::ShmGroup;
 
-// Above this, the interpreter's lock is given up for the whole of a call; below, only where the wait gets long.
+// A call of more bytes releases the interpreter's lock; a smaller one releases it only in a long wait.
 constexpr size_t kHoldLockBytes = 128 << 10;
 
-struct Known {
-  PyObject* reference = nullptr;  // weak, to the process group
-  PyObject* native = nullptr;     // keeps the next one alive
+struct DTypeOfDLPack {
+  uint8_t code, bits;
+  DType dtype;
+};
+constexpr DTypeOfDLPack kDTypesOfDLPack[] = {
+    {kDLFloat, 32, DType::f32}, {kDLBfloat, 16, DType::bf16}, {kDLFloat, 16, DType::f16},
+    {kDLFloat, 64, DType::f64}, {kDLInt, 8, DType::i8},       {kDLInt, 16, DType::i16},
+    {kDLInt, 32, DType::i32},   {kDLInt, 64, DType::i64},     {kDLUInt, 8, DType::u8}};
+
+struct KnownGroup {
+  PyObject* weak_reference = nullptr;  // to the process group
+  PyObject* native = nullptr;          // owns `group`
   ShmGroup* group = nullptr;
 };
 
-// The state of the fast calls in this process, guarded by the interpreter's lock.
-struct Fast {
+// The state of the fast path, guarded by the interpreter's lock.
+struct FastCalls {
   bool enabled = false;
   PyObject* slow_all_reduce = nullptr;
   PyObject* slow_norm = nullptr;
-  PyObject* torch_variables = nullptr;  // where torch has its default group
-  PyObject* default_name = nullptr;     // "_default_pg" there
+  PyObject* torch_variables = nullptr;  // the namespace with torch's default group
+  PyObject* default_name = nullptr;     // "_default_pg"
   PyObject* tensor_type = nullptr;
   PyObject* parameter_type = nullptr;
   PyObject* op_name = nullptr;
   PyObject* group_name = nullptr;
   PyObject* forget = nullptr;
-  PyObject* async_name = nullptr;  // of torch's options
+  PyObject* async_name = nullptr;  // an attribute of torch's options, as is the next
   PyObject* reduce_op_name = nullptr;
   std::array<PyObject*, 5> ops{};  // in the order of ReduceOp
   std::array<Py_hash_t, 5> op_hashes{};
   std::array<PyObject*, 2> watchers{};
   const DLExchange* exchange = nullptr;
-  std::array<Known, 4> known{};
+  std::array<KnownGroup, 4> known{};
   size_t next = 0;
 };
-Fast fast;
+FastCalls fast;
 
-void drop(Known& known) {
-  Known old = known;
+void drop(KnownGroup& known) {
+  KnownGroup old = known;
   known = {};
-  Py_XDECREF(old.reference);
+  Py_XDECREF(old.weak_reference);
   Py_XDECREF(old.native);
 }
 
-PyObject* forget_dead(PyObject*, PyObject*) {
-  for (Known& known : fast.known)
-    if (known.reference != nullptr && PyWeakref_GetObject(known.reference) == Py_None) drop(known);
+PyObject* forget_dead_groups(PyObject*, PyObject*) {
+  for (KnownGroup& known : fast.known)
+    if (known.weak_reference != nullptr && PyWeakref_GetObject(known.weak_reference) == Py_None) drop(known);
   Py_RETURN_NONE;
 }
-PyMethodDef forget_def{"_forget_group", forget_dead, METH_O, nullptr};
+PyMethodDef forget_def{"_forget_group", forget_dead_groups, METH_O, nullptr};
 
-ShmGroup* find(PyObject* group) {
+ShmGroup* find_group(PyObject* group) {
   if (group == nullptr || group == Py_None) {
     group = PyDict_GetItemWithError(fast.torch_variables, fast.default_name);
     if (group == nullptr || group == Py_None) return nullptr;
   }
-  for (const Known& known : fast.known)
-    if (known.reference != nullptr && PyWeakref_GetObject(known.reference) == group)
-      return known.group->waiting() ? nullptr : known.group;  // asynchronous calls come first
+  for (const KnownGroup& known : fast.known)
+    if (known.weak_reference != nullptr && PyWeakref_GetObject(known.weak_reference) == group)
+      return known.group->waiting() ? nullptr : known.group;  // pending asynchronous calls run first
   return nullptr;
 }
 
-// A dense CPU tensor of more than one element; its bits are its values: a real tensor that is a negative view has a
-// stride above one.
-bool look(PyObject* object, DLTensor& view, size_t& count, DType& dtype) {
+// Reads a dense CPU tensor of more than one element; returns false for any other. No negative view of a real tensor is
+// dense, so the bits of the memory are the values.
+bool view_tensor(PyObject* object, DLTensor& view, size_t& count, DType& dtype) {
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
   if (type != fast.tensor_type && type != fast.parameter_type) return false;
   if (fast.exchange->view(object, &view) != 0) {
@@ -85,7 +94,7 @@ bool look(PyObject* object, DLTensor& view, size_t& count, DType& dtype) {
     return false;
   }
   if (view.device_type != kDLCpu || view.lanes != 1) return false;
-  if (view.data == nullptr) return false;  // torch has zeros without memory
+  if (view.data == nullptr) return false;  // torch may represent zeros without memory
   int64_t expected = 1;
   for (int d = view.ndim - 1; d >= 0; --d) {
     if (view.shape[d] != 1 && view.strides != nullptr && view.strides[d] != expected) return false;
@@ -93,43 +102,16 @@ bool look(PyObject* object, DLTensor& view, size_t& count, DType& dtype) {
   }
   if (expected < 2) return false;
   count = static_cast<size_t>(expected);
-  switch (view.code << 8 | view.bits) {
-    case kDLFloat << 8 | 32:
-      dtype = DType::f32;
-      break;
-    case kDLBfloat << 8 | 16:
-      dtype = DType::bf16;
-      break;
-    case kDLFloat << 8 | 16:
-      dtype = DType::f16;
-      break;
-    case kDLFloat << 8 | 64:
-      dtype = DType::f64;
-      break;
-    case kDLInt << 8 | 8:
-      dtype = DType::i8;
-      break;
-    case kDLInt << 8 | 16:
-      dtype = DType::i16;
-      break;
-    case kDLInt << 8 | 32:
-      dtype = DType::i32;
-      break;
-    case kDLInt << 8 | 64:
-      dtype = DType::i64;
-      break;
-    case kDLUInt << 8 | 8:
-      dtype = DType::u8;
-      break;
-    default:
-      return false;
-  }
   view.data = static_cast<char*>(view.data) + view.byte_offset;
-  return true;
+  for (const auto& [code, bits, found] : kDTypesOfDLPack) {
+    dtype = found;
+    if (view.code == code && view.bits == bits) return true;
+  }
+  return false;
 }
 
-// The Python error for what native code has thrown.
-PyObject* raise() {
+// Sets the Python error for the exception that is being handled; returns null.
+PyObject* set_python_error() {
   try {
     throw;
   } catch (nb::python_error& error) {
@@ -144,21 +126,20 @@ PyObject* raise() {
   return nullptr;
 }
 
-class Unlocked {
- public:
-  Unlocked() : state_(PyEval_SaveThread()) {}
-  ~Unlocked() { PyEval_RestoreThread(state_); }
-  Unlocked(const Unlocked&) = delete;
-  Unlocked& operator=(const Unlocked&) = delete;
+// Returns false, without having done anything, where another thread runs a call of the group.
+bool run_all_reduce(ShmGroup* group, const DLTensor& view, size_t count, DType dtype, int op) {
+  const ReduceOp reduce = static_cast<ReduceOp>(op);
+  if (count * comm::dtype_bytes(dtype) <= kHoldLockBytes) return group->try_all_reduce(view.data, count, dtype, reduce);
+  const nb::gil_scoped_release unlocked;
+  group->all_reduce(view.data, count, dtype, reduce);
+  return true;
+}
 
- private:
-  PyThreadState* state_;
-};
-
-// The arguments from number `first` on are optional: `names` says what they are called. False: not understood.
+// Reads the optional arguments, which begin with number `first` and have these `names`. Returns false for a call that
+// the fast path does not understand.
 template <size_t kCount>
-bool take(PyObject* const* args, Py_ssize_t given, PyObject* keywords, size_t first,
-          const std::array<PyObject*, kCount>& names, std::array<PyObject*, kCount>& values) {
+bool parse_arguments(PyObject* const* args, Py_ssize_t given, PyObject* keywords, size_t first,
+                     const std::array<PyObject*, kCount>& names, std::array<PyObject*, kCount>& values) {
   if (static_cast<size_t>(given) < first || static_cast<size_t>(given) > first + kCount) return false;
   for (size_t i = 0; i + first < static_cast<size_t>(given); ++i) values[i] = args[first + i];
   if (keywords == nullptr) return true;
@@ -182,24 +163,18 @@ PyObject* all_reduce(PyObject*, PyObject* const* args, Py_ssize_t given, PyObjec
   size_t count;
   DType dtype;
   while (fast.enabled) {
-    if (!take(args, given, keywords, 1, {fast.op_name, fast.group_name}, values)) break;
+    if (!parse_arguments(args, given, keywords, 1, {fast.op_name, fast.group_name}, values)) break;
     int op = 0;
     if (values[0] != nullptr) {
       while (op < 5 && fast.ops[op] != values[0]) ++op;
       if (op == 5) break;
     }
-    ShmGroup* group = find(values[1]);
-    if (group == nullptr || !look(args[0], view, count, dtype)) break;
+    ShmGroup* group = find_group(values[1]);
+    if (group == nullptr || !view_tensor(args[0], view, count, dtype)) break;
     try {
-      const ReduceOp reduce = static_cast<ReduceOp>(op);
-      if (count * comm::dtype_bytes(dtype) <= kHoldLockBytes) {
-        if (!group->try_all_reduce(view.data, count, dtype, reduce)) break;
-      } else {
-        const Unlocked unlocked;
-        group->all_reduce(view.data, count, dtype, reduce);
-      }
+      if (!run_all_reduce(group, view, count, dtype, op)) break;
     } catch (...) {
-      return raise();
+      return set_python_error();
     }
     Py_INCREF(args[0]);
     return args[0];
@@ -207,7 +182,7 @@ PyObject* all_reduce(PyObject*, PyObject* const* args, Py_ssize_t given, PyObjec
   return PyObject_Vectorcall(fast.slow_all_reduce, args, static_cast<size_t>(given), keywords);
 }
 
-// Whether an attribute of options is this object.
+// Whether an attribute of options is the object `wanted`.
 bool is_attribute(PyObject* options, PyObject* name, PyObject* wanted) {
   PyObject* found = PyObject_GetAttr(options, name);
   if (found == nullptr) PyErr_Clear();
@@ -215,10 +190,10 @@ bool is_attribute(PyObject* options, PyObject* name, PyObject* wanted) {
   return found == wanted;
 }
 
-// The number of the reduction that options ask for; -1: not one of those here.
-int reduction_of(PyObject* options) {
+// The number of the reduction in torch's options; -1 for one that the fast path does not have.
+int find_reduction(PyObject* options) {
   PyObject* found = PyObject_GetAttr(options, fast.reduce_op_name);
-  // torch's objects have the reduction's number as their hash, which is quicker to ask for than the number.
+  // The hash of torch's object is the number of the reduction, and is quicker to get.
   const Py_hash_t hash = found == nullptr ? -1 : PyObject_Hash(found);
   if (hash == -1) PyErr_Clear();
   Py_XDECREF(found);
@@ -227,7 +202,7 @@ int reduction_of(PyObject* options) {
   return -1;
 }
 
-// Whether a profiler or a mode of torch wants to see what is called.
+// Whether a profiler or a mode of torch intercepts calls.
 bool is_watched() {
   for (PyObject* ask : fast.watchers) {
     PyObject* answer = PyObject_CallNoArgs(ask);
@@ -239,8 +214,8 @@ bool is_watched() {
   return false;
 }
 
-// all_reduce_call(native group, tensors, options), as torch.distributed.all_reduce calls a group: whether it was done;
-// False: another way is to be taken.
+// all_reduce_call(native group, tensors, options) has the arguments of a group's all-reduce in torch. Returns False,
+// without having done anything, when the caller must use the slow path.
 PyObject* all_reduce_call(PyObject*, PyObject* const* args, Py_ssize_t given) {
   DLTensor view;
   size_t count;
@@ -251,21 +226,16 @@ PyObject* all_reduce_call(PyObject*, PyObject* const* args, Py_ssize_t given) {
   }
   ShmGroup* group = nullptr;
   if (!fast.enabled || !PyList_CheckExact(args[1]) || PyList_Size(args[1]) != 1 ||
-      !look(PyList_GetItem(args[1], 0), view, count, dtype) || !is_attribute(args[2], fast.async_name, Py_False) ||
-      is_watched() || !nb::try_cast<ShmGroup*>(nb::handle(args[0]), group) || group->waiting())
+      !view_tensor(PyList_GetItem(args[1], 0), view, count, dtype) ||
+      !is_attribute(args[2], fast.async_name, Py_False) || is_watched() ||
+      !nb::try_cast<ShmGroup*>(nb::handle(args[0]), group) || group->waiting())
     Py_RETURN_FALSE;
-  const int op = reduction_of(args[2]);
+  const int op = find_reduction(args[2]);
   if (op < 0) Py_RETURN_FALSE;
   try {
-    const ReduceOp reduce = static_cast<ReduceOp>(op);
-    if (count * comm::dtype_bytes(dtype) <= kHoldLockBytes) {
-      if (!group->try_all_reduce(view.data, count, dtype, reduce)) Py_RETURN_FALSE;
-    } else {
-      const Unlocked unlocked;
-      group->all_reduce(view.data, count, dtype, reduce);
-    }
+    if (!run_all_reduce(group, view, count, dtype, op)) Py_RETURN_FALSE;
   } catch (...) {
-    return raise();
+    return set_python_error();
   }
   Py_RETURN_TRUE;
 }
@@ -273,13 +243,13 @@ PyObject* all_reduce_call(PyObject*, PyObject* const* args, Py_ssize_t given) {
 PyObject* add_rms_norm(PyObject*, PyObject* const* args, Py_ssize_t given, PyObject* keywords) {
   std::array<PyObject*, 1> values{};
   while (fast.enabled) {
-    if (!take(args, given, keywords, 4, {fast.group_name}, values)) break;
-    ShmGroup* group = find(values[0]);
+    if (!parse_arguments(args, given, keywords, 4, {fast.group_name}, values)) break;
+    ShmGroup* group = find_group(values[0]);
     DLTensor partial, residual, weight;
     size_t count, other, width;
     DType dtype, residual_dtype, weight_dtype;
-    if (group == nullptr || !look(args[0], partial, count, dtype) || !look(args[1], residual, other, residual_dtype) ||
-        !look(args[2], weight, width, weight_dtype))
+    if (group == nullptr || !view_tensor(args[0], partial, count, dtype) ||
+        !view_tensor(args[1], residual, other, residual_dtype) || !view_tensor(args[2], weight, width, weight_dtype))
       break;
     if (dtype > DType::f16 || residual_dtype != dtype || weight_dtype != dtype || other != count || partial.ndim < 1 ||
         weight.ndim != 1 || static_cast<int64_t>(width) != partial.shape[partial.ndim - 1])
@@ -287,11 +257,11 @@ PyObject* add_rms_norm(PyObject*, PyObject* const* args, Py_ssize_t given, PyObj
     const double eps = PyFloat_AsDouble(args[3]);
     if (eps == -1.0 && PyErr_Occurred()) return nullptr;
     try {
-      const Unlocked unlocked;
+      const nb::gil_scoped_release unlocked;
       group->all_reduce_add_rms_norm(partial.data, residual.data, weight.data, static_cast<float>(eps), count / width,
                                      width, dtype);
     } catch (...) {
-      return raise();
+      return set_python_error();
     }
     Py_INCREF(args[0]);
     return args[0];
@@ -350,11 +320,11 @@ void bind_comm_fast(nb::module_& m) {
       [](nb::handle group, nb::handle native) {
         ShmGroup* pointer = nb::cast<ShmGroup*>(native);
         if (fast.forget == nullptr) return;
-        Known& known = fast.known[fast.next++ % fast.known.size()];
+        KnownGroup& known = fast.known[fast.next++ % fast.known.size()];
         drop(known);
-        PyObject* reference = PyWeakref_NewRef(group.ptr(), fast.forget);
-        if (reference == nullptr) throw nb::python_error();
-        known = {reference, keep(native), pointer};
+        PyObject* weak_reference = PyWeakref_NewRef(group.ptr(), fast.forget);
+        if (weak_reference == nullptr) throw nb::python_error();
+        known = {weak_reference, keep(native), pointer};
       },
       nb::arg("group"), nb::arg("native"));
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of DLPack's C exchange (https://dmlc.github.io/dlpack/latest/c_api.html, version 1.x) by which a tensor's
-// memory is looked at without a Python object in between.
+// The part of DLPack's C exchange interface (https://dmlc.github.io/dlpack/latest/c_api.html, version 1.x) that reads a
+// tensor's address, shape and strides without making a Python object.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct DLExchange {
   void* allocate;
   void* from_object;
   void* to_object;
-  int (*view)(void* object, DLTensor* out);  // may be null; 0: done, -1: a Python error is set
+  int (*view)(void* object, DLTensor* out);  // may be null; returns -1 with a Python error set
   void* current_stream;
 };
 

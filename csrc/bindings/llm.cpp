@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The native decoder for Python. Memory crosses as addresses; the Python callers check dtype, contiguity and size
+// Bindings of the native decoder. Memory is passed as addresses; the Python callers check dtype, contiguity and size
 // first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
@@ -126,10 +126,10 @@ std::map<std::string, std::pair<double, int64_t>> profile(Model& model, bool ena
   return result;
 }
 
-// A Python function of lists of tokens that a step calls, which has given the interpreter away.
+// Wraps a Python function of lists of tokens for a step, which runs without the interpreter's lock.
 template <class... Lists>
 std::function<std::vector<int64_t>(const Lists&...)> of_tokens(nb::object function) {
-  // Whoever lets go of the last copy need not hold the interpreter.
+  // The last copy may be destroyed without the interpreter's lock, so the deleter takes it.
   const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* object) {
     const nb::gil_scoped_acquire gil;
     delete object;
@@ -366,9 +366,9 @@ std::tuple<double, double> quantise(uintptr_t address, const std::string& type, 
 }  // namespace
 
 NB_MODULE(_llm, m) {
-  nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no fault
+  nb::set_leak_warnings(false);  // a model may live until the interpreter ends
   nb::register_exception_translator(translate);
-  // (name, rows, cols), cols 0 for vectors; see llm/weights.h.
+  // Each weight is (name, rows, cols), with cols 0 for vectors; see llm/weights.h.
   m.def(
       "outer_weights", [](const nb::handle& spec) { return wanted(outer_weights(read_spec(spec))); }, nb::arg("spec"));
   m.def(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python's description of a decoder, field by field.
+// Reads Python's description of a decoder, field by field.
 #include "bindings/llm_spec.h"
 
 #include <nanobind/stl/string.h>
@@ -42,7 +42,7 @@ template <class T>
 void get(const nb::handle& from, const char* name, T& out) {
   out = cast<T>(at(from, name), name);
 }
-// A float that Python has as a float or an int.
+// Reads a float from a Python float or int.
 template <>
 void get(const nb::handle& from, const char* name, float& out) {
   out = static_cast<float>(cast<double>(at(from, name), name));

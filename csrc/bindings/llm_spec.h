@@ -10,8 +10,8 @@
 
 namespace anyaccel::bindings {
 
-// From the dataclasses of inference/spec/decoder.py and from a mapping of options. Throw llm::UsageError naming the
-// field.
+// These read the dataclasses of inference/spec/decoder.py and a mapping of options. They throw llm::UsageError, which
+// names the field.
 llm::DecoderSpec read_spec(const nanobind::handle& spec);
 llm::LayerSpec read_layer(const nanobind::handle& layer);
 llm::RequestOptions read_options(const nanobind::dict& options);

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings. Tensors cross as addresses; the Python callers check dtype, contiguity, device and size
-// first.
+// Python bindings. Tensors are passed as addresses; the Python callers check dtype, contiguity, device and size first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -35,7 +34,7 @@ void translate(const std::exception_ptr& pending, void*) {
 
 NB_MODULE(_native, m) {
   nb::register_exception_translator(translate);
-  // torch keeps process groups, and with them ShmGroup, until after the interpreter has ended.
+  // torch keeps process groups, and with them ShmGroup, alive until after the interpreter has ended.
   nb::set_leak_warnings(false);
 
   m.def("cpu_features", &anyaccel::cpu_features);

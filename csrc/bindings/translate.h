@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the modules' exceptions become in Python.
+// Translates the exceptions of the native modules to Python's.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -29,7 +29,7 @@ inline const char* python_class(comm::CommError::Kind kind) {
 }
 
 inline void set_system_error(const std::system_error& error) {
-  // OSError(errno, text) picks the subclass (PermissionError, ...) by itself.
+  // OSError(errno, text) selects the subclass, such as PermissionError.
   const nb::object arguments = nb::make_tuple(error.code().value(), error.what());
   PyErr_SetObject(PyExc_OSError, arguments.ptr());
 }

@@ -8,10 +8,10 @@
 namespace anyaccel::comm {
 namespace {
 
-// Up to so many bytes that a rank reads of its peers, every rank reduces everything: it reads more, and needs one
-// synchronisation instead of two.
+// While a rank reads at most this many bytes from its peers, every rank reduces everything, which reads more but needs
+// one synchronisation instead of two.
 constexpr size_t kSmallBytes = 64 << 10;
-// Bytes that are reduced and then written to all ranks at a time, for symmetric tensors: they fit into the L1 cache.
+// Symmetric tensors are reduced and written to all ranks in blocks that fit into the L1 cache.
 constexpr size_t kSymmetricBlock = 8 << 10;
 
 }  // namespace
@@ -36,14 +36,14 @@ ShmGroup::Descriptor ShmGroup::reduction(Op what, size_t count, DType dtype, Red
 }
 
 void ShmGroup::all_reduce(void* data, size_t count, DType dtype, ReduceOp op, bool holds_lock, DType told) {
-  const Turn turn(*this);
+  const CallGuard guard(*this);
   holds_lock_ = holds_lock;
   all_reduce_locked(static_cast<char*>(data), count, dtype, op, told);
 }
 
 bool ShmGroup::try_all_reduce(void* data, size_t count, DType dtype, ReduceOp op) {
-  const Turn turn(*this, false);
-  if (!turn.taken()) return false;
+  const CallGuard guard(*this, false);
+  if (!guard.acquired()) return false;
   holds_lock_ = true;
   all_reduce_locked(static_cast<char*>(data), count, dtype, op, DType::f32);
   return true;
@@ -60,24 +60,24 @@ void ShmGroup::all_reduce_locked(char* data, size_t count, DType dtype, ReduceOp
   call_locked(descriptor, [&] {
     if (memory != nullptr) {
       synchronise();
-      if (agreed()) {
+      if (same_placement()) {
         all_reduce_symmetric(*memory, descriptor.offset, count, dtype, fn);
         return;
       }
     } else if (all_reduce_copying(data, count, dtype, fn)) {
       return;
     }
-    // Not all ranks' tensors are symmetric, or they are in different places: all ranks copy.
+    // Some tensors are not symmetric, or their offsets differ, so all ranks copy.
     current_.symmetric = 0;
     current_.offset = 0;
     all_reduce_copying(data, count, dtype, fn);
   });
 }
 
-bool ShmGroup::agreed() const {
+bool ShmGroup::same_placement() const {
   for (int peer = 0; peer < size_; ++peer) {
     if (control(peer).descriptor[sequence_ & 1] == current_) continue;
-    // Where the tensors are may differ; everything else must be equal.
+    // The placement of the tensors may differ, but everything else must be equal.
     bool same = true;
     for (int other = 0; other < size_; ++other) {
       Descriptor theirs = control(other).descriptor[sequence_ & 1];
@@ -104,7 +104,7 @@ bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn 
   const uint64_t chunk = chunk_;
   std::memcpy(buffer(rank_, chunk), data, count * dtype_bytes(dtype));
   synchronise();
-  if (!agreed()) return false;
+  if (!same_placement()) return false;
   ++chunk_;
   const void* sources[kMaxRanks];
   for (int r = 0; r < size_; ++r) sources[r] = r == rank_ ? data : buffer(r, chunk);
@@ -115,8 +115,8 @@ bool ShmGroup::all_reduce_small(char* data, size_t count, DType dtype, ReduceFn 
 bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn fn) {
   const size_t item = dtype_bytes(dtype);
   const size_t total = count * item;
-  // Chunks are large, so that what a peer wrote has reached the shared cache by the time it is read: reading it from
-  // there is faster than from the peer's own cache.
+  // Chunks are large, so that a peer's data has been evicted to the shared cache by the time it is read, which is
+  // faster than reading it from the peer's own cache.
   const size_t wanted = std::min(round_up(total, kLine * size_), buffer_bytes_);
   const size_t part_bytes = std::max(wanted / size_ / kLine * kLine, kLine);
   const size_t chunk_bytes = part_bytes * size_;
@@ -154,7 +154,7 @@ bool ShmGroup::all_reduce_large(char* data, size_t count, DType dtype, ReduceFn 
     }
     if (i <= n_chunks) synchronise();
     if (i == 0) {
-      if (!agreed()) return false;
+      if (!same_placement()) return false;
       chunk_ += n_chunks;
     }
   }
@@ -189,7 +189,7 @@ void ShmGroup::all_reduce_add_rms_norm(void* partial, void* residual, const void
   const AddRmsNormFn norm = kernels_.add_rms_norm[static_cast<int>(dtype)];
   Descriptor descriptor = reduction(Op::all_reduce_add_rms_norm, count, dtype, ReduceOp::sum);
   descriptor.offset = width;
-  const Turn turn(*this);
+  const CallGuard guard(*this);
   holds_lock_ = holds_lock;
   call_locked(descriptor, [&] {
     const size_t bytes = count * dtype_bytes(dtype);
@@ -213,12 +213,12 @@ void ShmGroup::all_reduce_add_rms_norm(void* partial, void* residual, const void
 void ShmGroup::add_symmetric(uint16_t id, const std::vector<char*>& bases, size_t bytes) {
   if (id == 0 || bases.size() != static_cast<size_t>(size_))
     throw std::invalid_argument("symmetric memory needs a number above 0 and one address a rank");
-  const Turn turn(*this);
+  const CallGuard guard(*this);
   symmetric_.push_back({id, bytes, bases});
 }
 
 void ShmGroup::remove_symmetric(uint16_t id) {
-  // Does not take one_call_: a garbage collection may call this within a call that holds it.
+  // This does not lock call_mutex_, since a garbage collection may call it within a call that holds it.
   const std::lock_guard<std::mutex> lock(retired_mutex_);
   retired_.push_back(id);
   any_retired_.store(true, std::memory_order_release);

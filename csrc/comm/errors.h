@@ -7,7 +7,7 @@
 
 namespace anyaccel::comm {
 
-// A collective could not be completed. The bindings turn each kind into its Python class.
+// Thrown when a collective could not be completed. The bindings translate each kind to its Python class.
 struct CommError : std::runtime_error {
   enum class Kind { broken, peer_lost, timeout };
   CommError(Kind k, const std::string& what) : std::runtime_error(what), kind(k) {}

@@ -14,17 +14,17 @@ namespace {
 
 constexpr uint64_t kSlots = 4;
 constexpr size_t kHeaderBytes = 64;
-constexpr size_t kLeastBytes = 768;  // a ring and four slots with room for a header and as much data
+constexpr size_t kMinPairBytes = 768;  // a ring and four slots, each with room for a header and as much data
 constexpr int kSpins = 200;
 constexpr int64_t kYieldNs = 2'000'000;
 constexpr int64_t kSleepNs = 50'000;
-constexpr int64_t kLookNs = 1'000'000;
+constexpr int64_t kPeerCheckNs = 1'000'000;
 constexpr int64_t kInterruptCheckNs = 50'000'000;
 
 }  // namespace
 
 size_t Messages::bytes_a_rank(int size, size_t pair_bytes) {
-  const size_t pair = std::max(pair_bytes / 64 * 64, kLeastBytes);
+  const size_t pair = std::max(pair_bytes / 64 * 64, kMinPairBytes);
   return pair * static_cast<size_t>(size);
 }
 
@@ -46,7 +46,8 @@ char* Messages::slot(int owner, int receiver, uint64_t number) const {
   return reinterpret_cast<char*>(&ring(owner, receiver)) + sizeof(Ring) + number % kSlots * slot_bytes_;
 }
 
-std::shared_ptr<Message> Messages::make(char* data, uint64_t count, DType dtype, int peer, int tag, bool sending) {
+std::shared_ptr<Message> Messages::make_message(char* data, uint64_t count, DType dtype, int peer, int tag,
+                                                bool sending) {
   if (peer == rank() || peer < (sending ? 0 : -1) || peer >= group_.size())
     throw std::invalid_argument(std::string(sending ? "send to" : "receive from") + " rank " + std::to_string(peer) +
                                 " by rank " + std::to_string(rank()) + " of " + std::to_string(group_.size()));
@@ -63,35 +64,35 @@ std::shared_ptr<Message> Messages::make(char* data, uint64_t count, DType dtype,
 }
 
 std::shared_ptr<Message> Messages::send(const void* data, uint64_t count, DType dtype, int peer, int tag) {
-  auto message = make(static_cast<char*>(const_cast<void*>(data)), count, dtype, peer, tag, true);
+  auto message = make_message(static_cast<char*>(const_cast<void*>(data)), count, dtype, peer, tag, true);
   group_.check_process();
   const std::lock_guard<std::mutex> lock(mutex_);
-  check();
+  check_not_broken();
   sends_[static_cast<size_t>(peer)].push_back(message);
   push(peer);
   return message;
 }
 
 std::shared_ptr<Message> Messages::receive(void* data, uint64_t count, DType dtype, int peer, int tag) {
-  auto message = make(static_cast<char*>(data), count, dtype, peer, tag, false);
+  auto message = make_message(static_cast<char*>(data), count, dtype, peer, tag, false);
   group_.check_process();
   const std::lock_guard<std::mutex> lock(mutex_);
-  check();
-  for (auto it = aside_.begin(); it != aside_.end(); ++it) {
+  check_not_broken();
+  for (auto it = unexpected_.begin(); it != unexpected_.end(); ++it) {
     if ((peer != -1 && it->peer != peer) || it->header.tag != tag) continue;
     if (accept(*message, it->peer, it->header)) {
       std::copy(it->data.begin(), it->data.end(), message->data);
       finish(*message);
     }
-    aside_.erase(it);
+    unexpected_.erase(it);
     return message;
   }
   receives_.push_back(message);
-  step();
+  progress();
   return message;
 }
 
-void Messages::check() const {
+void Messages::check_not_broken() const {
   if (broken_) throw CommError(CommError::Kind::broken, "the group is broken by an earlier error of a message");
 }
 
@@ -107,10 +108,9 @@ void Messages::fail(Message& message, CommError::Kind kind, const std::string& w
   finish(message);
 }
 
-// --- moving
-// ------------------------------------------------------------------------------------------------------
+// --- progress
 
-bool Messages::step() {
+bool Messages::progress() {
   bool moved = false;
   for (int peer = 0; peer < group_.size(); ++peer) {
     if (peer == rank()) continue;
@@ -121,13 +121,13 @@ bool Messages::step() {
 }
 
 bool Messages::push(int peer) {
-  auto& line = sends_[static_cast<size_t>(peer)];
-  if (line.empty()) return false;
+  auto& queue = sends_[static_cast<size_t>(peer)];
+  if (queue.empty()) return false;
   Ring& to = ring(rank(), peer);
   uint64_t filled = to.filled.load(std::memory_order_relaxed);
   bool moved = false;
-  while (!line.empty() && filled - to.emptied.load(std::memory_order_acquire) < kSlots) {
-    Message& message = *line.front();
+  while (!queue.empty() && filled - to.emptied.load(std::memory_order_acquire) < kSlots) {
+    Message& message = *queue.front();
     char* at = slot(rank(), peer, filled);
     size_t room = slot_bytes_;
     if (!message.begun) {
@@ -144,13 +144,13 @@ bool Messages::push(int peer) {
     moved = true;
     if (message.moved == message.bytes) {
       finish(message);
-      line.pop_front();
+      queue.pop_front();
     }
   }
   return moved;
 }
 
-std::shared_ptr<Message> Messages::take_waiting(int peer, int tag) {
+std::shared_ptr<Message> Messages::match_receive(int peer, int tag) {
   for (auto it = receives_.begin(); it != receives_.end(); ++it) {
     if (((*it)->peer != -1 && (*it)->peer != peer) || (*it)->tag != tag) continue;
     auto message = *it;
@@ -185,46 +185,45 @@ bool Messages::pull(int peer) {
       std::memcpy(&in.header, at, sizeof in.header);
       in.active = true;
       in.moved = 0;
-      in.into = take_waiting(peer, in.header.tag);
-      in.kept = in.into == nullptr;
+      in.into = match_receive(peer, in.header.tag);
+      in.unexpected = in.into == nullptr;
       if (in.into && !accept(*in.into, peer, in.header)) in.into = nullptr;
-      if (in.kept) in.aside.resize(in.header.bytes);
+      if (in.unexpected) in.data.resize(in.header.bytes);
       at += kHeaderBytes;
       room -= kHeaderBytes;
     }
     const uint64_t n = std::min<uint64_t>(room, in.header.bytes - in.moved);
-    char* target = in.into ? in.into->data : in.kept ? in.aside.data() : nullptr;
+    char* target = in.into ? in.into->data : in.unexpected ? in.data.data() : nullptr;
     if (n != 0 && target != nullptr) std::memcpy(target + in.moved, at, n);
     in.moved += n;
     from.emptied.store(++emptied, std::memory_order_release);
     moved = true;
-    if (in.moved == in.header.bytes) arrived(peer, in);
+    if (in.moved == in.header.bytes) complete(peer, in);
   }
   return moved;
 }
 
-void Messages::arrived(int peer, Incoming& in) {
+void Messages::complete(int peer, Incoming& in) {
   in.active = false;
   if (in.into) {
     finish(*in.into);
     in.into = nullptr;
     return;
   }
-  if (!in.kept) return;
-  // A receive for it may have been posted meanwhile.
-  if (auto message = take_waiting(peer, in.header.tag)) {
+  if (!in.unexpected) return;
+  // A matching receive may have been posted meanwhile.
+  if (auto message = match_receive(peer, in.header.tag)) {
     if (accept(*message, peer, in.header)) {
-      std::copy(in.aside.begin(), in.aside.end(), message->data);
+      std::copy(in.data.begin(), in.data.end(), message->data);
       finish(*message);
     }
   } else {
-    aside_.push_back({peer, in.header, std::move(in.aside)});
+    unexpected_.push_back({peer, in.header, std::move(in.data)});
   }
-  in.aside = {};
+  in.data = {};
 }
 
 // --- waiting
-// ------------------------------------------------------------------------------------------------------
 
 std::string Messages::describe(const Message& message) const {
   const std::string what = std::to_string(message.count) + " " + dtype_name(message.dtype);
@@ -232,16 +231,16 @@ std::string Messages::describe(const Message& message) const {
   return (message.sending ? "send of " + what + " to " : "receive of " + what + " from ") + who;
 }
 
-void Messages::look_around() {
+void Messages::check_peers() {
   std::vector<std::shared_ptr<Message>> all(receives_.begin(), receives_.end());
-  for (const auto& line : sends_) all.insert(all.end(), line.begin(), line.end());
+  for (const auto& queue : sends_) all.insert(all.end(), queue.begin(), queue.end());
   for (const Incoming& in : incoming_)
     if (in.active && in.into) all.push_back(in.into);
   const int64_t now = now_ns();
   bool failed = false;
   for (const auto& message : all) {
     try {
-      // No check for a receive from any rank: whichever rank is still there may send the message.
+      // A receive from any rank is not checked, since every rank that is still there may send the message.
       for (int peer = 0; peer < group_.size(); ++peer)
         if (peer != rank() && message->peer == peer) group_.check_peer(peer, describe(*message));
       const double waited = static_cast<double>(now - message->posted_ns) * 1e-9;
@@ -251,31 +250,31 @@ void Messages::look_around() {
                                                       seconds_text(group_.timeout()) + " for " + describe(*message));
       }
     } catch (const CommError& error) {
-      if (step()) return;  // messages that a peer sent before it ended are still received
+      if (progress()) return;  // a peer's messages from before it ended are still received
       if (message->done.load(std::memory_order_acquire)) continue;
       fail(*message, error.kind, error.what());
       failed = true;
     }
   }
   if (!failed) return;
-  // The rest of an interrupted message would be read as the header of the next one, so the group cannot go on.
+  // The rest of an interrupted message would be read as the header of the next one, so the group is broken.
   broken_ = true;
   group_.give_up();
-  const auto over = [](const auto& message) { return message->done.load(std::memory_order_acquire); };
-  receives_.remove_if(over);
-  for (auto& line : sends_) std::erase_if(line, over);
+  const auto is_done = [](const auto& message) { return message->done.load(std::memory_order_acquire); };
+  receives_.remove_if(is_done);
+  for (auto& queue : sends_) std::erase_if(queue, is_done);
   for (Incoming& in : incoming_)
-    if (in.into && over(in.into)) in.into = nullptr;
+    if (in.into && is_done(in.into)) in.into = nullptr;
 }
 
 template <class Ready>
-void Messages::move_until(Ready ready) {
-  int64_t start = 0, looked = 0, interrupt_checked = 0;
+void Messages::progress_until(Ready ready) {
+  int64_t start = 0, peers_checked = 0, interrupt_checked = 0;
   for (int spins = 0; !ready(); ++spins) {
     bool moved;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      moved = step();
+      moved = progress();
     }
     if (moved) {
       spins = 0;
@@ -284,17 +283,17 @@ void Messages::move_until(Ready ready) {
     }
     if (spins < kSpins) continue;
     const int64_t now = now_ns();
-    if (start == 0) start = looked = interrupt_checked = now;
+    if (start == 0) start = peers_checked = interrupt_checked = now;
     if (now - start < kYieldNs) {
       sched_yield();
     } else {
       const timespec nap{0, kSleepNs};
       nanosleep(&nap, nullptr);
     }
-    if (now - looked > kLookNs) {
-      looked = now;
+    if (now - peers_checked > kPeerCheckNs) {
+      peers_checked = now;
       const std::lock_guard<std::mutex> lock(mutex_);
-      look_around();
+      check_peers();
     }
     if (group_.interrupt_check() && now - interrupt_checked > kInterruptCheckNs) {
       interrupt_checked = now;
@@ -305,14 +304,14 @@ void Messages::move_until(Ready ready) {
 
 void Messages::wait(Message& message) {
   group_.check_process();
-  move_until([&] { return message.done.load(std::memory_order_acquire); });
+  progress_until([&] { return message.done.load(std::memory_order_acquire); });
   if (message.failed) throw CommError(message.kind, message.error);
 }
 
 void Messages::pump(double seconds) {
   const uint64_t before = finished_.load(std::memory_order_acquire);
   const int64_t end = now_ns() + static_cast<int64_t>(seconds * 1e9);
-  move_until([&] { return finished_.load(std::memory_order_acquire) != before || now_ns() >= end; });
+  progress_until([&] { return finished_.load(std::memory_order_acquire) != before || now_ns() >= end; });
 }
 
 }  // namespace anyaccel::comm

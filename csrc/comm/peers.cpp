@@ -31,7 +31,7 @@ std::shared_ptr<const Peer> Peer::watch(int pid) {
   static std::map<int, std::weak_ptr<const Peer>> known;
   const std::lock_guard<std::mutex> lock(mutex);
   std::shared_ptr<const Peer> peer = known[pid].lock();
-  // One that has ended may have left its number to a new process.
+  // A new process may have the pid of one that has ended.
   if (!peer || peer->ended()) known[pid] = peer = std::shared_ptr<const Peer>(new Peer(pid));
   return peer;
 }

@@ -5,8 +5,9 @@
 
 namespace anyaccel::comm {
 
-// Another process, watched: a pidfd that all groups of this process share, so that a thousand groups need one
-// descriptor a peer. Pid 0: it cannot be watched (it is in another PID namespace), and never counts as ended.
+// Watches another process through a pidfd, which all groups of this process share, so that a thousand groups need one
+// descriptor for each peer. A process of pid 0 is in another PID namespace and cannot be watched; it never counts as
+// ended.
 class Peer {
  public:
   static std::shared_ptr<const Peer> watch(int pid);
@@ -20,7 +21,7 @@ class Peer {
  private:
   explicit Peer(int pid);
   const int pid_;
-  int pidfd_;  // -1: the kernel has none
+  int pidfd_;  // -1 where the kernel has no pidfds
 };
 
 }  // namespace anyaccel::comm

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One element at a time is the definition; the vectors match it bit by bit.
+// The reductions. Their scalar form is the definition, which the vector form matches bit by bit.
 #include "comm/reduce_kernels.h"
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct F16 {
   static void store(uint16_t* p, Vec value) { store_f16(p, value); }
 };
 
-// --- the operations: the scalar form is the definition
+// --- the operations
 
 struct Sum {
   template <class T>
@@ -51,7 +51,7 @@ struct Sum {
   static Vec vector(Vec a, Vec b) { return add(a, b); }
 };
 
-struct Avg : Sum {};  // divided at the end
+struct Avg : Sum {};  // the division comes at the end
 
 struct Product {
   template <class T>
@@ -98,7 +98,7 @@ struct Bxor {
   }
 };
 
-// --- float32, bfloat16, float16: accumulated in fp32
+// --- float32, bfloat16 and float16, which accumulate in fp32
 
 template <class Type, class Op, int kSources>
 void reduce_n(const typename Type::Storage* const* sources, int n_runtime, typename Type::Storage* dst,
@@ -134,9 +134,10 @@ void reduce(const void* const* sources, int n_sources, void* dst, void* dst2, si
     reduce_n<Type, Op, 0>(typed, n_sources, out, out2, count);
 }
 
-// --- float64 and integers: accumulated as they are, block by block so that the compiler makes vectors of it
+// --- float64 and integers, which accumulate in blocks so that the compiler vectorises the loop
 
-// Overflow wraps around, which only unsigned types may do. Small ones would be promoted to int, so they are cast back.
+// Overflow wraps around, which C++ allows for unsigned types only. Small ones are promoted to int, so they are cast
+// back.
 template <class T, class Op>
 struct Accumulator {
   using type = T;
@@ -146,7 +147,7 @@ template <class T>
 struct Accumulator<T, Sum> {
   using type = std::make_unsigned_t<T>;
 };
-// The sum that an average is made of is the true one.
+// The sum of an average must not overflow.
 __extension__ typedef __int128 Int128;
 template <class T>
   requires std::is_integral_v<T>
@@ -162,7 +163,7 @@ struct Accumulator<T, Product> {
 
 constexpr size_t kBlockBytes = 2048;
 
-// Not inlined: several of the functions below share it.
+// Several of the functions below share this one, so it is not inlined.
 template <class T, class Op>
 [[gnu::noinline]] void accumulate(const T* const* sources, int n_sources, size_t at, size_t n,
                                   typename Accumulator<T, Op>::type* __restrict block) {
@@ -194,7 +195,7 @@ void reduce_plain(const void* const* sources, int n_sources, void* dst, void* ds
   }
 }
 
-// What goes bit by bit is the same for every integer.
+// A bitwise operation is the same for every integer type.
 template <class T, class Op>
 void reduce_bits(const void* const* sources, int n_sources, void* dst, void* dst2, size_t count) {
   reduce_plain<uint8_t, Op>(sources, n_sources, dst, dst2, count * sizeof(T));
@@ -202,7 +203,7 @@ void reduce_bits(const void* const* sources, int n_sources, void* dst, void* dst
 
 // --- residual + sum, then RMS norm (Zhang and Sennrich, "Root mean square layer normalization", 2019)
 
-// The squares are summed in 16 lanes and the lanes pairwise, so that the width of a vector does not show.
+// The squares are summed in 16 lanes and the lanes pairwise, so that the result does not depend on the vector width.
 constexpr size_t kNormLanes = 16;
 
 template <class Type>
@@ -222,7 +223,7 @@ void add_rms_norm(const void* const* sources, int n_sources, void* residual, con
       for (int s = 1; s < n_sources; ++s)
         for (size_t k = 0; k < n; ++k) sum[k] += Type::load1(typed[s] + row * width + i + k);
       for (size_t k = 0; k < n; ++k) {
-        Storage rounded;  // as an all-reduce in the dtype gives it
+        Storage rounded;  // as the result of an all-reduce in this dtype is
         Type::store1(&rounded, sum[k]);
         Type::store1(r + i + k, Type::load1(r + i + k) + Type::load1(&rounded));
       }
@@ -253,7 +254,7 @@ constexpr void fill_narrow(ReduceFn* by) {
 
 template <class T>
 constexpr void fill_plain(ReduceFn* by) {
-  // Overflow wraps around, so that a signed sum or product has the bits of the unsigned one.
+  // Overflow wraps around, so a signed sum or product has the bits of the unsigned one.
   using U = typename Accumulator<T, Sum>::type;
   by[0] = reduce_plain<U, Sum>;
   by[1] = reduce_plain<T, Avg>;

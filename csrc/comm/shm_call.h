@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How every collective of ShmGroup runs: one at a time, and an error breaks the group for good.
+// Runs every collective of ShmGroup: one at a time, with errors that break the group for good.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ void ShmGroup::call_locked(const Descriptor& descriptor, Body body) {
 
 template <class Body>
 void ShmGroup::call(const Descriptor& descriptor, Body body) {
-  const Turn turn(*this);
+  const CallGuard guard(*this);
   holds_lock_ = false;
   call_locked(descriptor, body);
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The collectives that move data chunk by chunk: write into the own buffer, synchronise, read from the peers'.
+// The collectives that move data chunk by chunk: each rank writes to its buffer, synchronises, and reads from its
+// peers.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -16,9 +17,9 @@ void copy(void* out, const void* in, size_t bytes) {
   if (out != in && bytes != 0) std::memcpy(out, in, bytes);
 }
 
-// Calls body(offset, bytes, first) for each piece of at most `step` out of `total` bytes; once for none.
+// Calls body(offset, bytes, is_first) for each piece of at most `step` out of `total` bytes; once where these are 0.
 template <class Body>
-void chunks(size_t total, size_t step, Body body) {
+void for_each_chunk(size_t total, size_t step, Body body) {
   size_t done = 0;
   do {
     const size_t n = std::min(step, total - done);
@@ -32,7 +33,7 @@ void chunks(size_t total, size_t step, Body body) {
 void ShmGroup::broadcast(void* data, size_t count, DType dtype, int root) {
   check_root("broadcast", root);
   call(reduction(Op::broadcast, count, dtype, ReduceOp::sum, root), [&] {
-    chunks(count * dtype_bytes(dtype), buffer_bytes_, [&](size_t done, size_t n, bool first) {
+    for_each_chunk(count * dtype_bytes(dtype), buffer_bytes_, [&](size_t done, size_t n, bool first) {
       const uint64_t chunk = chunk_++;
       if (rank_ == root) copy(buffer(rank_, chunk), at(data, done), n);
       synchronise();
@@ -47,7 +48,7 @@ void ShmGroup::reduce(const void* in, void* out, size_t count, DType dtype, Redu
   const ReduceFn fn = kernel(dtype, op);
   const size_t item = dtype_bytes(dtype);
   call(reduction(Op::reduce, count, dtype, op, root, told), [&] {
-    chunks(count * item, buffer_bytes_, [&](size_t done, size_t n, bool first) {
+    for_each_chunk(count * item, buffer_bytes_, [&](size_t done, size_t n, bool first) {
       const uint64_t chunk = chunk_++;
       if (rank_ != root) copy(buffer(rank_, chunk), at(in, done), n);
       synchronise();
@@ -65,7 +66,7 @@ void ShmGroup::reduce_scatter(const void* const* ins, void* out, size_t count, D
   const size_t item = dtype_bytes(dtype);
   const size_t slot = buffer_bytes_ / size_ / kLine * kLine;
   call(reduction(Op::reduce_scatter, count, dtype, op, 0, told), [&] {
-    chunks(count * item, slot, [&](size_t done, size_t n, bool first) {
+    for_each_chunk(count * item, slot, [&](size_t done, size_t n, bool first) {
       const uint64_t chunk = chunk_++;
       for (int r = 0; r < size_; ++r)
         if (r != rank_) copy(buffer(rank_, chunk) + r * slot, at(ins[r], done), n);
@@ -84,7 +85,7 @@ void ShmGroup::all_gather(const void* in, void* const* outs, const size_t* count
   const bool even = *std::min_element(counts, counts + size_) == most;
   call(reduction(even ? Op::all_gather : Op::all_gather_uneven, even ? most : 0, dtype, ReduceOp::sum), [&] {
     if (!even) std::copy(counts, counts + size_, table(rank_, sequence_ + 1));
-    chunks(most * item, buffer_bytes_, [&](size_t done, size_t, bool first) {
+    for_each_chunk(most * item, buffer_bytes_, [&](size_t done, size_t, bool first) {
       const auto left = [&](int r) {
         const size_t total = counts[r] * item;
         return total <= done ? 0 : std::min(total - done, buffer_bytes_);
@@ -116,7 +117,7 @@ void ShmGroup::check_tables(const size_t* counts) const {
 void ShmGroup::gather(const void* in, void* const* outs, size_t count, DType dtype, int root) {
   check_root("gather", root);
   call(reduction(Op::gather, count, dtype, ReduceOp::sum, root), [&] {
-    chunks(count * dtype_bytes(dtype), buffer_bytes_, [&](size_t done, size_t n, bool first) {
+    for_each_chunk(count * dtype_bytes(dtype), buffer_bytes_, [&](size_t done, size_t n, bool first) {
       const uint64_t chunk = chunk_++;
       if (rank_ != root) copy(buffer(rank_, chunk), at(in, done), n);
       synchronise();
@@ -131,7 +132,7 @@ void ShmGroup::scatter(const void* const* ins, void* out, size_t count, DType dt
   check_root("scatter", root);
   const size_t slot = buffer_bytes_ / size_ / kLine * kLine;
   call(reduction(Op::scatter, count, dtype, ReduceOp::sum, root), [&] {
-    chunks(count * dtype_bytes(dtype), slot, [&](size_t done, size_t n, bool first) {
+    for_each_chunk(count * dtype_bytes(dtype), slot, [&](size_t done, size_t n, bool first) {
       const uint64_t chunk = chunk_++;
       for (int r = 0; rank_ == root && r < size_; ++r)
         if (r != root) copy(buffer(root, chunk) + r * slot, at(ins[r], done), n);
@@ -148,7 +149,7 @@ void ShmGroup::all_to_all(const void* const* ins, const size_t* in_counts, void*
   const size_t slot = buffer_bytes_ / size_ / kLine * kLine;
   call(reduction(Op::all_to_all, 0, dtype, ReduceOp::sum), [&] {
     std::copy(in_counts, in_counts + size_, table(rank_, sequence_ + 1));
-    size_t most = 0, done = 0;  // `most` is known after the first round
+    size_t most = 0, done = 0;  // the first round finds `most`
     do {
       const auto left = [&](size_t count) { return count * item <= done ? 0 : std::min(count * item - done, slot); };
       const uint64_t chunk = chunk_++;
@@ -176,7 +177,7 @@ void ShmGroup::all_to_all(const void* const* ins, const size_t* in_counts, void*
 
 void ShmGroup::barrier(double timeout_s) {
   if (size_ == 1) return;
-  const Turn turn(*this);
+  const CallGuard guard(*this);
   holds_lock_ = false;
   call_timeout_s_ = timeout_s;
   call_locked(Descriptor{}, [&] {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The life of a group, waiting, and errors; what the collectives do is in shm_collectives.cpp and all_reduce.cpp.
+// Creation, waiting and errors of a group; its collectives are in shm_collectives.cpp and all_reduce.cpp.
 #include "comm/shm_group.h"
 
 #include <pthread.h>
@@ -20,18 +20,18 @@
 namespace anyaccel::comm {
 namespace {
 
-constexpr size_t kPage = 4096;  // so that buffers are page-aligned
+constexpr size_t kPage = 4096;  // the alignment of buffers
 
-// How long a waiting rank spins before it yields its core, how long it yields before it sleeps, and how often it checks
-// its peers. On a busy machine a rank that yields runs again only after milliseconds, so it spins for longer than ranks
-// drift apart between the phases of a large collective.
+// A waiting rank spins, then yields its core, and then sleeps; meanwhile it checks its peers. On a busy machine a rank
+// that yields runs again only after milliseconds, so it spins for longer than ranks drift apart between the phases of a
+// large collective.
 constexpr int64_t kSpinNs = 200'000;
 constexpr int64_t kYieldNs = 20'000'000;
 constexpr int64_t kSleepNs = 50'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;
 constexpr int64_t kInterruptCheckNs = 50'000'000;
 
-// Gives the interpreter's lock to others for as long as it lives.
+// Releases the interpreter's lock during its lifetime.
 class Idle {
  public:
   Idle(const IdleHooks& hooks, bool wanted) : hooks_(hooks), active_(wanted && hooks.begin != nullptr) {
@@ -49,7 +49,7 @@ class Idle {
   void* token_ = nullptr;
 };
 
-// The number of forks between the first process that loaded this and the current one.
+// The number of forks between the first process that loaded this library and the current one.
 std::atomic<uint32_t> forks_counted{0};
 
 uint32_t forks() {
@@ -60,30 +60,30 @@ uint32_t forks() {
 
 }  // namespace
 
-ShmGroup::Turn::Turn(ShmGroup& group, bool waits) : group_(group) {
+ShmGroup::CallGuard::CallGuard(ShmGroup& group, bool waits) : group_(group) {
   const std::thread::id self = std::this_thread::get_id();
-  const bool inside = group.inside_.load(std::memory_order_relaxed) == self;
+  const bool inside = group.calling_thread_.load(std::memory_order_relaxed) == self;
   if (waits) {
     group.check_process();
     if (inside)
       throw CommError(CommError::Kind::broken,
                       "a signal handler asked for an operation of the group while this thread waits in " +
                           group.describe(group.current_));
-    group.one_call_.lock();
-  } else if (group.is_forked() || inside || !group.one_call_.try_lock()) {
+    group.call_mutex_.lock();
+  } else if (group.is_forked() || inside || !group.call_mutex_.try_lock()) {
     return;
   }
-  group.inside_.store(self, std::memory_order_relaxed);
-  taken_ = true;
+  group.calling_thread_.store(self, std::memory_order_relaxed);
+  acquired_ = true;
 }
 
-ShmGroup::Turn::~Turn() {
-  if (!taken_) return;
-  group_.inside_.store({}, std::memory_order_relaxed);
-  group_.one_call_.unlock();
+ShmGroup::CallGuard::~CallGuard() {
+  if (!acquired_) return;
+  group_.calling_thread_.store({}, std::memory_order_relaxed);
+  group_.call_mutex_.unlock();
 }
 
-bool ShmGroup::is_forked() const { return born_ != forks_counted.load(std::memory_order_relaxed); }
+bool ShmGroup::is_forked() const { return forks_at_creation_ != forks_counted.load(std::memory_order_relaxed); }
 
 void ShmGroup::check_process() const {
   if (is_forked())
@@ -93,7 +93,7 @@ void ShmGroup::check_process() const {
 
 ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, ShmSegment::Kind kind,
                    size_t mailbox_bytes)
-    : born_(forks()),
+    : forks_at_creation_(forks()),
       rank_(rank),
       size_(size),
       buffer_bytes_(buffer_bytes),
@@ -107,7 +107,7 @@ ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, Sh
     throw std::invalid_argument("a buffer of " + std::to_string(buffer_bytes) + " bytes for " + std::to_string(size) +
                                 " ranks; needs a multiple of 64, at least 64 a rank");
   if (!(timeout_s > 0)) throw std::invalid_argument("timeout must be above 0");
-  // With more ranks than cores, a rank that spins would keep the one it waits for from running.
+  // With more ranks than cores, a spinning rank could take the core of the one that it waits for.
   spin_ns_ = size <= get_nprocs() ? kSpinNs : 0;
   own_ = ShmSegment::create(control_bytes() + kBuffers * buffer_bytes + mailbox_bytes, kind);
   new (own_.data()) Control{};
@@ -116,10 +116,8 @@ ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, Sh
 ShmGroup::~ShmGroup() { leave(); }
 
 void ShmGroup::leave() noexcept {
-  // A peer that still waits for this rank gets an error at once; one that waits for nothing does not look at this.
-  if (controls_.empty() || is_forked()) return;
-  uint32_t here = 0;
-  control(rank_).gave_up.compare_exchange_strong(here, static_cast<uint32_t>(Fate::left));
+  // A peer that still waits for this rank gets an error at once.
+  if (!controls_.empty() && !is_forked()) set_fate(Fate::left);
 }
 
 size_t ShmGroup::control_bytes() const {
@@ -150,7 +148,7 @@ void ShmGroup::connect(const std::vector<ShmGroup*>& ranks) {
 }
 
 void ShmGroup::add_peer(char* base, int pid) {
-  watched_.push_back(Peer::watch(pid));
+  processes_.push_back(Peer::watch(pid));
   buffers_.push_back(base + control_bytes());
   controls_.push_back(reinterpret_cast<Control*>(base));
 }
@@ -163,23 +161,24 @@ void ShmGroup::set_timeout(double timeout_s) {
 void ShmGroup::abort() noexcept {
   aborted_.store(true, std::memory_order_release);
   if (controls_.empty() || is_forked()) return;
-  control(rank_).gave_up.store(static_cast<uint32_t>(Fate::aborted), std::memory_order_release);
+  control(rank_).fate.store(static_cast<uint32_t>(Fate::aborted), std::memory_order_release);
 }
 
-void ShmGroup::give_up() noexcept {
-  uint32_t here = 0;
-  control(rank_).gave_up.compare_exchange_strong(here, static_cast<uint32_t>(Fate::error));
+void ShmGroup::give_up() noexcept { set_fate(Fate::error); }
+
+void ShmGroup::set_fate(Fate fate, int cause) const noexcept {
+  uint32_t here = static_cast<uint32_t>(Fate::here);
+  control(rank_).fate.compare_exchange_strong(here, static_cast<uint32_t>(fate) | static_cast<uint32_t>(cause) << 16);
 }
 
 // --- waiting
-// ------------------------------------------------------------------------------------------------------
 
 void ShmGroup::synchronise() {
   const uint64_t target = ++sequence_;
   Control& mine = control(rank_);
   mine.descriptor[target & 1] = current_;
   mine.arrived.store(target, std::memory_order_release);
-  int64_t deadline = 0;  // when to stop spinning
+  int64_t deadline = 0;  // of spinning
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     const std::atomic<uint64_t>& arrived = control(peer).arrived;
@@ -190,7 +189,7 @@ void ShmGroup::synchronise() {
       const int64_t now = now_ns();
       if (deadline == 0) deadline = now + spin_ns_;
       if (now < deadline) continue;
-      wait_slowly(now);  // for this and all other peers
+      wait_slowly(now);  // this waits for all peers
       return;
     }
   }
@@ -215,13 +214,13 @@ void ShmGroup::wait_slowly(int64_t start) {
                         "the group was aborted while this rank waited in " + describe(current_));
       if (now - peer_checked > kPeerCheckNs) {
         peer_checked = now;
-        // Check all peers: the one that is late may itself be waiting for a rank that died.
+        // All peers are checked, since the late one may itself wait for a rank that died.
         for (int r = 0; r < size_; ++r) {
           if (r == rank_ || control(r).arrived.load(std::memory_order_acquire) >= sequence_) continue;
           try {
             check_peer(r, describe(current_));
           } catch (const CommError&) {
-            // It may have arrived just before it ended.
+            // The peer may have arrived just before it ended.
             if (control(r).arrived.load(std::memory_order_acquire) < sequence_) throw;
           }
         }
@@ -243,10 +242,8 @@ void ShmGroup::time_out() const {
     if (first < 0) first = r;
     missing += (missing.empty() ? "" : ", ") + peer_name(r);
   }
-  if (first < 0) first = rank_ == 0 ? 1 : 0;  // all have come by now, but peers may have given up on this rank
-  uint32_t here = 0;
-  control(rank_).gave_up.compare_exchange_strong(
-      here, static_cast<uint32_t>(Fate::timed_out) | static_cast<uint32_t>(first) << 16);
+  if (first < 0) first = rank_ == 0 ? 1 : 0;  // all have arrived by now, but peers may have given up on this rank
+  set_fate(Fate::timed_out, first);
   throw CommError(CommError::Kind::timeout, (missing.empty() ? "a rank" : missing) +
                                                 " did not come within the timeout of " + seconds_text(call_timeout_s_) +
                                                 " for " + describe(current_));
@@ -257,14 +254,14 @@ std::string ShmGroup::number(int rank) const {
 }
 
 std::string ShmGroup::peer_name(int peer) const {
-  const int pid = watched_[peer]->pid();
+  const int pid = processes_[peer]->pid();
   return "rank " + number(peer) + (pid > 0 ? " (pid " + std::to_string(pid) + ")" : "");
 }
 
 void ShmGroup::check_peer(int peer, const std::string& doing) const {
   if (aborted_.load(std::memory_order_acquire))
     throw CommError(CommError::Kind::broken, "the group was aborted while this rank waited in " + doing);
-  const uint32_t code = control(peer).gave_up.load(std::memory_order_acquire);
+  const uint32_t code = control(peer).fate.load(std::memory_order_acquire);
   if (code != 0) {
     const std::string cause = number(static_cast<int>(code >> 16));
     std::string why;
@@ -286,16 +283,13 @@ void ShmGroup::check_peer(int peer, const std::string& doing) const {
     }
     throw CommError(CommError::Kind::broken, peer_name(peer) + why + ", while this rank waited in " + doing);
   }
-  if (!watched_[peer]->ended()) return;
-  uint32_t here = 0;
-  control(rank_).gave_up.compare_exchange_strong(
-      here, static_cast<uint32_t>(Fate::peer_lost) | static_cast<uint32_t>(peer) << 16);
+  if (!processes_[peer]->ended()) return;
+  set_fate(Fate::peer_lost, peer);
   throw CommError(CommError::Kind::peer_lost,
                   peer_name(peer) + " has ended, while this rank waited for it in " + doing);
 }
 
-// --- what is said about calls
-// ------------------------------------------------------------------------------------------------------
+// --- descriptors
 
 std::string ShmGroup::describe(const Descriptor& d) const {
   const std::string dtype = dtype_name(static_cast<DType>(d.told == 0 ? d.dtype : d.told));

@@ -17,7 +17,7 @@ namespace anyaccel::comm {
 namespace {
 
 constexpr char kProcPrefix[] = "/proc/";
-constexpr char kSeparator = ':';  // of the path below /proc and the object's own name
+constexpr char kSeparator = ':';  // between the path below /proc and the object's own name
 
 [[noreturn]] void fail(int error, const std::string& what) {
   throw std::system_error(error, std::generic_category(), what);
@@ -49,13 +49,13 @@ void* map(int fd, size_t bytes, const std::string& name, int flags) {
 
 void reserve(int fd, size_t bytes) {
   int error;
-  do {  // tmpfs gives EINTR when a signal comes
+  do {  // tmpfs returns EINTR after a signal
     error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
   } while (error == EINTR);
   if (error != 0) fail(error, "reserving " + std::to_string(bytes) + " bytes of shared memory (see `df /dev/shm`)");
 }
 
-// The object behind a descriptor's path must be the one that was named: its number may have been used again.
+// The object behind a descriptor's path must have the given name, since the number may have been reused.
 void check_same(const std::string& path, const std::string& object) {
   char target[256];
   const ssize_t length = readlink(path.c_str(), target, sizeof target);

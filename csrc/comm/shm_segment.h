@@ -6,20 +6,21 @@
 
 namespace anyaccel::comm {
 
-// One piece of shared memory, mapped into this process; pages come from the creator's memory policy.
+// One segment of shared memory that is mapped into this process; its pages follow the creator's memory policy.
 //
-// In a file system (`posix`): an object in /dev/shm, mode 0600, O_EXCL, an unpredictable name, memory reserved at
-// creation (a full /dev/shm is an error here and not a SIGBUS later).
-// Anonymous (`memfd`): has no name in any file system and does not count against the size of /dev/shm; memory is taken
-// when it is first touched. Peers of the same user and PID namespace open it through /proc/PID/fd. Its name() is the
-// path there and the random name of the object, which open() compares: the number could be another file's by then.
+// `posix` is an object in /dev/shm of mode 0600, created with O_EXCL under an unpredictable name. Its memory is
+// reserved at creation, so that a full /dev/shm is an error there and not a SIGBUS later.
+// `memfd` has no name in any file system and does not count against the size of /dev/shm; its memory is allocated on
+// first touch. Peers of the same user and PID namespace open it through /proc/PID/fd. Its name() is the path there and
+// the random name of the object, which open() compares, since the descriptor's number may belong to another file by
+// then.
 class ShmSegment {
  public:
   enum class Kind { posix, memfd };
 
   // Creates an object under a new random name. Throws std::system_error.
   static ShmSegment create(size_t bytes, Kind kind = Kind::posix);
-  // Maps a peer's object. Throws std::system_error, also when its size is not `bytes`.
+  // Maps a peer's object. Throws std::system_error, as it does when its size is not `bytes`.
   static ShmSegment open(const std::string& name, size_t bytes);
 
   ShmSegment() = default;
@@ -30,8 +31,8 @@ class ShmSegment {
   }
   ~ShmSegment();
 
-  // Takes the name away, so that nobody else can open it; mappings stay valid. Does nothing when it is gone already or
-  // was opened, not created.
+  // Removes the name, so that nobody else can open the segment; mappings stay valid. Does nothing when it is removed
+  // already, or in a segment that was opened, not created.
   void unlink() noexcept;
 
   void* data() const { return data_; }

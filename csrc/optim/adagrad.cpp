@@ -6,7 +6,7 @@
 
 extern "C" {
 
-// Counts up the step of each tensor and updates it; returns a Status.
+// Increments the step of each tensor and updates it; returns a Status.
 ANYACCEL_EXPORT int anyaccel_adagrad_step(const AnyaccelTensors* tensors, double lr, double lr_decay, double eps,
                                           double weight_decay) {
   using anyaccel::optim::AdagradConstants;

@@ -4,7 +4,7 @@
 
 namespace anyaccel::optim {
 
-// Duchi, Hazan and Singer, https://jmlr.org/papers/v12/duchi11a.html.
+// Adagrad is by Duchi, Hazan and Singer, https://jmlr.org/papers/v12/duchi11a.html.
 struct AdagradConstants {
   float weight_decay;
   float step_size;  // lr / (1 + (step - 1) * lr_decay)

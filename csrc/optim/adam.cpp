@@ -8,7 +8,7 @@
 
 extern "C" {
 
-// Counts up the step of each tensor and updates it. Adam, or with `decoupled` AdamW; returns a Status.
+// Increments the step of each tensor and updates it by Adam, or with `decoupled` by AdamW; returns a Status.
 ANYACCEL_EXPORT int anyaccel_adam_step(const AnyaccelTensors* tensors, double lr, double beta1, double beta2,
                                        double eps, double weight_decay, int decoupled, int bias_correction) {
   using anyaccel::optim::AdamConstants;
@@ -28,8 +28,8 @@ ANYACCEL_EXPORT int anyaccel_adam_step(const AnyaccelTensors* tensors, double lr
   });
 }
 
-// Undoes an AdamW step in fp32, given the gradient of it: `step` is the number of the step to undo. Rounding stays; a
-// parameter that comes out infinite or NaN is set to 0.
+// Undoes AdamW step number `step` in fp32, given its gradient. Rounding errors remain, and a parameter that becomes
+// infinite or NaN is set to 0.
 ANYACCEL_EXPORT int anyaccel_adam_rollback(float* param, const float* grad, float* exp_avg, float* exp_avg_sq,
                                            int64_t count, double step, double lr, double beta1, double beta2,
                                            double eps, double weight_decay, int bias_correction, int threads) {

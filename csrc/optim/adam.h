@@ -4,7 +4,7 @@
 
 namespace anyaccel::optim {
 
-// Kingma and Ba, https://arxiv.org/abs/1412.6980; decay apart from the gradient: Loshchilov and Hutter,
+// Adam is by Kingma and Ba, https://arxiv.org/abs/1412.6980; its decoupled weight decay is by Loshchilov and Hutter,
 // https://arxiv.org/abs/1711.05101.
 struct AdamConstants {
   float keep;     // 1 - lr * weight_decay (AdamW) or 1

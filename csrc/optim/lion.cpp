@@ -6,7 +6,7 @@
 
 extern "C" {
 
-// Counts up the step of each tensor and updates it; returns a Status.
+// Increments the step of each tensor and updates it; returns a Status.
 ANYACCEL_EXPORT int anyaccel_lion_step(const AnyaccelTensors* tensors, double lr, double beta1, double beta2,
                                        double weight_decay) {
   using anyaccel::optim::LionConstants;

@@ -4,7 +4,7 @@
 
 namespace anyaccel::optim {
 
-// Chen et al., https://arxiv.org/abs/2302.06675.
+// Lion is by Chen et al., https://arxiv.org/abs/2302.06675.
 struct LionConstants {
   float keep;  // 1 - lr * weight_decay
   float lr;

@@ -20,7 +20,7 @@ struct LionUpdate {
         weight2(broadcast(c.weight2)) {}
 
   [[gnu::always_inline]] void step(Wide& p, Wide g, Wide& m, Wide&) const {
-    // Not by way of the difference: two infinities of one sign have none.
+    // Interpolating by the difference of m and g would give NaN for two infinities of the same sign.
     const Wide direction = add(mul(m, beta1), mul(g, weight1));
     p = sub(mul(p, keep), mul(sign(direction), lr));
     m = add(mul(m, beta2), mul(g, weight2));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The loop over a piece, the same for all optimizers; included by <name>_update.h, once for each instruction set.
-// An `Update` is made of the constants of a step. Its step(p, g, s, t) updates a group of parameters p, given the
-// gradients g, and of one or two moments s and t.
+// The loop over a piece, which all optimizers share; <name>_update.h includes it, once for each instruction set.
+// An `Update` is constructed from the constants of a step. Its step(p, g, s, t) updates a group of parameters p and
+// their one or two moments s and t, given the gradients g.
 // No operation is a fused multiply-add, so all instruction sets give the same bits.
 #include "optim/types.h"
 #include "simd/pick.h"
@@ -22,9 +22,9 @@ constexpr int kGroup = kPairs * kPair;  // elements
 static_assert(kBlock % kGroup == 0);
 using Wide = Many<Vec, 2 * kPairs>;
 
-// Pairs of vectors of an array. Split puts elements of even index into the first and those of odd index into the second
-// vector, which for bfloat16 takes no shuffles; what is calculated is the same for all elements, so the order does not
-// matter as long as all arrays have it.
+// The order of elements in a pair of vectors. Split puts those of even index into the first vector and those of odd
+// index into the second, which for bfloat16 takes no shuffles. The update is elementwise, so the order does not matter
+// as long as all arrays have the same.
 enum class Order { natural, split };
 
 template <DType kType, Order kOrder>
@@ -61,13 +61,13 @@ template <DType kType, Order kOrder>
   }
 }
 
-// Past the caches; `to` is a multiple of 64.
+// Stores past the caches; `to` must be a multiple of 64.
 template <DType kType, Order kOrder>
 [[gnu::always_inline]] inline void stream_wide(uint16_t* to, const Wide& v) {
   for (int i = 0; i < 2 * kPairs; i += 2) stream(to + i * kLanes, packed<kType, kOrder>(v.x[i], v.x[i + 1]));
 }
 
-// Hardware prefetchers stop at the end of a page; this many bytes ahead is early enough for the next one.
+// Hardware prefetchers stop at the end of a page, so we prefetch this many bytes ahead.
 constexpr int64_t kAhead = 2048;
 
 template <class Type>
@@ -79,12 +79,12 @@ inline void prefetch(const Type* at) {
 
 template <class Update, DType kParam, DType kGrad, DType kState>
 struct Loop {
-  // With two-byte types only, pairs need no shuffles.
+  // The split order needs every array to be bfloat16.
   static constexpr Order kOrder =
       kParam == DType::bf16 && kGrad == DType::bf16 && kState == DType::bf16 ? Order::split : Order::natural;
   static constexpr bool kTwo = Update::kStates == 2;
 
-  // Where a group is.
+  // The arrays of a piece, with their types.
   struct Place {
     Cell<kParam>* p;
     const Cell<kGrad>* g;
@@ -153,11 +153,11 @@ struct Loop {
       group(update, at, i);
     }
     if (at.stream) stream_fence();
-    if (i < piece.count) rest(update, piece, i);
+    if (i < piece.count) update_tail(update, piece, i);
   }
 
-  // Fewer elements than a group has: by way of a buffer, so that every element is calculated by the same code.
-  static void rest(const Update& update, const Piece& piece, int64_t i) {
+  // Updates the last elements, fewer than a group, in a buffer, so that the same code computes every element.
+  static void update_tail(const Update& update, const Piece& piece, int64_t i) {
     alignas(64) Cell<kParam> param[kGroup] = {};
     alignas(64) Cell<kGrad> grad[kGroup] = {};
     alignas(64) Cell<kState> state1[kGroup] = {}, state2[kGroup] = {};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the optimizers' kernels and their C interfaces share.
+// The types that the optimizers' kernels and their C interfaces share.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,11 @@ constexpr int kDTypes = 3;
 
 constexpr size_t bytes_of(DType dtype) { return dtype == DType::f32 ? 4 : 2; }
 
-// Kernels work on blocks of this many elements; work is split at multiples of it.
+// Kernels work on blocks of this many elements, and work is split at multiples of it.
 constexpr int64_t kBlock = 64;
 
-// Where one piece of work is: `count` elements behind each address. `copy` gets the new parameters in `copy_dtype`
-// (bf16 or f16), unless it is null. `state2` is null in optimizers with one moment.
+// One piece of work: `count` elements at each address. Unless `copy` is null, the new parameters are also written there
+// in `copy_dtype` (bf16 or f16). `state2` is null in optimizers with one moment.
 struct Piece {
   void* param;
   const void* grad;
@@ -32,8 +32,8 @@ struct Piece {
   int64_t count;
 };
 
-// Kernels of one instruction set for the dtypes of parameter, gradient and state (f32 or bf16); null where the
-// combination is not supported: a gradient has its parameter's dtype or f32, or the parameter is f32.
+// The kernels of one instruction set by the dtypes of parameter, gradient and state (f32 or bf16). An entry is null
+// where a combination is not supported: a gradient must have its parameter's dtype or f32, unless the parameter is f32.
 template <class Constants>
 struct Kernels {
   using Fn = void (*)(const Constants& constants, const Piece& piece);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call over many tensors: its work is split over threads by elements, not by tensors.
+// Updates many tensors in one call, whose work is split over threads by elements, not by tensors.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 extern "C" {
 
-// The tensors of a call, `count` entries in each array. Part of the C interface: _native_step.py has the same layout.
+// The tensors of a call, with `count` entries in each array. _native_step.py has the same layout.
 struct AnyaccelTensors {
   int64_t count;
   const int64_t* sizes;  // elements
@@ -25,31 +25,31 @@ struct AnyaccelTensors {
   void* const* states1;
   void* const* states2;   // may be null in optimizers with one moment
   void* const* copies;    // may be null, as may each entry
-  float* const* steps;    // counted up by the call
+  float* const* steps;    // the call increments them
   const int32_t* dtypes;  // parameter + 4 * gradient + 16 * state + 64 * copy, as in DType
   int32_t threads;
-  int32_t isa;  // an Isa to use at most, or -1
+  int32_t isa;  // the highest Isa to use, or -1
 };
 
 }  // extern "C"
 
 namespace anyaccel::optim {
 
-// What a C function returns.
+// The results of the C functions.
 enum Status : int { kOk = 0, kBadDtype = 1, kBadIsa = 2, kNoMemory = 3 };
 
 // Pieces start at multiples of this many elements of a tensor, so that no two threads write to one cache line.
 constexpr int64_t kGrain = 64;
 static_assert(kGrain % kBlock == 0);
 
-// Elements that one thread takes at once: few enough for an even split, enough to pay for the taking; a call with fewer
+// The chunk size, in elements, is a trade-off between an even split and the cost of taking a chunk. A call with fewer
 // than kAlone elements is not worth waking another thread.
 constexpr int64_t kMinChunk = 4096, kMaxChunk = 32768, kChunksPerThread = 16, kAlone = 8192;
 
-// From here on the copies do not stay in the caches anyway: they are written past them.
+// Copies of so many elements would not stay in the caches, so they are written past them.
 constexpr int64_t kStreamElements = int64_t{1} << 21;
 
-// Counts up the steps, then updates all tensors. constants_of(step) gives the constants of a step.
+// Increments the steps, then updates all tensors. constants_of(step) returns the constants of a step.
 template <class Constants, class ConstantsOf>
 int update_all(const AnyaccelTensors& all, ConstantsOf&& constants_of) noexcept {
   Isa isa;
@@ -62,7 +62,7 @@ int update_all(const AnyaccelTensors& all, ConstantsOf&& constants_of) noexcept 
   const Kernels<Constants>& table = pick<Kernels<Constants>>(isa);
   struct Tensor {
     typename Kernels<Constants>::Fn fn;
-    int64_t start;  // where its elements are among those of all tensors, each rounded up to kGrain
+    int64_t start;  // the sum of the sizes of earlier tensors, each rounded up to kGrain
     size_t constants;
   };
   try {
@@ -91,7 +91,7 @@ int update_all(const AnyaccelTensors& all, ConstantsOf&& constants_of) noexcept 
     parallel_for((total + chunk_size - 1) / chunk_size, threads, [&](int64_t chunk) {
       int64_t begin = chunk * chunk_size;
       const int64_t end = std::min(begin + chunk_size, total);
-      // The last tensor that starts at `begin` or before; tensors without elements are passed over.
+      // Finds the last tensor that starts at `begin` or before, which skips tensors without elements.
       auto tensor = std::upper_bound(tensors.begin(), tensors.end(), begin,
                                      [](int64_t at, const Tensor& other) { return at < other.start; }) -
                     tensors.begin() - 1;
@@ -119,7 +119,7 @@ int update_all(const AnyaccelTensors& all, ConstantsOf&& constants_of) noexcept 
           current.fn(constants[current.constants], piece);
           begin += count;
         }
-        // Over the rounding, to the start of the next one.
+        // Skip the rounding, to the start of the next tensor.
         if (from + std::max<int64_t>(count, 0) >= all.sizes[tensor])
           begin = current.start + (all.sizes[tensor] + kGrain - 1) / kGrain * kGrain;
       }

@@ -126,7 +126,7 @@ from anyaccel.launch.plan import RankBinding
 def refuse(mode, nodes):
     raise PermissionError(1, "whatever the caller is called")
 _native.set_mempolicy = refuse
-worker._bind(RankBinding(3, 3, ({cpu},), "bind", (0,), {{}}))
+worker.bind_worker(RankBinding(3, 3, ({cpu},), "bind", (0,), {{}}), worker._say)
 print(os.sched_getaffinity(0))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `anyaccel` command: one file for each subcommand; a subcommand is imported only when it is asked for."""
+"""The `anyaccel` command: each subcommand has its own module, which is imported only when it is called."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import sys
 
 from anyaccel._version import __version__
 from anyaccel.cli._interrupts import Interrupts, careful_interrupts
-from anyaccel.cli._streams import drop_output, output_fails, standard_streams, written
+from anyaccel.cli._streams import drop_output, flush_output, output_fails, standard_streams
 from anyaccel.errors import AnyAccelError
 from anyaccel.terminal import did_you_mean, marked, terminal_width
 
-# Subcommand -> its line in `anyaccel --help`. Module anyaccel.cli.<name> has main(argv) -> exit code.
+# Maps each subcommand to its line in `anyaccel --help`. Its module, anyaccel.cli.<name>, has main(argv) -> exit code.
 COMMANDS = {
     "run": "start a script on every device of this machine, or of several hosts, each worker bound to its own cores",
     "bind": "bind this process to its part of the machine and run a command, under torchrun, mpirun or srun",
@@ -74,7 +74,7 @@ def _dispatch(argv: list[str]) -> int:
     return code
 
 
-def _about_folder() -> str:
+def _deleted_folder_hint() -> str:
     """Text to add to an OSError when the current folder has been deleted, since its own message does not say so."""
     try:
         os.getcwd()
@@ -87,39 +87,39 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 bad usage, else a worker's own."""
     with standard_streams(), careful_interrupts() as interrupts:
         try:
-            return written(_exit_code(sys.argv[1:] if argv is None else argv, interrupts))
-        except SystemExit as leaving:  # raised by argparse, which may have printed help
-            if code := written(0):
-                leaving.code = leaving.code or code
+            return flush_output(_exit_code(sys.argv[1:] if argv is None else argv, interrupts))
+        except SystemExit as system_exit:  # argparse raises it, and may have printed the help before
+            if code := flush_output(0):
+                system_exit.code = system_exit.code or code
             raise
 
 
 def _exit_code(argv: list[str], interrupts: Interrupts) -> int:
     try:
         code = _dispatch(argv)
-        interrupts.raise_waiting()
+        interrupts.raise_deferred()
         return code
     except AnyAccelError as error:
         _say_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        # A launcher and the terminal may both send SIGINT: a second one would interrupt the clean-up.
+        # A launcher and the terminal may both send SIGINT, and the second one would interrupt the clean-up.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("anyaccel: interrupted", file=sys.stderr)
         return 130
     except ImportError as error:
-        if (said := _import_problem(error)) is None:
+        if (message := _import_problem(error)) is None:
             raise
-        _say_error(said)
+        _say_error(message)
         return 1
     except BrokenPipeError:
-        drop_output()  # the reader went away (`| head`)
+        drop_output()  # the reader has closed the pipe, as `| head` does
         return 141
     except OSError as error:
-        if output_fails():  # `written` prints the message
+        if output_fails():  # `flush_output` prints the message
             return 1
-        # Too many open files, no space left, a file that may not be read: the system's message is enough.
-        _say_error(f"{' '.join(str(error).split())}{_about_folder()}")
+        # The system's message is enough for too many open files, a full disk, or a file that may not be read.
+        _say_error(f"{' '.join(str(error).split())}{_deleted_folder_hint()}")
         return 1
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options about binding, the same for every command that plans: run, bind, topo."""
+"""The options about binding, which run, bind and topo share."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def add_binding_options(parser: Parser) -> None:
 
 
 def binding_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given, as keyword arguments of `BindingOptions` and `LaunchOptions`.
+    """The values of these options, as keyword arguments of `BindingOptions` and `LaunchOptions`.
 
     Raises:
-        UsageError: the core list is none.
+        UsageError: --bind_core_list is no list of CPUs.
     """
     return {
         "bind_cores": arguments.bind_cores_to_rank,

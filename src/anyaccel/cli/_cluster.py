@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of `anyaccel run` for several hosts; imported only for them."""
+"""The part of `anyaccel run` for several hosts, which is imported only when there are some."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import sys
 from anyaccel.launch.cluster import ClusterLaunch, ClusterOptions, prepare, run_cluster
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.terminal import fitted, styled, table_width
-from anyaccel.topology import format_cpu_list
+from anyaccel.topology.model import counted, format_cpu_list
 
 
 def show(options: LaunchOptions, cluster: ClusterOptions, as_json: bool) -> None:
-    """Print which hosts would take part and how they would be reached. Asks none of them."""
+    """Print which hosts would take part and how they would be reached; none of them is contacted."""
     launch = prepare(options, cluster)
     if as_json:
         print(json.dumps(_to_dict(launch), indent=2))
         return
     task = launch.task
     how = launch.runner.name if launch.runner else "no launcher, this host only"
-    workers, hosts = _count(task.world_size, "worker"), _count(len(task.hosts), "host")
+    workers, hosts = counted(task.world_size, "worker"), counted(len(task.hosts), "host")
     lines = [f"job: {workers} on {hosts}, by {how}"]
     for node, host in enumerate(task.hosts):
         first = task.place(node).first_rank
@@ -56,10 +56,6 @@ def _commands(launch: ClusterLaunch) -> list[tuple[str, ...]]:
     if launch.runner is None or launch.commands:
         return list(launch.commands)
     return [launch.command("PORT/WORD/ADDRESS")[0]]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def run_or_show(options: LaunchOptions, cluster: ClusterOptions, *, dry_run: bool, as_json: bool) -> int:

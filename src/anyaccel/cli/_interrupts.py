@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C where it does no harm: neither lost nor thrown through code that cannot bear it.
+"""A handler of Ctrl-C that neither loses it nor raises it in code that cannot bear an exception.
 
 Python raises KeyboardInterrupt wherever the program happens to be. In the import system that breaks things: a callback
 that frees a module's lock swallows it and may keep the lock of all imports, and the initialisation of a native library
-that runs Python takes it for a C++ exception that nobody catches, which ends the process with SIGABRT. Both were seen
-with torch. So Ctrl-C waits until no import is under way, and comes again where Python could only print and drop it
-(finalizers, callbacks of weak references).
+that runs Python turns it into a C++ exception that nobody catches, which ends the process with SIGABRT. Both were seen
+with torch. So the handler defers Ctrl-C until no import is under way, and sends it again where Python could only print
+and drop it (in finalizers and in callbacks of weak references).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from types import FrameType
     from typing import Any
 
-_AGAIN = 0.02  # seconds
-_PATIENCE = 10.0  # seconds that an import may delay Ctrl-C: one that hangs is to be interrupted all the same
+_RESEND_S = 0.02
+_LONGEST_DEFERRAL_S = 10.0  # an import that hangs must be interrupted all the same
 _IMPORT_SYSTEM = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 
 
@@ -37,14 +37,14 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 class Interrupts:
-    """Ctrl-C of one command; see `careful_interrupts`."""
+    """The state of the handler for one command; see `careful_interrupts`."""
 
     def __init__(self) -> None:
-        self._since: float | None = None  # when the Ctrl-C came that has not been raised yet
+        self._since: float | None = None  # when the deferred Ctrl-C came
         self._installed = True
 
-    def raise_waiting(self) -> None:
-        """Raise KeyboardInterrupt if a Ctrl-C is still waiting at the end, where nothing else would raise it."""
+    def raise_deferred(self) -> None:
+        """Raise KeyboardInterrupt if a Ctrl-C is still deferred when the command ends."""
         if self._since is not None:
             self._since = None
             raise KeyboardInterrupt
@@ -53,25 +53,25 @@ class Interrupts:
         now = time.monotonic()
         if self._since is None:
             self._since = now
-        if _is_importing(frame) and now - self._since < _PATIENCE:
-            self._come_again()
+        if _is_importing(frame) and now - self._since < _LONGEST_DEFERRAL_S:
+            self._resend_soon()
             return
         self._since = None
         raise KeyboardInterrupt
 
-    def dropped(self) -> None:
-        """Send the signal again for a Ctrl-C that came inside a callback, where Python could only print and drop it."""
+    def resend_dropped(self) -> None:
+        """Send a Ctrl-C again that came inside a callback, whose exceptions Python can only print."""
         self._since = time.monotonic()
-        self._come_again()
+        self._resend_soon()
 
-    def _come_again(self) -> None:
-        # Not threading.Thread: the interrupted code may hold the locks that it takes.
-        _thread.start_new_thread(self._later, ())
+    def _resend_soon(self) -> None:
+        # The interrupted code may hold the locks that threading.Thread takes.
+        _thread.start_new_thread(self._resend, ())
 
-    def _later(self) -> None:
-        time.sleep(_AGAIN)
+    def _resend(self) -> None:
+        time.sleep(_RESEND_S)
         if self._installed and self._since is not None:
-            # To the main thread, so that a system call in which it waits ends.
+            # The main thread gets the signal itself, so that a system call in which it waits returns.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def end(self) -> None:
@@ -80,21 +80,21 @@ class Interrupts:
 
 @contextmanager
 def careful_interrupts() -> Iterator[Interrupts]:
-    """Have Ctrl-C raise KeyboardInterrupt in the main thread outside of imports, and never be lost."""
+    """Within the context, Ctrl-C raises KeyboardInterrupt in the main thread outside of imports, and is never lost."""
     interrupts = Interrupts()
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield interrupts  # the process that started us ignores Ctrl-C, or other code has a handler of its own
+        yield interrupts  # our parent ignores Ctrl-C, or other code has its own handler
         return
     print_unraisable = sys.unraisablehook
 
-    def look(unraisable: Any) -> None:
+    def resend_or_print(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            interrupts.dropped()
+            interrupts.resend_dropped()
         else:
             print_unraisable(unraisable)
 
-    sys.unraisablehook = look
+    sys.unraisablehook = resend_or_print
     signal.signal(signal.SIGINT, interrupts.handle)
     try:
         yield interrupts

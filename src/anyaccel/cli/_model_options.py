@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The options of `generate` and `chat`, and what they say."""
+"""The options of commands that run a model, and the objects that they are turned into."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from anyaccel.inference.ranks.backends import Backend
     from anyaccel.launch.cluster import ClusterOptions
 
-# As in inference.config, which would import torch; "auto" keeps the precision that the file has.
+# These are copied from inference.config, which would import torch; "auto" keeps the precision that the file has.
 DTYPES = ("bf16", "fp16", "fp32", "int8", "int4", "auto")
-# The names that torch and transformers have for them, which `inference.config` accepts as well.
-_OTHER_NAMES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+# The names of torch and transformers, which `inference.config` accepts as well.
+_DTYPE_ALIASES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 GROUP_SIZES = (32, 64, 128)
 RUNTIMES = ("auto", "native", "device", "torch", "plain")
 CACHE_DTYPES = ("auto", "bf16", "int8", "int4", "fp32")
 
 
 def dtype_name(text: str) -> str:
-    """Our name of a dtype that may be given by another name for it: float32, torch.bfloat16, half."""
+    """Our name for a dtype that may be given by an alias, such as float32, torch.bfloat16 or half."""
     text = text.removeprefix("torch.")
-    return _OTHER_NAMES.get(text, text)
+    return _DTYPE_ALIASES.get(text, text)
 
 
 def add_model_options(parser: Parser) -> None:
-    """The options that choose and load a model."""
+    """Add the options that choose and load a model."""
     add = parser.add_argument
     add(
         "--model",
@@ -85,7 +85,7 @@ def add_model_options(parser: Parser) -> None:
 
 
 def add_tp_option(parser: Parser) -> None:
-    """The option that divides the model."""
+    """Add the options that divide the model among workers."""
     parser.add_argument(
         "--tp",
         type=int,
@@ -103,7 +103,7 @@ def add_tp_option(parser: Parser) -> None:
 
 
 def add_host_options(parser: Parser) -> None:
-    """The options that say on which hosts the workers are, under the names that `anyaccel run` has for them."""
+    """Add the options about hosts, under the names that `anyaccel run` has for them."""
     add = parser.group("several hosts")
     add(
         "--hostfile",
@@ -123,7 +123,7 @@ def add_host_options(parser: Parser) -> None:
 
 
 def cluster_of(options: argparse.Namespace) -> ClusterOptions | None:
-    """The hosts that the options want; None for this machine alone.
+    """The hosts to start workers on; None for this machine alone.
 
     Raises:
         UsageError: options about hosts without a hostfile, or that contradict each other.
@@ -148,7 +148,7 @@ def cluster_of(options: argparse.Namespace) -> ClusterOptions | None:
 
 
 def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
-    """The options that say how tokens are chosen and when an answer ends."""
+    """Add the options about how tokens are sampled and when an answer ends."""
     add = parser.add_argument
     add(
         "--max-new-tokens",
@@ -199,11 +199,11 @@ def add_sampling_options(parser: Parser, max_new_tokens: int) -> None:
 
 
 def add_draft_option(parser: Parser) -> None:
-    """The option that says who guesses tokens."""
+    """Add the option of speculative decoding."""
     parser.add_argument(
         "--draft",
         dest="drafts",
-        type=drafts_of,
+        type=parse_drafts,
         default=Drafts(),
         metavar="ngram[:N]|PATH",
         help="speculative decoding, which gives the same text sooner. Tokens are guessed from what followed the same "
@@ -213,20 +213,20 @@ def add_draft_option(parser: Parser) -> None:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Who guesses tokens: the text, up to `tokens` of a pass, or the model of a folder or GGUF file."""
+    """What drafts up to `tokens` tokens for each pass: n-grams of the text, or `model`, a folder or GGUF file."""
 
     tokens: int = 0
     model: str = ""
 
 
-def say_who_drafts_not(options: argparse.Namespace, backend: Backend, screen: Screen) -> None:
-    """Say that --draft has no effect where the model does not run in the native runtime."""
+def warn_of_unused_drafts(options: argparse.Namespace, backend: Backend, screen: Screen) -> None:
+    """Warn that --draft has no effect where the model does not run in the native runtime."""
     if options.drafts.tokens and backend.runtime != "native":
         screen.line(f"--draft: only the native runtime has drafts; runtime={backend.runtime!r} decodes without")
 
 
-def drafts_of(text: str) -> Drafts:
-    """What --draft says."""
+def parse_drafts(text: str) -> Drafts:
+    """The type of --draft."""
     kind, colon, count = text.partition(":")
     if kind == "ngram" and not colon:
         return Drafts(MOST_DRAFTS)
@@ -243,16 +243,9 @@ def drafts_of(text: str) -> Drafts:
 
 def check_numbers(options: argparse.Namespace) -> None:
     """Refuse values that are wrong for every model, before anything is loaded."""
-    if options.tp < 1:
-        raise UsageError(f"--tp {options.tp}: must be at least 1")
-    if options.pp < 1:
-        raise UsageError(f"--pp {options.pp}: must be at least 1")
-    if options.max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1")
-    with said_by_option(options):
+    check_at_least(options, {"tp": 1, "pp": 1, "max_new_tokens": 1, "threads": 0})
+    with naming_options(options):
         sampling_of(options)
-    if options.threads < 0:
-        raise UsageError(f"--threads {options.threads}: must be 0 or above")
     if options.runtime == "device" and options.drafts.tokens:
         raise UsageError(
             f"--draft {options.drafts.model or 'ngram'}: only the native runtime has drafts, not --runtime device"
@@ -261,15 +254,22 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise UsageError("--stop: must not be empty")
 
 
+def check_at_least(options: argparse.Namespace, least: Mapping[str, int]) -> None:
+    """Refuse an option whose value is below its least one."""
+    for name, value in least.items():
+        if getattr(options, name) < value:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {value}")
+
+
 def by_option(error: UsageError, options: argparse.Namespace) -> UsageError:
-    """A complaint that has the option's name where it had that of a value in Python, as in max_context=1."""
+    """The error with the option's name in place of the parameter's, as in --max-context 1 for max_context=1."""
     name, equals, rest = str(error).partition("=")
     return UsageError(f"--{name.replace('_', '-')} {rest}") if equals and name in vars(options) else error
 
 
 @contextlib.contextmanager
-def said_by_option(options: argparse.Namespace) -> Iterator[None]:
-    """Inside, complaints about a value have the name of its option."""
+def naming_options(options: argparse.Namespace) -> Iterator[None]:
+    """Within the context, errors about a value name its option; see `by_option`."""
     try:
         yield
     except UsageError as error:
@@ -291,13 +291,13 @@ def model_path(given: str | None) -> Path:
 
 
 def model_of(options: argparse.Namespace) -> ModelOptions:
-    """Which model the options want; what a command has no option for is as it is without one."""
+    """The options as `ModelOptions`; a field for which the command has no option keeps its default."""
     given = vars(options) | {"draft": options.drafts.model if "drafts" in options else ""}
     return ModelOptions(**{each.name: given[each.name] for each in fields(ModelOptions) if each.name in given})
 
 
 def sampling_of(options: argparse.Namespace) -> Sampling:
-    """How the options want tokens chosen."""
+    """The options as `Sampling`."""
     from anyaccel.inference.generate import Sampling
 
     given = vars(options) | {"draft_tokens": options.drafts.tokens, "draft_model": bool(options.drafts.model)}

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 
-# The most characters of an error message: argparse quotes an argument in full, however long it is.
+# argparse quotes an argument in full, however long it is, so error messages are cut after so many characters.
 _LONGEST = 400
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter that is told its width: argparse would import shutil for it, which takes 14 ms."""
+    """A formatter that gets its width from us: argparse would import shutil to find it, which takes 14 ms."""
 
     def __init__(self, prog: str) -> None:
         width = terminal_width() - 2
         super().__init__(prog, width=width, max_help_position=24 if width > 70 else 16)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """A description is filled to the width, paragraph by paragraph; examples stay as they were written."""
+        """Fill a description to the width, paragraph by paragraph; examples stay as they were written."""
         if text.startswith("examples:"):
             return super()._fill_text(text, width, indent)
         filled = ["\n".join(listed(each)) or " ".join(each.split()) for each in text.split("\n\n")]
@@ -36,7 +36,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def listed(paragraph: str) -> list[str]:
-    """The entries of a paragraph that is a list, each in one line: it is indented, and what goes on more so."""
+    """The entries of a paragraph that is a list, each joined to one line; [] for other paragraphs.
+
+    Entries of a list are indented by two spaces, and their further lines by more.
+    """
     if not paragraph.startswith("  "):
         return []
     entries: list[str] = []
@@ -82,30 +85,30 @@ class Parser(argparse.ArgumentParser):
             option = rest.split()[0].partition("=")[0]
             known = [name for action in self._actions for name in action.option_strings if name[:2] == "--"]
             message += did_you_mean(option, known, 0.7) if option.startswith("--") else ""
-        said = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
-        raise UsageError(f"{said}; see {self.prog} --help")
+        shown = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
+        raise UsageError(f"{shown}; see {self.prog} --help")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse what is none of an argument's choices, and say which of them may have been meant."""
+        """Refuse a value that is not among an argument's choices, and suggest those that look like it."""
         if action.choices is not None and value not in action.choices:
             known = [str(each) for each in action.choices]
-            said = f"invalid choice: {str(value)!r}{did_you_mean(str(value), known)}; choose from {', '.join(known)}"
-            raise argparse.ArgumentError(action, said)
+            problem = f"invalid choice: {str(value)!r}{did_you_mean(str(value), known)}; choose from {', '.join(known)}"
+            raise argparse.ArgumentError(action, problem)
 
     def add_argument(self, *names: str, **kwargs: Any) -> argparse.Action:
-        """Add an argument; the other spelling of a long option is added without being shown in the help."""
-        return self._spelled(super().add_argument(*names, **kwargs), names)
+        """Add an argument; a long option is also accepted in its other spelling, which the help does not show."""
+        return self._accept_spellings(super().add_argument(*names, **kwargs), names)
 
     def group(self, title: str) -> Callable[..., argparse.Action]:
-        """`add_argument` for a group of the help with a title of its own."""
+        """Begin a group of options with its own title in the help. Returns the group's `add_argument`."""
         group = self.add_argument_group(title)
-        return lambda *names, **kwargs: self._spelled(group.add_argument(*names, **kwargs), names)
+        return lambda *names, **kwargs: self._accept_spellings(group.add_argument(*names, **kwargs), names)
 
-    def also(self, action: argparse.Action, name: str) -> None:
-        """Accept an earlier name of an option too, without showing it in the help."""
-        self._spelled(action, (name,))
+    def add_former_name(self, action: argparse.Action, name: str) -> None:
+        """Also accept a former name of an option, which the help does not show."""
+        self._accept_spellings(action, (name,))
 
-    def _spelled(self, action: argparse.Action, names: Iterable[str]) -> argparse.Action:
+    def _accept_spellings(self, action: argparse.Action, names: Iterable[str]) -> argparse.Action:
         for name in names:
             if name.startswith("--"):
                 body = name[2:]

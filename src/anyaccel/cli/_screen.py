@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands show while they work: an answer while it comes, and beside it what they do."""
+"""The output of commands while they work: the text of an answer as it comes, and progress on standard error."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import TextIO
 
 from anyaccel.terminal import moves_cursor, styled, terminal_width
 
-_PROGRESS_SECONDS = 0.3  # loading that takes less is not worth a bar
-_WAITING_SECONDS = 0.7  # nor anything that takes less than this worth a word
+_BAR_DELAY_S = 0.3  # loading that takes less shows no progress
+_ELAPSED_DELAY_S = 0.7  # what takes less shows no elapsed time
 
 
 def keep_bytes(stream: TextIO) -> TextIO:
-    """Standard input that reads bytes that are not UTF-8 as surrogates instead of failing.
+    """Have standard input read bytes that are not UTF-8 as surrogates instead of failing.
 
-    The tokenizer refuses them with a message that names the bytes.
+    The tokenizer then refuses them with a message that names the bytes.
     """
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="surrogateescape")
@@ -29,9 +29,9 @@ def keep_bytes(stream: TextIO) -> TextIO:
 
 
 class Elapsed:
-    """A line of a terminal's standard error that says what is going on and for how long, while nothing else is written.
+    """A line on a terminal that says what the command does and for how long, while nothing else is written.
 
-    It is drawn by a thread, and by os.write: what goes on may fork, and a child would inherit the lock of sys.stderr.
+    A thread draws it with os.write: the command may fork, and the child would inherit a held lock of sys.stderr.
     """
 
     def __init__(self, what: str) -> None:
@@ -41,11 +41,11 @@ class Elapsed:
         self._drawn = 0  # columns
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._draw_on, daemon=True)
+        self._thread = threading.Thread(target=self._draw_until_done, daemon=True)
         self._thread.start()
 
     def clear(self) -> None:
-        """Take the line away, since another one comes."""
+        """Erase the line before another one is printed."""
         with self._lock:
             self._quiet_since = time.monotonic()
             self._erase()
@@ -55,11 +55,11 @@ class Elapsed:
         self._thread.join()
         self.clear()
 
-    def _draw_on(self) -> None:
+    def _draw_until_done(self) -> None:
         while not self._done.wait(0.1):
             with self._lock:
                 now = time.monotonic()
-                if now - self._quiet_since > (1.0 if self._drawn else _WAITING_SECONDS):
+                if now - self._quiet_since > (1.0 if self._drawn else _ELAPSED_DELAY_S):
                     self._erase()
                     text = f"{self._what} ... {now - self._started:.0f} s"[: terminal_width() - 1]
                     self._write(text)
@@ -78,10 +78,10 @@ class Elapsed:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Inside, a terminal shows what is being done and for how long; the line is gone afterwards.
+    """Within the context, a terminal shows what is being done and for how long; the line is erased afterwards.
 
     Args:
-        what: is done, as in "importing torch".
+        what: what is being done, as in "importing torch".
     """
     if not moves_cursor(sys.stderr):
         yield
@@ -94,7 +94,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 class Screen:
-    """What rank 0 tells the user on standard error; nothing when quiet and on the other ranks."""
+    """Prints messages and progress to standard error; with `shown` false, as on all ranks but 0, it prints nothing."""
 
     def __init__(self, shown: bool) -> None:
         self.shown = shown
@@ -105,7 +105,7 @@ class Screen:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Inside, a terminal shows for how long the model has been loading, where nothing else is to be said."""
+        """Within the context, a terminal shows for how long the model has been loading, while nothing else is shown."""
         if not self.shown or not self._bar:
             yield
             return
@@ -122,7 +122,7 @@ class Screen:
             print(styled(text, kind, sys.stderr), file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int) -> None:
-        """How many bytes of the weights are loaded: a line that changes on a terminal, else one at the end."""
+        """Show how many bytes of the weights are loaded: on a terminal as they are, elsewhere once at the end."""
         if not self.shown:
             return
         now = time.monotonic()
@@ -133,7 +133,7 @@ class Screen:
             start = "\r" if self._drawn else ""
             print(f"{start}loading: {share} in {now - self._started:.1f} s", file=sys.stderr, flush=True)
             self._started = self._drawn = 0.0
-        elif self._bar and now - max(self._drawn, self._started + _PROGRESS_SECONDS - 0.1) > 0.1:
+        elif self._bar and now - max(self._drawn, self._started + _BAR_DELAY_S - 0.1) > 0.1:
             self._clear()
             self._drawn = now
             print(f"\rloading: {share} ({100 * done // max(total, 1)} %)", end="", file=sys.stderr, flush=True)
@@ -144,7 +144,7 @@ class Screen:
 
 
 class Stream:
-    """The text of one answer while its tokens come; `ended` once a stop string is complete."""
+    """Decodes the tokens of one answer as they come and shows its text; it has ended once a stop string is complete."""
 
     def __init__(
         self, decode: Callable[[list[int]], str], stop: Sequence[str], show: Callable[[str], object] | None
@@ -162,7 +162,7 @@ class Stream:
 
     @property
     def text(self) -> str:
-        """What has been shown so far."""
+        """The text that has been shown so far."""
         return "".join(self._parts)
 
     def _add(self, text: str) -> None:
@@ -177,7 +177,7 @@ class Stream:
             self._add(self._filter.add(text))
 
     def finish(self) -> None:
-        """Show what was held back."""
+        """Show the text that was held back because a stop string could have begun in it."""
         if not self.ended:
             self._add(self._filter.add(self._detokenizer.finish()))
         if not self.ended:

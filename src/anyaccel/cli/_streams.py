@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard streams that are closed or full: a command still says what it has to say, in the right place, or fails."""
+"""Makes standard streams that are closed or full safe: output goes to the right stream, or the command fails."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from typing import Any, TextIO
 
 
-class _Forgiving(io.FileIO):
-    """Standard error whose write errors are ignored: there is nowhere left to report them, and the command goes on."""
+class _IgnoresWriteErrors(io.FileIO):
+    """A standard error that ignores write errors: they could be reported nowhere, and the command can go on."""
 
     def write(self, data: Any) -> int:
         try:
@@ -26,9 +26,9 @@ class _Forgiving(io.FileIO):
 
 
 def _open_descriptors() -> None:
-    """Give each standard descriptor that is closed a /dev/null, which children inherit.
+    """Open /dev/null, which children inherit, at each standard descriptor that is closed.
 
-    Else the next file or socket that is opened would take the number, and get what is meant for the stream.
+    Otherwise the next file or socket would be opened at that number, and would get what is meant for the stream.
     """
     for descriptor, mode in enumerate((os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)):
         try:
@@ -36,15 +36,15 @@ def _open_descriptors() -> None:
         except OSError:
             opened = os.open(os.devnull, mode)
             os.dup2(opened, descriptor)
-            if opened == descriptor:  # the lowest free number was the right one, so dup2 did nothing
+            if opened == descriptor:  # it was the lowest free number, so dup2 did nothing
                 os.set_inheritable(descriptor, True)
             else:
                 os.close(opened)
 
 
-def _forgiving(stream: TextIO | None) -> TextIO:
+def _without_write_errors(stream: TextIO | None) -> TextIO:
     return io.TextIOWrapper(
-        io.BufferedWriter(_Forgiving(2, "w", closefd=False)),
+        io.BufferedWriter(_IgnoresWriteErrors(2, "w", closefd=False)),
         encoding=getattr(stream, "encoding", None) or "utf-8",
         errors="backslashreplace",
         write_through=True,
@@ -52,10 +52,10 @@ def _forgiving(stream: TextIO | None) -> TextIO:
     )
 
 
-def _buffered(stream: TextIO) -> TextIO:
-    """Standard output buffered by lines, for a Python that was started with -u.
+def _line_buffered_output(stream: TextIO) -> TextIO:
+    """Standard output that is buffered by lines, for a Python that was started with -u.
 
-    Without a buffer, output that could not be written would be gone and could not be reported at the end.
+    Without a buffer, output that fails to be written would be lost, and could not be reported at the end.
     """
     return io.TextIOWrapper(
         io.BufferedWriter(io.FileIO(1, "w", closefd=False)),
@@ -67,27 +67,27 @@ def _buffered(stream: TextIO) -> TextIO:
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Inside, there are three standard streams: an empty input, an output that fails when written to, a silent error.
+    """Replace each standard stream that is closed: by an empty input, an output that fails on write, a silent error.
 
-    Callers close them (`<&-`, `>&-`, `2>&-`); Python leaves None in such a place then, and print(file=None)
-    writes errors to standard output. What is open stays as it is, but that errors in writing to standard error are
-    passed over.
+    A shell closes them with `<&-`, `>&-` and `2>&-`. Python then has None in their place, and print(file=None)
+    would write error messages to standard output. A stream that is open is kept, but errors in writing to standard
+    error are ignored.
     """
     _open_descriptors()
     if sys.stdin is None:
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - a stream, no path
     if sys.stdout is None:
-        # The descriptor swallows what children print; what this command is asked for must not be lost in silence.
+        # The descriptor discards what children print, but the output of the command itself must not vanish silently.
         unwritable = os.open(os.devnull, os.O_RDONLY)
         sys.stdout = open(unwritable, "w", encoding="utf-8")  # noqa: SIM115
     before = sys.stderr
     own = before is None or (before is sys.__stderr__ and isinstance(before, io.TextIOWrapper))
     if own:
-        sys.stderr = _forgiving(before)
+        sys.stderr = _without_write_errors(before)
     output = sys.stdout
     unbuffered = output is sys.__stdout__ and isinstance(getattr(output, "buffer", None), io.RawIOBase)
     if unbuffered:
-        sys.stdout = _buffered(output)
+        sys.stdout = _line_buffered_output(output)
     try:
         yield
     finally:
@@ -97,17 +97,17 @@ def standard_streams() -> Iterator[None]:
             sys.stderr = before
 
 
-def written(code: int) -> int:
-    """`code`, when all that the command printed has been written; else say that it could not be, and return 1."""
+def flush_output(code: int) -> int:
+    """Flush standard output. Returns `code`, or where that fails, prints why and returns a code that is not 0."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         drop_output()
         return 141
     except OSError as error:
-        said = "it is closed" if error.errno == errno.EBADF else error.strerror or error
+        reason = "it is closed" if error.errno == errno.EBADF else error.strerror or error
         drop_output()
-        print(f"anyaccel: error: standard output cannot be written ({said})", file=sys.stderr)
+        print(f"anyaccel: error: standard output cannot be written ({reason})", file=sys.stderr)
         return code or 1
     return code
 
@@ -122,7 +122,7 @@ def output_fails() -> bool:
 
 
 def drop_output() -> None:
-    """Forget what waits to be printed: Python would complain of it again while flushing at exit."""
+    """Discard what is still buffered, since Python would report it again when it flushes at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)

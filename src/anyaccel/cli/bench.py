@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`anyaccel bench llm`: a model under our engine and others, side by side, in one run."""
+"""`anyaccel bench llm`: compare our engine with others on one model, side by side, in one run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from anyaccel.cli._model_options import dtype_name
+from anyaccel.cli._model_options import check_at_least, dtype_name
 from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
 from anyaccel.terminal import table_width
@@ -66,12 +66,10 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; 1 when a contender failed."""
+    """Run the command; returns 1 when a contender failed."""
     options = build_parser().parse_args(argv)
-    for name, least in (("tp", 1), ("threads", 0), ("prompt", 1), ("new", 2), ("long", 0), ("batch", 0)):
-        _at_least(options, name, least)
-    _at_least(options, "repeats", 1)
-    _at_least(options, "rounds", 1)
+    least = {"tp": 1, "threads": 0, "prompt": 1, "new": 2, "long": 0, "batch": 0, "repeats": 1, "rounds": 1}
+    check_at_least(options, least)
     from anyaccel.bench.contenders import Contender, Sizes, measure, parse_peer, runs_in
     from anyaccel.bench.report import check_plot, plot
     from anyaccel.inference.checkpoints.model_path import default_model_file, no_such_model
@@ -79,12 +77,12 @@ def main(argv: list[str]) -> int:
     model = str(Path(options.model).expanduser().absolute() if options.model else default_model_file())
     if not Path(model).exists():
         raise UsageError(f"--model {no_such_model(options.model)}")
-    pythons = _pythons(options.python)
+    pythons = _parse_pythons(options.python)
     own = {"threads": options.threads}
     dtypes = list(dict.fromkeys(options.dtype or ["bf16"]))
     contenders = [Contender("anyaccel", model, dtype, options.tp, options=own) for dtype in dtypes]
     for text in filter(None, options.against.split(",")):
-        # A contender given as NAME=PATH brings a model of its own, which has one precision whatever --dtype lists.
+        # A contender given as NAME=PATH brings its own model, which has one precision whatever --dtype lists.
         wanted = dtypes[:1] if "=" in text else [dtype for dtype in dtypes if runs_in(text, dtype)]
         if not wanted:
             raise UsageError(f"--against {text}: it does not run in {' or '.join(dtypes)}; add --dtype bf16")
@@ -96,17 +94,11 @@ def main(argv: list[str]) -> int:
     ours = contenders[0].name
     _print(options, model, figures, failures, ours)
     if options.plot and figures:
-        plot(figures, ours, f"{Path(model).name}: {_machine()}", options.plot)
+        plot(figures, ours, f"{Path(model).name}: {_machine_summary()}", options.plot)
     return 1 if failures else 0
 
 
-def _at_least(options: argparse.Namespace, name: str, least: int) -> None:
-    value = getattr(options, name)
-    if value < least:
-        raise UsageError(f"--{name} {value}: must be at least {least}")
-
-
-def _pythons(given: list[str]) -> dict[str, str]:
+def _parse_pythons(given: list[str]) -> dict[str, str]:
     pythons = {}
     for text in given:
         name, equals, path = text.partition("=")
@@ -117,7 +109,7 @@ def _pythons(given: list[str]) -> dict[str, str]:
 
 
 def _vocabulary(model: str) -> int:
-    """The size of the vocabulary, below which random prompts draw their tokens; 20000 where no config.json says it."""
+    """The size of the vocabulary, which bounds the tokens of random prompts; 20000 where no config.json has it."""
     config = Path(model) / "config.json"
     if config.is_file():
         from anyaccel.outside import Values, read_json
@@ -126,7 +118,7 @@ def _vocabulary(model: str) -> int:
     return 20000
 
 
-def _machine() -> str:
+def _machine_summary() -> str:
     from anyaccel import _native
     from anyaccel.topology import read_machine
 
@@ -144,7 +136,7 @@ def _print(
 
     if options.json:
         summary = {
-            "machine": _machine(),
+            "machine": _machine_summary(),
             "model": model,
             "figures": figures,
             "ratios_of": ours,
@@ -154,7 +146,7 @@ def _print(
         print(json.dumps(summary, indent=1))
         return
     if figures:
-        print(f"{Path(model).name} on {_machine()}")
+        print(f"{Path(model).name} on {_machine_summary()}")
         print(
             f"prompt {options.prompt}, {options.new} new; long prompt {options.long}; batch {options.batch}; "
             f"in brackets: how many times better {ours} is\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`anyaccel bind`: bind this process by its local rank, then become the command."""
+"""`anyaccel bind`: bind this process by its local rank, then replace it by the command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from anyaccel.launch.plan import describe
 from anyaccel.terminal import fitted, marked, styled, table_width
 from anyaccel.topology import read_machine
 
-# Exit codes of a shell for a program that is not there, and for one that cannot be run.
+# A shell has these exit codes for a program that does not exist, and for one that cannot be run.
 _NOT_FOUND = 127
 _NOT_RUNNABLE = 126
 
@@ -56,7 +56,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Become the command; returns only where that cannot be done."""
+    """Replace this process by the command; returns only where that fails."""
     arguments = build_parser().parse_args(argv)
     command: list[str] = arguments.command
     if command[:1] == ["--"]:
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         raise UsageError("no command was given; put it after --, as in: anyaccel bind -- python train.py")
     options = BindingOptions(**{**binding_options(arguments), "bind_cores": True})
     ancestors = read_ancestors(os.environ)
-    found = _place(arguments, ancestors)
+    found = _find_rank(arguments, ancestors)
     machine = read_machine()
     plan = plan_rank(options, machine, found, os.environ, cpus_of_launcher(ancestors, found.variable), ancestors)
     if arguments.dry_run:
@@ -73,14 +73,14 @@ def main(argv: list[str]) -> int:
             f"topology: {machine.summary()}",
             *(f"local rank {binding.local_rank}: {describe(binding)}" for binding in plan.ranks),
             *(f"warning: {text}" for text in plan.warnings),
-            *(f"note: {text}" for text in (*plan.spoken, *plan.notes)),
+            *(f"note: {text}" for text in (*plan.announcements, *plan.notes)),
         ]
         print(styled(fitted("\n".join(lines), table_width(sys.stdout)), "plan", sys.stdout))
         return 0
-    if found.local_rank == 0:  # the other ranks have the same warnings
+    if found.local_rank == 0:  # the other ranks would repeat its warnings
         for text in plan.warnings:
             _say(f"warning: {text}")
-        for text in plan.spoken:
+        for text in plan.announcements:
             _say(text)
     binding = plan.ranks[found.local_rank]
     problems = bind_this_process(binding)
@@ -89,10 +89,10 @@ def main(argv: list[str]) -> int:
     if problems and options.strict:
         return EXIT_NOT_BOUND
     mark = {} if problems else {BOUND: bound_mark(found, os.sched_getaffinity(0))}
-    return _become(command, {**os.environ, **binding.env, **mark})
+    return _exec(command, {**os.environ, **binding.env, **mark})
 
 
-def _place(arguments: argparse.Namespace, ancestors: Ancestors | None) -> RankFromEnvironment:
+def _find_rank(arguments: argparse.Namespace, ancestors: Ancestors | None) -> RankFromEnvironment:
     rank, size = arguments.local_rank, arguments.local_size
     if rank is None and size is None:
         return rank_from_environment(os.environ, ancestors=ancestors)
@@ -108,9 +108,9 @@ def _place(arguments: argparse.Namespace, ancestors: Ancestors | None) -> RankFr
     return given_by_hand(rank, size)
 
 
-def _become(command: list[str], environment: dict[str, str]) -> int:
+def _exec(command: list[str], environment: dict[str, str]) -> int:
     sys.stdout.flush()
-    # Python ignores these two signals, and an exec would pass that on; programs expect the default.
+    # Python ignores these two signals, and an exec would keep that, but programs expect the default.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:

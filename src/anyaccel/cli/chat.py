@@ -18,9 +18,9 @@ from anyaccel.cli._model_options import (
     cluster_of,
     model_of,
     model_path,
-    said_by_option,
+    naming_options,
     sampling_of,
-    say_who_drafts_not,
+    warn_of_unused_drafts,
 )
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
@@ -67,10 +67,10 @@ def main(argv: list[str]) -> int:
     check_numbers(options)
     options.model = str(model_path(options.model))
     screen = Screen(shown=not options.quiet)
-    with screen.loading(), said_by_option(options):
+    with screen.loading(), naming_options(options):
         opened = _open(options, screen)
     with contextlib.closing(opened) as backend:
-        say_who_drafts_not(options, backend, screen)
+        warn_of_unused_drafts(options, backend, screen)
         if not backend.tokenizer.has_chat_template:
             raise ModelError(f"{options.model}: the model has no chat template; use `anyaccel generate`")
         if sys.stdin.isatty():
@@ -92,7 +92,7 @@ def _open(options: argparse.Namespace, screen: Screen) -> Backend:
 
 
 class Conversation:
-    """The messages so far, and the model that answers them."""
+    """The messages so far, and the backend that answers them."""
 
     def __init__(self, backend: Backend, options: argparse.Namespace, screen: Screen) -> None:
         self._backend = backend
@@ -103,14 +103,14 @@ class Conversation:
         self.clear()
 
     def clear(self, system: str | None = None) -> None:
-        """Forget what was said; `system`: a new system prompt."""
+        """Forget all messages, and set a new system prompt where `system` is one."""
         self._system = self._system if system is None else system
         self._start = [] if self._system is None else [{"role": "system", "content": self._system}]
         self._messages: list[dict[str, str]] = []
         self._backend.forget()
 
-    def say(self, text: str) -> None:
-        """Answer a message, to standard output; Ctrl-C ends the answer early and keeps what there is of it.
+    def answer(self, text: str) -> None:
+        """Print the answer to a message; Ctrl-C ends it early, and the part that was printed is kept.
 
         Raises:
             UsageError: the message alone does not fit the model's context.
@@ -143,10 +143,10 @@ class Conversation:
             self._screen.line(f"(the answer ends here: the model's context of {self._backend.context} tokens is full)")
 
     def _fit(self) -> tuple[list[int], int]:
-        """The conversation's tokens and how many the answer may have; the oldest messages go when it is too long.
+        """Drop the oldest messages until the conversation fits. Returns its tokens, and the most tokens of the answer.
 
         Raises:
-            UsageError: its last message alone is too long; nothing is forgotten then.
+            UsageError: its last message alone is too long; nothing is dropped then.
         """
         context = self._backend.context
         wanted = self._options.max_new_tokens
@@ -163,7 +163,7 @@ class Conversation:
                     )
                 wanted = context - len(ids)
                 break
-            # With half of the context left for the answer, no more messages are forgotten for a longer one.
+            # With half of the context left, the answer is shortened before more messages are dropped.
             if len(ids) <= context // 2:
                 wanted = context - len(ids)
                 break
@@ -176,14 +176,14 @@ class Conversation:
 
 
 class _Lines:
-    """Messages from the terminal, with editing, or from a pipe."""
+    """Reads messages from the terminal, with line editing, or from a pipe."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.interactive = keep_bytes(sys.stdin).isatty()
         if self.interactive:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  input() edits lines with it
+                import readline  # noqa: F401  (input() uses it)
 
     def next(self) -> str | None:
         """The next message; None at the end.
@@ -246,6 +246,6 @@ def _talk(conversation: Conversation, lines: _Lines) -> int:
             print(f"(no command {word}; /help lists them)", file=sys.stderr)
         else:
             try:
-                conversation.say(text)
-            except UsageError as error:  # the chat goes on
+                conversation.answer(text)
+            except UsageError as error:
                 print(f"({error})", file=sys.stderr)

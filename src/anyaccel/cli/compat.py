@@ -34,7 +34,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Do what is asked; `status` returns 1 where the alias is not what is imported."""
+    """Run the command; `status` returns 1 where `import deepspeed` does not import the alias."""
     options = build_parser().parse_args(argv)
     from anyaccel import compat
 

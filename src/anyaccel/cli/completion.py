@@ -20,7 +20,7 @@ _EXAMPLES = """\
   this shell only
       source <(anyaccel completion bash)
 """
-# Values to offer for options that accept other values too, so that the parser has no list of choices for them.
+# The values to offer for options that accept others too, and so have no choices in the parser.
 _VALUES = {"--launcher": ("ssh", "pdsh", "openmpi", "mpich", "impi", "mvapich", "slurm")}
 
 
@@ -37,7 +37,7 @@ class _Command:
     name: str
     help: str
     options: tuple[_Option, ...]
-    words: tuple[str, ...]  # what a positional argument may be; empty: file names
+    words: tuple[str, ...]  # the choices of positional arguments; empty for file names
 
 
 def build_parser() -> Parser:
@@ -52,7 +52,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Print it."""
+    """Print the completion script."""
     options = build_parser().parse_args(argv)
     sys.stdout.write(_WRITERS[options.shell](_commands()))
     return 0

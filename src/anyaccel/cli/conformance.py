@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _OUTCOMES = ("pass", "absent", "fail")
 _HEAD = ("subject", "check", "result", "    time", "detail")
-_DETAIL = 40  # characters that a detail is taken to have
+_DETAIL = 40  # the characters that are reserved for the last column
 
 
 def build_parser() -> Parser:
@@ -47,7 +47,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the checks; 1 when one fails."""
+    """Run the checks; returns 1 when one fails."""
     options = build_parser().parse_args(argv)
     if options.name:
         os.environ["DS_ACCELERATOR"] = options.name
@@ -64,11 +64,11 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"-k {options.text!r}: no check has this text in its name or methods; without -k all are run")
     results: list[Result] = []
     if not options.json:
-        about = _about(accelerator)
+        about = _describe(accelerator)
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         head = f"{about['accelerator']} on {about['device']}: {len(checks)} checks; {versions}"
         print(fitted(head, table_width(sys.stdout)))
-        # The rows come one by one: what the last column will hold is not known yet.
+        # Rows are printed one by one, so the width of the last column is a guess.
         rows = [(check.subject, check.title, _HEAD[2], f"{0:6.2f} s", "word " * (_DETAIL // 5)) for check in checks]
         table = Table([_HEAD, *rows], table_width(sys.stdout))
         print(table.row(_HEAD), flush=True)
@@ -84,15 +84,15 @@ def main(argv: list[str]) -> int:
     counts = Counter(result.outcome for result in results)
     if options.json:
         summary = {outcome: counts[outcome] for outcome in _OUTCOMES}
-        everything = {**_about(accelerator), "counts": summary, "results": [result._asdict() for result in results]}
+        everything = {**_describe(accelerator), "counts": summary, "results": [result._asdict() for result in results]}
         print(json.dumps(everything, indent=2))
     else:
         print(", ".join(f"{counts[outcome]} {outcome}" for outcome in _OUTCOMES))
     return 1 if counts["fail"] else 0
 
 
-def _about(accelerator: Accelerator) -> dict[str, Any]:
-    """Name, device and versions, as far as a broken backend tells them."""
+def _describe(accelerator: Accelerator) -> dict[str, Any]:
+    """The accelerator's name, device and versions, as far as a broken backend can tell them."""
     import torch
 
     versions = {"anyaccel": __version__, "python": platform.python_version(), "torch": torch.__version__}

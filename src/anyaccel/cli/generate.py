@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`anyaccel generate`: text from a local model, on one process or on workers that it starts itself."""
+"""`anyaccel generate`: generate text with a local model, in one process or on workers that it starts itself."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from anyaccel.cli._model_options import (
     cluster_of,
     model_of,
     model_path,
-    said_by_option,
+    naming_options,
     sampling_of,
-    say_who_drafts_not,
+    warn_of_unused_drafts,
 )
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen, Stream, keep_bytes, show
@@ -66,17 +66,17 @@ def main(argv: list[str]) -> int:
     check_numbers(options)
     if options.system is not None and options.no_chat_template:
         raise UsageError("--system is part of the chat template: leave out --no-chat-template")
-    options.prompt = _prompt(options.prompt)
+    options.prompt = _read_prompt(options.prompt)
     options.model = str(model_path(options.model))
     screen = Screen(shown=os.environ.get("RANK", "0") == "0" and not options.quiet)
-    with screen.loading(), said_by_option(options):
+    with screen.loading(), naming_options(options):
         opened = _open(options, screen)
     with contextlib.closing(opened) as backend:
-        say_who_drafts_not(options, backend, screen)
+        warn_of_unused_drafts(options, backend, screen)
         return _generate(options, screen, backend)
 
 
-def _prompt(text: str) -> str:
+def _read_prompt(text: str) -> str:
     if text == "-":
         text = keep_bytes(sys.stdin).read()
     if not text.strip():
@@ -103,7 +103,7 @@ def _generate(options: argparse.Namespace, screen: Screen, backend: Backend) -> 
     tokens = backend.tokens(ids, options.max_new_tokens, sampling_of(options), result)
     for token in tokens:
         stream.add(token)
-        if stream.ended:  # all ranks stop here at once, since they have the same tokens
+        if stream.ended:  # all ranks have the same tokens, so they stop in the same step
             break
     tokens.close()
     stream.finish()

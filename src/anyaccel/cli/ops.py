@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`anyaccel ops`: the native ops of this machine's accelerator; what is prebuilt, cached, missing; build and clean."""
+"""`anyaccel ops`: list the native ops of this machine's accelerator, build them, and clean their cache."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Do what is asked; 1 when an op cannot be built."""
-    options = build_parser().parse_intermixed_args(argv)  # names may stand behind flags
+    """Run the command; returns 1 when an op cannot be built."""
+    options = build_parser().parse_intermixed_args(argv)  # names may follow flags
     if options.action == "clean":
         if options.names:
             raise UsageError("anyaccel ops clean removes everything that was built; it takes no names")
@@ -62,10 +62,10 @@ def main(argv: list[str]) -> int:
 
 
 def _import_torch() -> None:
-    """Import torch, in a process of its own: importing a damaged installation may kill the process."""
+    """Import torch; this runs in another process, since importing a damaged installation may kill it."""
     from anyaccel.accelerator.autoload import import_torch
 
-    with contextlib.suppress(AnyAccelError):  # get_accelerator raises it again, and the command reports it then
+    with contextlib.suppress(AnyAccelError):  # get_accelerator raises it again, and the command reports that one
         import_torch()
 
 
@@ -132,8 +132,8 @@ def _build(builders: dict[str, OpBuilder], options: Any) -> int:
         results.append(result)
     if options.json:
         print(json.dumps({"ops": results}, indent=2))
-    asked = bool(options.names)
-    return int(any(row["status"] == "failed" or (asked and row["status"] == "unavailable") for row in results))
+    failures = ("failed", "unavailable") if options.names else ("failed",)
+    return int(any(row["status"] in failures for row in results))
 
 
 def _say(options: Any, text: str) -> None:

@@ -57,7 +57,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Look, and write when asked; 1 when --check finds something, or a file could not be looked at or written."""
+    """Run the command; returns 1 when --check finds something, or a file could not be read or written."""
     options = build_parser().parse_intermixed_args(argv)
     if options.rules:
         return _list_rules(options.json)
@@ -91,7 +91,7 @@ def _list_rules(as_json: bool) -> int:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does: workers are ended, and the file being written is whole."""
+    """Within the context, SIGTERM ends the run as Ctrl-C does: workers end, and the file being written is completed."""
 
     def end(number: int, _frame: Any) -> None:
         raise SystemExit(128 + number)
@@ -184,7 +184,7 @@ def _summary(options: argparse.Namespace, totals: dict[str, int]) -> str:
     seen = plural(totals["files"], "file")
     without = f" ({totals['without_cuda']} without a word of CUDA)" if totals["without_cuda"] else ""
     failed = f"; {plural(totals['failed'], 'path')} not ported" if totals["failed"] else ""
-    # As ruff says it of unsafe fixes: how many there are, and the option that they take.
+    # As ruff does for unsafe fixes, the summary names how many fixes wait for an option, and the option.
     waiting, more = totals["waiting"], ""
     unwritten = f", {totals['unwritten']} could not be written" if totals["unwritten"] else ""
     if options.write:
@@ -221,9 +221,9 @@ def _files(options: argparse.Namespace) -> tuple[list[tuple[str, Config]], list[
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[tuple[Callable[[], object], Callable[[], object]]]:
-    """What to call after each file that is read, and after each of the `total` that is ported.
+    """Two functions to call after each file that is read, and after each of the `total` files that is ported.
 
-    They draw bars, when a person is watching and tqdm is there.
+    They draw progress bars on a terminal where tqdm is installed.
     """
     bars: list[Any] = []
 
@@ -233,7 +233,7 @@ def _progress(total: int) -> Iterator[tuple[Callable[[], object], Callable[[], o
         with contextlib.suppress(ImportError):
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # no thread: workers are forked
+            tqdm.monitor_interval = 0  # workers are forked, so there must be no thread
             bars.append(tqdm(desc=what, total=count, unit="file", leave=False, file=sys.stderr, delay=0.5))
 
     def end() -> None:
@@ -264,7 +264,7 @@ def _progress(total: int) -> Iterator[tuple[Callable[[], object], Callable[[], o
 
 
 def _say(text: str, stream: Any, end: str = "\n") -> None:
-    """Print above the progress bar; what the terminal cannot show is escaped."""
+    """Print above the progress bar, with characters escaped that the terminal cannot show."""
     if not text:
         return
     encoding = stream.encoding or "utf-8"

@@ -39,7 +39,7 @@ def build_parser() -> Parser:
         default=32,
         help="number of weights that share a scale in int4 (default: 32)",
     )
-    parser.also(group, "--group")
+    parser.add_former_name(group, "--group")
     add(
         "--calibrate",
         metavar="TEXT",
@@ -108,12 +108,12 @@ def main(argv: list[str]) -> int:
 
 
 class _Screen:
-    """Progress on standard error."""
+    """Shows progress on standard error."""
 
     def __init__(self, shown: bool) -> None:
         self._shown = shown
         self._bar: Any = None
-        # Until the first bytes are read: importing torch, and with --calibrate what the model computes on its text.
+        # This line covers the import of torch and, with --calibrate, the forward passes over its text.
         self._elapsed = Elapsed("preparing") if shown and moves_cursor(sys.stderr) else None
 
     def line(self, text: str) -> None:
@@ -123,7 +123,7 @@ class _Screen:
             print(text, file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int) -> None:
-        """A bar over the bytes that are read."""
+        """Update the progress bar over the bytes that are read."""
         if not self._shown:
             return
         if self._bar is None:
@@ -132,18 +132,18 @@ class _Screen:
             except ImportError:
                 self._shown = False
                 return
-            self._prepared()
+            self._end_elapsed()
             self._bar = tqdm(
                 total=total, unit="B", unit_scale=True, desc="quantising", file=sys.stderr, dynamic_ncols=True
             )
         self._bar.update(done - self._bar.n)
 
     def close(self) -> None:
-        self._prepared()
+        self._end_elapsed()
         if self._bar is not None:
             self._bar.close()
 
-    def _prepared(self) -> None:
+    def _end_elapsed(self) -> None:
         if self._elapsed is not None:
             self._elapsed.end()
             self._elapsed = None

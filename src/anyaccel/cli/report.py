@@ -26,7 +26,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; 0, or 1 when something cannot be used (the report says what, and why)."""
+    """Print the report; returns 1 when something cannot be used, which the report explains."""
     options = build_parser().parse_args(argv)
 
     from anyaccel.accelerator.select import silence_detection

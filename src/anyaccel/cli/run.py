@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from anyaccel.launch.cluster import ClusterOptions
 
-# Options about several hosts, as `ClusterOptions` names them, and their defaults: a launch on this machine alone
-# does not import that module.
+# The fields of `ClusterOptions` and their defaults, which are copied so that a launch on this machine alone does not
+# import its module.
 _CLUSTER_DEFAULTS: dict[str, object] = {
     "hostfile": None,
     "include": "",
@@ -100,7 +100,7 @@ def build_parser() -> Parser:
     add_binding_options(parser)
     _add_output_options(parser)
     _add_cluster_options(parser)
-    # One argument that takes everything: argparse would drop a `--` that is meant for the script.
+    # One argument takes everything, since argparse would otherwise drop a `--` that is meant for the script.
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="script [args ...]", help="the script and its arguments"
     )
@@ -146,7 +146,7 @@ def _add_cluster_options(parser: Parser) -> None:
     add("--elastic", metavar="MIN:MAX", help="go on with MIN to MAX hosts (torch elastic)")
 
 
-def _options(arguments: argparse.Namespace) -> LaunchOptions:
+def _launch_options(arguments: argparse.Namespace) -> LaunchOptions:
     command: list[str] = arguments.command
     if command[:1] == ["--"]:
         command = command[1:]
@@ -172,7 +172,7 @@ def _options(arguments: argparse.Namespace) -> LaunchOptions:
 
 
 def _job_environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """Variables that every worker of the job gets."""
+    """The environment variables that every worker of the job gets."""
     if not arguments.as_deepspeed:
         return {}
     from anyaccel import compat
@@ -181,7 +181,7 @@ def _job_environment(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _cluster_options(arguments: argparse.Namespace) -> ClusterOptions | None:
-    """None for a launch on this machine alone."""
+    """The options about several hosts; None for a launch on this machine alone."""
     ours = tuple(f"{name}={value}" for name, value in _job_environment(arguments).items())
     arguments.exports = (*arguments.export, *ours)
     given: dict[str, Any] = {name: getattr(arguments, name) for name in _CLUSTER_DEFAULTS}
@@ -195,13 +195,13 @@ def _cluster_options(arguments: argparse.Namespace) -> ClusterOptions | None:
 
 
 def _show(options: LaunchOptions, as_json: bool, extra_env: dict[str, str]) -> None:
-    """Print what would be started on this machine."""
+    """Print the plan and the commands of a launch on this machine."""
     launch.check_script(options, os.environ.get("PATH", os.defpath))
     machine = read_machine()
     plan = launch.make_plan(options, machine, extra_env=extra_env)
     commands = [worker_command(options, binding) for binding in plan.ranks]
     if as_json:
-        import json  # 4 ms that a launch does not need
+        import json  # this takes 4 ms, which a launch need not spend
 
         ranks = plan.to_dict()
         print(json.dumps({"topology": machine.summary(), **ranks, "commands": commands}, indent=2))
@@ -217,7 +217,7 @@ def main(argv: list[str]) -> int:
     arguments = build_parser().parse_args(argv)
     if arguments.json and not arguments.dry_run:
         raise UsageError("--json prints the plan and goes with --dry-run; add --dry-run, or leave --json out")
-    options = _options(arguments)
+    options = _launch_options(arguments)
     cluster = _cluster_options(arguments)
     if not arguments.save_pid or arguments.dry_run:
         return _run(arguments, options, cluster)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`anyaccel serve`: a local model behind OpenAI's API."""
+"""`anyaccel serve`: serve a local model through OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from anyaccel.cli._model_options import (
     add_draft_option,
     add_model_options,
     add_tp_option,
+    check_at_least,
     model_of,
     model_path,
-    said_by_option,
+    naming_options,
 )
 from anyaccel.cli._parser import Parser
 from anyaccel.cli._screen import Screen
@@ -43,7 +44,7 @@ _EXAMPLES = """\
   curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' -d '{"prompt": "Once"}'"""
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 _FORMATS = ("auto", "hermes", "llama3", "mistral")
-_LONGEST = 1e6  # seconds
+_LONGEST_S = 1e6
 _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "pydantic")
 
 
@@ -62,7 +63,7 @@ def build_parser() -> Parser:
     add = parser.group("engine")
     add(
         "--replicas",
-        type=_replicas,
+        type=_parse_replicas,
         default=1,
         metavar="N|auto",
         help="copies of the model, each on its own cores; auto: one on each NUMA node (default: 1)",
@@ -168,11 +169,11 @@ def main(argv: list[str]) -> int:
     for warning in listening.warnings_of(settings):
         print(f"anyaccel: {marked(warning, sys.stderr)}", file=sys.stderr, flush=True)
     with listening.bind(settings.host, settings.port) as taken, Beside() as importing:
-        importing.start(lambda: _beside(options))  # while the model is read
+        importing.start(lambda: _import_server(options))
         with screen.loading():
             tokenizer = load_text_tokenizer(Path(options.model), screen.line)
-        with screen.loading(), said_by_option(options):
-            engine = _engine(options, screen, tokenizer)
+        with screen.loading(), naming_options(options):
+            engine = _load_engine(options, screen, tokenizer)
         for line in engine.facts.plan:
             screen.line(line)
         try:
@@ -183,22 +184,22 @@ def main(argv: list[str]) -> int:
         except BaseException:
             asyncio.run(engine.close())
             raise
-        # The engine is the server's from here on: it ends with it.
+        # From here on the server owns the engine, and closes it.
         port = taken.getsockname()[1]
         server.run(engine, front, settings, taken, lambda: _announce(settings, screen, tokenizer, port))
     return 0
 
 
-def _beside(options: argparse.Namespace) -> tuple[Any, Defaults]:
-    """What does not need the model, and the one thing that is read of it twice."""
+def _import_server(options: argparse.Namespace) -> tuple[Any, Defaults]:
+    """Import the server and read the model's sampling defaults, which runs beside the loading of the model."""
     server = importlib.import_module("anyaccel.serve.server")
     from anyaccel.serve.defaults import Defaults, read_defaults
 
     return server, read_defaults(Path(options.model)) if options.generation_config == "auto" else Defaults()
 
 
-def _engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engine:
-    """The model, ready to be asked.
+def _load_engine(options: argparse.Namespace, screen: Screen, tokenizer: Any) -> Engine:
+    """Load the model.
 
     Raises:
         AnyAccelError: it cannot be loaded.
@@ -242,8 +243,8 @@ def _announce(settings: Settings, screen: Screen, tokenizer: Any, port: int) -> 
     screen.line(f"try: {listening.curl(settings, port, tokenizer.has_chat_template)}")
 
 
-def _replicas(text: str) -> int:
-    """How many; 0: one a NUMA node."""
+def _parse_replicas(text: str) -> int:
+    """The number of replicas; 0 stands for one on each NUMA node."""
     if text == "auto":
         return 0
     if not text.isascii() or not text.isdigit() or not 0 < int(text) <= 1024:
@@ -252,17 +253,15 @@ def _replicas(text: str) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What is wrong whatever the model is, before anything is imported or loaded."""
+    """Refuse values that are wrong for every model, before anything is imported or loaded."""
     if options.given is not None and options.model is not None:
         raise UsageError(f"MODEL {options.given} and --model {options.model}: one of them is enough")
     least = {"tp": 1, "pp": 1, "threads": 0, "max_batch": 1, "max_waiting": 1, "max_context": 0, "cache_bytes": 0}
-    for name, value in least.items():
-        if getattr(options, name) < value:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be {value} or above")
-    if not 0 <= options.drain_seconds <= _LONGEST:
-        raise UsageError(f"--drain-seconds {options.drain_seconds:g}: must be 0 to {_LONGEST:g}")
-    if not 0 < options.request_timeout <= _LONGEST:
-        raise UsageError(f"--request-timeout {options.request_timeout:g}: must be above 0, and at most {_LONGEST:g}")
+    check_at_least(options, least)
+    if not 0 <= options.drain_seconds <= _LONGEST_S:
+        raise UsageError(f"--drain-seconds {options.drain_seconds:g}: must be 0 to {_LONGEST_S:g}")
+    if not 0 < options.request_timeout <= _LONGEST_S:
+        raise UsageError(f"--request-timeout {options.request_timeout:g}: must be above 0, and at most {_LONGEST_S:g}")
     if not 0 <= options.port < 1 << 16:
         raise UsageError(f"--port {options.port}: must be 0 to 65535")
     if not all(options.api_key) or not all(options.served_model_name):
@@ -290,9 +289,9 @@ def _settings(options: argparse.Namespace) -> Settings:
 
 
 def names_of(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """What requests may call the model: what the user says, else its file's or folder's name; and where it is.
+    """The names of the model in requests: those of the options, else the name of its file or folder; and its paths.
 
-    The second ones are taken, as vLLM's clients send them, and told to nobody.
+    The paths are accepted too, since clients of vLLM send them, but are not listed.
     """
     path = Path(options.model)
     own = path.name.removesuffix(".gguf") if path.is_file() else path.name

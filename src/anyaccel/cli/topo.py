@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`anyaccel topo`: draw this machine or a recorded one, and which rank would get which cores."""
+"""`anyaccel topo`: draw this machine or a recorded one, and the cores that each rank would get."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     machine = read_machine(root)
     plan = _plan(arguments, machine, root)
     details = read_details(machine, root)
-    shares = [Share(binding.rank, binding.cores, _memory(binding)) for binding in plan.ranks] if plan else []
+    shares = [Share(binding.rank, binding.cores, _memory_text(binding)) for binding in plan.ranks] if plan else []
 
     if arguments.svg is not None:
         from anyaccel.report.topo_svg import render_svg
@@ -82,22 +82,22 @@ def main(argv: list[str]) -> int:
 
 
 def _plan(arguments: argparse.Namespace, machine: Machine, root: str | None) -> LaunchPlan | None:
-    """What `anyaccel run` would do with the same options; None where none of them is given."""
+    """The plan of `anyaccel run` with the same options; None where none of them is given."""
     given: dict[str, Any] = binding_options(arguments)
-    script = "anyaccel topo"  # a plan needs the name of a script; nothing is started
+    script = "anyaccel topo"  # a plan needs the name of a script, but nothing is started
     options = LaunchOptions(script, num_accelerators=arguments.num_accelerators, **given)
     if options == LaunchOptions(script):
         return None
     return make_plan(options, machine, place=Place(), root=root or "")
 
 
-def _memory(binding: RankBinding) -> str:
+def _memory_text(binding: RankBinding) -> str:
     nodes = f"node{'s' if len(binding.memory_nodes) > 1 else ''} {short_list(binding.memory_nodes)}"
     return _MEMORY.get(binding.memory_policy, "memory of any node").format(nodes)
 
 
 def _plan_dict(plan: LaunchPlan | None) -> dict[str, Any] | None:
-    """The plan without the address of rank 0, which is known only when a job is started."""
+    """The plan without the address of rank 0, which is known only once a job starts."""
     if plan is None:
         return None
     shown: dict[str, Any] = plan.to_dict()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `anyaccel.comm` adds to torch.distributed: inference collectives, symmetric tensors, `abort` and barriers."""
+"""Adds to torch.distributed: inference collectives, symmetric tensors, `abort` and barriers."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def symm_empty(
 def symm_zeros(
     shape: Sequence[int] | int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """As `symm_empty`, filled with zeros."""
+    """The same as `symm_empty`, but filled with zeros."""
     return symm_empty(shape, dtype, group).zero_()
 
 

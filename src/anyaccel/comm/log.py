@@ -22,7 +22,7 @@ _SAMPLES = 1000  # the most latencies of an entry; when it is full, every second
 
 @dataclass
 class Entry:
-    """What one rank knows of one operation at one size.
+    """The record of one operation at one size on one rank.
 
     Attributes:
         op: name of the operation.
@@ -105,7 +105,7 @@ def record(op: str, size: int, seconds: float, group: Any) -> None:
 
 
 def entries() -> list[Entry]:
-    """What this rank has recorded, by operation and size."""
+    """The records of this rank, by operation and size."""
     with _lock:
         return sorted(_entries.values(), key=lambda entry: (entry.op, entry.size, entry.group))
 

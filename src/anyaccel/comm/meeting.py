@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the ranks of a new group meet, over a store that earlier groups may have used."""
+"""The rendezvous of the ranks of a new group, over a store that earlier groups may have used."""
 
 from __future__ import annotations
 

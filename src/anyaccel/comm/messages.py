@@ -23,7 +23,7 @@ _HEAD_START_SECONDS = 0.001  # before the thread handles a message: most are wai
 
 
 class MessageWork(ShmWork):
-    """One message under way."""
+    """One message in flight."""
 
     def __init__(
         self,

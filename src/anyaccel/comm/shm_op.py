@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `ShareMemCommBuilder().load()` gives: DeepSpeed's shared-memory op, carried out by our shared-memory groups.
+"""The module that `ShareMemCommBuilder().load()` returns: DeepSpeed's shared-memory op on our shared-memory groups.
 
 `initialize(size, rank)` sets it up; `torch.ops.deepspeed.inference_all_reduce_(tensor)` sums a tensor over the ranks in
 place, and `inference_all_reduce` gives the sum as a new one. Unlike DeepSpeed's it takes every dtype and layout, and

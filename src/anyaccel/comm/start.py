@@ -219,6 +219,6 @@ def _number(name: str, default: str | None = None) -> int:
 
 
 def new_group(ranks: list[int] | None = None, timeout: timedelta | None = None, backend: str | None = None) -> Any:
-    """As `torch.distributed.new_group`, with ANYACCEL_COMM_TIMEOUT as the default deadline."""
+    """The same as `torch.distributed.new_group`, with ANYACCEL_COMM_TIMEOUT as the default deadline."""
     limit = timeout or timedelta(seconds=env.ANYACCEL_COMM_TIMEOUT.get())
     return dist.new_group(ranks, timeout=limit, backend=backend)

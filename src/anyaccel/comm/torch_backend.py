@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch expects of a process group written in Python, and of its backend, which is the group itself."""
+"""The interface that torch expects of a process group written in Python, which is also its own backend."""
 
 # torch's declarations have no properties here, and an overload for each form of a call.
 # mypy: disable-error-code="override, assignment"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar for what takes longer than a second."""
+"""A progress bar for transfers that take longer than a second."""
 
 from __future__ import annotations
 

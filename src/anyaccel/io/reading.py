@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""load(): a safetensors file into tensors."""
+"""load(): reads a safetensors file into tensors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from anyaccel.ops.aio.requests import PathLike, Piece, changed, check_name, copy
 from anyaccel.safetensors.header import Header, read_header
 from anyaccel.safetensors.tensors import in_torch, tensor_of
 
-# As much as keeps a fast disk busy. More threads help where memory has to be copied: into unaligned tensors.
+# These keep a fast disk busy. More threads help if memory has to be copied, into unaligned tensors.
 BLOCK_BYTES, DEPTH, MAX_THREADS = 1 << 20, 32, 4
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: else a FIFO waits for its writer, for ever
-_WARM = 0.9  # share of a file in the page cache from which on reading it from there is faster than from the disk
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # without O_NONBLOCK, opening a FIFO waits for a writer
+_WARM = 0.9  # with this share of a file in the page cache, buffered reads are faster than direct I/O
 
 
 def new_handle() -> aio_handle:
@@ -67,7 +67,7 @@ def load(
         raise UsageError("load(): tensors= says where the data goes; leave out device= and mmap=")
     opened: list[int] = []
     try:
-        # One step, between whose parts no Ctrl-C comes: else a descriptor could be open that nobody has.
+        # extend(map(...)) is one step for Ctrl-C, so that no descriptor is open without being in the list.
         opened.extend(map(os.open, (name,), (_FLAGS,)))
         descriptor = opened[0]
         status = os.fstat(descriptor)
@@ -95,9 +95,9 @@ def load(
 
 
 def _read(header: Header, path: str, warm: bool, progress: bool | None) -> tuple[mapping.mmap, int]:
-    """Memory with all tensors, and where in it the file would begin."""
+    """Memory with the data of all tensors, and the position in it that stands for the beginning of the file."""
     size = header.end - header.begin
-    # At the same place in a page as in the file, so that direct I/O needs no copy.
+    # The same offset within a page as in the file, so that direct I/O needs no copy.
     memory, start = aligned_memory(size, header.begin % mapping.PAGESIZE)
     with progress_bar(Path(path).name, size, progress) as show:
         piece = Piece(header.begin, address_of(memory, start), size, memory)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""save(): tensors into a safetensors file."""
+"""save(): writes tensors to a safetensors file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def save(
             if not is_unicode(key) or not is_unicode(value):
                 raise ModelError(f"metadata {key!r}: {value!r} has an unpaired surrogate, which UTF-8 cannot hold")
     _check_sharing(state_dict)
-    # The widest first, so that each begins at a multiple of its element.
+    # The widest elements first, so that every tensor is aligned.
     names = sorted(state_dict, key=lambda name: (-state_dict[name].element_size(), name))
     hosts = [state_dict[name].detach().resolve_conj().resolve_neg().cpu().contiguous() for name in names]
     header, offsets = make_header(

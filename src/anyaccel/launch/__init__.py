@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts workers bound to their cores and memory, and ends every one of them. Never imports torch.
 
-Names load on first use: `anyaccel generate` wants the devices only.
+Names load on first use, as `anyaccel generate` needs the devices only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names and addresses of hosts."""
+"""Resolves names of hosts, and finds addresses and network interfaces of this one."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ def are_this_host(names: Sequence[str]) -> list[bool]:
     own = ("localhost", socket.gethostname().lower())
     # `user@host` never means this process: its agent runs as that user, on whatever host.
     asked = [name for name in names if "@" not in name and name.lower() not in own]
-    known = dict(zip(asked, _addresses_of(asked), strict=True))
+    known = dict(zip(asked, _resolve_all(asked), strict=True))
     return [
-        name.lower() in own or any(_is_ours(family, address) for family, address in known.get(name, []))
+        name.lower() in own or any(_is_local_address(family, address) for family, address in known.get(name, []))
         for name in names
     ]
 
 
-def means_whoever_asks(name: str) -> bool:
-    """Whether a name, such as `localhost`, means another host on each host. Its own name does not."""
+def resolves_to_loopback(name: str) -> bool:
+    """Whether a name such as `localhost` resolves to the loopback, and so means a different host on each host.
+
+    This host's own name does not count, even if it resolves to the loopback here.
+    """
     if name.lower() in (socket.gethostname().lower(), "localhost"):
         return name.lower() == "localhost"
-    found = [address for _, address in _addresses(name)]
+    found = [address for _, address in _resolve(name)]
     return bool(found) and all(
         address in ("127.0.0.1", "::1") or (address == name and name.startswith("127.")) for address in found
     )
@@ -47,7 +50,7 @@ def means_whoever_asks(name: str) -> bool:
 def own_addresses(hosts: Sequence[str]) -> list[str]:
     """Addresses of this host, those that face `hosts` first."""
     found = []
-    for addresses in _addresses_of([host.rpartition("@")[2] for host in hosts]):
+    for addresses in _resolve_all([host.rpartition("@")[2] for host in hosts]):
         for family, address in addresses:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 try:
@@ -58,22 +61,22 @@ def own_addresses(hosts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found)) or ["127.0.0.1"]
 
 
-def address_of_first(connections: Sequence[str]) -> str:
-    """The first host's address as the others see it: each end of a connection knows both addresses.
+def rank0_address(connections: Sequence[str]) -> str:
+    """The first host's address as the others see it, taken from the connections between the launcher and the hosts.
 
     Args:
-        connections: of each host, "ITS-ADDRESS ITS-PORT OUR-ADDRESS OUR-PORT" as in SSH_CONNECTION, where "its" is the
-            launcher's; "" for one on the launcher's own host.
+        connections: for each host "LAUNCHER-ADDRESS LAUNCHER-PORT HOST-ADDRESS HOST-PORT", as in SSH_CONNECTION; "" for
+            the launcher's own host.
 
     Raises:
-        UsageError: it is an address that only its own host can reach.
+        UsageError: only its own host can reach the address.
     """
     words = [connection.split() for connection in connections]
     elsewhere = [each for each in words if each and each[0] != each[2]]
     if words[0] in elsewhere:
-        address = words[0][2]  # from here to it
+        address = words[0][2]
     else:
-        # It is this host: the first one elsewhere says from where it was called.
+        # The first host is this one: another host knows the address that the launcher has called it from.
         address = elsewhere[0][0] if elsewhere else "127.0.0.1"
     if elsewhere and (address.startswith("127.") or address == "::1"):
         raise UsageError(f"the other hosts cannot reach rank 0 at {address}; give its address with --master_addr")
@@ -92,7 +95,7 @@ def addresses_of_interface(name: str) -> list[str]:
 
 def interface_towards(address: str) -> str | None:
     """The network interface whose own IPv4 address reaches `address`; None where that cannot be told."""
-    for family, target in _addresses(address):
+    for family, target in _resolve(address):
         if family != socket.AF_INET:
             continue
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -100,7 +103,7 @@ def interface_towards(address: str) -> str | None:
                 probe.connect((target, 9))
                 own = probe.getsockname()[0]
                 for _, name in socket.if_nameindex():
-                    # Where the target is ours, the way to it is the loopback, and others come in at its interface.
+                    # If the target is this host, the route leads through the loopback: take the target's interface.
                     if addresses_of_interface(name) in ([own], [target]):
                         return name
             except OSError:
@@ -109,15 +112,15 @@ def interface_towards(address: str) -> str | None:
 
 
 def hostname_is_loopback() -> bool:
-    """Whether this host's own name leads nowhere, or only to itself: gloo takes its address from it."""
-    found = _addresses(socket.gethostname())
+    """Whether this host's name, from which gloo takes its address, resolves to nothing or to the loopback only."""
+    found = _resolve(socket.gethostname())
     return all(address.startswith("127.") or address == "::1" for _, address in found)
 
 
-def _addresses_of(names: Sequence[str]) -> list[list[tuple[int, str]]]:
-    """A name server that does not answer costs its time-out once, not once a name."""
+def _resolve_all(names: Sequence[str]) -> list[list[tuple[int, str]]]:
+    """Resolve many names at once, so that a name server that does not answer costs its time-out only once."""
     if len(names) < 2:
-        return [_addresses(name) for name in names]
+        return [_resolve(name) for name in names]
     left = list(dict.fromkeys(names))
     answers: queue.SimpleQueue[tuple[str, list[tuple[int, str]] | BaseException]] = queue.SimpleQueue()
 
@@ -128,12 +131,12 @@ def _addresses_of(names: Sequence[str]) -> list[list[tuple[int, str]]]:
             except IndexError:
                 return
             try:
-                answers.put((name, _addresses(name)))
+                answers.put((name, _resolve(name)))
             except BaseException as error:  # noqa: BLE001 - raised below
                 answers.put((name, error))
 
-    # After Ctrl-C nobody waits for a name server: not the end of the interpreter, which would for other threads, nor
-    # Thread.join(), which in Python 3.11 takes a thread for one that has ended when it is interrupted.
+    # Daemon threads and a queue: after Ctrl-C the interpreter would wait for other threads at exit, and in Python 3.11
+    # an interrupted Thread.join() considers the thread ended.
     asked = len(left)
     for _ in range(min(_RESOLVING, asked)):
         threading.Thread(target=work, name="resolve", daemon=True).start()
@@ -146,18 +149,18 @@ def _addresses_of(names: Sequence[str]) -> list[list[tuple[int, str]]]:
     return [found[name] for name in names]
 
 
-def _addresses(name: str) -> list[tuple[int, str]]:
+def _resolve(name: str) -> list[tuple[int, str]]:
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # the latter for what can be no name of a host: too long, or with an empty part
+    except (OSError, UnicodeError):  # the latter for an invalid name: too long, or with an empty part
         return []
     return [(family, str(address[0])) for family, _, _, _, address in found]
 
 
-def _is_ours(family: int, address: str) -> bool:
+def _is_local_address(family: int, address: str) -> bool:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # sends nothing; the way to an own address begins at that address
+            probe.connect((address, 9))  # sends nothing; a socket to an address of this host is bound to that address
         except OSError:
             return False
         return bool(probe.getsockname()[0] == address)

@@ -14,10 +14,10 @@ from anyaccel.launch.failure import Failure, Report
 from anyaccel.launch.output import Output
 from anyaccel.launch.streams import BACKLOG
 
-# Bytes that are kept, for an error message, of what ssh prints before the agent's first frame.
-_SAID = 4096
-# Milliseconds without an answer of the other end's kernel after which a TCP connection counts as lost.
-_UNANSWERED = 5000
+# Bytes of ssh's output before the agent's first frame that are kept for an error message.
+_STDERR_TAIL = 4096
+# Milliseconds after which a TCP connection whose data is not acknowledged counts as lost.
+_TCP_TIMEOUT_MS = 5000
 
 
 class Agent:
@@ -25,12 +25,12 @@ class Agent:
 
     Attributes:
         host: name of its host.
-        size: number of workers that it has.
-        ready: what it said when it was ready; None until then.
-        failure: its first worker that failed, and `failed_at`, when that was heard.
-        report: how its workers ended, and `reported_at`, when that was heard; None until then.
+        size: number of its workers.
+        ready: the data of its READY frame; None before that has come.
+        failure: its first worker that has failed, and `failed_at`, when we were told.
+        report: how its workers have ended, and `reported_at`, when we were told; None before that.
         problem: why it cannot take part, or was lost; `code` is the exit code for that.
-        ended: nothing will come from it any more.
+        ended: whether its connection has ended.
     """
 
     def __init__(self, host: str, size: int) -> None:
@@ -58,7 +58,7 @@ class Agent:
 
     @property
     def behind(self) -> bool:
-        """Whether the agent does not read what it is sent."""
+        """Whether too much is queued, as the agent does not read."""
         return len(self._unsent) > BACKLOG
 
     def send(self, data: bytes) -> None:
@@ -73,7 +73,7 @@ class Agent:
         except BlockingIOError:
             return
         except OSError:
-            self.hang_up()  # the other end is gone; that is noticed where it is read from
+            self.hang_up()  # the other end is gone, which the next read notices
 
     def to_write(self) -> int | None:
         """Descriptor to wait for until more can be sent; None when there is nothing to send."""
@@ -99,7 +99,7 @@ class Agent:
         raise NotImplementedError
 
     def reap(self) -> str | None:
-        """How the connection ended, when it has; None while it is there."""
+        """How the connection has ended; None while it is open."""
         raise NotImplementedError
 
     def _input(self) -> int | None:
@@ -111,7 +111,7 @@ class PipeAgent(Agent):
 
     Args:
         command: what starts it.
-        word: the secret word of the job.
+        secret: the secret of the job.
         on_frame: called with this agent, kind and data of each frame.
         console: gets what its workers write to standard error.
         output: gets what they write to standard output.
@@ -125,7 +125,7 @@ class PipeAgent(Agent):
         host: str,
         size: int,
         command: Sequence[str],
-        word: str,
+        secret: str,
         on_frame: Callable[[Agent, str, Any], None],
         console: Output,
         output: Output,
@@ -135,8 +135,8 @@ class PipeAgent(Agent):
         self._console = console
         self._output = output
         self._name = command[0].rpartition("/")[2]
-        self._reader = FrameReader(word, lambda kind, data: on_frame(self, kind, data), self._on_text)
-        # A session of its own: what the terminal sends goes through us, and reaches the workers in order.
+        self._reader = FrameReader(secret, lambda kind, data: on_frame(self, kind, data), self._on_text)
+        # A session of its own, so that signals of the terminal go to us only, and we forward them in order.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -176,7 +176,7 @@ class PipeAgent(Agent):
             self._console.write(text)
             return
         self._said += text
-        del self._said[:-_SAID]
+        del self._said[:-_STDERR_TAIL]
 
     def hang_up(self) -> None:
         self._unsent.clear()
@@ -184,7 +184,7 @@ class PipeAgent(Agent):
             try:
                 self._stdin.close()
             except OSError:
-                return  # closed all the same
+                return  # the descriptor is closed nevertheless
 
     def close_output(self) -> None:
         # ssh tells the other side (eow@openssh.com), which closes its end in turn.
@@ -199,7 +199,7 @@ class PipeAgent(Agent):
         if self._process.poll() is None:
             return None
         for descriptor, file in list(self._files.items()):
-            # What it left in the pipes; a child of ssh may hold them open for ever.
+            # Read what is left in the pipes, but not to their end: a child of ssh may hold them open for ever.
             while descriptor in self._files and self.read(descriptor):
                 continue
             file.close()
@@ -214,7 +214,7 @@ class PipeAgent(Agent):
 
 
 class SocketAgent(Agent):
-    """An agent that calls back through TCP; it has no connection until it does."""
+    """An agent that connects to the launcher through TCP."""
 
     def __init__(self, host: str, size: int) -> None:
         super().__init__(host, size)
@@ -225,7 +225,7 @@ class SocketAgent(Agent):
 
     @property
     def connected(self) -> bool:
-        """Whether it has called back, be it that it is gone again."""
+        """Whether it has connected, even if the connection has ended since."""
         return self._reader is not None
 
     def attach(
@@ -235,7 +235,7 @@ class SocketAgent(Agent):
         self._connection, self._reader = connection, reader
         reader.on_frame = lambda kind, data: on_frame(self, kind, data)
         reader.on_text = lambda _text: None
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_TIMEOUT_MS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def _input(self) -> int | None:
@@ -264,7 +264,7 @@ class SocketAgent(Agent):
         if self._connection and not self._hung_up:
             self._hung_up = True
             try:
-                self._connection.shutdown(socket.SHUT_WR)  # its last words are still to come
+                self._connection.shutdown(socket.SHUT_WR)  # its report can still be read
             except OSError:
                 return  # gone already
 

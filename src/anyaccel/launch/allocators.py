@@ -14,7 +14,7 @@ from anyaccel.topology.files import names
 
 @dataclass(frozen=True)
 class _Allocator:
-    """How a library is called, and what brings it.
+    """The names of a library, and how to install it.
 
     Attributes:
         files: file names, the best first.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which process above this one has set a variable: launchers that start each other leave all of theirs behind."""
+"""Finds out which ancestor process has set a variable, as nested launchers pass on each other's variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-# No chain of launchers is longer, and a walk up must end even where /proc changes meanwhile.
+# No chain of launchers is longer, and the walk must end even if /proc changes meanwhile.
 _MOST = 256
 
 
@@ -17,7 +17,7 @@ class Ancestor:
 
     Attributes:
         pid: its process id.
-        environ: what it was started with; None where that may not be read (a daemon of another user).
+        environ: the environment that it was started with; None if it may not be read (a daemon of another user).
     """
 
     pid: int
@@ -28,9 +28,9 @@ class Ancestors:
     """The environment of this process and of those above it.
 
     Args:
-        environ: that of this process.
-        above: the processes above, the nearest first.
-        at_start: what this process was started with; default: what it has now.
+        environ: the environment of this process.
+        above: its ancestors, the parent first.
+        at_start: the environment that this process was started with; default: the present one.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Ancestors:
         return any(self._environ.get(name) != self._at_start.get(name) for name in names)
 
     def generation(self, names: Iterable[str]) -> int:
-        """How far above variables have got the values that they have here: 0 where the parent has others.
+        """How many ancestors, from the parent on, have the same values of these variables as this process.
 
-        Where the whole line has them, its length: they come from outside of what can be seen.
+        If all known ancestors have them, the values come from outside of what can be seen.
         """
         names = tuple(names)
         own = [self._environ.get(name) for name in names]
@@ -57,16 +57,16 @@ class Ancestors:
         return len(self._above)
 
     def setter(self, name: str) -> int | None:
-        """The process that has given this variable to the process below it; None where that is not in sight."""
+        """The ancestor that has given this variable to its child; None if it cannot be seen."""
         generation = self.generation((name,))
         return self._above[generation].pid if generation < len(self._above) else None
 
 
 def read_ancestors(environ: Mapping[str, str]) -> Ancestors | None:
-    """The processes above this one, as far as /proc shows them; None without a /proc of this PID namespace.
+    """The ancestors of this process, as far as /proc shows them; None without a /proc of this PID namespace.
 
     Args:
-        environ: that of this process, which may have changed since it was started.
+        environ: the present environment of this process, which may have changed since it was started.
     """
     try:
         if os.readlink("/proc/self") != str(os.getpid()):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Binds this process: the system calls of a plan, and one line about each that the kernel refuses."""
+"""Binds this process as its plan says, and reports each system call that the kernel refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bind_this_process(binding: RankBinding) -> list[str]:
         try:
             os.sched_setaffinity(0, binding.cores)
         except OSError as error:
-            # Memory of one node for a process that runs anywhere would be slower than the kernel's own choice.
+            # Without bound cores, memory bound to one node would be slower than the kernel's default policy.
             return [f"rank {binding.rank} is not bound to cores {cores}: {error.strerror}; it runs unbound"]
         bound = f"its cores are bound to {cores}"
     if not binding.memory_nodes:
@@ -47,7 +47,7 @@ def bind_this_process(binding: RankBinding) -> list[str]:
 
 
 def bind_worker(binding: RankBinding, say: Callable[[str], None]) -> None:
-    """The same in a worker before it becomes its program; ends it where that has to work and does not."""
+    """Bind a worker before it executes its program; with strict options a failure ends the process."""
     problems = bind_this_process(binding)
     for problem in problems:
         say(f"{'error' if binding.strict else 'warning'}: {problem}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binder without the launcher: one process below torchrun, mpirun or srun finds its place and takes it.
+"""`anyaccel bind`: binds one process that torchrun, mpirun or srun has started.
 
-All processes of a machine make the same plan from the same facts, each takes its own part, and nobody talks.
+All processes of a machine make the same plan from the same facts, and each takes its own part, without communication.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ _UNBIND = {
     "Flux": "flux run -o cpu-affinity=off",
 }
 _BY_HAND = "--local_rank"
-# What `anyaccel run` sets beside OMP_NUM_THREADS.
+# The OpenMP variables that `anyaccel run` sets.
 _OPENMP = ("OMP_NUM_THREADS", "OMP_PLACES", "OMP_PROC_BIND")
 # Set by `anyaccel run` (and by DeepSpeed's launcher), and by no other launcher.
 _RUN = "CROSS_SIZE"
-# What `anyaccel bind` leaves behind for one below it: the place and the CPUs that it gave to this process.
+# The variable in which `anyaccel bind` tells a nested one the rank and CPUs that it has given to this process.
 BOUND = "ANYACCEL_BOUND"
-# Launchers that set OMP_NUM_THREADS=1 by themselves where the user set nothing: their own variable, and their name.
+# Launchers that set OMP_NUM_THREADS=1 if the user has not set it, by a variable that only they set.
 _ONE_THREAD = {"TORCHELASTIC_RUN_ID": "torchrun", "RAY_JOB_ID": "Ray"}
 
 
 @dataclass(frozen=True)
 class BinderPlan:
-    """What every local rank gets, and what is to be said about it.
+    """The bindings of all local ranks, and messages about them.
 
     Attributes:
-        ranks: by local rank; what only the process itself knows (its rank among all) is in the entry of its own.
-        notes: what is worth knowing, one line each.
+        ranks: by local rank; only the entry of this process is sure to have the right rank among all.
+        notes: remarks, one line each.
         warnings: what was not done as asked, and what was done instead.
-        spoken: notes that are said at the start: something that was set is replaced.
+        announcements: notes that are printed at the start, as they are about a setting that is replaced.
     """
 
     ranks: tuple[RankBinding, ...]
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    spoken: tuple[str, ...] = ()
+    announcements: tuple[str, ...] = ()
 
 
 def plan_rank(
@@ -68,31 +68,31 @@ def plan_rank(
     launchers_cpus: frozenset[int] | None = None,
     ancestors: Ancestors | None = None,
 ) -> BinderPlan:
-    """The plan that this process takes its part of.
+    """The plan for all processes of this machine, of which this process takes its own part.
 
     Args:
-        found: the place of this process.
-        environ: what the command inherits.
-        launchers_cpus: logical CPUs of the launcher that started this process; None where that is not known.
-        ancestors: the processes above, which tell what was set by whom; None where they are not known.
+        found: the rank of this process.
+        environ: the environment that the command inherits.
+        launchers_cpus: logical CPUs of the launcher that started this process; None if unknown.
+        ancestors: the ancestors, which show who has set a variable; None if unknown.
 
     Raises:
-        UsageError: it cannot be divided as asked; with strict options, anything that is a warning otherwise.
+        UsageError: the cores cannot be divided as asked; with strict options, also whatever is a warning otherwise.
     """
     allocator = allocator_path(options, environ)
     environ, threads, setter = _without_launchers_threads(environ, found, ancestors)
     ours = _is_below_bind(found, environ, frozenset(machine.allowed_cpus), ancestors)
     kept = ours or _is_bound_already(machine, found, environ, launchers_cpus, ancestors)
     if kept:
-        shares = _keep(options, machine, found, ours=ours)
+        shares = _keep_binding(options, machine, found, ours=ours)
     else:
         shares = bind_ranks(options, machine, found.local_size, nodes_of_devices(options, machine, environ))
     variables, notes, warnings = rank_environments(options, machine, shares, environ, allocator)
     check_strict(options, warnings)
-    spoken = []
+    announcements = []
     becomes = variables[found.local_rank]["OMP_NUM_THREADS"]
     if threads not in ("", becomes):
-        spoken.append(
+        announcements.append(
             f"OMP_NUM_THREADS={threads}, which {setter} sets by itself, becomes {becomes}, the cores of the rank"
         )
     own = found.rank if found.rank is not None else found.local_rank
@@ -103,21 +103,21 @@ def plan_rank(
             machine.allowed_cpus if kept else share.cores,
             share.memory_policy,
             share.memory_nodes,
-            {**_job(found, environ, local_rank, ancestors), **env},
+            {**_torch_variables(found, environ, local_rank, ancestors), **env},
             strict=options.strict,
         )
         for local_rank, (share, env) in enumerate(zip(shares.ranks, variables, strict=True))
     )
-    return BinderPlan(ranks, tuple(notes), tuple(warnings), tuple(spoken))
+    return BinderPlan(ranks, tuple(notes), tuple(warnings), tuple(announcements))
 
 
 def bound_mark(found: RankFromEnvironment, cpus: Iterable[int]) -> str:
-    """The value of BOUND for a process of this place that may use these CPUs."""
+    """The value of BOUND for a process of this rank that may use these CPUs."""
     return f"{found.local_rank}/{found.local_size}:{format_cpu_list(sorted(cpus))}"
 
 
 def cpus_of_launcher(ancestors: Ancestors | None, variable: str) -> frozenset[int] | None:
-    """CPUs of the process that has set `variable` for those below it: a launcher does not bind itself."""
+    """CPUs of the launcher, which has set `variable` for its children and does not bind itself."""
     pid = ancestors.setter(variable) if ancestors is not None and variable else None
     try:
         return None if pid is None else frozenset(os.sched_getaffinity(pid))
@@ -126,23 +126,23 @@ def cpus_of_launcher(ancestors: Ancestors | None, variable: str) -> frozenset[in
 
 
 def _set_together(ancestors: Ancestors | None, one: str, other: str) -> bool:
-    """Whether the same process has set both variables, as far as that can be told."""
+    """Whether the same process has set both variables; True if that is unknown."""
     return ancestors is None or ancestors.generation((one,)) == ancestors.generation((other,))
 
 
 def _without_launchers_threads(
     environ: Mapping[str, str], found: RankFromEnvironment, ancestors: Ancestors | None
 ) -> tuple[Mapping[str, str], str, str]:
-    """The environment without what a launcher says about threads, where the user has said nothing.
+    """The environment without the OpenMP variables that a launcher, not the user, has set.
 
     Returns:
-        With it the OMP_NUM_THREADS that was taken out and who had set it, or "" and "".
+        That environment, the OMP_NUM_THREADS that was removed, and the launcher that had set it ("" and "" for none).
     """
     threads, setter, gone = environ.get("OMP_NUM_THREADS", ""), "", set()
     for variable, name in _ONE_THREAD.items():
-        # torchrun does so for several workers only; where nobody knows who has set it, it must be able to.
+        # torchrun does so for several workers only; without ancestors, this is all that is known.
         may = variable in environ and threads == "1" and (ancestors is not None or found.local_size > 1)
-        # In a worker of Ray the variables of the job are of an older process than those of the training.
+        # In a worker of Ray, the job's variables are set by an older process than those of the training.
         beside = variable if name == "torchrun" else "LOCAL_RANK"
         if may and _set_together(ancestors, "OMP_NUM_THREADS", beside):
             setter, gone = name, {"OMP_NUM_THREADS"}
@@ -164,17 +164,17 @@ def _is_bound_already(
     launchers_cpus: frozenset[int] | None,
     ancestors: Ancestors | None,
 ) -> bool:
-    """Whether the launcher above gave this process other CPUs than its neighbours."""
+    """Whether the launcher has bound this process to CPUs of its own."""
     narrower = launchers_cpus is not None and launchers_cpus > set(machine.allowed_cpus)
     if found.source not in _UNBIND:
         return narrower and _is_below_run(found, environ, ancestors)
     if found.source == "Slurm":
-        # Its cgroup confines all tasks of a step alike, which is no binding: only masks by task are.
+        # Slurm's cgroup confines all tasks of a step alike; only masks by task bind them.
         return environ.get("SLURM_CPU_BIND_TYPE", "").startswith(("mask", "map")) and "," in environ.get(
             "SLURM_CPU_BIND_LIST", ""
         )
     if launchers_cpus is None:
-        # Nobody has a core for each here, though the machine may: then they have been given out.
+        # This process has fewer cores than there are ranks, and than the machine has: they have been divided already.
         return len(machine.cores()) < found.local_size and len(machine.allowed_cpus) < len(machine.cpus)
     cores = len({cpu.core for cpu in machine.cpus if cpu.id in launchers_cpus})
     if narrower and cores < found.local_size:
@@ -187,25 +187,25 @@ def _is_bound_already(
 
 
 def _is_below_run(found: RankFromEnvironment, environ: Mapping[str, str], ancestors: Ancestors | None) -> bool:
-    """Whether `anyaccel run` has started this process, not torchrun, which may be below it."""
+    """Whether `anyaccel run` itself has started this process, not a torchrun below it."""
     return found.source != _BY_HAND and _RUN in environ and _set_together(ancestors, _RUN, found.variable)
 
 
 def _is_below_bind(
     found: RankFromEnvironment, environ: Mapping[str, str], cpus: frozenset[int], ancestors: Ancestors | None
 ) -> bool:
-    """Whether `anyaccel bind` has bound this process for the same place, with no other launcher between the two."""
+    """Whether `anyaccel bind` has bound this process for the same rank, with no other launcher in between."""
     mark = environ.get(BOUND)
     if found.source == _BY_HAND or mark != bound_mark(found, cpus):
         return False
     return ancestors is None or ancestors.generation((BOUND,)) <= ancestors.generation((found.variable,))
 
 
-def _keep(options: BindingOptions, machine: Machine, found: RankFromEnvironment, *, ours: bool) -> Shares:
-    """This process stays where it is; what the others have is not known.
+def _keep_binding(options: BindingOptions, machine: Machine, found: RankFromEnvironment, *, ours: bool) -> Shares:
+    """Shares that keep the present binding of this process; those of the other ranks are unknown.
 
     Args:
-        ours: `anyaccel bind` has bound it.
+        ours: whether `anyaccel bind` has bound it.
     """
     cores = machine.allowed_cpus if options.smt else tuple(cpu.id for cpu in machine.cores())
     policy, nodes = memory_policy(machine, cores, options.memory_policy)
@@ -219,24 +219,21 @@ def _keep(options: BindingOptions, machine: Machine, found: RankFromEnvironment,
     return Shares((share,) * found.local_size, warnings=(warning,))
 
 
-def _job(
+def _torch_variables(
     found: RankFromEnvironment, environ: Mapping[str, str], local_rank: int, ancestors: Ancestors | None
 ) -> dict[str, str]:
-    """What torch.distributed wants to know, where the launcher does not say it in those words.
-
-    What is there may have been set for another process: by the launcher of the launcher.
-    """
+    """torch.distributed's variables, where they are missing or were set for another process by an outer launcher."""
     wanted = {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": found.local_size, "LOCAL_SIZE": found.local_size}
     if found.rank is not None and found.world_size is not None:
         wanted |= {"RANK": found.rank - found.local_rank + local_rank, "WORLD_SIZE": found.world_size}
     return {
         name: str(value)
         for name, value in wanted.items()
-        if not environ.get(name) or _is_of_another(name, found, ancestors)
+        if not environ.get(name) or _belongs_to_another(name, found, ancestors)
     }
 
 
-def _is_of_another(name: str, found: RankFromEnvironment, ancestors: Ancestors | None) -> bool:
+def _belongs_to_another(name: str, found: RankFromEnvironment, ancestors: Ancestors | None) -> bool:
     if found.source == _BY_HAND:
         return True
     if found.source not in _UNBIND or ancestors is None:
@@ -245,5 +242,5 @@ def _is_of_another(name: str, found: RankFromEnvironment, ancestors: Ancestors |
 
 
 def given_by_hand(local_rank: int, local_size: int) -> RankFromEnvironment:
-    """A place that the user says."""
+    """A rank that the user has given as an option."""
     return RankFromEnvironment(None, None, local_rank, local_size, _BY_HAND)

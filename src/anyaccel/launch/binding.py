@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From topology to core sets: which rank gets which cores. Pure functions."""
+"""Divides the cores of a machine among its ranks. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from anyaccel.errors import UsageError
 from anyaccel.launch.memory import memory_policy
 from anyaccel.launch.options import BindingOptions
 from anyaccel.topology import Cpu, Machine, format_cpu_list
+from anyaccel.topology.model import counted
 
 
 class RankShare:
-    """What one rank of a machine gets.
+    """The cores and the memory policy of one rank.
 
     Attributes:
-        cores: logical CPUs; empty when it is not bound.
+        cores: logical CPUs; empty if it is not bound.
         memory_policy: a key of `memory.MEMORY_MODES`.
         memory_nodes: NUMA nodes of that policy; empty with "default".
     """
@@ -27,14 +28,14 @@ class RankShare:
 
 
 class Shares:
-    """What all ranks of a machine get.
+    """The shares of all ranks of a machine.
 
     Attributes:
         ranks: by local rank.
-        left_over: cores of the core list, else of the machine, that nobody got.
+        left_over: cores of the core list, or of the machine, that no rank has.
         reserved: cores that are left to the system.
-        notes: what is worth knowing, one line each.
-        warnings: what could not be done as asked, and what was done instead; errors where options are strict.
+        notes: remarks, one line each.
+        warnings: what could not be done as asked, and what was done instead; errors if options are strict.
     """
 
     __slots__ = ("left_over", "notes", "ranks", "reserved", "warnings")
@@ -80,7 +81,7 @@ def bind_ranks(
         if obstacle:
             warnings.append(f"{obstacle}; workers are spread over the NUMA nodes as without devices")
         shares = shares or _spread(machine, nodes, ranks)
-        notes += _about_kinds(shares)
+        notes += _describe_kinds(shares)
         if options.smt:
             notes.append("what is listed are threads: a worker has all threads of its cores")
         given = {cpu.id for share in shares for cpu in share}
@@ -129,7 +130,7 @@ def divide_core_list(
     size = len(core_list) // ranks
     if size == 0:
         raise UsageError(
-            f"{ranks} workers cannot share the {_count(len(core_list), 'CPU')} of --bind_core_list "
+            f"{ranks} workers cannot share the {counted(len(core_list), 'CPU')} of --bind_core_list "
             f"{format_cpu_list(core_list)}; name at least {ranks} CPUs or start fewer workers"
         )
     shares = [tuple(core_list[rank * size : (rank + 1) * size]) for rank in range(ranks)]
@@ -137,10 +138,10 @@ def divide_core_list(
 
 
 def reserve_cores(machine: Machine, count: int) -> tuple[dict[int, tuple[Cpu, ...]], tuple[int, ...]]:
-    """The allowed cores by NUMA node without the last `count` of each, and those.
+    """The allowed cores by NUMA node without the last `count` of each, and the CPUs that are so reserved.
 
     Raises:
-        UsageError: nothing is left.
+        UsageError: no core is left.
     """
     nodes = machine.nodes_with_cores()
     if not count:
@@ -149,7 +150,7 @@ def reserve_cores(machine: Machine, count: int) -> tuple[dict[int, tuple[Cpu, ..
     if not kept:
         most = max(map(len, nodes.values()))
         raise UsageError(
-            f"--cores-reserved {count} leaves no core for workers: no NUMA node has more than {_count(most, 'core')} "
+            f"--cores-reserved {count} leaves no core for workers: no NUMA node has more than {counted(most, 'core')} "
             "that this process may use; reserve fewer"
         )
     left = {cpu.id for cores in kept.values() for cpu in cores}
@@ -157,10 +158,10 @@ def reserve_cores(machine: Machine, count: int) -> tuple[dict[int, tuple[Cpu, ..
 
 
 def _spread(machine: Machine, by_node: Mapping[int, Sequence[Cpu]], ranks: int) -> list[list[Cpu]]:
-    """Give each rank the same number of physical cores, ranks spread over NUMA nodes and no rank across two.
+    """Give each rank the same number of physical cores, inside one NUMA node, and spread the ranks over the nodes.
 
-    Only where no node has a rank's share of all cores (fewer ranks than nodes, mostly) may a rank have cores
-    of several nodes, and even then not when staying inside costs it at most a quarter of its share.
+    A rank gets cores of several nodes only if no node has its share of all cores (mostly with fewer ranks than nodes),
+    and if staying inside one node would cost it more than a quarter of that share.
 
     Raises:
         UsageError: there are more ranks than cores.
@@ -173,7 +174,7 @@ def _spread(machine: Machine, by_node: Mapping[int, Sequence[Cpu]], ranks: int) 
         but = f" beside the {reserved} of --cores-reserved" if reserved else ""
         raise UsageError(
             f"{ranks} workers cannot each have a core of their own: this process may use only "
-            f"{_count(total, 'core')}{but} (CPU {format_cpu_list(machine.allowed_cpus)}); "
+            f"{counted(total, 'core')}{but} (CPU {format_cpu_list(machine.allowed_cpus)}); "
             f"start at most {total}, or do not bind them"
         )
     inside = _largest_inside(nodes, ranks)
@@ -195,7 +196,7 @@ def _largest_inside(nodes: Sequence[Sequence[Cpu]], ranks: int) -> int:
 
 
 def _counts_inside(nodes: Sequence[Sequence[Cpu]], ranks: int, size: int) -> list[int]:
-    """Ranks of each node, as evenly as there is room."""
+    """The number of ranks of each node, as even as the room allows."""
     counts = [0] * len(nodes)
     for _ in range(ranks):
         free = [index for index, node in enumerate(nodes) if len(node) // size > counts[index]]
@@ -204,9 +205,9 @@ def _counts_inside(nodes: Sequence[Sequence[Cpu]], ranks: int, size: int) -> lis
 
 
 def _deal(node: Sequence[Cpu], ranks: int, size: int) -> list[list[Cpu]]:
-    """`size` cores of a node for each rank: neighbours, and of each kind the same number as far as that goes.
+    """`size` cores of a node for each rank: neighbours, and as far as possible the same number of each kind.
 
-    Ranks wait for each other: one that had only efficiency cores would set the pace for all.
+    Ranks wait for each other, so one that had only efficiency cores would slow down all.
     """
     kinds: dict[str, list[Cpu]] = {}
     for cpu in node:
@@ -232,8 +233,7 @@ def _share_by_device(
     """Cores of the node of each rank's device, shared with the other ranks whose devices are there.
 
     Returns:
-        Cores of each rank; none, and the reason, where that cannot be had. No reason without devices, and where
-        there is only one node to choose from.
+        The cores of each rank; or none and the reason, which is "" without devices or with one node only.
     """
     if not device_nodes or len(nodes) == 1:
         return [], ""
@@ -241,24 +241,21 @@ def _share_by_device(
         return [], f"there are {len(device_nodes)} devices for {ranks} workers"
     homes: list[int] = []
     for rank, node in enumerate(device_nodes[:ranks]):
-        home = None if node is None else _home(machine, nodes, node)
+        home = None if node is None else _nearest_usable_node(machine, nodes, node)
         if home is None:
             where = "the kernel does not say at which NUMA node it is"
             return [], f"device {rank}: " + (where if node is None else f"there is no core to use at its node {node}")
         homes.append(home)
     for home in sorted(set(homes)):
         if homes.count(home) > len(nodes[home]):
-            return [], f"node {home} has {_count(len(nodes[home]), 'core')} for the {homes.count(home)} devices there"
-    dealt = {home: iter(_deal(nodes[home], count, len(nodes[home]) // count)) for home, count in _tally(homes).items()}
+            return [], f"node {home} has {counted(len(nodes[home]), 'core')} for the {homes.count(home)} devices there"
+    counts = {home: homes.count(home) for home in homes}
+    dealt = {home: iter(_deal(nodes[home], count, len(nodes[home]) // count)) for home, count in counts.items()}
     return [next(dealt[home]) for home in homes], ""
 
 
-def _tally(homes: Sequence[int]) -> dict[int, int]:
-    return {home: homes.count(home) for home in homes}
-
-
-def _home(machine: Machine, nodes: Mapping[int, Sequence[Cpu]], node: int) -> int | None:
-    """The node whose cores are nearest to this one; one that was cut into several counts once."""
+def _nearest_usable_node(machine: Machine, nodes: Mapping[int, Sequence[Cpu]], node: int) -> int | None:
+    """The usable node nearest to this one; NUMA nodes that share their cores count as one."""
     for near in machine.nearest_nodes(node):
         shown = machine.node(near)
         for cpu_id in shown.cpus if shown else ():
@@ -275,8 +272,8 @@ def _threads(machine: Machine, share: Sequence[Cpu]) -> tuple[int, ...]:
     return tuple(sorted(thread for group in groups for thread in group))
 
 
-def _about_kinds(shares: Sequence[Sequence[Cpu]]) -> list[str]:
-    """One line where cores differ in kind."""
+def _describe_kinds(shares: Sequence[Sequence[Cpu]]) -> list[str]:
+    """A note if cores differ in kind."""
     mixes = []
     for share in shares:
         kinds = [cpu.kind for cpu in share]
@@ -295,7 +292,3 @@ def shared_cores(machine: Machine, cores: Sequence[int]) -> list[tuple[int, ...]
         if cpu.id in cores:
             groups.setdefault(cpu.core, []).append(cpu.id)
     return [tuple(group) for group in groups.values() if len(group) > 1]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

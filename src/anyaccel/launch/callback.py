@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How agents below mpirun, srun or pdsh find the launcher: they call it back through TCP.
+"""The TCP connections by which agents below mpirun, srun or pdsh call the launcher back.
 
 The launchers' own exit codes and signals do not suffice: MPICH's and Intel's mpiexec go on when a rank exits with an
 error, srun returns the largest code rather than the first, MPICH returns 0 after SIGTERM, and pdsh leaves remote
-commands alive. What a caller must know is the secret word of the job.
+commands alive. An agent authenticates itself with the secret of the job.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 from anyaccel.launch.address import own_addresses
 from anyaccel.launch.channel import ConnectionLostError, FrameReader
 
-# The environment variable that brings the contact to the agents, where the launcher passes variables on.
+# The environment variable that tells the agents the contact, where the launcher passes variables on.
 VARIABLE = "ANYACCEL_CONTACT"
-# Seconds that a caller has to send the secret word, and an agent to reach one of the launcher's addresses.
-_INTRODUCTION = 10.0
-_CONNECT = 10.0
-# Seconds that a caller has while others are waiting to connect; an agent sends the word as soon as it connects.
-_BRIEF = 1.0
-# Connections that are accepted before their callers have sent the word; further ones wait in the kernel's queue.
-_MOST_STRANGERS = 4096
-_FEWEST_STRANGERS = 16
+# Seconds that a caller has to send the secret, and an agent to reach one of the launcher's addresses.
+_AUTHENTICATION_S = 10.0
+_CONNECT_S = 10.0
+# Seconds that a caller has while others wait to connect; an agent sends the secret as soon as it connects.
+_SHORT_AUTHENTICATION_S = 1.0
+# Bounds on the accepted connections that have not sent the secret; further ones wait in the kernel's queue.
+_MOST_UNAUTHENTICATED = 4096
+_LEAST_UNAUTHENTICATED = 16
 # File descriptors that are left for everything else.
 _KEPT_FREE = 48
 # Connections that are accepted in a row before messages of agents are read again.
@@ -39,21 +39,21 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Contact:
-    """Where the launcher listens, and the secret word. Its text form needs no quoting in any shell."""
+    """Where the launcher listens, and the secret of the job. Its text form needs no quoting in any shell."""
 
     port: int
-    word: str
+    secret: str
     addresses: tuple[str, ...]
 
     def encode(self) -> str:
-        """As text: ``PORT/WORD/ADDRESS/ADDRESS``."""
-        return "/".join([str(self.port), self.word, *self.addresses])
+        """As text: ``PORT/SECRET/ADDRESS/ADDRESS``."""
+        return "/".join([str(self.port), self.secret, *self.addresses])
 
     @classmethod
     def decode(cls, text: str) -> Contact:
         """The opposite of `encode`."""
-        port, word, *addresses = text.split("/")
-        return cls(int(port), word, tuple(addresses))
+        port, secret, *addresses = text.split("/")
+        return cls(int(port), secret, tuple(addresses))
 
     def call(self) -> socket.socket:
         """A connection to the launcher.
@@ -61,7 +61,7 @@ class Contact:
         Raises:
             ConnectionLostError: none of its addresses answers.
         """
-        deadline = time.monotonic() + _CONNECT
+        deadline = time.monotonic() + _CONNECT_S
         with selectors.DefaultSelector() as selector:
             why = "no address"
             try:
@@ -82,7 +82,7 @@ class Contact:
                     else:
                         why = os.strerror(number)
                         attempt.close()
-                # All at once: an address of another network may not even refuse.
+                # All addresses at once, as one in another network may neither answer nor refuse.
                 while selector.get_map() and (left := deadline - time.monotonic()) > 0:
                     for key, _ in selector.select(left):
                         found = key.fileobj
@@ -105,78 +105,78 @@ def _free_descriptors() -> int:
     """How many files this process may still open, about."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return _MOST_STRANGERS * 2
+        return _MOST_UNAUTHENTICATED * 2
     probe = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # the lowest free number
     os.close(probe)
     return soft - probe
 
 
-class Reception:
-    """Listens for agents, and lets in those that know the word.
+class AgentListener:
+    """Listens for agents, and accepts those that know the secret.
 
-    Anybody on the network may connect, and say nothing. The number of such callers is bounded by the limit on open
-    files; when it is reached, those that have been silent for a second make room.
+    Anybody on the network may connect and stay silent. The number of such connections is bounded by the limit on open
+    files; when the bound is reached, those that have been silent for a second are dropped.
 
     Args:
         hosts: names of the job's hosts: the launcher's addresses that face them are tried first.
-        on_hello: called with connection, reader and what the agent said; takes over both.
-        agents: number of those that are expected.
+        on_hello: called with connection, reader and the agent's data; takes over both.
+        agents: number of expected agents.
     """
 
     def __init__(
         self,
-        word: str,
+        secret: str,
         hosts: Sequence[str],
         on_hello: Callable[[socket.socket, FrameReader, Any], None],
         agents: int = 0,
     ) -> None:
         self._on_hello = on_hello
-        self._strangers: dict[int, tuple[socket.socket, FrameReader, float]] = {}
-        self._most = max(_FEWEST_STRANGERS, min(_MOST_STRANGERS, _free_descriptors() - agents - _KEPT_FREE))
-        self._is_full = False
+        self._unauthenticated: dict[int, tuple[socket.socket, FrameReader, float]] = {}
+        self._most = max(_LEAST_UNAUTHENTICATED, min(_MOST_UNAUTHENTICATED, _free_descriptors() - agents - _KEPT_FREE))
+        self._is_at_limit = False
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         self._listener = socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=both)
         self._listener.setblocking(False)
-        self.contact = Contact(self._listener.getsockname()[1], word, tuple(own_addresses(hosts)))
+        self.contact = Contact(self._listener.getsockname()[1], secret, tuple(own_addresses(hosts)))
 
     def to_read(self) -> list[int]:
         """Descriptors to wait for."""
         if self._listener.fileno() < 0:
             return []
-        return [*([] if self._is_full else [self._listener.fileno()]), *self._strangers]
+        return [*([] if self._is_at_limit else [self._listener.fileno()]), *self._unauthenticated]
 
     def read(self, descriptor: int) -> None:
         """Accept waiting callers, or read from one of them."""
         if descriptor != self._listener.fileno():
-            self._hear(descriptor)
+            self._read_from(descriptor)
             return
         for _ in range(_AT_ONCE):
-            self._is_full = len(self._strangers) >= self._most
-            if self._is_full:
+            self._is_at_limit = len(self._unauthenticated) >= self._most
+            if self._is_at_limit:
                 return
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                # Otherwise nobody is left, or has gone again.
-                self._is_full = error.errno in (errno.EMFILE, errno.ENFILE)
+                # Other errors mean that no connection is left, or that it was closed again.
+                self._is_at_limit = error.errno in (errno.EMFILE, errno.ENFILE)
                 return
-            self._receive(connection)
+            self._accept(connection)
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _accept(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         number = connection.fileno()
         reader = FrameReader(
-            self.contact.word,
-            lambda _kind, data: self._introduce(number, data),
-            lambda _text: self._dismiss(number),
+            self.contact.secret,
+            lambda _kind, data: self._authenticated(number, data),
+            lambda _text: self._drop(number),
         )
-        self._strangers[number] = connection, reader, time.monotonic() + _INTRODUCTION
+        self._unauthenticated[number] = connection, reader, time.monotonic() + _AUTHENTICATION_S
 
-    def _hear(self, number: int) -> None:
-        if number not in self._strangers:
-            return  # sent away a moment ago
-        connection, reader, _ = self._strangers[number]
+    def _read_from(self, number: int) -> None:
+        if number not in self._unauthenticated:
+            return  # it was dropped a moment ago
+        connection, reader, _ = self._unauthenticated[number]
         try:
             data = connection.recv(4096)
         except BlockingIOError:
@@ -186,28 +186,28 @@ class Reception:
         if data:
             reader.feed(data)
         else:
-            self._dismiss(number)
+            self._drop(number)
 
-    def _introduce(self, number: int, data: Any) -> None:
-        if number in self._strangers:
-            connection, reader, _ = self._strangers.pop(number)
+    def _authenticated(self, number: int, data: Any) -> None:
+        if number in self._unauthenticated:
+            connection, reader, _ = self._unauthenticated.pop(number)
             self._on_hello(connection, reader, data)
 
-    def _dismiss(self, number: int) -> None:
-        if number in self._strangers:
-            self._strangers.pop(number)[0].close()
+    def _drop(self, number: int) -> None:
+        if number in self._unauthenticated:
+            self._unauthenticated.pop(number)[0].close()
 
-    def tidy(self) -> None:
-        """Drop callers that have not sent the word in time; that time is short while others are waiting to connect."""
-        latest = time.monotonic() + (_INTRODUCTION - _BRIEF if self._is_full else 0)
-        for number, (_, _, deadline) in list(self._strangers.items()):
+    def drop_silent(self) -> None:
+        """Drop callers that have not sent the secret in time; that time is short while others wait to connect."""
+        latest = time.monotonic() + (_AUTHENTICATION_S - _SHORT_AUTHENTICATION_S if self._is_at_limit else 0)
+        for number, (_, _, deadline) in list(self._unauthenticated.items()):
             if latest > deadline:
-                self._dismiss(number)
-        # Whoever is let in next is told whether there is room; without strangers, it is agents that take it all.
-        self._is_full = self._is_full and len(self._strangers) >= self._most
+                self._drop(number)
+        # The next accept() tells whether there is room; if no caller is silent, it is the agents that take it all.
+        self._is_at_limit = self._is_at_limit and len(self._unauthenticated) >= self._most
 
     def close(self) -> None:
-        """Stop listening, and drop callers that have not sent the word."""
+        """Stop listening, and drop callers that have not sent the secret."""
         self._listener.close()
-        for number in list(self._strangers):
-            self._dismiss(number)
+        for number in list(self._unauthenticated):
+            self._drop(number)

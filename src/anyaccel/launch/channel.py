@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the launcher and an agent, through standard input and error of ssh, or through TCP.
 
-To the agent go lines of JSON, then one byte a signal (0 is a sign of life, `guardian.DEAF` no signal either). From it
-come frames in the middle of what its workers write to standard error. A frame begins with NUL and a secret word of this
-job, so that no worker can write one by accident:
+The launcher sends lines of JSON, then one byte for each signal (or 0 as a heartbeat, or `contract.STDERR_CLOSED`). The
+agent sends frames, in the middle of its workers' standard error. A frame begins with NUL and the secret of this job, so
+that no worker can write one by accident:
 
-    NUL anyaccel: WORD : KIND : BASE64 OF JSON newline
+    NUL anyaccel: SECRET : KIND : BASE64 OF JSON newline
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# Seconds between two signs of life of the launcher; after so many without one, an agent ends its workers.
+# Seconds between two heartbeats of the launcher, and seconds without one after which an agent ends its workers.
 HEARTBEAT = 1.0
-PATIENCE = 7.0
+HEARTBEAT_TIMEOUT = 7.0
 
 # Kinds of frames: the agent has called back, is ready, cannot do its part, has a worker that failed, has finished.
 HELLO, READY, REFUSED, FAILED, FINISHED = "hello", "ready", "refused", "failed", "finished"
 
-# No frame is longer: the last lines of a worker and the processes that do not end are cut before.
+# No frame is longer, as the texts in it are cut before.
 _LONGEST = 1 << 20
 
 
@@ -39,7 +39,7 @@ class ConnectionLostError(AnyAccelError):
 
 
 class HungUpError(ConnectionLostError):
-    """The other end is gone: it has ended, or wants this one to end."""
+    """The other end has closed the connection: it has ended, or wants this one to end."""
 
 
 def encode_line(data: Any) -> bytes:
@@ -48,10 +48,10 @@ def encode_line(data: Any) -> bytes:
 
 
 def read_line(descriptor: int, timeout: float) -> Any:
-    """A line that `encode_line` made, without reading a byte behind it. Spaces before it are signs of life.
+    """Read a line that `encode_line` made, and no byte behind it. Spaces before it are heartbeats.
 
     Args:
-        timeout: seconds until the next byte must come.
+        timeout: seconds in which the next byte must come.
 
     Raises:
         ConnectionLostError: end of file or no byte in time.
@@ -69,7 +69,7 @@ def read_line(descriptor: int, timeout: float) -> Any:
         except BlockingIOError:
             continue
         except OSError:
-            byte = b""  # a connection that was reset
+            byte = b""  # the connection was reset
         deadline = time.monotonic() + timeout
         if not byte:
             raise HungUpError("the launcher is gone")
@@ -77,63 +77,63 @@ def read_line(descriptor: int, timeout: float) -> Any:
     return json.loads(line)
 
 
-def encode_frame(word: str, kind: str, data: Any) -> bytes:
+def encode_frame(secret: str, kind: str, data: Any) -> bytes:
     """One frame."""
     text = binascii.b2a_base64(json.dumps(data).encode(), newline=False).decode()
-    return f"\0anyaccel:{word}:{kind}:{text}\n".encode()
+    return f"\0anyaccel:{secret}:{kind}:{text}\n".encode()
 
 
 class FrameReader:
     """Separates frames from the text around them in a stream.
 
     Args:
-        on_frame: called with kind and data of each; may be exchanged.
-        on_text: called with what is between frames; may be exchanged.
+        on_frame: called with kind and data of each frame; may be replaced later.
+        on_text: called with the text between frames; may be replaced later.
     """
 
-    def __init__(self, word: str, on_frame: Callable[[str, Any], None], on_text: Callable[[bytes], None]) -> None:
-        self._start = f"\0anyaccel:{word}:".encode()
+    def __init__(self, secret: str, on_frame: Callable[[str, Any], None], on_text: Callable[[bytes], None]) -> None:
+        self._start = f"\0anyaccel:{secret}:".encode()
         self.on_frame = on_frame
         self.on_text = on_text
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take more of the stream."""
+        """Process more of the stream."""
         self._buffer += data
         while True:
             at = self._buffer.find(self._start)
             if at < 0:
-                self._text(len(self._buffer) - self._held())
+                self._emit_text(len(self._buffer) - self._possible_start())
                 return
-            self._text(at)
+            self._emit_text(at)
             end = self._buffer.find(b"\n")
             if end < 0 and len(self._buffer) <= _LONGEST:
                 return
-            if end < 0 or not self._frame(bytes(self._buffer[len(self._start) : end])):
-                self._text(1)  # no frame of ours: its NUL is text, and so is the rest
+            if end < 0 or not self._emit_frame(bytes(self._buffer[len(self._start) : end])):
+                self._emit_text(1)  # not a valid frame, so its NUL is text
                 continue
             del self._buffer[: end + 1]
 
     def close(self) -> None:
-        """Say that the stream has ended: bytes that could have begun a frame are text then."""
-        self._text(len(self._buffer))
+        """End the stream: bytes that could have begun a frame are text."""
+        self._emit_text(len(self._buffer))
 
-    def _held(self) -> int:
-        """How many bytes at the end may be the beginning of a frame."""
+    def _possible_start(self) -> int:
+        """The number of bytes at the end that may be the beginning of a frame."""
         at = self._buffer.rfind(b"\0", max(0, len(self._buffer) - len(self._start)))
         return len(self._buffer) - at if at >= 0 and self._start.startswith(self._buffer[at:]) else 0
 
-    def _text(self, size: int) -> None:
+    def _emit_text(self, size: int) -> None:
         if size:
             text = bytes(self._buffer[:size])
             del self._buffer[:size]
             self.on_text(text)
 
-    def _frame(self, body: bytes) -> bool:
+    def _emit_frame(self, body: bytes) -> bool:
         kind, _, text = body.partition(b":")
         try:
             data = json.loads(binascii.a2b_base64(text, strict_mode=True))
-        except ValueError:  # what ssh itself said came in between
+        except ValueError:  # a message of ssh itself has come in between
             return False
         self.on_frame(kind.decode(errors="replace"), data)
         return True

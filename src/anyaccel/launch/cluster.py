@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A launch on several hosts: which hosts, by which launcher, with which environment. Imported only for that."""
+"""Prepares and runs a launch on several hosts: chooses hosts, launcher and environment. Imported only for that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel.errors import UsageError
 from anyaccel.launch.address import are_this_host, is_this_host
 from anyaccel.launch.agents import SocketAgent
-from anyaccel.launch.callback import VARIABLE, Reception
+from anyaccel.launch.callback import VARIABLE, AgentListener
 from anyaccel.launch.channel import FrameReader
 from anyaccel.launch.counts import MOST_HOSTS, brief
 from anyaccel.launch.devices import count_devices, find_devices
@@ -39,9 +39,9 @@ from anyaccel.topology import read_machine
 if TYPE_CHECKING:
     import socket
 
-# Port of rank 0 where nobody can ask its host for a free one; torchrun and deepspeed have the same.
+# Port of rank 0 if its host cannot be asked for a free one; torchrun and deepspeed have the same.
 _DEFAULT_PORT = 29500
-# Variables that Python needs to start on another host. They go on the command line; all others follow in a message.
+# Variables that Python needs to start on another host. They go on the command line, all others in a message.
 _AT_START = ("PYTHONPATH", "LD_LIBRARY_PATH")
 
 
@@ -136,7 +136,7 @@ def find_hosts(options: LaunchOptions, cluster: ClusterOptions, environ: Mapping
 
 
 def _unnamed_hosts(options: LaunchOptions, cluster: ClusterOptions) -> dict[str, int]:
-    """With --no_ssh nobody needs the names, but all must agree on the numbers."""
+    """Hosts without names for --no_ssh, where only the numbers matter, which must be the same on all hosts."""
     if not cluster.num_nodes or not options.num_accelerators:
         raise UsageError(
             "--no_ssh needs the number of workers on every host: give --hostfile FILE, "
@@ -177,11 +177,11 @@ class ClusterLaunch:
     """A job that is ready to be started.
 
     Attributes:
-        runner: None where this host is the only one, or with --no_ssh.
+        runner: None if this host is the only one, or with --no_ssh.
         program: path of the runner's program.
-        node: number of this host, where it starts its workers by itself.
+        node: number of this host, if it starts its workers itself.
         commands: with ssh, the argument vector of each host's agent.
-        warnings: what is to be said before workers are started.
+        warnings: printed before workers are started.
     """
 
     task: Task
@@ -231,7 +231,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
         raise UsageError(f"--elastic {least}:{most} wants up to {most} hosts, and there are {len(hosts)}; lower MAX")
     task = Task(options, hosts, environment, folder, secrets.token_hex(16))
     if cluster.no_ssh:
-        return _by_hand(task, cluster)
+        return _prepare_without_launcher(task, cluster)
     alone = len(hosts) == 1 and is_this_host(hosts[0].name)
     if alone and not cluster.force_multi and cluster.launcher is None:
         task = task.with_master(options.master_addr or "127.0.0.1", free_port(options.master_port))
@@ -245,17 +245,17 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
     program = require_program(runner, os.environ.get("PATH", os.defpath))
     if runner.name != "ssh":
         return ClusterLaunch(task, cluster, runner, program)
-    # ssh starts in the home folder.
+    # ssh starts in the home folder, so relative paths have to become absolute.
     start = absolute_paths({name: value for name, value in environment.items() if name in _AT_START}, folder)
     commands = [
-        # An SSH_CONNECTION here is of the user's own login.
+        # An SSH_CONNECTION in this environment is that of the user's own login.
         ["env", "-u", "SSH_CONNECTION", *ssh.agent_command(sys.executable)]
         if here
         else ssh.build_command(
             host.name,
             python=sys.executable,
             environment=start,
-            # Sourced in the folder that a login begins in.
+            # It is sourced in the folder in which a login starts, so it has to be absolute.
             venv_script=options.venv_script and str(Path(folder, options.venv_script)),
             ssh_port=cluster.ssh_port,
             launcher_args=shlex.split(cluster.launcher_args),
@@ -265,7 +265,7 @@ def prepare(options: LaunchOptions, cluster: ClusterOptions) -> ClusterLaunch:
     return ClusterLaunch(task, cluster, runner, program, commands=tuple(map(tuple, commands)))
 
 
-def _by_hand(task: Task, cluster: ClusterOptions) -> ClusterLaunch:
+def _prepare_without_launcher(task: Task, cluster: ClusterOptions) -> ClusterLaunch:
     node, nodes = cluster.node_rank or 0, len(task.hosts)
     if not 0 <= node < nodes:
         raise UsageError(f"--node_rank is {node}, there are {nodes} hosts: it must be 0 to {nodes - 1}")
@@ -275,11 +275,11 @@ def _by_hand(task: Task, cluster: ClusterOptions) -> ClusterLaunch:
     if node == 0:
         free_port(port)
     launch = ClusterLaunch(task.with_master(task.options.master_addr or "127.0.0.1", port), cluster, node=node)
-    return _among_names(launch) if nodes > 1 else launch
+    return _join_names_of_one_machine(launch) if nodes > 1 else launch
 
 
-def _among_names(launch: ClusterLaunch) -> ClusterLaunch:
-    """The same where other hosts of the job are this machine too: its cores are divided among all of their workers."""
+def _join_names_of_one_machine(launch: ClusterLaunch) -> ClusterLaunch:
+    """The launch, with the cores divided among the workers of all hosts that are this machine under other names."""
     task, options = launch.task, launch.task.options
     named = launch.cluster.hostfile is not None or os.access(DEFAULT_HOSTFILE, os.F_OK)
     names = [host.name if named else "" for host in task.hosts]
@@ -294,10 +294,10 @@ def _among_names(launch: ClusterLaunch) -> ClusterLaunch:
     machine = read_machine()
     who = f"hosts {', '.join(task.hosts[number].name for number in together)} are one machine"
     if options.core_list is not None or len(machine.allowed_cpus) < len(machine.cpus):
-        # Each run may have been given cores of its own, and none knows those of the others.
+        # Each run may have cores of its own, and does not know those of the others.
         text = f"{who}, and this run divides the cores that it was given among its own workers; give each run others"
         return replace(launch, warnings=(text,) if options.bind_cores else ())
-    # The same holds for devices.
+    # Devices may have been divided in the same way.
     variable = find_devices(machine, os.environ).variable
     task = replace(task, together=tuple(together), own_devices=bool(variable and os.environ.get(variable)))
     return replace(launch, task=task)
@@ -315,7 +315,7 @@ def run_cluster(options: LaunchOptions, cluster: ClusterOptions) -> int:
         return _run_here(launch)
     if launch.runner.name == "ssh":
         return start_agents(task, launch.commands, least=options.elastic[0] if options.elastic else None)
-    return _run_below(launch)
+    return _run_by_launcher(launch)
 
 
 def _run_here(launch: ClusterLaunch) -> int:
@@ -338,8 +338,8 @@ def _run_here(launch: ClusterLaunch) -> int:
     return supervise(workers, task.options.grace_period, options=task.options, console=console, host=host)
 
 
-def _run_below(launch: ClusterLaunch) -> int:
-    """Let another launcher start the agents, which call back."""
+def _run_by_launcher(launch: ClusterLaunch) -> int:
+    """Start the agents by the runner's launcher; they call back."""
     task, runner = launch.task, launch.runner
     assert runner
     front = Front(task, task.options.elastic[0] if task.options.elastic else None)
@@ -362,8 +362,8 @@ def _run_below(launch: ClusterLaunch) -> int:
         front.console.line(f"warning: {text}", WARNING)
     with many_descriptors(2 * len(front.agents)), stop_signals() as wakeup:
         names = [host.name for host in task.hosts]
-        front.reception = Reception(task.word, names, on_hello, agents=len(front.agents))
-        command, environment = launch.command(front.reception.contact.encode())
+        front.listener = AgentListener(task.secret, names, on_hello, agents=len(front.agents))
+        command, environment = launch.command(front.listener.contact.encode())
         front.console.line(shlex.join(command), DEBUG)
         front.launcher = LauncherProcess(
             command,

@@ -8,7 +8,7 @@ import sys
 from anyaccel.launch.options import LaunchOptions
 from anyaccel.launch.plan import RankBinding
 
-# bash would wait for somebody to open a named pipe to write.
+# A named pipe is refused, as bash would wait until somebody opens it for writing.
 _SOURCED = (
     'if [ -p "$0" ]; then echo "anyaccel: error: --venv_script $0 is a pipe; give a file" >&2; exit 2; fi; '
     '. "$0" && exec "$@"'
@@ -30,9 +30,9 @@ def program(options: LaunchOptions) -> list[str]:
 
 
 def in_venv(script: str | None) -> list[str]:
-    """What stands before a command that runs with `script` sourced; not through `sh`, conda's scripts want more.
+    """The words before a command that make it run with `script` sourced, in bash, which conda's scripts need.
 
-    bash looks for a name without a folder in PATH, and takes one that begins with a dash for an option.
+    bash would look for a name without a folder in PATH, and take one that begins with a dash for an option.
     """
     if not script:
         return []

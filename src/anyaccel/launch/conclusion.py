@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said at the end of a job on several hosts, and its exit code."""
+"""Reports how a job on several hosts has ended, and chooses its exit code."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def conclude(
     cut: bool,
     lost: bool,
 ) -> int:
-    """Say what happened; returns the exit code of the job.
+    """Report what happened; returns the exit code of the job.
 
     Args:
-        agents: what each of them has reported.
+        agents: all agents, with their reports.
         launcher: mpirun, srun or pdsh; None for ssh.
         stop: the first signal that we got, and when.
-        cut: our own standard output or error could not be written.
-        lost: something of the workers was lost by that.
+        cut: whether our own standard output or error could not be written.
+        lost: whether output of the workers was lost by that.
     """
     for agent in agents:
         report = agent.report
-        if report and report.immortal:
-            _error(console, f"host {agent.host}: these processes do not end, not even by SIGKILL: {report.immortal}")
+        if report and report.unkillable:
+            _error(console, f"host {agent.host}: these processes do not end, not even by SIGKILL: {report.unkillable}")
         if report and report.problem:
             agent.problem, agent.code = agent.problem or report.problem, report.code
     failed = _cause(agents)
@@ -68,7 +68,7 @@ def conclude(
         return exit_code(failure.status)
     reports = [(agent.host, agent.report) for agent in agents if agent.report]
     losses = [] if cut else [f"host {host}: {report.loss}" for host, report in reports if report.loss]
-    for loss in losses:  # what was cut here fails there, and has been said
+    for loss in losses:  # none if our own output was cut: that makes theirs fail, and has been reported
         _error(console, f"{loss}; output of its workers is lost")
     if problems or losses or lost:
         return max(problems.values(), default=1)
@@ -82,7 +82,7 @@ def _error(console: Output, text: str) -> None:
 def _cause(agents: Sequence[Agent]) -> Agent | None:
     """The agent whose worker failed first; of those that failed at once, one whose worker was killed."""
     for agent in agents:
-        # The frame may have been lost in what ssh said; the report at the end has it too.
+        # The frame of the failure may have been lost among messages of ssh; the report has the failure too.
         if agent.failure is None and agent.report and agent.report.failure:
             agent.failure, agent.failed_at = agent.report.failure, time.monotonic()
     failed = [(agent, agent.failure) for agent in agents if agent.failure]

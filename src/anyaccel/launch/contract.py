@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Constants and messages that the guardian shares with the launcher that forked it, and with one on another host."""
+"""Constants and data that the guardian shares with the launcher that forked it, or with one on another host."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from anyaccel.launch.output import Output
 
 # The guardian's process name, as `ps -o comm` shows it.
 GUARDIAN_NAME = "anyaccel-guard"
-# Added to a signal's number on the control pipe: the signal went to the whole process group, workers included.
+# Added to a signal's number on the control pipe if the whole process group, including the workers, got the signal.
 DELIVERED = 0x80
-# A byte to the agent in place of a signal's number: nobody reads the workers' standard error any more.
-DEAF = 0x7F
-# Shared memory for the report: the tail of a worker takes at most 40 kB of it, immortal processes as much.
+# Sent to an agent in place of a signal's number when nobody reads the workers' standard error any more.
+STDERR_CLOSED = 0x7F
+# Shared memory for the report: the tail of a worker takes at most 40 kB of it, unkillable processes as much.
 REPORT_BYTES = 1 << 17
-# Behind it, in the same memory: when the guardian has something to do at the latest, so that the launcher can tell
-# whether one that is stopped is missed. Seconds of time.monotonic(), 0 for nothing; one store of the processor.
+# Behind it, in the same memory: the guardian's next deadline in time.monotonic(), 0 for none. It tells the launcher
+# whether a guardian that is stopped has to be woken up. It is written by a single store.
 DUE = struct.Struct("d")
-# Seconds that count as the same moment: a worker dies of Ctrl-C before the launcher has forwarded the signal.
+# Seconds that count as the same moment: a worker may die of Ctrl-C before the launcher has forwarded the signal.
 SAME_MOMENT = 0.1
-# Seconds to wait after SIGKILL: freeing much memory takes a while, and a stuck disk would take for ever.
+# Seconds to wait after SIGKILL: freeing much memory takes a while, and a stuck disk may take for ever.
 KILL_TIMEOUT = 30.0
 # Seconds that processes which the workers left behind have between SIGTERM and SIGKILL.
 LEFTOVER_GRACE = 0.8
@@ -34,11 +34,11 @@ class Link:
     """The connection to a launcher on another host.
 
     Attributes:
-        descriptor: gets one byte a signal, 0 now and then as a sign of life, end of file when that launcher is gone.
-        patience: seconds without a byte after which it counts as gone.
-        output: where that launcher reads what happens.
-        announce: what to write there about the first failure, at once.
-        conclude: what to write there about how the job ended here.
+        descriptor: receives a byte for each signal, 0 as a heartbeat, and end of file when that launcher is gone.
+        patience: seconds without a byte after which the launcher counts as gone.
+        output: the connection on which that launcher reads.
+        announce: the frame about the first failure.
+        conclude: the frame about how the job has ended here.
     """
 
     descriptor: int

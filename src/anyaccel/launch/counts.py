@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many ranks there may be, and the reader of such numbers: more is a mistake, not a reason to fill memory."""
+"""Bounds on the numbers of ranks and hosts, and the reader of such numbers: larger ones are mistakes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ MOST_ON_A_HOST = 1 << 16
 MOST_HOSTS = 1 << 16
 MOST_IN_A_JOB = 1 << 20
 
-# Digits of the largest number that is read: any launcher's counts have fewer.
+# The most digits of a number: the counts of any launcher have fewer.
 _DIGITS = 12
 _SHOWN = 60
 
 
 def whole_number(text: str) -> int | None:
-    """The number that `text` is; None where it is none, or has more digits than a count can have."""
+    """The number that `text` says; None if it is no number, or has more digits than a count can have."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _DIGITS else None
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices this machine has for workers, and at which NUMA node each is; without torch or a vendor library.
+"""Finds the devices of this machine and their NUMA nodes from /dev, /sys and /proc, without torch or vendor libraries.
 
-Everything is what the kernel shows. The launcher cannot know what torch was built for: DS_ACCELERATOR says so.
+The launcher cannot know which accelerator torch was built for; DS_ACCELERATOR tells it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class _Device:
     """One device as the kernel shows it.
 
     Attributes:
-        address: on PCI, as in `lspci -D`; "" where the kernel does not say.
-        name: what a visible-devices variable may call it beside its number.
+        address: its PCI address, as in `lspci -D`; "" if unknown.
+        name: a name by which a visible-devices variable may list it instead of its number.
     """
 
     __slots__ = ("address", "name")
@@ -36,11 +36,11 @@ class AcceleratorDevices:
     """How devices of one accelerator are found.
 
     Attributes:
-        visible: its visible-devices variables, the one that wins first.
-        find: gives the devices below a root folder, in the order in which the vendor's runtime counts them; None
-            where nothing is known that the kernel shows.
-        also_visible: gives variables that win over `visible` on the machine below a root folder.
-        is_host: its devices are the NUMA nodes with allowed cores.
+        visible: its visible-devices variables, the one with the highest priority first.
+        find: returns the devices below a root folder, in the order of the vendor's runtime; None if there is no known
+            way.
+        also_visible: returns variables with priority over `visible` on the machine below a root folder.
+        is_host: whether its devices are the NUMA nodes with allowed cores.
     """
 
     __slots__ = ("also_visible", "find", "is_host", "visible")
@@ -60,8 +60,8 @@ class Devices:
 
     Attributes:
         accelerator: name of the accelerator, "cpu" where there is no other.
-        count: how many; 0 where it cannot be known.
-        variable: environment variable that narrows them; "" for none.
+        count: the number of devices; 0 if it cannot be known.
+        variable: the visible-devices variable; "" for none.
     """
 
     __slots__ = ("accelerator", "count", "variable")
@@ -91,7 +91,7 @@ def find_devices(machine: Machine, environ: Mapping[str, str], root: str = "") -
         found = kind.find(root) if kind.find else []
         variables = _variables(name, root)
         listed = _listed(environ, variables)
-        # Without being asked for, the variable may be a stray one, of a login shell that is used on many nodes.
+        # Without DS_ACCELERATOR, the variable may be a stray one, from a login script that is used on many nodes.
         count = len(found) if listed is None else len(listed) if asked else min(len(listed), len(found))
         if count or asked:
             return Devices(name, count, variables[0] if variables else "")
@@ -99,7 +99,7 @@ def find_devices(machine: Machine, environ: Mapping[str, str], root: str = "") -
 
 
 def count_devices(machine: Machine, environ: Mapping[str, str], root: str = "") -> int:
-    """How many devices `find_devices` finds.
+    """The number of devices that `find_devices` finds.
 
     Raises:
         UsageError: DS_ACCELERATOR names one whose devices cannot be counted like this, or that has none.
@@ -192,13 +192,13 @@ def _variables(accelerator: str, root: str) -> tuple[str, ...]:
     return (*(kind.also_visible(root) if kind.also_visible else ()), *kind.visible)
 
 
-def _of_rocm(root: str) -> tuple[str, ...]:
-    """ROCm's own variable, which wins over CUDA's; that counts there too."""
+def _rocm_variables(root: str) -> tuple[str, ...]:
+    """ROCm's own variable, which has priority over CUDA's, on a machine without NVIDIA's GPUs."""
     return () if _nvidia(root) else ("HIP_VISIBLE_DEVICES",)
 
 
 def _pci(root: str, vendor: str) -> list[str]:
-    """Addresses of the vendor's devices that compute, ascending."""
+    """PCI addresses of the vendor's compute devices, ascending."""
     folder = f"{root}/sys/bus/pci/devices"
     return sorted(
         address
@@ -209,24 +209,24 @@ def _pci(root: str, vendor: str) -> list[str]:
 
 
 def _numbered_files(folder: str, prefix: str, vendor: str = "") -> Callable[[str], list[_Device]]:
-    """Finds devices that have a file of their own each, and on PCI as many devices of the vendor."""
+    """A finder for devices that have a numbered file each, and PCI addresses if the vendor has as many PCI devices."""
 
     def find(root: str) -> list[_Device]:
         files = numbered(f"{root}{folder}", prefix)
         addresses = _pci(root, vendor) if vendor and files else []
-        # With another number it is not known which file belongs to which: a container sees all of PCI.
+        # If the numbers differ (a container sees all PCI devices), it is unknown which address belongs to which file.
         return [_Device(address) for address in addresses] if len(addresses) == len(files) else [_Device()] * len(files)
 
     return find
 
 
 def _cuda(root: str) -> list[_Device]:
-    """NVIDIA's GPUs, else AMD's, whose torch goes by the same name."""
+    """NVIDIA's GPUs, else AMD's, which torch calls cuda too."""
     return _nvidia(root) or _amd(root)
 
 
 def _nvidia(root: str) -> list[_Device]:
-    """/dev/nvidia0 and so on; the driver tells which is which, and CUDA counts equal ones by PCI address."""
+    """The GPUs of /dev/nvidia0 and so on, by PCI address, in which order CUDA counts equal ones."""
     minors = numbered(f"{root}/dev", "nvidia")
     folder = f"{root}/proc/driver/nvidia/gpus"
     found = []
@@ -242,7 +242,7 @@ def _nvidia(root: str) -> list[_Device]:
 
 
 def _amd(root: str) -> list[_Device]:
-    """Nodes of the compute driver that are GPUs: a CPU has gpu_id 0, a GPU kept from a container cannot be read."""
+    """The GPUs of AMD's compute driver: a CPU has gpu_id 0, and a GPU that a container may not use is unreadable."""
     if not os.path.exists(f"{root}/dev/kfd"):
         return []
     found = []
@@ -259,9 +259,9 @@ def _amd(root: str) -> list[_Device]:
 
 
 def _gaudi(root: str) -> list[_Device]:
-    """/dev/accel/accelN belongs to any driver of the accel subsystem (Intel's and AMD's NPUs too): asks for Habana's.
+    """Habana's devices among /dev/accel/accelN, which any driver of the accel subsystem (Intel's, AMD's NPUs) uses.
 
-    HABANA_VISIBLE_MODULES counts modules, which is how they sit in the machine.
+    They are ordered by module number, by which HABANA_VISIBLE_MODULES counts.
     """
     folder = f"{root}/sys/class/accel"
     found = {}
@@ -275,7 +275,7 @@ def _gaudi(root: str) -> list[_Device]:
 
 
 def _intel(root: str) -> list[_Device]:
-    """Render nodes of Intel's GPUs; one with two tiles counts as one, which Level Zero may show as two."""
+    """Intel's GPUs by their render nodes; one with two tiles counts once, though Level Zero may show two."""
     found = []
     for index in numbered(f"{root}/dev/dri", "renderD"):
         device = f"{root}/sys/class/drm/renderD{index}/device"
@@ -284,13 +284,13 @@ def _intel(root: str) -> list[_Device]:
     return sorted(found, key=lambda device: device.address)
 
 
-# Where files with a number each are not enough, and how it is known what the kernel shows:
+# Finders for accelerators for which numbered files are not enough, with the sources of what the kernel shows:
 #   cuda: driver's README (/dev/nvidiaN, /proc/driver/nvidia); amdkfd's kfd_topology.c in Linux
 #   hpu:  drivers/accel in Linux, sysfs-driver-habanalabs; /dev/hlN before Linux 6.2
 #   xpu:  Intel's i915 and xe drivers are DRM drivers
 _FIND = {"cuda": _cuda, "hpu": _gaudi, "xpu": _intel}
-_ALSO_VISIBLE = {"cuda": _of_rocm}
-# The first that has devices is taken.
+_ALSO_VISIBLE = {"cuda": _rocm_variables}
+# In the order of detection: the first accelerator that has devices is used.
 ACCELERATORS = {
     name: AcceleratorDevices(
         vendor.visible,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--max-restarts` and `--elastic`: the command of torch.distributed.run, with the binder inside.
 
-torch starts, watches and restarts the workers. All that is done here is to say what to start, once a host:
+torch starts, watches and restarts the workers. This module only builds the command that is started on each host:
 
     python -m torch.distributed.run [rendezvous] --no-python env ... python -m anyaccel bind [...] -- \\
         python -m anyaccel.launch.rounds python -u script
 
-Who starts this should be the parent of everything below it, as `supervise` is: SIGKILL to torch's process leaves its
-workers alive. Its exit code is 1 whatever the code of the worker that failed.
+The process that starts it should be a subreaper, as `supervise` is, since a SIGKILL to torch's process leaves its
+workers alive. Its exit code is 1 whatever the code of the failed worker is.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def build_command(
     """The argument vector of torch's launcher on one host.
 
     Args:
-        command: what to start, such as ``python -u script.py``.
-        arguments: what comes after it; they arrive byte for byte.
+        command: the worker's program, such as ``python -u script.py``.
+        arguments: its arguments, which arrive byte for byte.
         python: interpreter that has torch and anyaccel.
         slots: workers of this host.
         max_restarts: how often all workers are started again when one fails, or when a host comes or goes.
@@ -48,12 +48,12 @@ def build_command(
         job_id: the same on all hosts, different for each job that uses this endpoint.
         endpoint: address and TCP port of the first host, where the hosts meet; None for a job of one host, which
             meets on the loopback at a free port.
-        first: this host is the first one. The job needs it to the end: the meeting place is in its process.
-        address: address of this host as the others see it; None for what its own name leads to.
+        first: whether this host is the first one, which hosts the rendezvous store, and so is needed to the end.
+        address: address of this host as the others see it; None for what its own name resolves to.
         binding: options of `anyaccel bind` (adr/0007 says why they are words); None to leave the workers unbound.
         local_rank_argument: pass `--local_rank=N` to the script.
         threads: OMP_NUM_THREADS of each worker; None to leave it to the binder, or unset.
-        users_threads: the user has set OMP_NUM_THREADS, and it stays as it is.
+        users_threads: whether the user has set OMP_NUM_THREADS, which then stays as it is.
 
     Raises:
         UsageError: several hosts, and no place for them to meet.
@@ -73,7 +73,7 @@ def build_command(
         "--rdzv-backend", "c10d",
         "--rdzv-endpoint", meeting,
         "--rdzv-id", job_id,
-        # Without it torch compares host names to find out, which hosts may share or fail to resolve.
+        # Otherwise torch compares host names, which several hosts may share, or which may not resolve.
         "--rdzv-conf", f"is_host={int(first)}",
     ]  # fmt: skip
     if address is not None:
@@ -81,7 +81,7 @@ def build_command(
     launcher.append("--no-python")
     worker: list[str] = []
     if not users_threads:
-        # torch sets OMP_NUM_THREADS=1 where it is not set, which would look like the user's wish.
+        # torch sets OMP_NUM_THREADS=1 if it is not set, which would look like the user's setting.
         worker += ["env", f"OMP_NUM_THREADS={threads}"] if threads else ["env", "-u", "OMP_NUM_THREADS"]
     if binding is not None:
         worker += [python, "-m", "anyaccel", "bind", *binding, "--"]
@@ -103,10 +103,10 @@ def launcher_environment(environ: Mapping[str, str], grace_period: float) -> dic
     """
     variables = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(max(1, round(grace_period))),
-        # A store for each round. In the one that torch 2.13 shares by default, what the workers of the round before
-        # have left makes the new ones wait for each other without end.
+        # Each round gets a store of its own. In the one that torch 2.13 shares by default, keys of the round before
+        # make the new workers wait for each other without end.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if not environ.get("OMP_NUM_THREADS"):
-        variables["OMP_NUM_THREADS"] = "1"  # keeps torch from warning that it does so; the workers get another
+        variables["OMP_NUM_THREADS"] = "1"  # prevents torch's warning that it sets this; the workers get another value
     return variables

@@ -18,8 +18,8 @@ class Failure:
 
     Attributes:
         status: its wait status.
-        time: when it was noticed, in seconds of CLOCK_MONOTONIC of its machine.
-        others: number of workers that were alive then.
+        time: when it was noticed, in seconds of CLOCK_MONOTONIC on its machine.
+        others: number of workers that were alive at that time.
         tail: its last lines on standard error.
     """
 
@@ -33,20 +33,20 @@ class Failure:
 
 @dataclass
 class Report:
-    """What the guardian tells the launcher at the end.
+    """The guardian's final report to the launcher.
 
     Attributes:
-        failure: the first failure; None when no worker failed before somebody ended the job.
+        failure: the first failure; None if no worker failed before the job was ended.
         signal: the first signal that asked to end the job.
-        immortal: processes that did not end, described.
+        unkillable: a description of the processes that could not be killed.
         problem: why not all workers could be started.
         code: the exit code for that problem.
-        loss: where output of the workers was lost, and why.
+        loss: which output of the workers was lost, and why.
     """
 
     failure: Failure | None = None
     signal: int | None = None
-    immortal: str = ""
+    unkillable: str = ""
     problem: str = ""
     code: int = 1
     loss: str = ""
@@ -54,7 +54,7 @@ class Report:
     def encode(self) -> Any:
         """Plain values, for marshal and JSON."""
         failure = tuple(vars(self.failure).values()) if self.failure else None
-        return (failure, self.signal, self.immortal[:10_000], self.problem, self.code, self.loss)
+        return (failure, self.signal, self.unkillable[:10_000], self.problem, self.code, self.loss)
 
     @classmethod
     def decode(cls, values: Any) -> Report:
@@ -63,12 +63,12 @@ class Report:
         Raises:
             ValueError, TypeError: the values are others.
         """
-        failure, number, immortal, problem, code, loss = values
-        return cls(failure and decode_failure(failure), number, immortal, problem, code, loss)
+        failure, number, unkillable, problem, code, loss = values
+        return cls(failure and decode_failure(failure), number, unkillable, problem, code, loss)
 
 
 def decode_failure(values: Any) -> Failure:
-    """A Failure of the values of its fields; JSON makes lists of tuples."""
+    """A Failure from the values of its fields, in which JSON has made lists of tuples."""
     rank, pid, status, time, others, tail = values
     return Failure(rank, pid, status, time, others, tuple(tail))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which variables travel from the launcher to the workers on other hosts.
+"""Chooses the variables that are forwarded from the launcher to the workers on other hosts.
 
 A later source wins over an earlier one:
 
@@ -37,9 +37,9 @@ PREFIXES["accelerators"] = tuple(
 )
 _PREFIXES = (*_GENERAL, *PREFIXES["accelerators"])
 
-# Each host has its own: which devices a worker sees follows from the slots of its host.
+# Not forwarded: the devices that a worker sees follow from the slots of its own host.
 _DEVICES = [name for vendor in VENDORS.values() for name in (*vendor.visible, *vendor.of_a_host)]
-# They begin like something that travels, but belong to the process, job or host that the launcher itself runs in.
+# They have a forwarded prefix, but belong to the launcher's own process, job or host.
 KEPT_BACK = (
     *_DEVICES,
     "TORCHELASTIC_",
@@ -54,22 +54,31 @@ KEPT_BACK = (
     "PYTHONINSPECT",
     "PYTHONBREAKPOINT",
 )
-# Whoever may run `ps` on a host reads what travels on a command line. `--export HF_TOKEN` sends one on purpose.
+# Secrets are not forwarded by default; `--export HF_TOKEN` forwards one on purpose.
 _SECRETS = ("TOKEN", "PASSWORD", "SECRET", "API_KEY", "APIKEY", "CREDENTIALS", "ACCESS_KEY")
 
-# What the launcher, or the one below it, gives each worker.
-_GIVEN = (
+# Variables that the launcher, or one below it, sets for each worker.
+_PER_WORKER = (
     *("RANK", "LOCAL_RANK", "CROSS_RANK", "GROUP_RANK", "NODE_RANK"),
     *("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "CROSS_SIZE"),
 )
-_GIVEN_PREFIXES = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_", "MV2_COMM", "MVP_COMM")
+_PER_WORKER_PREFIXES = (
+    "PMI_",
+    "PMIX_",
+    "OMPI_COMM_WORLD_",
+    "MPI_LOCAL",
+    "SLURM_",
+    "TORCHELASTIC_",
+    "MV2_COMM",
+    "MVP_COMM",
+)
 _OPTIONS = {"MASTER_ADDR": "--master_addr", "MASTER_PORT": "--master_port"}
 
 
 def forwarded_environment(
     environ: Mapping[str, str], exports: Sequence[str] = (), folders: Sequence[str] = ()
 ) -> dict[str, str]:
-    """The variables that travel, by name; see the top of this module for what wins.
+    """The variables to forward, by name; the docstring of this module has the order of precedence.
 
     Args:
         environ: variables of the launcher.
@@ -80,7 +89,7 @@ def forwarded_environment(
         UsageError: a line of a file or an `--export` is malformed, names what is not set, or what each worker is
             given by the launcher.
     """
-    found = {name: value for name, value in environ.items() if _travels(name)}
+    found = {name: value for name, value in environ.items() if _is_forwarded(name)}
     names = (environ.get("DS_ENV_FILE") or ".deepspeed_env", ".anyaccel_env")
     paths = dict.fromkeys(str(Path(folder, name)) for folder in reversed(folders) for name in names)
     for path in paths:
@@ -96,7 +105,7 @@ def forwarded_environment(
     return dict(sorted(found.items()))
 
 
-def _travels(name: str) -> bool:
+def _is_forwarded(name: str) -> bool:
     if not name.startswith(_PREFIXES) or name.startswith(KEPT_BACK) or not _is_name(name):
         return False
     return not any(word in name for word in _SECRETS) or name.startswith("TOKENIZERS_")
@@ -111,14 +120,14 @@ def _check_name(name: str, where: str) -> None:
         raise UsageError(f"{where}: {name!r} is not the name of a variable; write NAME=VALUE")
     if name in _OPTIONS:
         raise UsageError(f"{where}: {name} is given by the launcher; use {_OPTIONS[name]}")
-    if name in _GIVEN or name.startswith(_GIVEN_PREFIXES):
+    if name in _PER_WORKER or name.startswith(_PER_WORKER_PREFIXES):
         raise UsageError(f"{where}: the launcher gives each worker a {name} of its own; leave it out")
 
 
 def _read_file(path: str) -> dict[str, str]:
     """The variables of an environment file; none where it is not there."""
     try:
-        # As the variables of a process: bytes that are not UTF-8 are kept.
+        # Bytes that are not UTF-8 are kept, as in the environment of a process.
         text = read_small_file(path, "environment file", encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         return {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of several hosts: watches the agents that start the workers there.
+"""The launcher of several hosts: an event loop that watches the agents, which start the workers on their hosts.
 
-Nothing is started before every agent has said that it can: an unreachable host, a missing folder, too few cores end
-the job before it begins. The first failure anywhere ends the workers everywhere. Agents notice by themselves when
-this process is gone: their connection ends, or no sign of life comes.
+Workers are started only when every agent is ready: an unreachable host, a missing folder or too few cores end the job
+before it begins. The first failure anywhere ends the workers everywhere. Agents notice when this process is gone:
+their connection ends, or heartbeats stop.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import UsageError
 from anyaccel.launch import channel
-from anyaccel.launch.address import address_of_first
+from anyaccel.launch.address import rank0_address
 from anyaccel.launch.agents import Agent
 from anyaccel.launch.conclusion import conclude
-from anyaccel.launch.contract import DEAF
+from anyaccel.launch.contract import STDERR_CLOSED
 from anyaccel.launch.failure import Report
 from anyaccel.launch.launcher_process import LauncherProcess
 from anyaccel.launch.limits import many_descriptors
@@ -31,24 +31,24 @@ from anyaccel.launch.streams import BACKLOG
 from anyaccel.launch.task import Task
 
 if TYPE_CHECKING:
-    from anyaccel.launch.callback import Reception
+    from anyaccel.launch.callback import AgentListener
 
-# Seconds until all agents behind ssh have to be ready; behind another launcher, until the first one has to be.
-_START = 60.0
-# Seconds that may pass behind another launcher before the next agent is ready: it does not name unreachable hosts.
-_NEXT_READY = 12.0
-# Seconds that a launcher has to end after the last of its agents; as many again, then it is killed.
-_LAST = 1.0
-# Seconds beyond the grace period that agents have to end; then those they have after their input was closed.
-_SLACK = 1.5
-_HARD = 2.0
+# Seconds until all agents started by ssh must be ready; with another launcher, until the first one must be.
+_START_S = 60.0
+# Seconds until the next agent must be ready with another launcher, which does not name unreachable hosts.
+_NEXT_READY_S = 12.0
+# Seconds that a launcher has to end after its last agent; after as many again it is killed.
+_LAUNCHER_END_S = 1.0
+# Seconds that agents have to end beyond the grace period, and then after their input was closed.
+_SLACK_S = 1.5
+_FORCED_END_S = 2.0
 
 
 class Front:
     """Watches the agents of a job and ends it when one fails.
 
     Args:
-        least: number of agents that must stay; None for all. An elastic job goes on without the others.
+        least: number of agents without which the job ends; None for all. An elastic job goes on without the others.
     """
 
     def __init__(self, task: Task, least: int | None = None) -> None:
@@ -56,33 +56,33 @@ class Front:
         self.console = Output(2, level)
         self.output = Output(1, level)
         self.agents: list[Agent] = []
-        self.reception: Reception | None = None  # of agents that call back
-        self.launcher: LauncherProcess | None = None  # what starts these
+        self.listener: AgentListener | None = None  # for agents that call back
+        self.launcher: LauncherProcess | None = None  # which has started these agents
         self._task = task
         self._least = least
-        self._dividing: set[Agent] = set()  # those that make another plan
-        self._divided = False
+        self._replanning: set[Agent] = set()  # agents that were asked to plan again
+        self._has_replanned = False
         self._started = False
         self._stop: tuple[int, float] | None = None
         self._ending_at: float | None = None
-        self._cut: list[Output] = []  # those that nothing can be written to any more
-        self._step = 0  # of ending: asked, input ended, connection cut
+        self._broken: list[Output] = []  # outputs that cannot be written to any more
+        self._end_stage = 0  # of ending: 0 signals sent, 1 input closed, 2 connection closed
         self._next_beat = 0.0
         self._deadline = 0.0
-        self._launcher_at: float | None = None  # when it is ended, or killed
+        self._launcher_at: float | None = None  # when to end the launcher, or to kill it
 
     def run(self, wakeup: int) -> int:
         """Watch the job until its end; returns its exit code: 0, that of the first failed worker, or 128 + signal.
 
         Args:
-            wakeup: what `stop_signals` yielded before the agents or their launcher were started.
+            wakeup: the descriptor that `stop_signals` yielded before the agents or their launcher were started.
         """
         patient = self.launcher is not None and self.launcher.may_wait
-        self._deadline = time.monotonic() + (float("inf") if patient else _START)
+        self._deadline = time.monotonic() + (float("inf") if patient else _START_S)
         try:
             with without_stopping():
                 for agent in self.agents:
-                    self._introduce(agent)
+                    self._send_task(agent)
                 while any(not agent.ended for agent in self.agents) or (self.launcher and self.launcher.running):
                     self._wait(wakeup)
                     self._reap()
@@ -92,41 +92,41 @@ class Front:
                     self.console,
                     launcher=self.launcher,
                     stop=self._stop,
-                    cut=bool(self._cut),
+                    cut=bool(self._broken),
                     lost=self.output.lost or self.console.lost,
                 )
         finally:
             self.abandon()
         self.output.close(1.0 if self._stop else None)
-        self._cut_off()
+        self._close_broken_outputs()
         self.console.close(1.0 if self._stop else None)
         return code or int(self.output.lost or self.console.lost)
 
     # starting
 
-    def _introduce(self, agent: Agent) -> None:
-        """Tell an agent what it is to do, as soon as it can hear that."""
+    def _send_task(self, agent: Agent) -> None:
+        """Send an agent its task."""
         number = self.agents.index(agent)
         first = {"number": number, "task": self._task.encode()}
-        if self.reception is None:
-            first["word"] = self._task.word
+        if self.listener is None:
+            first["secret"] = self._task.secret
         agent.send(channel.encode_line(first))
 
     def on_call(self, agent: Agent) -> None:
-        """An agent has called back."""
-        self._introduce(agent)
+        """Handle an agent that has called back."""
+        self._send_task(agent)
         if self._deadline == float("inf"):
-            self._deadline = time.monotonic() + _START
+            self._deadline = time.monotonic() + _START_S
 
     def on_frame(self, agent: Agent, kind: str, data: Any) -> None:
-        """An agent has something to say."""
+        """Handle a frame of an agent."""
         if kind == channel.READY:
             agent.ready = data
             if self.launcher:
-                self._deadline = time.monotonic() + _NEXT_READY
-            self._dividing.discard(agent)
-            if all(other.ready for other in self.agents) and not self._dividing and self._ending_at is None:
-                self._divide()
+                self._deadline = time.monotonic() + _NEXT_READY_S
+            self._replanning.discard(agent)
+            if all(other.ready for other in self.agents) and not self._replanning and self._ending_at is None:
+                self._replan_shared_machines()
         elif kind == channel.REFUSED:
             agent.problem, agent.code = data["message"], data["code"]
             self.end(signal.SIGTERM)
@@ -138,36 +138,36 @@ class Front:
             agent.reported_at = time.monotonic()
             if report.failure and agent.failure is None:
                 agent.failure, agent.failed_at = report.failure, agent.reported_at
-            if report.failure or report.problem or report.immortal or report.signal:
+            if report.failure or report.problem or report.unkillable or report.signal:
                 self.end(report.signal or signal.SIGTERM)
 
-    def _divide(self) -> None:
-        """When every agent is ready: make those on one machine divide its cores among the workers of all of them."""
+    def _replan_shared_machines(self) -> None:
+        """Make agents on the same machine divide its cores among the workers of all of them; then start the workers."""
         nodes = {host.name: number for number, host in enumerate(self._task.hosts)}
         found = {nodes[agent.host]: agent.ready or {} for agent in self.agents}
         try:
-            groups = [] if self._divided else same_machines(self._task, found)
+            groups = [] if self._has_replanned else same_machines(self._task, found)
         except UsageError as error:
             self.agents[0].problem, self.agents[0].code = str(error), error.exit_code
             self.end(signal.SIGTERM)
             return
-        self._divided = True
+        self._has_replanned = True
         for group in groups:
             names = ", ".join(self._task.hosts[node].name for node in group)
             self.console.line(f"hosts {names} are one machine: its cores are divided among all of their workers", DEBUG)
             for agent in self.agents:
                 if nodes[agent.host] in group:
-                    self._dividing.add(agent)
+                    self._replanning.add(agent)
                     agent.send(channel.encode_line({"together": group}))
         if not groups:
-            self._go()
+            self._start_workers()
 
-    def _go(self) -> None:
-        """When every agent is ready: tell all of them where rank 0 is, so that they start their workers."""
+    def _start_workers(self) -> None:
+        """Send all agents the address of rank 0, whereupon they start their workers."""
         options = self._task.options
         try:
             connections = [str((agent.ready or {}).get("connection") or "") for agent in self.agents]
-            address = options.master_addr or address_of_first(connections)
+            address = options.master_addr or rank0_address(connections)
         except UsageError as error:
             self.agents[0].problem, self.agents[0].code = str(error), error.exit_code
             self.end(signal.SIGTERM)
@@ -175,14 +175,14 @@ class Front:
         master = {"address": address, "port": options.master_port or (self.agents[0].ready or {})["port"]}
         self.console.line(f"rank 0 is at {address}:{master['port']}", DEBUG)
         self._started = True
-        if self.reception:
-            self.reception.close()
+        if self.listener:
+            self.listener.close()
         for agent in self.agents:
             if plan := str((agent.ready or {}).get("plan", "")):
                 self.console.line(f"{agent.host}: {plan}", DEBUG)
             agent.send(channel.encode_line(master))
 
-    def _too_late(self) -> None:
+    def _on_start_timeout(self) -> None:
         if self.launcher:
             silent = [agent for agent in self.agents if agent.ready is None]
             hosts = ", ".join(dict.fromkeys(agent.host for agent in silent))
@@ -190,7 +190,7 @@ class Front:
             self.launcher.problem = f"{count} did not get ready in time, on host {hosts}; can it be reached?"
         for agent in self.agents:
             if self.launcher is None and agent.ready is None and not agent.ended and not agent.problem:
-                agent.problem = f"did not answer within {_START:g} s"
+                agent.problem = f"did not answer within {_START_S:g} s"
         self.end(signal.SIGTERM)
 
     # watching
@@ -212,16 +212,16 @@ class Front:
                 for descriptor in agent.to_read():
                     readers[descriptor] = agent.read
                     events[descriptor] = select.POLLIN
-            if (owed := agent.to_write()) is not None:
-                events[owed] = events.get(owed, 0) | select.POLLOUT
+            if (unwritten := agent.to_write()) is not None:
+                events[unwritten] = events.get(unwritten, 0) | select.POLLOUT
         if may_read and self.launcher:
             for descriptor in self.launcher.to_read():
                 readers[descriptor] = self.launcher.read
                 events[descriptor] = select.POLLIN
         for descriptor, event in events.items():
             poller.register(descriptor, event)
-        strangers = self.reception.to_read() if self.reception else []
-        for descriptor in strangers:
+        unauthenticated = self.listener.to_read() if self.listener else []
+        for descriptor in unauthenticated:
             poller.register(descriptor, select.POLLIN)
         for output in outputs:
             if output.pending:
@@ -232,40 +232,40 @@ class Front:
                     self._on_signal(number)
             elif descriptor in readers and event & ~select.POLLOUT:
                 readers[descriptor](descriptor)
-            elif descriptor in strangers and self.reception:
-                self.reception.read(descriptor)
+            elif descriptor in unauthenticated and self.listener:
+                self.listener.read(descriptor)
         for agent in self.agents:
             if agent.to_write() is not None:
                 agent.send(b"")
         for output in outputs:
             output.flush()
-        self._cut_off()
+        self._close_broken_outputs()
 
-    def _cut_off(self) -> None:
-        """Make the workers' next write fail, since nobody reads what they write any more; says so once."""
+    def _close_broken_outputs(self) -> None:
+        """Make the workers' next write to a broken output fail, and report the output once."""
         for output in (self.output, self.console):
-            if not output.problem or output in self._cut:
+            if not output.problem or output in self._broken:
                 continue
-            self._cut.append(output)
+            self._broken.append(output)
             if output.lost:
-                # Whether those of other hosts can be written, these say.
+                # The agents report whether the log files on their hosts can be written.
                 said = cannot_write(output, logged=self._task.options.log_dir is not None, every_log=False)
                 self.console.line(f"error: {said}", ERROR)
             if self.launcher:
-                self.end(signal.SIGTERM)  # there is no way through it to the pipes of the workers
+                self.end(signal.SIGTERM)  # the workers' pipes lead to that launcher, and cannot be closed from here
             for agent in self.agents:
                 if output is self.output:
                     agent.close_output()
                 elif self._started and agent.running:
-                    agent.send(bytes([DEAF]))
+                    agent.send(bytes([STDERR_CLOSED]))
 
     def _reap(self) -> None:
         for agent in self.agents:
             if agent.ended or (how := agent.reap()) is None:
                 continue
             agent.ended = True
-            if agent.report is None and not agent.problem and self._step < 2:
-                self._lost(agent, how)
+            if agent.report is None and not agent.problem and self._end_stage < 2:
+                self._on_lost_agent(agent, how)
         if self.launcher and self.launcher.reap():
             missing = [agent for agent in self.agents if not agent.ended and agent.ready is None]
             for agent in missing:
@@ -274,17 +274,18 @@ class Front:
                 hosts = ", ".join(dict.fromkeys(agent.host for agent in missing))
                 self.launcher.problem = f"{self.launcher.how} before workers were started on host {hosts}"
             if self.launcher.problem or self.launcher.killed:
-                self.end(signal.SIGTERM)  # with the agent, nobody passes on the output of its workers
+                self.end(signal.SIGTERM)  # without the launcher nobody passes on the output of the workers
 
-    def _lost(self, agent: Agent, how: str) -> None:
+    def _on_lost_agent(self, agent: Agent, how: str) -> None:
         """Handle an agent that ended without a final report."""
         if not self._started and self._ending_at is not None:
             if agent.ready is None and agent.said:
-                agent.problem = f"cannot be reached: {how}"  # it ended for a reason of its own
+                agent.problem = f"cannot be reached: {how}"  # it has not ended because we asked it to
             return
         agent.problem = f"cannot be reached: {how}" if agent.ready is None else f"the connection was lost ({how})"
         alive = sum(other.running for other in self.agents)
-        may_go = self._least is not None and alive >= self._least and agent is not self.agents[0]  # where ranks meet
+        # The first agent's host has the rendezvous store, so an elastic job cannot go on without it.
+        may_go = self._least is not None and alive >= self._least and agent is not self.agents[0]
         if self._started and self._ending_at is None and may_go:
             rest = f"{agent.problem}; {alive} host{' goes' if alive == 1 else 's go'} on"
             self.console.line(f"warning: host {agent.host}: {rest}", WARNING)
@@ -308,11 +309,11 @@ class Front:
             self.end(number, again=True)
 
     def end(self, number: int, *, failed: Agent | None = None, again: bool = False) -> None:
-        """Ask all agents to end their workers, but the one whose worker failed: it does so without being asked."""
+        """Ask all agents to end their workers, except the one whose worker has failed, which does so by itself."""
         if self._ending_at is not None and not again:
             return
         if self._ending_at is None:
-            self._ending_at = time.monotonic() + (self._task.options.grace_period if self._started else 0) + _SLACK
+            self._ending_at = time.monotonic() + (self._task.options.grace_period if self._started else 0) + _SLACK_S
         for agent in self.agents:
             if not self._started:
                 agent.hang_up()
@@ -320,14 +321,14 @@ class Front:
                 agent.send(bytes([number]))
         if not self._started and self.launcher:
             self.launcher.end()
-        if not self._started and self.reception:
-            self.reception.close()  # who calls now is not told what to do
+        if not self._started and self.listener:
+            self.listener.close()  # an agent that calls back now gets no task
 
     def _advance(self) -> None:
-        """Do what is due."""
+        """Send heartbeats, and act on deadlines that have passed."""
         now = time.monotonic()
-        if self.reception:
-            self.reception.tidy()
+        if self.listener:
+            self.listener.drop_silent()
         if self._started and now >= self._next_beat:
             self._next_beat = now + channel.HEARTBEAT
             for agent in self.agents:
@@ -339,36 +340,36 @@ class Front:
                 if agent.ready and not agent.ended and not agent.behind:
                     agent.send(b" ")  # before the line that it waits for
         if not self._started and self._ending_at is None and now > self._deadline:
-            self._too_late()
+            self._on_start_timeout()
         if self.launcher and all(agent.ended for agent in self.agents):
-            self._launcher_at = self._launcher_at or now + _LAST  # it has nothing left to wait for
+            self._launcher_at = self._launcher_at or now + _LAUNCHER_END_S  # it should end by itself within that time
             if now >= self._launcher_at:
-                self._launcher_at = now + _LAST
+                self._launcher_at = now + _LAUNCHER_END_S
                 self.launcher.end()
         if self._ending_at is None or now < self._ending_at:
             return
-        self._step += 1
-        self._ending_at = now + _HARD
+        self._end_stage += 1
+        self._ending_at = now + _FORCED_END_S
         for agent in self.agents:
             if agent.ended:
                 continue
-            if self._step == 1:
+            if self._end_stage == 1:
                 agent.hang_up()
             else:
                 if self._started and agent.report is None and not agent.problem:
                     agent.problem = "did not confirm that its workers have ended; they do when it misses us"
                 agent.kill()
-        if self.launcher and self._step > 1:
+        if self.launcher and self._end_stage > 1:
             self.launcher.end()
 
     def abandon(self) -> None:
-        """Leave no process of ours behind, whatever happened."""
+        """Kill all agents and the launcher, whatever has happened."""
         for agent in self.agents:
             if not agent.ended:
                 agent.kill()
                 agent.reap()
-        if self.reception:
-            self.reception.close()
+        if self.listener:
+            self.listener.close()
         if self.launcher:
             self.launcher.kill()
 
@@ -389,7 +390,7 @@ def start_agents(task: Task, commands: Sequence[Sequence[str]], least: int | Non
                 front.console.line(f"{host.name}: {' '.join(command)}", DEBUG)
                 size = len(host.slots)
                 front.agents.append(
-                    PipeAgent(host.name, size, command, task.word, front.on_frame, front.console, front.output)
+                    PipeAgent(host.name, size, command, task.secret, front.on_frame, front.console, front.output)
                 )
         except BaseException:
             front.abandon()

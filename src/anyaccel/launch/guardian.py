@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The guardian: the process between the launcher and the workers. It is the parent of every worker.
 
-It exists so that a launcher that is killed with SIGKILL leaves nothing behind: the guardian sees the end of
-a pipe that only the launcher holds open. It is a subreaper: what a worker started comes to it as a child when
-its own parent dies, whatever session it moved to. As long as it has a child, something of the job is alive;
-when it has none, nothing is.
+It exists so that a launcher that is killed with SIGKILL leaves nothing behind: the guardian notices the end of a pipe
+that only the launcher holds open. It is a subreaper: processes that a worker has started become its children when
+their own parent dies, whatever session they have moved to. So the job has ended exactly when it has no child left.
 
-It is in a process group of its own, so that what is sent to the launcher's whole group does not reach it.
+It is in a process group of its own, so that signals to the launcher's whole group do not reach it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from enum import Enum
 from anyaccel import _native
 from anyaccel.launch import processes
 from anyaccel.launch.contract import (
-    DEAF,
     DELIVERED,
     DUE,
     GUARDIAN_NAME,
@@ -33,6 +31,7 @@ from anyaccel.launch.contract import (
     LEFTOVER_GRACE,
     REPORT_BYTES,
     SAME_MOMENT,
+    STDERR_CLOSED,
     Link,
 )
 from anyaccel.launch.failure import Failure, Report
@@ -45,12 +44,13 @@ if TYPE_CHECKING:
     import mmap
     from typing import NoReturn
 
-# Seconds that helpers of finished workers, such as a resource tracker, have to end; a warning names those that stay.
-_SETTLE = 1.0  # on a busy machine: these have to notice it, and to be given a core
-# Seconds of waking up late from which we conclude that this process, or the machine, was stopped meanwhile.
-_OVERSLEPT = 2.0
+# Seconds that helpers of finished workers, such as a resource tracker, have to end, also on a busy machine; a warning
+# names those that stay.
+_HELPERS_S = 1.0
+# A wakeup that is so many seconds late means that this process, or the machine, was stopped meanwhile.
+_STOPPED_S = 2.0
 _LONGEST_POLL = 86_400_000  # milliseconds
-# Descriptors that have to be free once all workers run: two to be woken by, the rest to look through /proc.
+# Descriptors that must be free once all workers run: two for the wakeup pipe, the rest for reading /proc.
 _SPARE_DESCRIPTORS = 4
 
 _ADVICE = {
@@ -86,7 +86,7 @@ def guard(
     Args:
         grace_period: seconds between asking workers to end and killing them.
         control: read end of the launcher's pipe: one byte a signal, end of file when the launcher is gone.
-        report: shared memory that gets the encoded Report, and when there is something to do.
+        report: shared memory for the encoded Report and the next deadline.
         group: process group of the launcher; 0 when its leader is outside our PID namespace.
         console: standard error.
         options: where the workers' output goes.
@@ -98,11 +98,11 @@ def guard(
             streams = Streams(options, console)
             result = _Guardian(workers, grace_period, control, report, group, streams, console, link).run()
         except _StartError as error:
-            result = Report(problem=str(error), immortal=_end_everything())
+            result = Report(problem=str(error), unkillable=_end_everything())
         report.write(marshal.dumps(result.encode()))
         code = 0
     finally:
-        # The stack below belongs to the launcher's copy: it must not be unwound here.
+        # The stack below this frame is a copy of the launcher's, and must not be unwound here.
         if code:
             sys.excepthook(*sys.exc_info())
             _end_everything()
@@ -110,8 +110,8 @@ def guard(
 
 
 def _end_everything() -> str:
-    """The hard way, when the guardian itself cannot go on; describes what does not end."""
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # looking through /proc takes descriptors
+    """Kill all descendants, as the guardian itself cannot go on; describes those that do not end."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # reading /proc needs free descriptors
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     return processes.describe(processes.end_all((), KILL_TIMEOUT))
 
@@ -132,24 +132,24 @@ class _Guardian:
         self._control = control
         self._shared = shared
         self._link = link
-        self._heard_at = time.monotonic()
+        self._last_heard = time.monotonic()
         self._output = console
         self._streams = streams
         self._outputs = [*streams.outputs, *([link.output] if link and link.output is not console else [])]
-        self._cut: list[Output] = []  # those that nothing can be written to any more
+        self._broken: list[Output] = []  # outputs that cannot be written to any more
         self._running: dict[int, int] = {}  # process id -> rank
         self._phase = _Phase.RUNNING
-        self._ask_at: float | None = None  # when SIGTERM follows a gentler signal
-        self._act_at: float | None = None  # when the phase ends
+        self._sigterm_at: float | None = None  # when SIGTERM follows a gentler signal
+        self._phase_ends_at: float | None = None  # when the phase ends
         self._signalled_at = 0.0
-        self._give_up_at = 0.0
+        self._kill_deadline = 0.0
         self._children = True
         self._finished_at: float | None = None
         self._launcher_gone = False
         self._result = Report()
         self._set_up()
-        # Without a parent that has a number here we are the first process of a PID namespace (`unshare --pid`): the
-        # launcher's group is in another one, and cannot be joined.
+        # A parent id of 0 means that we are the first process of a PID namespace (`unshare --pid`): the launcher's
+        # group is in another namespace, and cannot be joined.
         self._start(workers, group if os.getppid() else 0)
         self._wakeup = self._listen()
 
@@ -188,7 +188,7 @@ class _Guardian:
             os.close(descriptor)
 
     def _listen(self) -> int:
-        """Let signals wake the loop; returns the descriptor they can be read from."""
+        """Make signals wake up the event loop; returns the descriptor from which they can be read."""
         read_end, write_end = os.pipe()
         for end in (read_end, write_end):
             os.set_blocking(end, False)
@@ -196,7 +196,7 @@ class _Guardian:
         for number in (*STOP_SIGNALS, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda _number, _frame: None)
-        # We write to the terminal from a background group, and to readers that may have gone.
+        # We write to the terminal from a background process group, and to pipes whose readers may be gone.
         for number in (signal.SIGTTOU, signal.SIGTTIN, signal.SIGTSTP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -209,7 +209,7 @@ class _Guardian:
             if self._done(time.monotonic()):
                 break
             self._wait()
-        self._cut_off()  # what workers wrote last has been passed on since, or has not
+        self._close_broken_outputs()  # for errors in writing the workers' last output
         if failure := self._result.failure:
             self._result.failure = replace(failure, tail=self._streams.tail(failure.rank))
         self._result.loss = "; ".join(filter(None, (output.loss for output in self._streams.outputs)))
@@ -221,14 +221,14 @@ class _Guardian:
         if self._finished_at is None:
             self._finished_at = now
             self._streams.finish()
-        # Who pages through the output may take an hour; who pressed Ctrl-C does not want to wait.
+        # A user who pages through the output may take an hour, but after Ctrl-C the job should end.
         impatient = self._launcher_gone or (self._result.signal is not None and now > self._finished_at + 1)
         return not any(output.pending for output in self._outputs) or impatient
 
     def _wait(self) -> None:
         """Sleep until something happens or the next deadline comes."""
         now = time.monotonic()
-        deadlines = [at for at in (self._ask_at, self._act_at) if at is not None] if self._children else []
+        deadlines = [at for at in (self._sigterm_at, self._phase_ends_at) if at is not None] if self._children else []
         if self._finished_at is not None and self._result.signal is not None:
             deadlines.append(self._finished_at + 1)
         poller = select.poll()
@@ -238,7 +238,7 @@ class _Guardian:
             if self._link:
                 poller.register(self._link.descriptor, select.POLLIN)
                 if not self._launcher_gone:
-                    deadlines.append(self._heard_at + self._link.patience)
+                    deadlines.append(self._last_heard + self._link.patience)
         for output in self._outputs:
             if output.pending:
                 events = select.POLLOUT
@@ -247,12 +247,12 @@ class _Guardian:
                 poller.register(output.descriptor, events)
         for pipe in self._streams.readable():
             poller.register(pipe, select.POLLIN)
-        # poll() takes at most 24 days: whoever has a later deadline looks again.
+        # poll() takes at most 24 days; after that the deadline is looked at again.
         timeout = min(max(0.0, min(deadlines) - now) * 1000 + 1, _LONGEST_POLL) if deadlines else None
         DUE.pack_into(self._shared, REPORT_BYTES, min(deadlines, default=0.0))
         ready = poller.poll(timeout)
-        if timeout is not None and time.monotonic() > now + timeout / 1000 + _OVERSLEPT:
-            self._heard_at = time.monotonic()  # we were stopped: the silence may have been ours
+        if timeout is not None and time.monotonic() > now + timeout / 1000 + _STOPPED_S:
+            self._last_heard = time.monotonic()  # heartbeats may have come while we were stopped
         for descriptor, event in ready:
             if descriptor == self._wakeup:
                 self._on_signals()
@@ -263,14 +263,14 @@ class _Guardian:
                 self._streams.pump(descriptor)
         for output in self._outputs:
             output.flush()
-        self._cut_off()
+        self._close_broken_outputs()
 
-    def _cut_off(self) -> None:
-        """Close the pipes that nobody reads any more, so that the workers' next write fails."""
+    def _close_broken_outputs(self) -> None:
+        """Close the pipes that lead to broken outputs, so that the workers' next write fails."""
         for output in self._streams.outputs:
-            if output.problem and output not in self._cut:
-                self._cut.append(output)
-                if output.lost and not self._link:  # the launcher of several hosts has its own to say
+            if output.problem and output not in self._broken:
+                self._broken.append(output)
+                if output.lost and not self._link:  # with a link, the launcher reports it
                     text = cannot_write(output, logged=self._streams.logged, every_log=self._streams.every_log)
                     self._output.line(f"error: {text}", ERROR)
             if output.problem:
@@ -285,12 +285,12 @@ class _Guardian:
         try:
             message = os.read(descriptor, 4096)
         except OSError:
-            message = b""  # a connection that was reset
+            message = b""  # the connection was reset
         if not message:
             self._lose_launcher()
-        self._heard_at = time.monotonic()
+        self._last_heard = time.monotonic()
         for byte in message.replace(b"\0", b""):
-            if byte == DEAF:
+            if byte == STDERR_CLOSED:
                 self._streams.cut(self._output)
                 continue
             self._stop(byte & ~DELIVERED, delivered=bool(byte & DELIVERED))
@@ -313,13 +313,13 @@ class _Guardian:
                 ended.append((pid, self._running.pop(pid), status))
         failed = [entry for entry in ended if entry[2]]
         if failed and self._phase is _Phase.RUNNING:
-            # Of those that ended at once, one that was killed is rather the cause than one that gave up.
+            # Of workers that ended at the same time, one that was killed is more likely the cause.
             pid, rank, status = min(failed, key=lambda entry: not os.WIFSIGNALED(entry[2]))
             now = time.monotonic()
             self._result.failure = Failure(rank, pid, status, now, len(self._running))
-            # SIGTERM follows in a moment, unless we are told by then that all of us were sent another signal.
+            # SIGTERM follows in a moment, unless the launcher reports a signal to the whole process group by then.
             self._phase = _Phase.STOPPING
-            self._ask_at, self._act_at = now + min(SAME_MOMENT, self._grace / 2), now + self._grace
+            self._sigterm_at, self._phase_ends_at = now + min(SAME_MOMENT, self._grace / 2), now + self._grace
             if self._link:
                 self._streams.drain(rank)
                 failure = replace(self._result.failure, tail=self._streams.tail(rank))
@@ -330,17 +330,17 @@ class _Guardian:
         now = time.monotonic()
         if self._result.signal is None:
             self._result.signal, self._signalled_at = number, now
-            nobody_asked = self._phase is _Phase.STOPPING and self._ask_at is not None
+            nobody_asked = self._phase is _Phase.STOPPING and self._sigterm_at is not None
             if self._phase is _Phase.RUNNING or nobody_asked:
-                self._ask(number, now, delivered=delivered)
+                self._ask_to_end(number, now, delivered=delivered)
         elif number == signal.SIGINT and now > self._signalled_at + SAME_MOMENT:
             self._kill()
 
-    def _ask(self, number: int, now: float, *, delivered: bool) -> None:
+    def _ask_to_end(self, number: int, now: float, *, delivered: bool) -> None:
         self._phase = _Phase.STOPPING
-        self._act_at = now + self._grace
+        self._phase_ends_at = now + self._grace
         # A Python that was started in the background ignores SIGINT.
-        self._ask_at = None if number == signal.SIGTERM else now + self._grace / 2
+        self._sigterm_at = None if number == signal.SIGTERM else now + self._grace / 2
         if not delivered:
             processes.send(self._running, number)
 
@@ -348,19 +348,19 @@ class _Guardian:
         now = time.monotonic()
         if self._phase is not _Phase.KILLING:
             self._phase = _Phase.KILLING
-            self._give_up_at = now + KILL_TIMEOUT
-        self._ask_at = None
-        # Looked at again after each death, and now and then: a process may have forked while we looked.
-        self._act_at = now + 0.5
+            self._kill_deadline = now + KILL_TIMEOUT
+        self._sigterm_at = None
+        # Repeated after each death and twice a second, as a process may have forked while we read /proc.
+        self._phase_ends_at = now + 0.5
         processes.send(processes.descendants(), signal.SIGKILL)
 
     def _advance(self, now: float) -> None:
-        """Do what the time has come for: the next signal to the workers, a deadline."""
+        """Act on deadlines that have passed: the launcher's heartbeat, and the next signal to the workers."""
         link = self._link
         if (
             link
             and not self._launcher_gone
-            and now >= self._heard_at + link.patience
+            and now >= self._last_heard + link.patience
             and not _readable(link.descriptor)
         ):
             self._output.line(f"error: no sign of life from the launcher for {link.patience:g} s, ending all", ERROR)
@@ -368,19 +368,19 @@ class _Guardian:
         if not self._children:
             return
         if self._phase is _Phase.KILLING:
-            if now > self._give_up_at:
-                self._result.immortal = processes.describe(processes.descendants())
+            if now > self._kill_deadline:
+                self._result.unkillable = processes.describe(processes.descendants())
                 self._children = False
             else:
                 self._kill()
         elif not self._running and self._phase is not _Phase.LEFT_OVER:
-            end = now + _SETTLE + LEFTOVER_GRACE
+            end = now + _HELPERS_S + LEFTOVER_GRACE
             if self._phase is _Phase.STOPPING:
-                end = max(end, self._act_at or 0.0)  # the grace period holds for what is below a worker too
+                end = max(end, self._phase_ends_at or 0.0)  # the grace period holds for descendants of workers too
             self._phase = _Phase.LEFT_OVER
-            self._ask_at, self._act_at = now + _SETTLE, end
-        elif self._ask_at is not None and now >= self._ask_at:
-            self._ask_at = None
+            self._sigterm_at, self._phase_ends_at = now + _HELPERS_S, end
+        elif self._sigterm_at is not None and now >= self._sigterm_at:
+            self._sigterm_at = None
             if self._phase is _Phase.LEFT_OVER:
                 left = [pid for pid, state in processes.descendants().items() if state != "Z"]
                 if left:
@@ -388,7 +388,7 @@ class _Guardian:
                     processes.send(left, signal.SIGTERM)
             else:
                 processes.send(self._running, signal.SIGTERM)
-        elif self._act_at is not None and now >= self._act_at:
+        elif self._phase_ends_at is not None and now >= self._phase_ends_at:
             self._kill()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hosts and slots a job uses: the hostfile, and what is selected of it."""
+"""Reads hostfiles, and selects the hosts and slots of a job."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _parse_selection(text: str, hosts: Mapping[str, int], option: str) -> dict[s
     parts = text.split("@")
     while parts:
         part = parts.pop(0)
-        # user@host has the "@" that stands between two hosts, too.
+        # The "@" between two hosts may also be that of user@host.
         split = _split(f"{part}@{parts[0]}", known) if parts else None
         if split is not None and split[0].startswith(f"{part}@"):
             parts.pop(0)
@@ -169,7 +169,7 @@ def _parse_selection(text: str, hosts: Mapping[str, int], option: str) -> dict[s
 
 
 def _split(part: str, known: Mapping[str, str]) -> tuple[str, str | None] | None:
-    """Host and slots of one part; None where no host has this name. The colons of an IPv6 address are its own."""
+    """Host and slots of one part, which may be an IPv6 address with colons; None if no host has this name."""
     name, colon, slots = part.rpartition(":")
     for candidate, rest in ((part, None), (name, slots if colon else None)):
         bare = candidate.replace("[", "").replace("]", "")

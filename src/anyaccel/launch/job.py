@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job on several hosts, as data: what a runner makes a command line of."""
+"""A job on several hosts as data, from which a runner builds a command line."""
 
 from __future__ import annotations
 

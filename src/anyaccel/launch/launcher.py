@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher of one machine: asks the machine, makes the plan, starts and supervises the workers."""
+"""The launcher on one machine: plans, starts and supervises the workers."""
 
 from __future__ import annotations
 
@@ -60,9 +60,11 @@ def current_folder() -> str:
 
 
 def check_script(options: LaunchOptions, search_path: str) -> None:
-    """Raise UsageError where the script is not there; what a module name means is left to Python.
+    """Check that the script exists; a module's name is left to Python.
 
-    Of a program it is ProgramNotFoundError or ProgramNotRunnableError, with a shell's exit code for that.
+    Raises:
+        UsageError: there is no such script.
+        ProgramNotFoundError, ProgramNotRunnableError: the same for a program, with a shell's exit code.
     """
     script = options.script
     if options.module:
@@ -108,11 +110,7 @@ def run(options: LaunchOptions, *, extra_env: Mapping[str, str] | None = None) -
 
 
 def say_warnings(plan: LaunchPlan, options: OutputOptions, name: str = "anyaccel") -> None:
-    """Say what a plan did otherwise than asked, on standard error.
-
-    Args:
-        name: what each line begins with.
-    """
+    """Print the warnings of a plan on standard error; each line begins with `name`."""
     if not plan.warnings:
         return  # standard error may even be closed
     output = Output(2, LEVELS[options.log_level], name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mpirun, srun or pdsh as a child: it only starts the agents, which talk to us by themselves."""
+"""mpirun, srun or pdsh as a child process: it starts the agents, which call back."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _KILL = 5.0
 class LauncherProcess:
     """The launcher of the agents.
 
-    What the workers write comes through it. It goes on to `output` and `console`: some of these programs exit with 0
-    when they cannot write it (pdsh, Open MPI), others crash.
+    The workers' output comes through it, and is passed on to `output` and `console`. It does not write there itself,
+    as some of these programs exit with 0 when a write fails (pdsh, Open MPI), and others crash.
 
     Attributes:
-        may_wait: it may wait for hours until hosts are free, so that no deadline holds before the first agent calls.
+        may_wait: whether it may wait for hours until hosts are free, so that no deadline holds for the first agent.
         problem: why not all agents were started.
-        how: how it ended, in words; "" until then.
-        killed: by which signal, and when, where that was not ours; None where it was, or it ended otherwise.
+        how: how it has ended, as text; "" while it runs.
+        killed: the signal that has killed it and when, if the signal was not ours; None otherwise.
 
     Raises:
         OSError: it cannot be started.
@@ -54,7 +54,7 @@ class LauncherProcess:
             if os.getppid() != own:
                 os._exit(128 + signal.SIGTERM)
 
-        # A session of its own: what the terminal sends goes through us to the agents, once and in order.
+        # A session of its own, so that signals of the terminal go to us only, and we forward them once and in order.
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
@@ -91,7 +91,7 @@ class LauncherProcess:
         return bool(data)
 
     def _read_last(self) -> None:
-        """What is left in the pipes; a child of it may hold them open for ever."""
+        """Pass on what is left in the pipes, but not to their end: a child may hold them open for ever."""
         for descriptor, (file, _) in list(self._files.items()):
             while descriptor in self._files and self.read(descriptor):
                 continue
@@ -122,7 +122,7 @@ class LauncherProcess:
             self._signals = self._signals[-1:]
 
     def kill(self) -> None:
-        """Kill the launcher and all that it has started: mpirun's ssh may wait for a host that is gone."""
+        """Kill the launcher and its descendants, as mpirun's ssh may wait for a host that is gone."""
         if self.running:
             self._signals = self._signals[-1:]
             self._process.kill()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cores of a machine for processes that start and end by themselves, and that no launcher divides it among.
+"""Leases of cores, for processes that start and end independently of each other (replicas on Ray).
 
-Each takes the cores that it needs from those that nobody has, by locks that the kernel takes back when the process ends
-in whatever way: a file of the user, a byte of it for each core. All that share the file share the machine, whatever
-started them.
+A lease is a set of locks on bytes of a file of the user, one byte for each core. The kernel releases them when the
+process ends in whatever way. All processes that use the file share the machine, whatever has started them.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from anyaccel.launch.memory import memory_policy
 from anyaccel.launch.plan import RankBinding
 from anyaccel.topology import Cpu, Machine
 
-_CHOOSING = 1 << 20  # the byte of whoever chooses; those of cores are below it
+_CHOICE_BYTE = 1 << 20  # the byte that a process locks while it chooses; those of cores are below it
 _PAUSE_S = 0.02
 
 
 class Lease:
-    """Cores that are this process's until it ends, or closes this."""
+    """Cores that this process has leased until it ends or closes this."""
 
     def __init__(self, cores: tuple[int, ...], file: int) -> None:
         self.cores = cores
         self._file = file
 
     def close(self) -> None:
-        """Give them back."""
+        """Release the cores."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
 
 def choose_cores(free: Mapping[int, Sequence[Cpu]], count: int) -> tuple[int, ...]:
-    """`count` of the free cores, of as few NUMA nodes as it goes; () where there are too few.
+    """`count` of the free cores, from as few NUMA nodes as possible; () if there are too few.
 
     Args:
-        free: cores by node, as `Machine.nodes_with_cores` gives them.
+        free: cores by node, as `Machine.nodes_with_cores` returns them.
     """
     fitting = [cores for cores in free.values() if len(cores) >= count]
-    if fitting:  # the node that is the fullest then, so that a whole one stays for who needs it
+    if fitting:  # best fit: the node with the fewest free cores, so that a whole node stays for a larger lease
         return tuple(cpu.id for cpu in min(fitting, key=len)[:count])
     if sum(map(len, free.values())) < count:
         return ()
@@ -57,15 +56,15 @@ def choose_cores(free: Mapping[int, Sequence[Cpu]], count: int) -> tuple[int, ..
 
 
 def lease_cores(machine: Machine, count: int, wait_s: float = 30.0, folder: str | None = None) -> Lease:
-    """Take cores that no other process has taken so. One lease a process: its locks are the process's.
+    """Lease cores that no other process has leased. A process can have one lease, as file locks belong to processes.
 
     Args:
-        wait_s: how long others may take to give theirs back.
-        folder: of the file; None: the machine's temporary folder.
+        wait_s: how long to wait until others release theirs.
+        folder: the folder of the file; None: the machine's temporary folder.
 
     Raises:
-        UsageError: there are never so many.
-        AnyAccelError: others have them.
+        UsageError: this process may not use so many cores.
+        AnyAccelError: other processes have leased too many of them.
     """
     nodes = machine.nodes_with_cores()
     there = sum(map(len, nodes.values()))
@@ -76,13 +75,13 @@ def lease_cores(machine: Machine, count: int, wait_s: float = 30.0, folder: str 
     try:
         while True:
             left = 0
-            if _lock(file, _CHOOSING):
+            if _lock(file, _CHOICE_BYTE):
                 free = {node: [cpu for cpu in cores if _lock(file, cpu.core)] for node, cores in nodes.items()}
                 left = sum(map(len, free.values()))
                 chosen = choose_cores(free, count)
                 for cpu in (cpu for cores in free.values() for cpu in cores if cpu.id not in chosen):
                     _unlock(file, cpu.core)
-                _unlock(file, _CHOOSING)
+                _unlock(file, _CHOICE_BYTE)
                 if chosen:
                     return Lease(chosen, file)
             if time.monotonic() >= deadline:
@@ -97,9 +96,9 @@ def lease_cores(machine: Machine, count: int, wait_s: float = 30.0, folder: str 
 
 
 def bind_to(machine: Machine, cores: tuple[int, ...]) -> list[str]:
-    """Bind this process with all its threads to cores, and its memory to theirs.
+    """Bind this process with all its threads to cores, and its memory to their NUMA nodes.
 
-    The memory's policy is that of this thread and those that it starts: there is no call for others.
+    The memory policy holds for this thread and those that it starts; the kernel has no call for other threads.
 
     Returns:
         What the kernel refused, one line each.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank this process is, as the launcher above it says in the environment."""
+"""Reads the rank of this process from the variables of the launcher that has started it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from anyaccel.launch.counts import MOST_IN_A_JOB, MOST_ON_A_HOST, brief, whole_n
 
 @dataclass(frozen=True)
 class RankFromEnvironment:
-    """This process among those of its job.
+    """The rank of this process.
 
     Attributes:
-        rank: number among all processes; None where the launcher does not say.
-        world_size: number of all processes; None where the launcher does not say.
+        rank: number among all processes; None if the launcher does not tell it.
+        world_size: number of all processes; None if the launcher does not tell it.
         local_rank: number among the processes of this machine.
         local_size: number of processes of this machine.
-        source: whose variables those are, for people.
-        variable: the one that has the local rank.
+        source: the name of the launcher, for messages.
+        variable: the variable that has the local rank.
     """
 
     rank: int | None
@@ -34,7 +34,7 @@ class RankFromEnvironment:
 
 @dataclass(frozen=True)
 class _Source:
-    """The variables of one launcher; the first that is set counts, where there are several."""
+    """The variables of one launcher; of several for one value, the first that is set counts."""
 
     name: str
     rank: str
@@ -48,8 +48,8 @@ class _Source:
 
 
 _TORCH = _Source("torch.distributed", "RANK", "WORLD_SIZE", "LOCAL_RANK", ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
-# Where nothing else tells which launcher is the innermost: torchrun is mostly started by srun or mpirun, and mpirun
-# starts its daemons with srun.
+# From the innermost launcher outwards, where ancestors do not tell the nesting: torchrun is mostly started by srun or
+# mpirun, and mpirun starts its daemons with srun.
 _SOURCES = (
     _TORCH,
     _Source(
@@ -73,7 +73,7 @@ _SOURCES = (
         "MVP_COMM_WORLD_LOCAL_RANK",
         ("MVP_COMM_WORLD_LOCAL_SIZE",),
     ),
-    # Its process manager hydra sets them; Intel MPI's is a hydra too.
+    # Set by hydra, the process manager of both.
     _Source("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("MPI_LOCALNRANKS",)),
     _Source("PALS", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", ("PALS_LOCAL_SIZE",)),
     _Source("Cray PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", ("PMI_LOCAL_SIZE",)),
@@ -92,20 +92,20 @@ _SOURCES = (
 def rank_from_environment(
     environ: Mapping[str, str], *, launcher_only: bool = False, ancestors: Ancestors | None = None
 ) -> RankFromEnvironment:
-    """The place of this process, from the variables of torchrun, an MPI, Slurm, PALS, jsrun or Flux.
+    """The rank of this process, from the variables of torchrun, an MPI, Slurm, PALS, jsrun or Flux.
 
-    Where several launchers have left theirs, the innermost counts: the one that has started this process.
+    If several launchers have set theirs, the innermost one counts, which has started this process.
 
     Args:
-        ancestors: the processes above, which tell that; without them it is the first in the order of `_SOURCES`.
-        launcher_only: leave RANK, LOCAL_RANK and so on aside; below an MPI launcher they may be inherited.
+        ancestors: the ancestors, which show that; without them the order of `_SOURCES` decides.
+        launcher_only: ignore RANK, LOCAL_RANK and so on, which may be inherited below an MPI launcher.
 
     Raises:
-        UsageError: no launcher says it, or what it says is not a rank; names the variables that were looked for.
+        UsageError: no launcher tells a rank, or an invalid one; names the variables that were looked for.
     """
     sources = [source for source in _SOURCES if not (launcher_only and source is _TORCH)]
     if ancestors is not None:
-        # An MPI on another host, and Slurm, set what they were started with beside what is their own: theirs counts.
+        # On another host an MPI, and Slurm, set inherited variables together with their own, so torch's come last.
         sources.sort(key=lambda source: (ancestors.generation(source.variables), source is _TORCH))
     incomplete: _Source | None = None
     for source in sources:
@@ -137,33 +137,33 @@ def rank_from_environment(
     )
 
 
-# What the launchers of torch.distributed set beside RANK: `anyaccel run` (and DeepSpeed's), and torchrun.
+# Variables that only torch's launchers set beside RANK: `anyaccel run` (and DeepSpeed's), and torchrun.
 _TORCHS_OWN = ("CROSS_SIZE", "TORCHELASTIC_RUN_ID")
 
 
 def is_claimed_twice(environ: Mapping[str, str]) -> bool:
-    """Whether torch's variables and those of another launcher are there, so that `launcher_below` has to tell."""
+    """Whether both torch's variables and those of another launcher are set, so that `launcher_below` has to decide."""
     return any(environ.get(name) for name in (_TORCH.rank, _TORCH.world_size)) and any(
         environ.get(source.rank) and environ.get(source.local_rank) for source in _SOURCES if source is not _TORCH
     )
 
 
 def launcher_below(environ: Mapping[str, str], ancestors: Ancestors | None) -> RankFromEnvironment | None:
-    """The place that an MPI, Slurm, PALS, jsrun or Flux gives, where RANK and WORLD_SIZE are of a launcher above it.
+    """The rank from an MPI, Slurm, PALS, jsrun or Flux, if RANK and WORLD_SIZE are those of a launcher above it.
 
     Returns:
-        None where RANK and WORLD_SIZE are of this process: set by itself, by a launcher below all others, or by a
-        script; and where nobody can tell.
+        None if RANK and WORLD_SIZE are this process's own (set by itself, by the innermost launcher or by a script), or
+        if that cannot be known.
 
     Raises:
-        UsageError: what that launcher says is no place.
+        UsageError: that launcher's variables are invalid.
     """
     names = (_TORCH.rank, _TORCH.world_size)
     if ancestors is None or not any(environ.get(name) for name in names) or ancestors.changed_here(names):
         return None
     own = ancestors.generation(names)
-    # A daemon on another host sets the variables it was sent together with its own: then those of a launcher are told
-    # from those that a script between the two has set by what the launcher sets beside them.
+    # A daemon on another host sets forwarded variables together with its own, at the same generation. Variables that
+    # only torch's launchers set then tell whether RANK comes from one of these or from a script in between.
     sent = any(name in environ and ancestors.generation((name,)) == own for name in _TORCHS_OWN)
     below = [
         source
@@ -207,14 +207,14 @@ def _local_size(environ: Mapping[str, str], source: _Source) -> int | None:
     if source.name == "Slurm":
         return _slurm_local_size(environ)
     if source.name == "Flux" and environ.get("FLUX_JOB_SIZE") and environ.get("FLUX_JOB_NNODES"):
-        # It does not say; what is known is the average, which is it where it is a whole number.
+        # Flux does not tell the local size; the average is it if it is a whole number.
         tasks, nodes = _number(environ, "FLUX_JOB_SIZE"), _number(environ, "FLUX_JOB_NNODES")
         return tasks // nodes if nodes and tasks % nodes == 0 else None
     return None
 
 
 def _slurm_local_size(environ: Mapping[str, str]) -> int | None:
-    # The step may have other tasks than the job that it is part of.
+    # A step may have other numbers of tasks than its job.
     name = next(filter(environ.get, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")), None)
     if name is None or not environ.get("SLURM_NODEID"):
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which hosts of a job are one machine under several names: `localhost` and its host name, or containers."""
+"""Finds hosts of a job that are one machine under several names: `localhost` and its host name, or containers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import UsageError
-from anyaccel.launch.address import are_this_host, is_this_host, means_whoever_asks
+from anyaccel.launch.address import are_this_host, is_this_host, resolves_to_loopback
 from anyaccel.launch.task import Task
 from anyaccel.topology import format_cpu_list
 
 
 def same_machines(task: Task, ready: Mapping[int, Mapping[str, Any]]) -> list[list[int]]:
-    """Groups of hosts that are one machine and may use the same CPUs of it, by number, ascending.
+    """Groups of hosts, by number, that are one machine and may use the same CPUs of it.
 
     Args:
-        ready: what an agent of each host has said: "machine", equal for two hosts where they are one, "" where it is
-            unknown; "cpus", the CPUs that it may use.
+        ready: the READY data of an agent of each host: "machine", which is equal for hosts that are one machine, ""
+            if unknown; and "cpus", the CPUs that it may use.
 
     Raises:
         UsageError: workers are to be bound, and two such hosts have only some of their CPUs in common.
@@ -41,22 +41,22 @@ def same_machines(task: Task, ready: Mapping[int, Mapping[str, Any]]) -> list[li
 
 
 def names_of_this_machine(names: Sequence[str], node: int, master: str) -> list[int]:
-    """Hosts of a job that are the machine of this process, by number, ascending; with --no_ssh, where nobody can ask.
+    """Hosts of a job, by number, that are the machine of this process; for --no_ssh, where hosts cannot be asked.
 
     Args:
-        names: of all hosts; "" where it is not known.
-        node: number of the host that this process is.
+        names: the names of all hosts; "" if unknown.
+        node: number of this process's host.
         master: address of rank 0, of host 0.
 
     Raises:
         UsageError: a name means another machine on each of them, and may mean this one.
     """
-    if means_whoever_asks(master):
+    if resolves_to_loopback(master):
         return list(range(len(names)))  # rank 0 is reached through the loopback
     machines = [name.rpartition("@")[2] for name in names]
     asked = [machine for machine in machines if machine]
     here = dict(zip(asked, are_this_host(asked), strict=True))
-    relative = {machine for machine in asked if here[machine] and means_whoever_asks(machine)}
+    relative = {machine for machine in asked if here[machine] and resolves_to_loopback(machine)}
     found = []
     for number, machine in enumerate(machines):
         if number == node or (machine in here and machine not in relative and here[machine]):
@@ -75,7 +75,7 @@ def names_of_this_machine(names: Sequence[str], node: int, master: str) -> list[
 def host_identity() -> str:
     """Equal for two processes if and only if they can map each other's shared memory."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Containers of one host share the boot id, but each may have a /dev/shm and a numbering of processes of its own.
+    # Containers of one host share the boot id, but each may have a /dev/shm of its own.
     try:
         info = Path("/dev/shm").stat()
         shm = f"{info.st_dev}:{info.st_ino}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank takes its memory from: a policy of the kernel (set_mempolicy(2)) and the NUMA nodes it is about."""
+"""Chooses the memory policy of a rank (set_mempolicy(2)) and the NUMA nodes that it names."""
 
 from __future__ import annotations
 

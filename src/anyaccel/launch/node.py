@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agent: starts and supervises workers of its host, and does what the launcher on another host says.
+"""The agent: starts and supervises the workers of its host for a launcher on another host.
 
-`python -m anyaccel.launch.node` is started by the launcher, never by a person: by ssh, once a host, where the launcher
-speaks through standard input and hears through standard error; by pdsh, once a host, with its number and the contact as
-arguments; by mpirun or srun, once a rank, with the contact in the environment. The last two call the launcher back.
+`python -m anyaccel.launch.node` is started by the launcher, never by a user: by ssh, once per host, with standard input
+and standard error as the connection; by pdsh, once per host, with its number and the contact as arguments; by mpirun or
+srun, once per rank, with the contact in the environment. The last two call the launcher back.
 """
 
 from __future__ import annotations
@@ -34,42 +34,39 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# Seconds that the launcher has for its first message; then that may pass between two signs of life from it.
-_FIRST_WORD = 60.0
-_SIGN_OF_LIFE = 20.0  # long, since the launcher may be busy with agents that are not ready yet
+# Seconds until the launcher's first message must come, and then the next heartbeat.
+_FIRST_MESSAGE_S = 60.0
+_HEARTBEAT_TIMEOUT_S = 20.0  # long, as the launcher may be busy with agents that are not ready yet
 # Seconds that the launcher has to read the final report.
-_LAST_WORD = 2.0
+_REPORT_S = 2.0
 
 
 class _Agent:
     """An agent, however it was started.
 
     Args:
-        word: secret word of the job.
-        source: descriptor that the launcher speaks through.
-        output: where it hears.
-        connection: "ITS-ADDRESS ITS-PORT OUR-ADDRESS OUR-PORT" as in SSH_CONNECTION; "" on the launcher's own host.
-        found: the rank to be, below MPI; None for all ranks of the host.
+        secret: secret of the job.
+        source: descriptor from which the launcher's messages are read.
+        output: where messages to the launcher are written.
+        connection: "LAUNCHER-ADDRESS LAUNCHER-PORT HOST-ADDRESS HOST-PORT" as in SSH_CONNECTION; "" on the launcher's
+            own host.
+        found: below MPI, the rank of its only worker; None for all ranks of the host.
     """
 
     def __init__(
-        self, word: str, source: int, output: Output, connection: str, found: RankFromEnvironment | None
+        self, secret: str, source: int, output: Output, connection: str, found: RankFromEnvironment | None
     ) -> None:
-        self._word = word
+        self._secret = secret
         self._source = source
         self._output = output
         self._connection = connection
         self._found = found
 
     def _frame(self, kind: str, data: Any) -> bytes:
-        return encode_frame(self._word, kind, data)
+        return encode_frame(self._secret, kind, data)
 
     def run(self, first: Mapping[str, Any]) -> int:
-        """Do what the launcher says.
-
-        Args:
-            first: what it said first.
-        """
+        """Plan, report to the launcher, and run the workers; `first` is the launcher's first message."""
         try:
             task = Task.decode(first["task"])
             node = first["number"] if self._found is None else self._node(task, self._found)
@@ -87,7 +84,7 @@ class _Agent:
             "cpus": sorted(os.sched_getaffinity(0)),
         }
         self._output.write(self._frame(channel.READY, {**ready, "plan": plan.render() if speaks else ""}))
-        master = read_line(self._source, _SIGN_OF_LIFE)
+        master = read_line(self._source, _HEARTBEAT_TIMEOUT_S)
         if "together" in master:
             task = replace(task, together=tuple(master["together"]))
             try:
@@ -96,23 +93,23 @@ class _Agent:
                 names = ", ".join(task.hosts[other].name for other in task.together)
                 return self._refuse(UsageError(f"{error} (hosts {names} are one machine)"))
             self._output.write(self._frame(channel.READY, {**ready, "plan": plan.render() if speaks else ""}))
-            master = read_line(self._source, _SIGN_OF_LIFE)
+            master = read_line(self._source, _HEARTBEAT_TIMEOUT_S)
         task = task.with_master(master["address"], master["port"])
         return self._start(task, node, task.plan(node), speaks)
 
     def _refuse(self, error: Exception) -> int:
-        """Say why this host cannot take part; returns the exit code."""
+        """Tell the launcher why this host cannot take part; returns the exit code."""
         code = error.exit_code if isinstance(error, AnyAccelError) else 1
         self._output.write(self._frame(channel.REFUSED, {"message": str(error), "code": code}))
-        self._output.close(_FIRST_WORD)
+        self._output.close(_FIRST_MESSAGE_S)
         return 0
 
     @staticmethod
     def _node(task: Task, found: RankFromEnvironment) -> int:
-        """Number of the host that this rank is on, by the hostfile.
+        """The number of the host that has this rank by the hostfile.
 
         Raises:
-            UsageError: the launcher above has placed ranks otherwise.
+            UsageError: the launcher has placed ranks in another way.
         """
         if found.world_size not in (None, task.world_size):
             raise UsageError(
@@ -138,7 +135,7 @@ class _Agent:
             say_warnings(plan, task.options, name)
         link = Link(
             self._source,
-            channel.PATIENCE,
+            channel.HEARTBEAT_TIMEOUT,
             self._output,
             announce=lambda failure: self._frame(channel.FAILED, Report(failure=failure).encode()),
             conclude=lambda report: self._frame(channel.FINISHED, report.encode()),
@@ -150,7 +147,7 @@ class _Agent:
 
 
 def _check_names_of_this_machine(task: Task, node: int, found: RankFromEnvironment) -> None:
-    """Raise UsageError where the job has several names for this machine, and the launcher above numbers them as one."""
+    """Raise UsageError if the job has several names for this machine, which the launcher counts as one host."""
     from anyaccel.launch.address import are_this_host
 
     here = are_this_host([host.name.rpartition("@")[2] for host in task.hosts])
@@ -175,7 +172,7 @@ def _machine() -> str:
 
 
 def _take_standard_input() -> int:
-    """Move standard input to another descriptor, which is returned; workers get an empty one in its place."""
+    """Move standard input to another descriptor, which is returned; workers get /dev/null in its place."""
     descriptor = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -185,16 +182,16 @@ def _take_standard_input() -> int:
 
 def _behind_ssh() -> int:
     source = _take_standard_input()
-    first = read_line(source, _FIRST_WORD)
-    return _Agent(first["word"], source, Output(2), os.environ.get("SSH_CONNECTION", ""), None).run(first)
+    first = read_line(source, _FIRST_MESSAGE_S)
+    return _Agent(first["secret"], source, Output(2), os.environ.get("SSH_CONNECTION", ""), None).run(first)
 
 
 def _calling_back(contact_text: str, number: int | None) -> int:
-    """Below pdsh (`number` is that of the host), or below mpirun or srun (the rank is in the environment)."""
+    """Run the agent below pdsh (`number` is that of the host), or below mpirun or srun (None)."""
     from anyaccel.launch.callback import Contact
 
     os.close(_take_standard_input())
-    # When the daemon above ends, that is a request to end like a signal: workers get their grace period.
+    # The end of the parent daemon is a request to end, with a grace period for the workers.
     _native.set_parent_death_signal(signal.SIGTERM)
     contact = Contact.decode(contact_text)
     found = rank_from_environment(os.environ, launcher_only=True) if number is None else None
@@ -206,25 +203,25 @@ def _calling_back(contact_text: str, number: int | None) -> int:
     os.set_blocking(descriptor, False)
     output = Output(descriptor)
     mine = number if found is None else found.rank
-    output.write(encode_frame(contact.word, channel.HELLO, {"number": mine, "host": os.uname().nodename}))
-    first = read_line(descriptor, _FIRST_WORD)
-    # Version 4 addresses come as version 6 ones on a socket for both.
+    output.write(encode_frame(contact.secret, channel.HELLO, {"number": mine, "host": os.uname().nodename}))
+    first = read_line(descriptor, _FIRST_MESSAGE_S)
+    # A dual-stack socket shows IPv4 addresses as IPv6 ones.
     ends = [address.removeprefix("::ffff:") for address in (its, ours)]
     called = "" if ends[0] == ends[1] else f"{ends[0]} 0 {ends[1]} 0"
-    code = _Agent(contact.word, descriptor, output, called, found).run(first)
-    _part(descriptor)
+    code = _Agent(contact.secret, descriptor, output, called, found).run(first)
+    _close_gracefully(descriptor)
     return code
 
 
-def _part(descriptor: int) -> None:
-    """Close the connection so that what was sent arrives: closing it with bytes unread would reset it."""
+def _close_gracefully(descriptor: int) -> None:
+    """Close the connection so that all sent data arrives: closing it with unread input would reset it."""
     import socket
 
     with socket.socket(fileno=descriptor) as connection:
         try:
             connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(_LAST_WORD)
-            deadline = time.monotonic() + _LAST_WORD
+            connection.settimeout(_REPORT_S)
+            deadline = time.monotonic() + _REPORT_S
             while connection.recv(4096) and time.monotonic() < deadline:
                 continue
         except OSError:
@@ -240,7 +237,7 @@ def main(arguments: list[str]) -> int:
         contact = arguments[1] if arguments else os.environ.pop("ANYACCEL_CONTACT")
         return _calling_back(contact, number)
     except channel.HungUpError:
-        return 1  # nothing was started, and who hung up knows why
+        return 1  # nothing was started, and the launcher has reported why
     except AnyAccelError as error:
         Output().line(f"error: host {os.uname().nodename}: {error}")
         return error.exit_code

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What numeric libraries are told about the cores of a rank: OMP_PLACES and what the user set beside it.
+"""The OpenMP variables for the cores of a rank: OMP_PLACES, and those that the user has set.
 
 Measured with torch's libgomp and Intel's libiomp5 (docs/binding.md): with OMP_PLACES alone, or OMP_PROC_BIND=true,
 OpenMP pins the main thread to the first core when it starts, and threads and processes that are made later (data
@@ -29,8 +29,8 @@ def openmp_binding(
 ) -> tuple[list[dict[str, str]], list[str], list[str]]:
     """Variables of each rank that agree with its cores.
 
-    What the user set is kept where it can be done on a rank's own cores ("close", "cores", a list of those cores),
-    and replaced where it cannot, because every rank inherits the same text.
+    A value that the user has set is kept if it is valid for a rank's own cores ("close", "cores", a list of those
+    cores), and replaced if not, as every rank inherits the same text.
 
     Args:
         shares: logical CPUs of each rank.
@@ -62,15 +62,15 @@ def openmp_binding(
 
 
 def _on_own_cores(name: str, text: str, cores: Sequence[int]) -> str:
-    """The text, or one that means the same on these cores where it names others."""
+    """The text, or an equivalent one for these cores if it names others."""
     if name == "KMP_AFFINITY":
         return _intel(text, cores)
     if name == "GOMP_CPU_AFFINITY":
         named = _gnu_list(text)
-        return format_cpu_list(cores) if _leaves(named, cores) else text
+        return format_cpu_list(cores) if _names_other_cpus(named, cores) else text
     if name == "OMP_PLACES":
         named = _place_list(text)
-        return places(cores) if _leaves(named, cores) else text
+        return places(cores) if _names_other_cpus(named, cores) else text
     return text
 
 
@@ -84,14 +84,14 @@ def _intel(text: str, cores: Sequence[int]) -> str:
             found.append("respect")
         elif name.strip().lower() == "proclist" and equals:
             named = _gnu_list(value.strip().strip("[]").replace("{", " ").replace("}", " "))
-            found.append(f"proclist=[{format_cpu_list(cores)}]" if _leaves(named, cores) else word)
+            found.append(f"proclist=[{format_cpu_list(cores)}]" if _names_other_cpus(named, cores) else word)
         else:
             found.append(word)
     return ",".join(found)
 
 
 def _split(text: str) -> list[str]:
-    """Words between commas that are not inside of brackets."""
+    """Split at commas outside of brackets."""
     words, depth = [""], 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
@@ -102,14 +102,14 @@ def _split(text: str) -> list[str]:
     return words
 
 
-def _leaves(named: Iterable[int] | None, cores: Sequence[int]) -> bool:
-    """Whether any CPU is named that is not among the cores. Stops at the first one: a short text may name billions."""
+def _names_other_cpus(named: Iterable[int] | None, cores: Sequence[int]) -> bool:
+    """Whether a CPU is named that is not among the cores; stops at the first, as a short text can name billions."""
     own = set(cores)
     return named is not None and any(cpu not in own for cpu in named)
 
 
 def _gnu_list(text: str) -> Iterator[int] | None:
-    """CPUs of ``"0 3 1-2 4-15:2"``; None where it is no such list, which the library itself will say."""
+    """CPUs of ``"0 3 1-2 4-15:2"``; None if it is no such list, which the OpenMP library will report."""
     found = []
     try:
         for part in text.replace(",", " ").split():
@@ -122,7 +122,7 @@ def _gnu_list(text: str) -> Iterator[int] | None:
 
 
 def _place_list(text: str) -> Iterator[int] | None:
-    """CPUs of ``"{0,1},{2:4}:3:4"``; None for a name such as "cores", and where it is no such list."""
+    """CPUs of ``"{0,1},{2:4}:3:4"``; None for a name such as "cores", and if it is no such list."""
     found: list[tuple[list[range], range]] = []
     try:
         for part in map(str.strip, _split(text)):

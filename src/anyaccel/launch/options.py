@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user asked the launcher for. Flags are parsed once, into this; everything after works on it."""
+"""The launcher's options. Flags are parsed once, into these dataclasses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from anyaccel.launch.host_name import is_host
 from anyaccel.launch.output import OutputOptions
 from anyaccel.topology import format_cpu_list, parse_cpu_list
 
-# Everything is to be gone 5 s after a failure; the rest of the time is for what the workers leave behind.
+# Everything must have ended 5 s after a failure; the rest of that time is for processes that workers leave behind.
 DEFAULT_GRACE_PERIOD = 3.0
 _LONGEST_GRACE_PERIOD = 31_536_000
 
-# Where jobs of some clusters have their hosts, as for `deepspeed`; it need not be there.
+# The hostfile that some clusters provide, as for `deepspeed`; it may be missing.
 DEFAULT_HOSTFILE = "/job/hostfile"
 
 MEMORY_POLICIES = ("auto", "bind", "preferred", "interleave", "none")

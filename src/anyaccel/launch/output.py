@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing to standard output and error without ever waiting for the one who reads it."""
+"""Writes to standard output and error without ever blocking on a slow reader."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from anyaccel.errors import UsageError
 from anyaccel.terminal import marked
 
-# What a pipe takes at once when it reports that it can be written to.
+# A pipe that poll() reports as writable takes this many bytes without blocking.
 _CHUNK = select.PIPE_BUF
 
 _NAMES = {1: "standard output", 2: "standard error"}
@@ -53,8 +53,8 @@ def cannot_write(output: Output, *, logged: bool, every_log: bool = True) -> str
     """The line about an output that failed.
 
     Args:
-        logged: there are log files, and one of them may still be written.
-        every_log: all of them can be, as far as is known.
+        logged: whether there are log files that can be written.
+        every_log: whether no log file has failed.
     """
     if logged:
         which = "the log files" if every_log else "those log files that can be written"
@@ -67,16 +67,16 @@ class Output:
 
     Args:
         level: lines below it are left out.
-        name: what each line begins with.
+        name: the beginning of each line.
 
     Attributes:
-        problem: why nothing can be written any more: the disk is full, the reader is gone. "" while all is well.
-        lost: what a worker wrote has been dropped for that reason.
+        problem: why writing has failed for good: the disk is full, the reader is gone. "" if it has not.
+        lost: whether output of a worker was dropped for that reason.
     """
 
     def __init__(self, descriptor: int = 2, level: int = INFO, name: str = "anyaccel") -> None:
         self._pending = bytearray()
-        self._has_data = False  # what is pending is not only lines of ours
+        self._has_data = False  # whether output of workers is pending, not only lines of ours
         self._closed = False
         self.problem = ""
         self.lost = False
@@ -86,18 +86,18 @@ class Output:
         self.descriptor = self._unblocked(descriptor)
 
     def _unblocked(self, descriptor: int) -> int:
-        """The same pipe or terminal, opened anew: O_NONBLOCK on `descriptor` would change it for all."""
+        """The pipe or terminal, reopened, as O_NONBLOCK on `descriptor` would affect all processes that share it."""
         try:
             mode = os.fstat(descriptor).st_mode
         except OSError:
-            self._closed = True  # by the process that started us, which wants to hear nothing: nothing is lost
+            self._closed = True  # the process that started us has closed it on purpose, so nothing counts as lost
             return descriptor
         if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
             try:
                 return os.open(f"/proc/self/fd/{descriptor}", flags)
             except OSError:
-                return descriptor  # not ours to open; poll() before each write is nearly as good
+                return descriptor  # we may not open it; poll() before each write is nearly as good
         return descriptor
 
     @property
@@ -116,11 +116,11 @@ class Output:
 
     @property
     def pending(self) -> int:
-        """Bytes that the reader has not taken yet."""
+        """The number of queued bytes."""
         return len(self._pending)
 
     def write(self, data: bytes) -> None:
-        """Queue what a worker wrote, and pass on what the reader takes now."""
+        """Queue output of a worker, and write what can be written now."""
         if self.problem:
             self.lost = self.lost or bool(data)
         else:
@@ -128,7 +128,7 @@ class Output:
             self._queue(data)
 
     def line(self, text: str, level: int = INFO) -> None:
-        """The same with a message of ours, which is no loss."""
+        """Queue a line of the launcher's own, which is not counted as lost output."""
         if level >= self._level and not self.problem:
             self._queue(f"{self._name}: {marked(text, self._given)}\n".encode(errors="backslashreplace"))
 
@@ -138,14 +138,14 @@ class Output:
             self.flush()
 
     def flush(self) -> None:
-        """Pass on what the reader takes now."""
+        """Write what can be written without blocking."""
         while self._pending and self._ready(0):
             try:
                 written = os.write(self.descriptor, self._pending[:_CHUNK])
             except BlockingIOError:
                 return
             except OSError as error:
-                # The caller then closes the workers' pipes, so that their next write fails, as it would without us.
+                # The caller closes the workers' pipes then, so that their next write fails as it would without us.
                 self.problem = str(error.strerror)
                 self.lost = self._has_data
                 self._pending.clear()
@@ -154,7 +154,7 @@ class Output:
         self._has_data = self._has_data and bool(self._pending)
 
     def close(self, timeout: float | None) -> None:
-        """Pass on everything, waiting at most `timeout` seconds for the reader (None: no limit)."""
+        """Write everything, waiting at most `timeout` seconds for the reader (None: no limit)."""
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while self._pending:

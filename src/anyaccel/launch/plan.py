@@ -43,17 +43,17 @@ class RankBinding:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks of this machine stand in the whole job.
+    """The position of this machine's ranks in the whole job.
 
     Attributes:
         first_rank: rank of the first worker of this machine.
-        world_size: number of workers of the whole job; None where those of this machine are all.
+        world_size: number of workers of the whole job; None if all are on this machine.
         node: number of this machine.
         nodes: number of machines.
-        ahead, behind: number of workers that other names of this machine have, before and after these; cores are
-            divided among all of them.
-        devices: numbers of the visible devices that take part, one worker each; None for the first ones.
-        all_devices: those of the workers under all names of this machine; None where it has no other name.
+        ahead, behind: number of workers under other names of this machine, before and after these; cores are divided
+            among all of them.
+        devices: numbers of the visible devices that are used, one per worker; None for the first ones.
+        all_devices: the devices of the workers under all names of this machine; None if it has no other name.
     """
 
     first_rank: int = 0
@@ -68,13 +68,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Equipment:
-    """What this machine has for the workers of a plan.
+    """The devices and the allocator of this machine.
 
     Attributes:
-        devices: number of devices, which is that of the workers where nobody says another.
-        device_nodes: NUMA node of the device of each worker, None where unknown; empty without devices.
-        device_variable: variable that says which devices a process sees. Each worker sees all that take part and takes
-            that of its LOCAL_RANK; "" where there is none.
+        devices: number of devices, which is the default number of workers.
+        device_nodes: NUMA node of the device of each worker, None if unknown; empty without devices.
+        device_variable: the visible-devices variable, "" for none. Each worker sees all devices that are used, and
+            takes the one of its LOCAL_RANK.
         allocator: path of the library to preload; "" for none.
     """
 
@@ -92,10 +92,10 @@ class LaunchPlan:
         world_size: number of workers of the whole job.
         master_addr: address of rank 0.
         master_port: TCP port of rank 0.
-        ranks: one entry a worker of this machine, by rank.
-        left_over: cores of the core list, else of the machine, that nobody got; empty when nobody is bound.
-        notes: what is worth knowing about this plan, one line each.
-        warnings: what was not done as asked or as the user set it, and what was done instead; said at the start.
+        ranks: one entry for each worker of this machine, by rank.
+        left_over: cores of the core list, or of the machine, that no worker has; empty if workers are not bound.
+        notes: remarks about this plan, one line each.
+        warnings: what was not done as asked, and what was done instead; printed at the start.
         reserved: cores that are left to the system.
     """
 
@@ -253,10 +253,10 @@ def build_plan(
 def rank_environments(
     options: BindingOptions, machine: Machine, shares: Shares, environ: Mapping[str, str], allocator: str
 ) -> tuple[list[dict[str, str]], list[str], list[str]]:
-    """What numeric libraries and the allocator need, by rank, with all notes and warnings of these shares.
+    """The variables for numeric libraries and the allocator, by rank, with all notes and warnings of these shares.
 
     Args:
-        environ: what the ranks inherit.
+        environ: the environment that the ranks inherit.
         allocator: path of the library to preload; "" for none.
     """
     ranks = len(shares.ranks)
@@ -295,6 +295,6 @@ def rank_environments(
 
 
 def check_strict(options: BindingOptions, warnings: Sequence[str]) -> None:
-    """Raise UsageError where there are warnings and options are strict."""
+    """Raise UsageError if there are warnings and options are strict."""
     if options.strict and warnings:
         raise UsageError(f"{'; '.join(warnings)}; that is an error because of --strict")

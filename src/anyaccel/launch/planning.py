@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks this machine for what a plan depends on, and makes the plan."""
+"""Reads from this machine what a plan depends on, and makes the plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_plan(
     environ = os.environ if environ is None else environ
     if options.master_addr is not None:
         check_address(options.master_addr)
-    # On one of several hosts whoever leads the job has asked for the port.
+    # In a job on several hosts, the launcher has chosen the port.
     port = free_port(options.master_port) if place is None else options.master_port or 0
     place = place or Place()
     counted = bool(options.num_accelerators) or place.devices is not None
@@ -63,7 +63,7 @@ def free_port(wanted: int | None = None) -> int:
     """
     probe = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
     try:
-        # Connections of an earlier job that wait for their time-out do not hinder the next listener.
+        # Closed connections of an earlier job, in TIME_WAIT, must not make the port count as used.
         probe.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
         probe.bind(("", wanted or 0))
         port: int = probe.getsockname()[1]
@@ -77,7 +77,7 @@ def free_port(wanted: int | None = None) -> int:
 
 
 def check_address(address: str) -> None:
-    """Raise UsageError where no name service here knows `address`: workers would wait for rank 0 for minutes."""
+    """Raise UsageError if `address` does not resolve: workers would wait for rank 0 for minutes."""
     try:
         _socket.getaddrinfo(address, None)
     except (OSError, UnicodeError) as error:

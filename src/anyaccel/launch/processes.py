@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding and ending the processes below this one.
 
-They are found through /proc. Where that is missing, or belongs to another PID namespace (`unshare --pid` without
-`--mount-proc`), its numbers mean other processes or none: there the kernel is asked about each number that a child may
-have. That finds children only, which is enough for a subreaper that ends them: what is below comes to it then.
+They are found through /proc. If /proc is missing, or belongs to another PID namespace (`unshare --pid` without
+`--mount-proc`), waitid() is called for each pid that a child may have. That finds children only, which is enough for a
+subreaper that ends them, as their children become its own then.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _LARGEST = 1 << 22
 
 
 def proc_is_ours() -> bool:
-    """Whether /proc shows the processes of this PID namespace by the numbers that they have in it."""
+    """Whether /proc belongs to this PID namespace."""
     try:
         with open("/proc/self/status", "rb") as file:
             lines = file.read().split(b"\n")
     except OSError:
         return False
-    # One number for each namespace, from that of /proc inwards; Linux before 4.1 has no such line.
+    # The line has a pid for each namespace, from that of /proc inwards; Linux before 4.1 does not have it.
     found = next((line.split()[1:] for line in lines if line.startswith(b"NSpid:")), None)
     if found is None:
         found = next(line.split()[1:] for line in lines if line.startswith(b"Pid:"))
@@ -42,12 +42,12 @@ def _children_by_number() -> dict[int, str]:
         os._exit(0)
     os.waitpid(last, 0)
     own = os.getpid()
-    # The kernel gives process ids in turn: our children have ids above our own, until the ids start over.
+    # The kernel assigns pids in turn, so children have pids above our own until the pids wrap around.
     likely = [range(own + 1, last)] if last > own else [range(own + 1, _LARGEST), range(1, last)]
-    return _which_are_children(likely) or _which_are_children([range(1, _LARGEST)])
+    return _filter_children(likely) or _filter_children([range(1, _LARGEST)])
 
 
-def _which_are_children(numbers: Iterable[range]) -> dict[int, str]:
+def _filter_children(numbers: Iterable[range]) -> dict[int, str]:
     found = {}
     for pid in (pid for some in numbers for pid in some):
         try:
@@ -143,7 +143,7 @@ def children() -> set[int]:
 
 
 def states_of_children(parent: int) -> dict[int, str]:
-    """Children of another process: process id -> state letter; only where /proc is ours."""
+    """Children of another process: process id -> state letter; only if /proc is ours."""
     return {pid: state for pid, state, its_parent in _all() if its_parent == parent}
 
 
@@ -196,11 +196,11 @@ def end_all(exclude: Iterable[int], timeout: float) -> set[int]:
                 try:
                     reaped += os.waitpid(pid, os.WNOHANG)[0]
                 except ChildProcessError:
-                    continue  # another process's zombie; it comes to us when that process is gone
+                    continue  # a zombie of another process; it becomes our child when that process is gone
         left = deadline - time.monotonic()
         if left <= 0:
             return set(found)
         if not reaped:
-            # Each death may bring new children (of a process that forked while we looked): look again.
+            # Each death may bring new children, of a process that has forked while we read /proc.
             signal.sigtimedwait([signal.SIGCHLD], min(left, 0.1))
     return set()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between two rounds of an elastic job: ends what workers of an earlier round left behind, then becomes the worker.
+"""Between two rounds of an elastic job: ends processes of the earlier round, then executes the worker.
 
     python -m anyaccel.launch.rounds COMMAND ...
 
-torch ends the workers of a round before it starts those of the next one, and knows nothing of what these have started:
-that would hold ports, files and devices that the new workers want. When its parent ends such a process comes to the
-guardian, the parent of torch's launcher (see `anyaccel.launch.guardian`). So what is below the guardian, not below
-torch's launcher, and older than all workers of this round is of an earlier one.
+torch ends the workers of a round before it starts those of the next one, but not the processes that they have started,
+which hold ports, files and devices that the new workers need. When its parent ends, such a process becomes a child of
+the guardian, the parent of torch's launcher (see `anyaccel.launch.guardian`). So a process that is below the guardian,
+but not below torch's launcher, and older than all workers of this round belongs to an earlier round.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from anyaccel.launch import processes
 from anyaccel.launch.contract import GUARDIAN_NAME, KILL_TIMEOUT, LEFTOVER_GRACE
 from anyaccel.launch.output import WARNING, Output
 
-# The variable that torch's launcher gives its workers, and nothing else that it starts.
-_OF_A_WORKER = b"TORCHELASTIC_RUN_ID="
+# The variable that torch's launcher sets for its workers only.
+_WORKER_VARIABLE = b"TORCHELASTIC_RUN_ID="
 
 
 def left_behind(launcher: int) -> list[int]:
@@ -34,7 +34,7 @@ def left_behind(launcher: int) -> list[int]:
     """
     guardian = processes.parent(launcher)
     if guardian is None or processes.name(guardian) != GUARDIAN_NAME:
-        return []  # somebody else has started this: whose the other processes are is unknown
+        return []  # not started by our guardian, so it is unknown to whom other processes belong
     of_launcher = processes.descendants(root=launcher)
     workers = [pid for pid in of_launcher if processes.parent(pid) == launcher and _is_worker(pid)]
     started = [at for pid in workers if (at := processes.started(pid)) is not None]
@@ -48,13 +48,13 @@ def left_behind(launcher: int) -> list[int]:
 def _is_worker(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return any(variable.startswith(_OF_A_WORKER) for variable in file.read().split(b"\0"))
+            return any(variable.startswith(_WORKER_VARIABLE) for variable in file.read().split(b"\0"))
     except OSError:
         return False
 
 
 def end_earlier_rounds(launcher: int, console: Output) -> None:
-    """Have nothing of an earlier round run. All workers of this round do so at the same time."""
+    """End all processes of earlier rounds. All workers of this round do so at the same time."""
     if not processes.proc_is_ours():
         console.line("warning: without a /proc of this PID namespace what earlier rounds have left behind is not found")
         return
@@ -66,7 +66,7 @@ def end_earlier_rounds(launcher: int, console: Output) -> None:
             processes.send(left, number)
             _wait_for(left, deadline)
             if number == signal.SIGTERM or time.monotonic() >= deadline:
-                break  # what started meanwhile is killed
+                break  # processes that have started meanwhile are killed
     if left := left_behind(launcher):
         console.line(f"warning: these processes of an earlier round do not end: {processes.describe(left)}", WARNING)
 
@@ -90,7 +90,7 @@ def _wait_for(pids: Sequence[int], deadline: float) -> None:
 
 
 def main(command: Sequence[str]) -> int:
-    """Does not return where the command can be started."""
+    """End earlier rounds, then execute the command; returns only if that fails."""
     end_earlier_rounds(os.getppid(), Output())
     try:
         os.execvp(command[0], tuple(command))

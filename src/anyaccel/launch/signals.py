@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals as bytes to read, for a loop that waits for many things."""
+"""Signals as bytes on a descriptor, for an event loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from anyaccel.launch.worker import STOP_SIGNALS
 
 @contextmanager
 def stop_signals() -> Iterator[int]:
-    """Yields a descriptor with the number of each signal that comes: of those that end the launcher, and SIGCHLD.
+    """Yields a descriptor that receives the number of each signal: those that end the launcher, and SIGCHLD.
 
-    Enter it before anything is started that has to be ended: a signal that comes earlier ends this process alone.
+    Enter it before other processes are started: a signal that comes earlier ends this process alone.
     """
     read_end, write_end = os.pipe()
     for end in (read_end, write_end):
@@ -38,9 +38,9 @@ def stop_signals() -> Iterator[int]:
 
 @contextmanager
 def without_stopping() -> Iterator[None]:
-    """Ignores SIGTSTP: workers on other hosts would not stop, and would take silence for our end.
+    """Ignores SIGTSTP, as workers on other hosts would not stop, and would miss our heartbeats.
 
-    What is started within would ignore it too, for good.
+    Start no process inside, which would ignore it for good.
     """
     old = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:

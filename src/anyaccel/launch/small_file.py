@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a hostfile or environment file: what is there may be a pipe that nobody writes to, or have no end."""
+"""Reads a hostfile or environment file, which may also be a pipe, with bounds on size and time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 
 from anyaccel.errors import UsageError
 
-# Bytes; the environment of a process, and a hostfile of thousands of hosts, are far below.
+# Bytes; an environment, and a hostfile of thousands of hosts, are far smaller.
 _LARGEST = 1 << 22
-# Seconds for a pipe, such as that of `<(command)`, to come to its end.
-_PATIENCE = 30.0
-# Seconds for somebody to open a named pipe to write.
-_FOR_A_WRITER = 1.0
+# Seconds in which a pipe, such as that of `<(command)`, must come to its end.
+_PIPE_S = 30.0
+# Seconds in which a writer must open a named pipe.
+_WRITER_S = 1.0
 
 
 def read_small_file(path: str, what: str, *, encoding: str) -> str:
@@ -29,7 +29,7 @@ def read_small_file(path: str, what: str, *, encoding: str) -> str:
         UsageError: it cannot be read, is too large, or is a pipe that does not come to its end.
     """
     try:
-        # Without O_NONBLOCK a FIFO would be waited for until somebody opens it to write.
+        # Without O_NONBLOCK, opening a FIFO would block until a writer opens it.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except (FileNotFoundError, NotADirectoryError):
         raise
@@ -44,31 +44,31 @@ def read_small_file(path: str, what: str, *, encoding: str) -> str:
 
 
 def _read(descriptor: int) -> bytes:
-    """All of it.
+    """Read to the end.
 
     Raises:
-        OSError: it cannot be read, for whatever reason.
+        OSError: it cannot be read, is too large, or does not come to its end in time.
     """
     is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     data = bytearray()
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
-    deadline = time.monotonic() + _PATIENCE
-    waited = False  # for somebody to write to a pipe at all
+    deadline = time.monotonic() + _PIPE_S
+    waited = False  # whether a pipe was given time for its writer
     while len(data) <= _LARGEST:
         try:
             piece = os.read(descriptor, 1 << 16)
         except BlockingIOError:
             left = deadline - time.monotonic()
             if left <= 0 or not poller.poll(left * 1000):
-                raise OSError(f"it did not finish within {_PATIENCE:g} s; give a file") from None
+                raise OSError(f"it did not finish within {_PIPE_S:g} s; give a file") from None
             continue
         data += piece
         if piece:
             continue
         if data or not is_pipe:
             return bytes(data)
-        if waited or not poller.poll(_FOR_A_WRITER * 1000):
+        if waited or not poller.poll(_WRITER_S * 1000):
             raise OSError("it is a pipe that nobody writes to; give a file")
         waited = True
     raise OSError(f"it has more than {_LARGEST >> 20} MiB; give a text file")

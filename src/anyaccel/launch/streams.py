@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Standard output and error of the workers, on their way to the console and to log files.
+"""Passes standard output and error of the workers on to the console and to log files.
 
-Standard error always passes through here, for the last lines of a worker that fails; standard output only where
-an option asks for it.
+Standard error always passes through here, to keep the last lines of a worker that fails; standard output only if an
+option needs it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from anyaccel.errors import UsageError
 from anyaccel.launch.output import DEBUG, LEVELS, WARNING, Output, OutputOptions
 
-# Bytes that may wait for a slow reader of the console. Beyond that the workers' writes block, as they would without us.
+# Bytes that are queued for a slow reader of the console; beyond that the workers' writes block, as without us.
 BACKLOG = 1 << 16
 _TAIL_BYTES = 1 << 14
 _TAIL_LINES = 20
-# Reads of each pipe after all workers have ended: a process that was left behind could write to it for ever.
+# The most reads of each pipe after all workers have ended, as a process that was left behind may write for ever.
 _LAST_READS = 64
-# Names that are tried for a log file: another job may have begun in the same second.
+# The most names that are tried for a log file, as another job may have started in the same second.
 _MOST_NAMES = 1000
 # A longer line is passed on in parts.
 _LONGEST_LINE = 1 << 16
@@ -46,15 +46,15 @@ class Streams:
     def __init__(self, options: OutputOptions, console: Output) -> None:
         self._options = options
         self._error = console
-        # Only where it is asked for: otherwise workers have the launcher's own standard output.
-        self._captured = options.rank_prefix or options.log_dir is not None
-        self._output = Output(1, LEVELS[options.log_level]) if self._captured else None
+        # Otherwise workers write to the launcher's own standard output.
+        self._captures_all = options.rank_prefix or options.log_dir is not None
+        self._output = Output(1, LEVELS[options.log_level]) if self._captures_all else None
         self._shown = options.log_dir is None or options.tee
         self._stamp = time.strftime("%Y%m%d%H%M%S")
         self._streams: dict[int, _Stream] = {}
         self._tails: dict[int, bytearray] = {}
         self._logs: dict[int, int] = {}
-        self.every_log = True  # none has failed
+        self.every_log = True  # whether no log file has failed
 
     @property
     def logged(self) -> bool:
@@ -88,7 +88,7 @@ class Streams:
         return write_end
 
     def readable(self) -> list[int]:
-        """Descriptors to wait for: not those whose reader is far behind."""
+        """Descriptors to wait for, except those of outputs whose queue is full."""
         return [
             pipe for pipe, stream in self._streams.items() if stream.console is None or stream.console.pending < BACKLOG
         ]
@@ -98,7 +98,7 @@ class Streams:
         return descriptor in self._streams
 
     def pump(self, pipe: int) -> bool:
-        """Pass on what a worker wrote and keep the end of it; False if there was nothing."""
+        """Read a worker's output, pass it on and keep its tail; False if there was nothing to read."""
         stream = self._streams[pipe]
         try:
             data = os.read(pipe, BACKLOG)
@@ -113,19 +113,19 @@ class Streams:
             tail = self._tails[stream.rank]
             tail += data
             del tail[:-_TAIL_BYTES]
-        self._pass_on(stream, self._whole_lines(stream, data) if self._captured else data)
+        self._pass_on(stream, self._whole_lines(stream, data) if self._captures_all else data)
         return True
 
     def _pass_on(self, stream: _Stream, data: bytes) -> None:
         if data and stream.rank in self._logs:
             self._log(stream.rank, data)
         if data and stream.console is not None:
-            stream.console.write(_prefixed(stream.rank, data) if self._options.rank_prefix else data)
+            stream.console.write(_with_rank_prefix(stream.rank, data) if self._options.rank_prefix else data)
 
     def cut(self, output: Output) -> None:
-        """`output` can be written to no more: close the pipes that lead there.
+        """Close the pipes that lead to `output`, which cannot be written any more.
 
-        A worker's next write fails then, as it would if it wrote there itself. What goes to a log file too goes on.
+        A worker's next write fails then, as it would if it wrote there itself. Pipes with a log file stay open.
         """
         for pipe, stream in list(self._streams.items()):
             if stream.console is output:
@@ -135,7 +135,7 @@ class Streams:
                     os.close(pipe)
 
     def drain(self, rank: int | None = None) -> None:
-        """Pass on what is in the pipes now, of one worker or of all."""
+        """Pass on what is in the pipes of one worker, or of all."""
         for pipe, stream in list(self._streams.items()):
             if rank is None or stream.rank == rank:
                 for _ in range(_LAST_READS):
@@ -143,7 +143,7 @@ class Streams:
                         break
 
     def finish(self) -> None:
-        """Pass on everything that is left; nobody writes any more."""
+        """Pass on everything that is left after all workers have ended."""
         self.drain()
         for stream in self._streams.values():
             self._end_line(stream)
@@ -157,7 +157,7 @@ class Streams:
         return tuple([line[:500] for line in lines if line.strip()][-_TAIL_LINES:])
 
     def _whole_lines(self, stream: _Stream, data: bytes) -> bytes:
-        """What may be passed on: both streams go to one place, and lines must not end up within others."""
+        """The complete lines so far, so that lines of different streams are not mixed."""
         stream.line += data
         end = max(stream.line.rfind(b"\n"), stream.line.rfind(b"\r")) + 1
         if not end and len(stream.line) >= _LONGEST_LINE:
@@ -192,13 +192,12 @@ class Streams:
 
 
 def _new_log(stem: str) -> tuple[int, str]:
-    """A log file that was not there before: its descriptor and its path.
+    """Create a log file; returns its descriptor and its path.
 
-    Its name can be guessed, and others may be allowed to write to the folder: what they put there, be it a link to a
-    file of ours, is left alone.
+    An existing file or link is never opened, as its name can be guessed and others may write to the folder.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY
     number = 0
@@ -212,8 +211,8 @@ def _new_log(stem: str) -> tuple[int, str]:
                 raise
 
 
-def _prefixed(rank: int, data: bytes) -> bytes:
-    """Whole lines with the rank in front of each; a carriage return, as of a progress bar, begins one too."""
+def _with_rank_prefix(rank: int, data: bytes) -> bytes:
+    """Complete lines with the rank before each; a carriage return, as in a progress bar, ends a line too."""
     prefix = f"[rank{rank}] ".encode()
     return b"".join(prefix + line if line.strip(b"\r\n") else line for line in data.splitlines(keepends=True))
 

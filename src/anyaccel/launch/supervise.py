@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The launcher's side of supervision: forks the guardian, forwards signals, says at the end what happened.
+"""The launcher's side of supervision: forks the guardian, forwards signals, and reports how the job has ended.
 
-Two processes watch each other, so that either may be killed with SIGKILL: the guardian ends everything when
-the launcher is gone, and the launcher, a subreaper too, ends everything when the guardian is gone.
+Two processes watch each other, so that either may be killed with SIGKILL: the guardian ends everything when the
+launcher is gone, and the launcher, a subreaper too, ends everything when the guardian is gone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from anyaccel.launch.output import ERROR, LEVELS, Output, OutputOptions
 from anyaccel.launch.worker import STOP_SIGNALS, Worker
 
 # Seconds that a launcher on another host has to read the final report.
-_LAST_WORD = 2.0
-# Seconds between two looks at the workers while the guardian, which watches them otherwise, is stopped.
-_LOOK_AGAIN = 1.0
-_SI_KERNEL = 0x80  # si_code of signals that the terminal sends, to the whole foreground process group
+_REPORT_S = 2.0
+# Seconds between two checks of the workers while the guardian is stopped.
+_POLL_S = 1.0
+_SI_KERNEL = 0x80  # si_code of signals from the terminal, which go to the whole foreground process group
 
 
 def supervise(
@@ -42,9 +42,9 @@ def supervise(
     """Start the workers, wait for their end, and return the exit code of the job; see `launch_local`.
 
     Args:
-        options: where output goes; what `OutputOptions()` says when left out.
-        link: the launcher on another host, which is told what happened.
-        console: standard error; `Output()` with the level of the options when left out.
+        options: where output goes; default: `OutputOptions()`.
+        link: the launcher on another host, which gets the report.
+        console: standard error; default: `Output()` with the level of the options.
         host: name of this host for messages, in a job on several.
     """
     _open_standard_descriptors()
@@ -53,7 +53,7 @@ def supervise(
     report = mmap.mmap(-1, REPORT_BYTES + DUE.size)  # shared with what is forked
     output = console or Output(2, LEVELS[options.log_level])
     stop_signals = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    # An ignored SIGCHLD, which a parent may hand down, would make the kernel forget exit codes.
+    # With an ignored SIGCHLD, which may be inherited, the kernel would discard exit codes.
     old_handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [*stop_signals, signal.SIGCHLD])
     before = processes.children()
@@ -75,20 +75,20 @@ def supervise(
         else:
             launcher.explain(found, host)
     finally:
-        os.close(control_write)  # the end of the guardian, should it still be there
+        os.close(control_write)  # makes the guardian end, if it has not
         report.close()
         _native.set_child_subreaper(False)
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if old_handler is None else old_handler)
     if link and link.output is not output:
-        link.output.close(_LAST_WORD)
-    # Signals have their usual effect again: whoever waits here for a reader that does not read can be ended.
+        link.output.close(_REPORT_S)
+    # Signals have their usual effect again, so that a wait for a slow reader can be ended.
     output.close(1.0 if launcher.stopped else None)
     return code
 
 
 def _open_standard_descriptors() -> None:
-    """Fill a closed standard descriptor, which a pipe of ours would get otherwise."""
+    """Open /dev/null for each closed standard descriptor, which a pipe of ours would get otherwise."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -98,7 +98,7 @@ def _open_standard_descriptors() -> None:
 
 
 def _read(report: bytes) -> Report | None:
-    """The guardian's report; None when it ended before it wrote one."""
+    """The guardian's report; None if it has ended without one."""
     try:
         return Report.decode(marshal.loads(report))
     except (EOFError, ValueError, TypeError):
@@ -106,7 +106,7 @@ def _read(report: bytes) -> Report | None:
 
 
 def _has_hung_up(descriptor: int) -> bool:
-    """Whether the other end of a pipe or connection is closed, whatever is still to be read."""
+    """Whether the other end of a pipe or connection is closed, even if there is data left to read."""
     poller = select.poll()
     poller.register(descriptor, select.POLLRDHUP)
     return bool(poller.poll(0))
@@ -145,7 +145,7 @@ class _Launcher:
         """Forward signals until the guardian ends; returns its wait status."""
         awaited = {*stop_signals, signal.SIGCHLD}
         while True:
-            status = self._look()
+            status = self._poll_guardian()
             if status is not None:
                 break
             if self._stop is not None:
@@ -155,18 +155,18 @@ class _Launcher:
                     os.kill(self._guardian, signal.SIGKILL)
                     found = signal.sigwaitinfo([signal.SIGCHLD])
             elif self._guardian_is_stopped:
-                found = signal.sigtimedwait(awaited, _LOOK_AGAIN)
+                found = signal.sigtimedwait(awaited, _POLL_S)
             else:
                 found = signal.sigwaitinfo(awaited)
             if found:
                 self._on_signal(found)
-        # What killed the last worker may have been sent to us too, and not been looked at yet.
+        # The signal that has killed the last worker may be pending here too.
         while found := signal.sigtimedwait(awaited, 0):
             self._on_signal(found)
         return status
 
-    def _look(self) -> int | None:
-        """The guardian's wait status when it has ended. One that was stopped is woken up when there is work for it."""
+    def _poll_guardian(self) -> int | None:
+        """The guardian's wait status if it has ended. A stopped guardian is woken up if it has something to do."""
         while True:
             pid, status = os.waitpid(self._guardian, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if pid and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
@@ -179,12 +179,12 @@ class _Launcher:
         return None
 
     def _guardian_is_missed(self) -> bool:
-        """Whether a guardian that is stopped has work: it alone is told of the end of a worker, and keeps the time."""
+        """Whether a stopped guardian has something to do: a worker or the link has ended, or a deadline has passed."""
         if self._link and _has_hung_up(self._link.descriptor):
             return True
         (due,) = DUE.unpack_from(self._shared, REPORT_BYTES)
         if 0 < due <= time.monotonic() or not processes.proc_is_ours():
-            return True  # without /proc nobody can tell
+            return True  # unknown without /proc
         states = processes.states_of_children(self._guardian).values()
         return not states or "Z" in states
 
@@ -196,7 +196,7 @@ class _Launcher:
         try:
             os.write(self._control, bytes([number | (DELIVERED if self._is_delivered(info) else 0)]))
         except OSError:
-            what = f"{name} received"  # the guardian has ended, or does not listen and will be killed
+            what = f"{name} received"  # the guardian has ended, or does not read and will be killed
         else:
             what = f"{name} received" + (" again" if self._stop else f", ending {self._workers}")
         if self._stop is None:
@@ -205,16 +205,16 @@ class _Launcher:
 
     def _is_delivered(self, info: signal.struct_siginfo) -> bool:
         """Whether the kernel has sent this signal to the workers too."""
-        # A terminal that goes away tells the leader of its session only; a group without a number cannot be joined.
+        # SIGHUP of a terminal goes to the session leader only; with group 0 the workers are not in our process group.
         only_us = info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
         return info.si_code == _SI_KERNEL and self._group != 0 and not only_us
 
     def conclude(self, status: int, report: Report | None, before: set[int]) -> Report:
-        """Make sure that nothing is left; returns what happened."""
+        """End what is left if the guardian has failed; returns the final report."""
         if report is None:
-            immortal = processes.describe(processes.end_all(before, KILL_TIMEOUT))
+            unkillable = processes.describe(processes.end_all(before, KILL_TIMEOUT))
             problem = f"the supervising process {describe_end(status)}; {self._workers} {self._were} ended"
-            report = Report(immortal=immortal, problem=problem, code=exit_code(status) or 1)
+            report = Report(unkillable=unkillable, problem=problem, code=exit_code(status) or 1)
         if self._stop and (report.failure is None or self._is_cause(*self._stop, report.failure)):
             report.failure, report.problem = None, ""
             report.signal = self._stop[0]
@@ -229,9 +229,9 @@ class _Launcher:
         return 128 + report.signal if report.signal else int(bool(report.loss))
 
     def explain(self, report: Report, host: str) -> None:
-        """Say what happened."""
-        if report.immortal:
-            self._output.line(f"error: these processes do not end, not even by SIGKILL: {report.immortal}", ERROR)
+        """Print how the job has ended."""
+        if report.unkillable:
+            self._output.line(f"error: these processes do not end, not even by SIGKILL: {report.unkillable}", ERROR)
         if report.problem:
             self._output.line(f"error: {report.problem}", ERROR)
         elif report.failure:
@@ -242,6 +242,6 @@ class _Launcher:
 
     @staticmethod
     def _is_cause(number: int, at: float, failure: Failure) -> bool:
-        """Whether the signal that we got ended the worker too: it may have been faster than we were."""
+        """Whether the signal that we got has also ended the worker, which may have got it first."""
         killed_by_it = os.WIFSIGNALED(failure.status) and os.WTERMSIG(failure.status) == number
         return killed_by_it or at <= failure.time + SAME_MOMENT

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every host of a job is told, and what it makes of it: its own plan, and the workers to start."""
+"""The task that every host of a job gets, from which it makes its own plan and its workers."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class Task:
     """The job as its hosts see it.
 
     Attributes:
-        options: with the port and address of rank 0 once they are known.
-        hosts: in the order of their ranks.
-        environment: variables that travel from the launcher.
+        options: the options, with the port and address of rank 0 once they are known.
+        hosts: the hosts in the order of their ranks.
+        environment: variables that are forwarded from the launcher.
         folder: working directory of the workers.
-        word: secret word of the job, on the launcher's side; it travels apart.
-        together: numbers of the hosts that are this one machine, where the hostfile has several names for it.
-        own_devices: each of these was given devices of its own by who started it.
+        secret: secret of the job, on the launcher's side; it is not a part of the encoded task.
+        together: numbers of the hosts that are this machine, if the hostfile has several names for it.
+        own_devices: whether each of these has been started with devices of its own.
     """
 
     options: LaunchOptions
     hosts: tuple[Host, ...]
     environment: Mapping[str, str]
     folder: str
-    word: str = ""
+    secret: str = ""
     together: tuple[int, ...] = ()
     own_devices: bool = False
 
     def encode(self) -> dict[str, Any]:
-        """Types that JSON has."""
+        """The task in types that JSON has."""
         return {
             "version": __version__,
             "options": asdict(self.options),
@@ -61,7 +61,7 @@ class Task:
         """The opposite of `encode`, on another host.
 
         Raises:
-            UsageError: it was made by another version of this package.
+            UsageError: another version of this package has encoded it.
         """
         if data["version"] != __version__:
             raise UsageError(
@@ -73,7 +73,7 @@ class Task:
         return cls(LaunchOptions(**{**data["options"], **lists}), hosts, data["environment"], data["folder"])
 
     def with_master(self, address: str | None, port: int | None) -> Task:
-        """The same with the address of rank 0."""
+        """The task with the address of rank 0."""
         return replace(self, options=replace(self.options, master_addr=address, master_port=port))
 
     @property
@@ -82,17 +82,17 @@ class Task:
         return sum(len(host.slots) for host in self.hosts)
 
     def place(self, node: int) -> Place:
-        """Where the ranks of a host stand among all, and which devices they have."""
+        """The position of a host's ranks in the job, and their devices."""
         first = sum(len(host.slots) for host in self.hosts[:node])
         ahead = sum(len(self.hosts[other].slots) for other in self.together if other < node)
         behind = sum(len(self.hosts[other].slots) for other in self.together if other > node)
         slots, everybodys = self._slots(node)
-        # Where the slots are 0, 1, 2 ... LOCAL_RANK selects the same devices without being told.
+        # With slots 0, 1, 2 ... LOCAL_RANK selects the same devices without a visible-devices variable.
         chosen = None if slots == tuple(range(len(slots))) else slots
         return Place(first, self.world_size, node, len(self.hosts), ahead, behind, chosen, everybodys)
 
     def node_of_rank(self, rank: int) -> int:
-        """Number of the host that a rank is on."""
+        """The number of the host that has this rank."""
         for node, host in enumerate(self.hosts):
             rank -= len(host.slots)
             if rank < 0:
@@ -100,10 +100,10 @@ class Task:
         raise UsageError(f"there is no rank {rank} among {self.world_size}")
 
     def enter(self) -> None:
-        """Take over folder and environment of the launcher.
+        """Change to the launcher's folder, and set the forwarded variables.
 
         Raises:
-            UsageError: the folder is not there, or something that is to be started in it.
+            UsageError: the folder or the script does not exist on this host.
         """
         os.environ.update(self.environment)
         try:
@@ -126,9 +126,9 @@ class Task:
         return make_plan(options, place=self.place(node))
 
     def _slots(self, node: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-        """The slots of a host as its machine counts them, and those of all hosts that are the same machine.
+        """The slots of a host as device numbers, and those of all hosts that are the same machine.
 
-        Each name of a machine counts from 0; where two have a number in common, the devices of each name come after
+        The slots of each name count from 0; if two names have a number in common, the devices of each name come after
         those of the names before it.
         """
         if not self.together or self.own_devices:
@@ -143,7 +143,7 @@ class Task:
         return slots[node], tuple(slot for found in slots.values() for slot in found)
 
     def workers(self, plan: LaunchPlan, node: int) -> list[Worker]:
-        """What to start of a plan on this host: the workers, or torch's elastic launcher for them."""
+        """The processes to start on this host: the workers, or torch's elastic launcher."""
         if self.options.is_elastic:
             return [self._elastic_launcher(plan, node)]
         extra = self._socket_interface(node)
@@ -187,7 +187,7 @@ class Task:
         """Options of `anyaccel bind` on this host."""
         if not self.together:
             return self.options.arguments()
-        # The binder below torch knows nothing of the other names of this machine: it is told the cores.
+        # The binder below torch does not know the other names of this machine, so it gets the list of cores.
         cores = tuple(core for binding in plan.ranks for core in binding.cores)
         return replace(self.options, core_list=cores, smt=False, cores_reserved=0).arguments()
 
@@ -197,7 +197,7 @@ class Task:
         return master if node == 0 else own_addresses([master])[0]
 
     def _socket_interface(self, node: int) -> dict[str, str]:
-        """gloo takes its address from the host's name; where that leads nowhere, the others could not reach it."""
+        """GLOO_SOCKET_IFNAME, if this host's name, from which gloo takes its address, resolves to the loopback."""
         if len(self.hosts) < 2 or os.environ.get("GLOO_SOCKET_IFNAME") or not self.options.master_addr:
             return {}
         from anyaccel.launch.address import hostname_is_loopback, interface_towards

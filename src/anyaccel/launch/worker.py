@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker does between fork and exec: it ties itself to its parent, its cores and its memory."""
+"""What a worker does between fork and exec: it ties its life to its parent's, and binds itself."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def become_worker(worker: Worker, parent: int, group: int, stdout: int | None, s
     """Turn this freshly forked process, whose signals are blocked, into the worker. Never returns.
 
     Args:
-        parent: process id of the process that forked; without it there is no worker.
+        parent: process id of the guardian, whose death ends the worker.
         group: process group to join, that of the launcher, so that a terminal reaches the worker; 0 for none.
         stdout: descriptor that becomes its standard output; None for the one that is there.
         stderr: descriptor that becomes its standard error.
@@ -49,8 +49,8 @@ def become_worker(worker: Worker, parent: int, group: int, stdout: int | None, s
         os.dup2(stderr, 2)
         if stdout is not None:
             os.dup2(stdout, 1)
-        _live_with(parent, group)
-        _bind(worker.binding)
+        _tie_to_parent(parent, group)
+        bind_worker(worker.binding, _say)
         _reset_signals()
         os.execvpe(worker.command[0], worker.command, worker.env)
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def become_worker(worker: Worker, parent: int, group: int, stdout: int | None, s
         os._exit(code)
 
 
-def _live_with(parent: int, group: int) -> None:
+def _tie_to_parent(parent: int, group: int) -> None:
     _native.set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)  # the guardian died before the parent-death signal was set
@@ -77,15 +77,11 @@ def _live_with(parent: int, group: int) -> None:
         os.setpgid(0, group)
 
 
-def _bind(binding: RankBinding) -> None:
-    bind_worker(binding, _say)
-
-
 def _reset_signals() -> None:
     for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
-    # Python ignores these two for itself; programs expect the default.
+    # Python ignores these two signals; programs expect the default.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

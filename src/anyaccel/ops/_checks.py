@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer checks before its native step: options of groups, and states of parameters."""
+"""Checks of an optimizer's options and states before its native step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from anyaccel.errors import UsageError
 
 
 def check_range(optimizer: str, **values: Any) -> None:
-    """Raise UsageError for a hyper-parameter that cannot be: betas below 0 or from 1 on, others below 0."""
+    """Raise UsageError for a hyper-parameter that is out of range: betas must be in [0, 1), others at least 0."""
     for name, given in values.items():
         value = number_of(optimizer, name, given)
         top = 1.0 if name.startswith("beta") else float("inf")
@@ -23,7 +23,7 @@ def check_range(optimizer: str, **values: Any) -> None:
 
 
 def number_of(optimizer: str, name: str, value: Any) -> float:
-    """The present value of a numeric option, which may be a tensor. As in torch, later values may even be negative."""
+    """The present value of a numeric option, which may be a tensor; as in torch, its range is not checked again."""
     try:
         if not isinstance(value, str):
             return float(value)
@@ -56,7 +56,7 @@ def check_complete(optimizer: str, needed: Iterable[str], state: Any) -> None:
 
 
 def step_of(optimizer: str, state: Mapping[str, Any]) -> torch.Tensor:
-    """The step of a state, an int or a tensor of any dtype, as a tensor of its own that native code counts up."""
+    """A new float32 tensor, which native code increments, of a state's step: an int or a tensor of any dtype."""
     return torch.tensor(number_of(optimizer, "the step of a parameter", state["step"]), dtype=torch.float32)
 
 

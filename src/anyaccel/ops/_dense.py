@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a tensor is one whose values native code finds at its address."""
+"""Whether a tensor has memory from which native code can read its values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NO_DISPATCH = torch.Tensor.__torch_dispatch__  # tensor classes that do not red
 
 
 def why_no_memory(tensor: torch.Tensor) -> str:
-    """Why the values of a tensor are not at its address, as a word for messages; "" where they are."""
+    """Why the values of a tensor are not at its address, for messages; "" if they are."""
     if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
         return f"a {type(tensor).__name__}: give the tensor inside it"
     if tensor.device.type == "meta" or tensor.is_nested or tensor.layout != torch.strided:

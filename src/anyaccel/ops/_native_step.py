@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the native optimizers: lists of tensors as csrc/optim/work.h wants them."""
+"""Calls of the native optimizers, with lists of tensors in the form of csrc/optim/work.h."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from anyaccel.ops._dense import why_no_memory
 # The numbers are those of DType in csrc/optim/types.h.
 _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STATE_DTYPES = (torch.float32, torch.bfloat16)
-# Dtype of a parameter -> dtypes of gradients that the kernels take with it.
+# Dtype of a parameter -> dtypes of gradients that kernels support.
 _GRADS = {
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
     torch.bfloat16: (torch.bfloat16, torch.float32),
@@ -61,7 +61,7 @@ class _Tensors(ctypes.Structure):
 
 
 class Batch:
-    """Tensors of a call, checked, and their addresses. Made by `NativeStep.batch`."""
+    """The checked tensors of a native step, and their addresses. A batch is reused while the tensors stay the same."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Batch:
     ) -> None:
         copied = [] if copies is None else [copy for copy in copies if copy is not None]
         self._fixed = [*params, *chain.from_iterable(moments), *steps, *copied]
-        self._users = [*params, *copied]  # whose strides may change where they are: param.data = param.data.t()
+        self._users = [*params, *copied]  # tensors whose strides the user may change: param.data = param.data.t()
         self._written: list[tuple[torch.Tensor, torch.Tensor]] = []
         everything = [*grads, *self._fixed]
         self._plain = True
@@ -82,9 +82,9 @@ class Batch:
             self._plain = False
             for tensor in everything:
                 check_dense(tensor)
-            params, grads, moments, copies, self._written = _straightened(params, grads, moments, copies)
+            params, grads, moments, copies, self._written = _make_contiguous(params, grads, moments, copies)
         self._sizes = _numbers(torch.Tensor.numel, params)
-        for others in (grads, *moments, *([] if copies is None else [_in_place_of(copies, params)])):
+        for others in (grads, *moments, *([] if copies is None else [_copies_or_params(copies, params)])):
             _check_sizes(params, others)
         for others in moments[1:]:
             _check_same_dtypes(moments[0], others)
@@ -93,48 +93,48 @@ class Batch:
             _check_memory(tensors)
         self._codes = _codes(params, grads, moments[0], copies)
         self._grad_dtypes = list(map(_dtype_of, grads))
-        self._held = None if self._plain else grads  # copies; the gradients themselves are not kept from being freed
+        self._kept_alive = None if self._plain else grads  # keeps copies alive, but not the user's own gradients
         count = len(params)
-        self._seen_at = _numbers(torch.Tensor.data_ptr, [*self._fixed, *grads])
-        self._at = _numbers(torch.Tensor.data_ptr, [*params, *chain.from_iterable(moments), *steps])
-        self._copies_at = array("q", (0 if copy is None else copy.data_ptr() for copy in copies or ()))
-        at = [self._at.buffer_info()[0] + 8 * count * row for row in range(2 + len(moments))]
+        self._seen_addresses = _numbers(torch.Tensor.data_ptr, [*self._fixed, *grads])
+        self._addresses = _numbers(torch.Tensor.data_ptr, [*params, *chain.from_iterable(moments), *steps])
+        self._copy_addresses = array("q", (0 if copy is None else copy.data_ptr() for copy in copies or ()))
+        at = [self._addresses.buffer_info()[0] + 8 * count * row for row in range(2 + len(moments))]
         self.native = _Tensors(
             count=count,
             sizes=self._sizes.buffer_info()[0],
             params=at[0],
             states1=at[1],
             states2=at[2] if len(moments) == 2 else None,
-            copies=self._copies_at.buffer_info()[0] if self._copies_at else None,
+            copies=self._copy_addresses.buffer_info()[0] if self._copy_addresses else None,
             steps=at[-1],
-            grads=self._seen_at.buffer_info()[0] + 8 * len(self._fixed),
+            grads=self._seen_addresses.buffer_info()[0] + 8 * len(self._fixed),
             dtypes=self._codes.buffer_info()[0],
             isa=-1,
         )
         self.address = ctypes.addressof(self.native)
 
     def refresh(self, grads: Sequence[torch.Tensor]) -> bool:
-        """Take these gradients; False when a new batch is needed, because something does not fit or has moved."""
+        """Use these gradients; False if a new batch is needed, as a tensor has changed or moved."""
         if not self._plain:
             return False
         at = _numbers(torch.Tensor.data_ptr, [*self._fixed, *grads])
         fixed = len(self._fixed)
-        # 0: a gradient without memory, or an empty one.
-        if 0 in at or at[:fixed] != self._seen_at[:fixed] or _numbers(torch.Tensor.numel, grads) != self._sizes:
+        # An address of 0 is that of a gradient without memory, or of an empty one.
+        if 0 in at or at[:fixed] != self._seen_addresses[:fixed] or _numbers(torch.Tensor.numel, grads) != self._sizes:
             return False
         if list(map(_dtype_of, grads)) != self._grad_dtypes or any(map(_is_neg, grads)):
             return False
         if not all(map(_is_contiguous, chain(grads, self._users))):
             return False
-        self._seen_at = at
+        self._seen_addresses = at
         self.native.grads = at.buffer_info()[0] + 8 * fixed
         return True
 
     def finish(self) -> None:
-        """Copy back what was not contiguous."""
+        """Copy results back to tensors that are not contiguous."""
         if self._plain:
             return
-        self._held = None
+        self._kept_alive = None
         with torch.no_grad():
             for target, source in self._written:
                 target.copy_(source)
@@ -145,13 +145,13 @@ class NativeStep:
     """One of the functions ``anyaccel_<optimizer>_step`` of a library."""
 
     def __init__(self, library: ctypes.CDLL, name: str, hyper: Sequence[type[Any]]) -> None:
-        """Args: hyper: C types of what the function takes behind the tensors."""
+        """Args: hyper: C types of the function's arguments after the tensors."""
         self._function = getattr(library, name)
         self._function.argtypes = (ctypes.c_void_p, *hyper)
         self._function.restype = ctypes.c_int
 
     def run(self, batch: Batch, *hyper: float) -> None:
-        """Count up the steps of all parameters of a batch and update them, in one native call.
+        """Increment the steps of all parameters of a batch and update the parameters, in one native call.
 
         Raises:
             UsageError: ANYACCEL_ISA has a value that it cannot have.
@@ -159,7 +159,7 @@ class NativeStep:
         batch.native.threads = torch.get_num_threads()
         status = self._function(batch.address, *hyper)
         if status:
-            env.ANYACCEL_ISA.get()  # says what is wrong with it
+            env.ANYACCEL_ISA.get()  # raises an error if its value is wrong
             raise MemoryError(f"the native optimizer step could not set up its list of tensors (status {status})")
         batch.finish()
 
@@ -198,7 +198,7 @@ def check_dense(tensor: torch.Tensor) -> None:
         raise UsageError(f"a tensor is on {tensor.device}; this optimizer works on tensors in host memory")
 
 
-def _in_place_of(copies: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _copies_or_params(copies: Sequence[torch.Tensor | None], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [param if copy is None else copy for copy, param in zip(copies, params, strict=True)]
 
 
@@ -234,15 +234,15 @@ def _check_memory(tensors: Iterable[torch.Tensor]) -> None:
             raise UsageError(f"a tensor of shape {tuple(tensor.shape)} has no memory of its own: it is {kind}")
 
 
-def _straightened(
+def _make_contiguous(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     states: Sequence[Sequence[torch.Tensor]],
     copies: Sequence[torch.Tensor | None] | None,
 ) -> tuple[Any, ...]:
-    """The same lists with contiguous tensors, and the copies among them that have to be written back, to where.
+    """The lists with contiguous tensors, and pairs of (tensor, copy) for the copies that have to be written back.
 
-    Dimensions are put into the order of the parameter's strides, so that one in channels_last needs no copy.
+    Dimensions are permuted into the order of the parameter's strides, so that channels_last needs no copy.
     """
     written: list[tuple[torch.Tensor, torch.Tensor]] = []
     new: list[list[torch.Tensor | None]] = [[] for _ in range(3 + len(states))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the optimizers whose step is native code on tensors in host memory."""
+"""The base class of optimizers whose step is native code on tensors in host memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from anyaccel.ops._checks import check_complete, check_place, check_values, numb
 from anyaccel.ops._native_step import COPIES, STATE_DTYPES, Batch, NativeStep, check_dense
 from anyaccel.ops.builders.in_tree import InTreeBuilder
 
-# State entry with the float32 parameter of a parameter in bf16 or fp16.
+# The state entry for the float32 master weight of a parameter in bf16 or fp16.
 MASTER = "master"
 
 Params = Iterable[Any]
 
 
 class _Plan:
-    """What a step of a group has checked and computed, kept for the next step."""
+    """The checked tensors of a group, cached for the next step."""
 
     def __init__(
         self, params: list[torch.Tensor], states: list[dict[str, Any]], names: Iterable[str], batch: Batch
@@ -37,13 +37,13 @@ class _Plan:
         return [state.get(name) for name in self._names for state in self._states]
 
     def fits(self, params: list[torch.Tensor]) -> bool:
-        """Whether these are the parameters, and nobody put other tensors into their states."""
+        """Whether the parameters and the tensors in their states are the same as before."""
         return len(params) == len(self._states) and all(map(is_, [*params, *self._entries()], self._seen))
 
 
-def _cannot_change(value: Any) -> bool:
+def _is_immutable(value: Any) -> bool:
     if type(value) is tuple:
-        return all(map(_cannot_change, value))
+        return all(map(_is_immutable, value))
     return value is None or type(value) in (bool, int, float, str)
 
 
@@ -54,9 +54,9 @@ class HostOptimizer(torch.optim.Optimizer):
     `master_weights` the float32 ``master`` of a parameter in bf16 or fp16.
 
     Attributes:
-        MOMENTS: their names in the state.
-        BUILDER: of the native step.
-        OWN_OPTIONS: options that groups of torch's optimizers and DeepSpeed's may lack.
+        MOMENTS: the names of the moments in the state.
+        BUILDER: the builder of the native step.
+        OWN_OPTIONS: options that the groups of torch's or DeepSpeed's optimizers may lack.
     """
 
     MOMENTS: ClassVar[tuple[str, ...]]
@@ -65,10 +65,10 @@ class HostOptimizer(torch.optim.Optimizer):
     _native: NativeStep
     _copies: dict[torch.Tensor, torch.Tensor]
     _plans: dict[int, _Plan]
-    # Of each group as the last step saw it: names and values of its options, and what the kernels need of them.
+    # For each group at the last step: names and values of its options, and the hyper-parameters made of them.
     _options: dict[int, tuple[tuple[str, ...], tuple[Any, ...], tuple[float, ...]]]
-    _versions: dict[torch.Tensor, int]  # of parameters with a master, after the last step
-    _states: list[dict[str, Any]]  # of all parameters, as the last step left them
+    _versions: dict[torch.Tensor, int]  # versions of parameters with a master weight, after the last step
+    _states: list[dict[str, Any]]  # the states of all parameters after the last step
 
     def __init__(
         self,
@@ -85,17 +85,17 @@ class HostOptimizer(torch.optim.Optimizer):
             raise UsageError(f"state_dtype must be torch.float32 or torch.bfloat16, not {state_dtype}")
         self._state_dtype = state_dtype
         self._master_weights = master_weights
-        self._forget()
+        self._reset()
         super().__init__(params, defaults)
 
-    # What a subclass says -----------------------------------------------------------------------------------
+    # Overridden by subclasses -------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         """The hyper-parameters that the native function takes after the tensors."""
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise UsageError for options that the kernels cannot carry out."""
+        """Raise UsageError for options that the kernels do not support."""
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option):
                 raise UsageError(f"{type(self).__name__} does not have {option}: use torch.optim, or {option}=False")
@@ -175,20 +175,20 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         group = self.param_groups[index]
-        hyper = self._checked(index, group)
+        hyper = self._checked_hyper(index, group)
         if self._master_weights:
-            self._follow(params)
+            self._update_masters(params)
         plan = self._plans.get(index)
         if plan is None or not plan.fits(params) or not plan.batch.refresh(grads):
             plan = self._plans[index] = self._plan(params, grads, group)
         self._native.run(plan.batch, *hyper)
         torch.autograd.graph.increment_version(params)
-        self._note(params)
+        self._remember_versions(params)
 
-    def _checked(self, index: int, group: dict[str, Any]) -> tuple[float, ...]:
-        """What the kernels need of a group's options, which are checked again only where one is another object.
+    def _checked_hyper(self, index: int, group: dict[str, Any]) -> tuple[float, ...]:
+        """The hyper-parameters of a group's options, which are checked again only if one is another object.
 
-        Options that can change while they stay the same object, such as a tensor or a list, are read at each step.
+        Mutable options, such as a tensor or a list, are read at each step.
         """
         names, values = tuple(group), tuple(group.values())
         seen = self._options.get(index)
@@ -198,14 +198,14 @@ class HostOptimizer(torch.optim.Optimizer):
         self._check_group(group)
         hyper = self._hyper(group)
         options = [value for name, value in group.items() if name != "params"]
-        if self.defaults.keys() <= group.keys() and all(map(_cannot_change, options)):
+        if self.defaults.keys() <= group.keys() and all(map(_is_immutable, options)):
             self._options[index] = (names, values, hyper)
         return hyper
 
     def _plan(self, params: list[torch.Tensor], grads: list[torch.Tensor], group: dict[str, Any]) -> _Plan:
         for grad in grads:
             check_dense(grad)
-        states = [self._ready(param, group) for param in params]
+        states = [self._prepared_state(param, group) for param in params]
         steps = [state["step"] for state in states]
         moments = [[state[name] for state in states] for name in self.MOMENTS]
         targets: list[torch.Tensor] = params
@@ -219,12 +219,12 @@ class HostOptimizer(torch.optim.Optimizer):
         batch = Batch(targets, grads, moments, steps, copies or None)
         return _Plan(list(params), states, ("step", *self.MOMENTS, MASTER), batch)
 
-    def _ready(self, param: torch.Tensor, group: dict[str, Any], key: Any = None) -> dict[str, Any]:
-        """The state of a parameter in host memory, or of `key`, as the kernels want it, whoever put it there."""
+    def _prepared_state(self, param: torch.Tensor, group: dict[str, Any], key: Any = None) -> dict[str, Any]:
+        """The state of a parameter in host memory (or of `key`), checked and converted for the kernels."""
         name, state = type(self).__name__, cast("dict[str, Any]", self.state[param if key is None else key])
         needed = ("step", *self.MOMENTS)
         if not any(entry in state for entry in needed):
-            self._begin(param, state, group)
+            self._initialise(param, state, group)
             return state
         check_complete(name, needed, state)
         step = state["step"]
@@ -236,13 +236,13 @@ class HostOptimizer(torch.optim.Optimizer):
                 check_place(name, entry, values, (torch.float32,) if entry == MASTER else STATE_DTYPES)
         return state
 
-    def _begin(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Fill a parameter's state by one update: Ctrl-C, or a lack of memory, must not leave part of it."""
+    def _initialise(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Initialise a parameter's state in one update, so that Ctrl-C or a lack of memory cannot leave half of it."""
         new: dict[str, Any] = {}
-        self._start(param, new, group)
+        self._initial_state(param, new, group)
         state.update(new)
 
-    def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def _initial_state(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Fill the state of a parameter before its first step."""
         state["step"] = torch.zeros((), dtype=torch.float32)
         for name in self.MOMENTS:
@@ -253,13 +253,13 @@ class HostOptimizer(torch.optim.Optimizer):
         if self._master_weights and MASTER not in state and param.dtype != torch.float32:
             state[MASTER] = param.detach().to(torch.float32)
 
-    def _note(self, params: Iterable[torch.Tensor]) -> None:
-        """Remember the versions of these parameters as the step has left them, to see later who else writes to them."""
+    def _remember_versions(self, params: Iterable[torch.Tensor]) -> None:
+        """Remember the versions of these parameters after the step, to notice later writes by others."""
         if self._master_weights:
             self._versions.update((param, param._version) for param in params)
 
-    def _follow(self, params: Iterable[torch.Tensor]) -> None:
-        """Take over what others have written into parameters since the last step, such as a model's checkpoint."""
+    def _update_masters(self, params: Iterable[torch.Tensor]) -> None:
+        """Copy values that were written into parameters since the last step (a loaded checkpoint) to master weights."""
         for param in params:
             master = self.state[param].get(MASTER)
             if master is not None and self._versions.get(param, param._version) != param._version:
@@ -302,20 +302,20 @@ class HostOptimizer(torch.optim.Optimizer):
     # Saving and loading -------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, but nothing is shared with `state_dict`, and moments get `state_dtype`, not the parameter's.
+        """As in torch, but no tensor is shared with `state_dict`, and moments get `state_dtype`, not the parameter's.
 
-        What torch's optimizer of the same name saved is understood, as is DeepSpeed's, whose steps are ints.
+        State dicts of torch's optimizer of the same name, and of DeepSpeed's, whose steps are ints, can be loaded too.
 
         Raises:
             UsageError: it has amsgrad or maximize, or a state that is not one of this optimizer.
         """
-        # What hooks make of the state is what counts; the last one sees it.
+        # Hooks may change the state dict; this last one records the result.
         final: dict[str, Any] = {}
         hook = self.register_load_state_dict_pre_hook(lambda _, found: final.update(found))
         before = self.param_groups, self.state
         try:
             super().load_state_dict(state_dict)
-            self._adopt(final)
+            self._load_states(final)
             self._plans.clear()
             self._versions.clear()
         except BaseException:
@@ -324,7 +324,7 @@ class HostOptimizer(torch.optim.Optimizer):
         finally:
             hook.remove()
 
-    def _adopt(self, state_dict: dict[str, Any]) -> None:
+    def _load_states(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["state"]
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             self._check_group(group)
@@ -344,7 +344,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 continue
             values = check_values(name, param, entry, state[entry]).detach()
             dtype = torch.float32 if entry == MASTER else self._dtype_of_moments(param)
-            # Laid out as the parameter.
+            # With the memory layout of the parameter.
             state[entry] = torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(values)
         self._add_master(param, state)
         return state
@@ -356,7 +356,7 @@ class HostOptimizer(torch.optim.Optimizer):
         return self._state_dtype
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and copy.deepcopy keep: not the library, nor the buffers of write_copies()."""
+        """The state for pickle and copy.deepcopy, without the library and the buffers of write_copies()."""
         state: dict[str, Any] = super().__getstate__()
         return {**state, "_state_dtype": self._state_dtype, "_master_weights": self._master_weights}
 
@@ -364,13 +364,13 @@ class HostOptimizer(torch.optim.Optimizer):
         """Counterpart of __getstate__; torch's load_state_dict() calls it too."""
         super().__setstate__(state)
         if "_native" not in self.__dict__:
-            self._forget()
+            self._reset()
         for group in self.param_groups:
             for name in self.OWN_OPTIONS:
                 group.setdefault(name, self.defaults[name])
 
-    def _forget(self) -> None:
-        """Set what is not saved to its initial value."""
+    def _reset(self) -> None:
+        """Initialise the attributes that are not pickled."""
         self._native = self.BUILDER().load().native_step
         self._copies = {}
         self._plans = {}
@@ -380,10 +380,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
 
 class AnyDevice(HostOptimizer):
-    """Goes before another optimizer, to give it parameters on devices, where torch does the step.
-
-    There the moments are in the parameters' dtype.
-    """
+    """A mixin for parameters on devices, where torch does the step and moments have the parameters' dtype."""
 
     _set_grad_none = True
 
@@ -395,8 +392,8 @@ class AnyDevice(HostOptimizer):
         if param.is_cpu:
             super()._check_param(param)
 
-    def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super()._start(param, state, group)
+    def _initial_state(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._initial_state(param, state, group)
         if not param.is_cpu:
             state["step"] = state["step"].to(param.device)
 
@@ -419,18 +416,18 @@ class AnyDevice(HostOptimizer):
             super()._step_params(index, params, grads)
 
     def _states_for(self, group: dict[str, Any], params: list[torch.Tensor]) -> list[dict[str, Any]]:
-        """The states of parameters on devices, begun where they are new, once the group's options have been checked."""
+        """The states of parameters on devices, initialised if they are new; checks the group's options."""
         states = [self.state[param] for param in params]
         for param, state in zip(params, states, strict=True):
             if not state:
-                self._begin(param, state, group)
+                self._initialise(param, state, group)
         self._check_group(group)
         return states
 
     @abc.abstractmethod
     def _step_on_device(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        """Let torch update the parameters that are not in host memory and have a gradient."""
+        """Update the parameters on devices that have a gradient, by torch."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Those of the base class and `set_grad_none`."""
+        """The state of the base class, and `set_grad_none`."""
         return {**super().__getstate__(), "_set_grad_none": self._set_grad_none}

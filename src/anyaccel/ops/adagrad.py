@@ -71,8 +71,8 @@ class CPUAdagrad(HostOptimizer):
         }
         super().__init__(params, defaults, state_dtype, master_weights, fp32_optimizer_states)
 
-    def _start(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        super()._start(param, state, group)
+    def _initial_state(self, param: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super()._initial_state(param, state, group)
         state["sum"].fill_(self._number(group, "initial_accumulator_value"))
 
     def _step_params(self, index: int, params: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
@@ -88,14 +88,14 @@ class CPUAdagrad(HostOptimizer):
 
     @torch.no_grad()
     def _step_sparse(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Update what the gradient has: rows of an embedding. As in DeepSpeed, weight decay is of these only."""
+        """Update the rows (of an embedding) that the gradient has; as in DeepSpeed, only these get weight decay."""
         if grad.layout is not torch.sparse_coo:
             raise UsageError(
                 f"{type(self).__name__} takes dense gradients and sparse_coo ones, and one is {grad.layout}"
             )
         self._check_group(group)
-        state = self._ready(param, group)
-        self._follow([param])
+        state = self._prepared_state(param, group)
+        self._update_masters([param])
         grad = grad.coalesce()
         at, target = tuple(grad.indices()), state.get(MASTER, param)
         rows, total = target[at].contiguous(), state["sum"][at].contiguous()
@@ -106,14 +106,14 @@ class CPUAdagrad(HostOptimizer):
             id(each): each for each in (target, param, self._copies.get(param)) if each is not None
         }.values():
             tensor[at] = rows.to(tensor.dtype)
-        self._note([param])
+        self._remember_versions([param])
 
     def _hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         names = "lr", "lr_decay", "eps", "weight_decay"
         return tuple(self._number(group, name) for name in names)
 
     def _converted(self, param: torch.Tensor, saved: dict[str, Any]) -> dict[str, Any]:
-        if "sum" not in saved and "exp_avg_sq" in saved:  # the name that DeepSpeed's class has for it
+        if "sum" not in saved and "exp_avg_sq" in saved:  # DeepSpeed's name for it
             saved = {**saved, "sum": saved["exp_avg_sq"]}
             del saved["exp_avg_sq"]
         return super()._converted(param, saved)

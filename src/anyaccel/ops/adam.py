@@ -144,7 +144,7 @@ class FusedAdam(AnyDevice, CPUAdam):
 
 @functools.cache
 def _has_fused(device: torch.device) -> bool:
-    """Whether torch has a fused Adam for this device: asked by a step on one element."""
+    """Whether torch has a fused Adam for this device, found out by a step on one element."""
     param = torch.nn.Parameter(torch.zeros(1, device=device))
     param.grad = torch.zeros_like(param)
     try:
@@ -155,10 +155,10 @@ def _has_fused(device: torch.device) -> bool:
 
 
 def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What torch.optim.AdamW (or Adam, for groups with ``adamw_mode=False``) loads, of CPUAdam's state_dict().
+    """Convert CPUAdam's state_dict() for torch.optim.AdamW (or Adam, for groups with ``adamw_mode=False``).
 
-    Training goes on the same to rounding, in torch with fp32 parameters. For parameters in bf16 or fp16, torch has no
-    float32 master and rounds the moments to the parameter's dtype when it loads them.
+    With fp32 parameters, training in torch continues equally, up to rounding. For parameters in bf16 or fp16, torch has
+    no float32 master, and rounds the moments to the parameter's dtype when it loads them.
 
     Raises:
         UsageError: a group has ``bias_correction=False``, which torch does not have.
@@ -183,9 +183,9 @@ def to_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_torch(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """What CPUAdam loads, of the state_dict() of torch.optim.Adam or AdamW.
+    """Convert the state_dict() of torch.optim.Adam or AdamW for CPUAdam.
 
-    CPUAdam.load_state_dict() understands torch's directly; this is for what is written to a file.
+    CPUAdam.load_state_dict() accepts torch's directly; this function is for state dicts that are written to a file.
 
     Raises:
         UsageError: a group has amsgrad or maximize.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Op builders, with the contract of DeepSpeed's: a class that names its sources and loads the library made of them."""
+"""Op builders, with DeepSpeed's contract: a class that names its sources and loads the library built from them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from anyaccel.ops import jit, toolchains
 
 logger = logging.getLogger("anyaccel.ops")
 
-# One library a builder class and name for the life of the process, as in DeepSpeed.
+# The loaded library of each builder class and name, for the life of the process, as in DeepSpeed.
 _loaded: dict[tuple[type[OpBuilder], str], Any] = {}
 
-# Flags that GCC and clang want again when they link.
+# Flags that GCC and clang also need when they link.
 _ALSO_LINK = re.compile(r"-(f|m|O|g|pthread$)")
 
 
@@ -95,7 +95,7 @@ class OpBuilder(abc.ABC):
                 f"{type(self).__name__}: the name of an op has letters, digits, _ and - only, not {self.name!r}"
             )
 
-    # What a subclass says -----------------------------------------------------------------------------------
+    # Overridden by subclasses -------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def absolute_name(self) -> str:
@@ -227,13 +227,13 @@ class OpBuilder(abc.ABC):
         except (ImportError, ValueError):  # the package is not there; a module without a spec
             return ""
         origin = spec.origin if spec is not None else None
-        # Some modules that were built here are in sys.modules, where find_spec looks first.
+        # find_spec looks into sys.modules first, where modules that were built here may be.
         if origin is None or Path(origin).is_relative_to(env.cache_dir().absolute()):
             return ""
         return origin
 
     def _load_prebuilt(self) -> ModuleType | ctypes.CDLL | None:
-        """The prebuilt copy; None when there is none that loads and is for what runs here."""
+        """The prebuilt copy; None if there is none that loads and has this variant."""
         file = self._find_prebuilt()
         if not file:
             return None
@@ -343,6 +343,29 @@ class OpBuilder(abc.ABC):
             return path
         places = [folder / path for folder in _folders(type(self))]
         return next((place for place in places if place.exists()), places[0])
+
+
+class PythonOpBuilder(OpBuilder):
+    """Base of the builders of ops that are modules of a package, which need no building.
+
+    Attributes:
+        MODULE: the module that load() returns.
+    """
+
+    ACCELERATOR: ClassVar[str] = "cpu"
+    MODULE: ClassVar[str]
+
+    def absolute_name(self) -> str:
+        """The module."""
+        return self.MODULE
+
+    def sources(self) -> list[str]:
+        """No file."""
+        return []
+
+    def jit_load(self, verbose: bool = False) -> Any:
+        """Like load(), as there is nothing to build."""
+        return self.load(verbose)
 
 
 class CPUOpBuilder(OpBuilder):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops whose sources are in csrc/: what each is made of, said once for the JIT loader and for CMake.
+"""The sources and flags of the ops in csrc/, in one place for the JIT loader and for CMake.
 
-Run as a script (by CMakeLists.txt, with csrc/ and the machine to compile for) it prints the same as CMake calls. So
-this file imports nothing but the standard library.
+CMakeLists.txt runs it as a script, with csrc/ and the machine to compile for, and it prints CMake calls. So this file
+imports nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import platform
 import sys
 from pathlib import Path
 
-# Every op is the files of its own and these. All but the first come out alike for every op: CMake compiles them once.
+# Every op consists of its own files and these. All but the first are the same for every op: CMake compiles them once.
 _COMMON = ("common/op_variant.cpp", "common/cpu_features.cpp", "common/parallel.cpp")
 
 
@@ -20,8 +20,8 @@ def _optimizer(name: str) -> tuple[str, ...]:
     return (f"optim/{name}.cpp", f"optim/{name}_kernels.cpp")
 
 
-# Files below csrc/. All files of an op take the same flags: kernels are compiled for every instruction set in one file
-# (simd/each_isa.h).
+# Files below csrc/. All files of an op are compiled with the same flags, as simd/each_isa.h compiles the kernels for
+# every instruction set within one file.
 SOURCES: dict[str, tuple[str, ...]] = {
     "async_io": (
         "aio/api.cpp",
@@ -42,7 +42,7 @@ _FLAGS = (
     "-std=c++20",
     "-fPIC",
     "-fvisibility=hidden",
-    # GCC contracts a*b+c into an FMA where the target has one; results must not depend on the variant.
+    # GCC would contract a*b+c into an FMA if the target has one, and results must not depend on the variant.
     "-ffp-contract=off",
     "-fno-math-errno",
 )
@@ -69,7 +69,7 @@ def flags(machine: str | None = None) -> tuple[str, ...]:
 
 
 def variant(name: str, folder: Path, machine: str | None = None) -> str:
-    """What a library of this op is built from: machine, flags, and the contents of sources and headers."""
+    """A hash of all that a library of this op is built from: machine, flags, and contents of sources and headers."""
     files = [folder / file for file in sources(name)]
     folders = sorted({*(file.parent for file in files), folder / "simd"})
     headers = [header for part in folders for header in sorted(part.glob("*.h"))]

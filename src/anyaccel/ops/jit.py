@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the library of an op once and keeps it in the user's cache.
 
-In ``<cache>/ops`` there is one folder for each library, ``<name>-<hash>``, with the library and a manifest. Two
-hashes find it. The first is over what is known before a build: sources, flags, compiler, machine, Python and torch.
-It names ``.<name>-<hash>.headers``, the list of headers that the last such build read, as the compiler reported them.
-The second hash is over the first and the contents of those headers, so a changed header is another library, and a
-header that is changed back finds the old one again.
+``<cache>/ops`` has a folder for each library, ``<name>-<hash>``, with the library and a manifest. It is found by two
+hashes. The first is over what is known before a build: sources, flags, compiler, machine, Python and torch. It names
+``.<name>-<hash>.headers``, the list of headers that the compiler reported in the last such build. The second hash is
+over the first and the contents of those headers, so that a changed header gives another library, and changing it back
+finds the old library again.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from anyaccel.ops.toolchains import Compiler
 
 logger = logging.getLogger("anyaccel.ops")
 
-_FORMAT = 1  # part of each key: raise it when the layout of the cache changes
+_FORMAT = 1  # a part of each key; increase it when the layout of the cache changes
 _MANIFEST = "manifest.json"
 _MESSAGE_SECONDS = 10.0
-# Variables by which GCC and clang find headers and libraries.
+# Variables with folders in which GCC and clang find for headers and libraries.
 _COMPILER_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that makes up the library of an op; paths are absolute.
+    """Everything that the library of an op is built from; paths are absolute.
 
     Attributes:
-        name: of the op and of the library's file, without suffix.
+        name: name of the op, and of the library's file without suffix.
         sources: C++ files, each compiled by itself.
         include_dirs: folders of the op's own headers; a change of a header in them is noticed.
-        system_include_dirs: folders whose headers `variant` stands for, such as torch's.
+        system_include_dirs: folders whose headers are identified by `variant`, such as torch's.
         cxx_args: flags to compile with.
-        link_args: flags to link with, behind the objects.
-        variant: machine, Python and, if it matters, torch that the library is for.
+        link_args: flags to link with, after the objects.
+        variant: the machine, the Python and, if it matters, the torch that the library is for.
     """
 
     name: str
@@ -117,7 +117,7 @@ def find(recipe: Recipe) -> Built | None:
     if not cache.is_dir():
         return None
     _check_private(cache)
-    path, _ = _Entry(recipe, compiler, cache, _key(recipe, compiler)).look()
+    path, _ = _Entry(recipe, compiler, cache, _key(recipe, compiler)).find()
     if path is None:
         return None
     manifest = json.loads((path.parent / _MANIFEST).read_text())
@@ -189,7 +189,7 @@ def _key(recipe: Recipe, compiler: Compiler) -> str:
     if native:
         from anyaccel import _native
 
-        # Homes are shared between machines. The compiler looks at more features than we do.
+        # Home folders may be shared between machines, and the compiler detects more features than we do.
         parts["cpu"] = [_native.cpu_features(), compiler.macros(native)]
     return _digest(json.dumps(parts, sort_keys=True, default=str).encode())[:16]
 
@@ -206,38 +206,38 @@ def _hash_of(path: Path) -> str:
 
 
 class _Entry:
-    """What the cache has for one key."""
+    """The entry of the cache for one key."""
 
     def __init__(self, recipe: Recipe, compiler: Compiler, cache: Path, key: str) -> None:
         self._recipe = recipe
         self._compiler = compiler
         self._cache = cache
         self._key = key
-        # The names of the lock, the list of headers and temporary folders start with it.
+        # The prefix of the lock, the list of headers and temporary folders.
         self._hidden = f".{recipe.name}-{key}"
 
     def library(self, verbose: bool) -> Path:
         self._cache.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._cache.mkdir(exist_ok=True, mode=0o700)
         _check_private(self._cache)
-        found, _ = self.look()
+        found, _ = self.find()
         if found is not None:
             return found
         with _locked(self._cache / f"{self._hidden}.lock", self._recipe.name):
-            found, damage = self.look()  # another process may have built it meanwhile
+            found, damage = self.find()  # another process may have built it meanwhile
             if found is not None:
                 return found
             if damage:
                 logger.warning("op %s: %s; building it again", self._recipe.name, damage)
             return self._build(verbose)
 
-    def look(self) -> tuple[Path | None, str]:
-        """The library if it is there and whole; and what is wrong with one that is there and not whole."""
+    def find(self) -> tuple[Path | None, str]:
+        """The library if it is in the cache and undamaged, and a description of the damage if it is not."""
         try:
             headers = json.loads((self._cache / f"{self._hidden}.headers").read_text())
             folder = self._folder({str(header): _digest(Path(header).read_bytes()) for header in headers})
         except (OSError, ValueError, TypeError):
-            return None, ""  # never built, or a header is gone
+            return None, ""  # it was never built, or a header is missing
         if not folder.exists():
             return None, ""
         library = folder / f"{self._recipe.name}.so"
@@ -255,39 +255,40 @@ class _Entry:
 
     def _build(self, verbose: bool) -> Path:
         recipe = self._recipe
-        for left in self._cache.glob(f"{self._hidden}-*"):  # of a build that was killed; the lock is ours
+        for left in self._cache.glob(f"{self._hidden}-*"):  # left by a killed build, as we hold the lock
             shutil.rmtree(left, ignore_errors=True)
         count = len(recipe.sources)
         logger.info("building op %s (%d source%s) in %s", recipe.name, count, "" if count == 1 else "s", self._cache)
         start = time.monotonic()
-        beside = Path(tempfile.mkdtemp(prefix=f"{self._hidden}-", dir=self._cache))
+        work_folder = Path(tempfile.mkdtemp(prefix=f"{self._hidden}-", dir=self._cache))
         try:
-            folder = self._compile(beside, _announcer(verbose))
+            folder = self._compile(work_folder, _announcer(verbose))
         except OpBuildError as error:
             raise OpBuildError(f"op {recipe.name}: {error}") from None
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(work_folder, ignore_errors=True)
         logger.info("built op %s in %.1f s: %s", recipe.name, time.monotonic() - start, folder)
         return folder / f"{recipe.name}.so"
 
-    def _compile(self, beside: Path, announce: Callable[[str], object]) -> Path:
-        """Build in the folder `beside` and move the result to its place, which is returned."""
+    def _compile(self, work_folder: Path, announce: Callable[[str], object]) -> Path:
+        """Build in the folder `work_folder` and move the result to its place, which is returned."""
         recipe = self._recipe
         timeout = env.ANYACCEL_BUILD_TIMEOUT.get()
         started, began = time.time(), time.monotonic()
-        ready = beside / "ready"
+        ready = work_folder / "ready"
         ready.mkdir(mode=0o700)
         library = ready / f"{recipe.name}.so"
-        objects = [beside / f"{source.name}.o" for source in recipe.sources]
+        objects = [work_folder / f"{source.name}.o" for source in recipe.sources]
         compiles = [
             self._compile_command(source, target) for source, target in zip(recipe.sources, objects, strict=True)
         ]
         link = [*self._compiler.command, "-shared", *map(str, objects), *recipe.link_args, "-o", str(library)]
         jobs = toolchains.max_jobs()
         for commands in (compiles, [link]):
-            # In that folder: what killed compilers leave behind goes with it, and no relative flag depends on ours.
+            # Run there, so that files of killed compilers are removed with it, and relative flags do not depend on the
+            # current folder.
             for output in toolchains.run_all(
-                commands, jobs=jobs, seconds=timeout, since=began, folder=beside, announce=announce
+                commands, jobs=jobs, seconds=timeout, since=began, folder=work_folder, announce=announce
             ):
                 if output:
                     announce(output.rstrip())
@@ -307,11 +308,11 @@ class _Entry:
         }
         (ready / _MANIFEST).write_text(json.dumps(manifest, indent=1))
         folder = self._folder(hashes)
-        if folder.exists():  # damaged
+        if folder.exists():  # it is damaged
             shutil.rmtree(folder)
         ready.rename(folder)
-        (beside / "headers").write_text(json.dumps(sorted(hashes)))
-        (beside / "headers").replace(self._cache / f"{self._hidden}.headers")
+        (work_folder / "headers").write_text(json.dumps(sorted(hashes)))
+        (work_folder / "headers").replace(self._cache / f"{self._hidden}.headers")
         return folder
 
     def _compile_command(self, source: Path, target: Path) -> list[str]:
@@ -326,7 +327,7 @@ class _Entry:
 
 
 def _headers(objects: Sequence[Path], sources: Sequence[Path]) -> list[Path]:
-    """The headers that the compilers report beside `objects`, without those of the system."""
+    """The headers that the compilers report work_folder `objects`, without those of the system."""
     found = set()
     for target in objects:
         rule = Path(f"{target}.d").read_text().replace("\\\n", " ").partition(":")[2]
@@ -336,14 +337,14 @@ def _headers(objects: Sequence[Path], sources: Sequence[Path]) -> list[Path]:
 
 
 def _check_unchanged(files: Sequence[Path], started: float) -> None:
-    """Raise when a file was written after `started`: nobody knows which of its contents was compiled."""
+    """Raise if a file was written after `started`, as it is unknown which contents were compiled."""
     for path in files:
         if started < path.stat().st_mtime <= time.time():
             raise OpBuildError(f"{path} was changed while it was compiled; load the op again")
 
 
 def _check_private(folder: Path) -> None:
-    """Code is loaded from here: nobody else may be able to put it there.
+    """Check that nobody else can put code into a folder from which libraries are loaded.
 
     Raises:
         OpBuildError: the folder is another user's, or others may write to it.
@@ -373,7 +374,7 @@ def _announcer(verbose: bool) -> Callable[[str], object]:
 
 @contextmanager
 def _locked(path: Path, name: str) -> Iterator[None]:
-    """One process builds at a time; the kernel ends the lock with its holder, whatever ends that."""
+    """Lock the building of an op; the kernel releases the lock when its holder ends in whatever way."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         _acquire(descriptor, name)
@@ -382,7 +383,7 @@ def _locked(path: Path, name: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # Closing would not do: a child that was forked meanwhile has the descriptor too.
+            # Closing is not enough, as a child that was forked meanwhile has the descriptor too.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
     finally:
         os.close(descriptor)

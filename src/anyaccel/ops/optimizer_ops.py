@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the builders of the optimizers load: the native step, and DeepSpeed's functions on it.
+"""The objects that the optimizers' builders load: the native step, with DeepSpeed's functions.
 
-As in DeepSpeed, ``create_*`` keeps what is fixed for an optimizer under a number of the caller's, and ``*_update``
-takes the rest with each call. Tensors are in host memory; gradients are not changed.
+As in DeepSpeed, ``create_*`` keeps the fixed settings of an optimizer under a number that the caller chooses, and
+``*_update`` takes the other settings with each call. Tensors are in host memory; gradients are not changed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ logger = logging.getLogger("anyaccel.ops")
 _double, _int, _address = ctypes.c_double, ctypes.c_int, ctypes.c_void_p
 
 
-def _before(step: int) -> torch.Tensor:
-    """The step before `step`, as the tensor that native code counts up."""
+def _previous_step(step: int) -> torch.Tensor:
+    """The step before `step`, as a tensor that native code increments."""
     if not step >= 1:
         raise UsageError(f"steps count from 1, and this is {step}")
     return torch.tensor(step - 1, dtype=torch.float32)
 
 
 class _Op:
-    """A library, with the settings that its `create_*` function was given, by the number of the optimizer."""
+    """A library, and the settings of the optimizers that its `create_*` function has created, by number."""
 
     def __init__(self, library: ctypes.CDLL, optimizer: str, hyper: Sequence[type[Any]]) -> None:
         self.library = library
@@ -45,7 +45,7 @@ class _Op:
             logger.info("%s optimizer %d: %s", self._optimizer, number, settings)
         return 0
 
-    def _of(self, number: int) -> Any:
+    def _settings(self, number: int) -> Any:
         try:
             return self._created[number]
         except KeyError:
@@ -62,7 +62,7 @@ class _Op:
         copy: torch.Tensor | None,
         *hyper: float,
     ) -> int:
-        before = _before(step)
+        before = _previous_step(step)
         copies = None if copy is None else [copy]
         batch = Batch([params], [grads], [[state] for state in states], [before], copies)
         self.native_step.run(batch, *hyper)
@@ -110,7 +110,7 @@ class AdamOp(_Op):
         exp_avg_sq: torch.Tensor,
     ) -> int:
         """Step number `step` (from 1) on one parameter."""
-        hyper = lr, beta1, beta2, epsilon, weight_decay, self._of(optimizer_id), bias_correction
+        hyper = lr, beta1, beta2, epsilon, weight_decay, self._settings(optimizer_id), bias_correction
         return self._update(step, params, grads, (exp_avg, exp_avg_sq), None, *hyper)
 
     def adam_update_copy(
@@ -129,8 +129,8 @@ class AdamOp(_Op):
         exp_avg_sq: torch.Tensor,
         gpu_params: torch.Tensor,
     ) -> int:
-        """The same, and the new parameter to `gpu_params` in its dtype, on whatever device that is."""
-        hyper = lr, beta1, beta2, epsilon, weight_decay, self._of(optimizer_id), bias_correction
+        """`adam_update`, which also copies the new parameter to `gpu_params`, on its device and in its dtype."""
+        hyper = lr, beta1, beta2, epsilon, weight_decay, self._settings(optimizer_id), bias_correction
         copy = gpu_params if gpu_params.is_cpu else torch.empty_like(gpu_params, device="cpu")
         if copy.dtype == torch.float32:
             self._update(step, params, grads, (exp_avg, exp_avg_sq), None, *hyper)
@@ -156,8 +156,8 @@ class AdamOp(_Op):
         exp_avg: torch.Tensor,
         exp_avg_sq: torch.Tensor,
     ) -> int:
-        """Undo AdamW step number `step`, but for rounding; everything in float32."""
-        if not self._of(optimizer_id):
+        """Undo AdamW step number `step`, except for rounding; all tensors are float32."""
+        if not self._settings(optimizer_id):
             raise UsageError("adam_rollback undoes AdamW only: create the optimizer with adamw_mode=True")
         tensors = params, grads, exp_avg, exp_avg_sq
         for tensor in tensors:
@@ -204,7 +204,7 @@ class FusedAdamOp:
         if noop_flag is not None and bool(noop_flag.any()):
             return
         grads, params, exp_avgs, exp_avg_sqs = tensor_lists
-        steps = [_before(step) for _ in params]
+        steps = [_previous_step(step) for _ in params]
         hyper = lr, beta1, beta2, epsilon, weight_decay, mode, bias_correction
         self.native_step.run(Batch(params, grads, (exp_avgs, exp_avg_sqs), steps, None), *hyper)
 
@@ -238,7 +238,7 @@ class AdagradOp(_Op):
         exp_avg_sq: torch.Tensor,
     ) -> int:
         """Step number `step` (from 1) on one parameter."""
-        self._of(optimizer_id)
+        self._settings(optimizer_id)
         return self._update(step, params, grads, (exp_avg_sq,), None, lr, 0.0, epsilon, weight_decay)
 
     def destroy_adagrad(self, optimizer_id: int) -> int:
@@ -279,7 +279,7 @@ class LionOp(_Op):
         exp_avg: torch.Tensor,
     ) -> int:
         """Step number `step` (from 1) on one parameter."""
-        self._of(optimizer_id)
+        self._settings(optimizer_id)
         return self._update(step, params, grads, (exp_avg,), None, lr, beta1, beta2, weight_decay)
 
     def destroy_lion(self, optimizer_id: int) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locked host memory as an op, which `PinMemoryBuilder().load()` gives.
+"""Locked host memory as an op, which `PinMemoryBuilder().load()` returns.
 
-`pin_handle` is DeepSpeed's. The functions are what accelerators pin with where DS_PIN_MEMORY_BACKEND is "native".
+`pin_handle` is DeepSpeed's. Accelerators pin with the functions if DS_PIN_MEMORY_BACKEND is "native".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["is_pinned", "pin", "pin_empty", "pin_handle", "unpin"]
 
 
 class pin_handle(memory.LockedTensors):
-    """Makes and frees tensors in locked memory; all handles know those of all others."""
+    """Makes and frees tensors in locked memory; a handle can also free the tensors of other handles."""
 
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
         """free_cpu_locked_tensor() for the tensor that begins at `address`."""
@@ -38,7 +38,7 @@ def pin_empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Locked memory for a tensor, registered with an accelerator that does that, until the last view of it is gone."""
     locked = memory.new_locked_tensor(math.prod(shape), dtype).view(tuple(shape))
     locked.ds_pinned = True  # type: ignore[attr-defined]
-    # Code that moves tensors to a device and back gives them other memory (`tensor.data = ...`).
+    # Kept for `unpin`, as moving a tensor to a device and back gives it other memory (`tensor.data = ...`).
     locked.ds_pin_base = locked.data_ptr()  # type: ignore[attr-defined]
     return locked
 
@@ -51,7 +51,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def unpin(tensor: torch.Tensor) -> bool:
-    """Unlock now; whether it was locked."""
+    """Unlock the tensor's memory now; returns whether it was locked."""
     tensor.ds_pinned = False  # type: ignore[attr-defined]
     address = getattr(tensor, "ds_pin_base", None)
     return memory.free_locked_tensor(tensor) if address is None else memory.free_locked(address)

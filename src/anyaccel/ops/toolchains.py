@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ compiler of this machine, and running compilers in parallel with a deadline."""
+"""Finds the C++ compiler of this machine, and runs compilers in parallel with a deadline."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Compiler:
     version: str
 
     def macros(self, flags: Sequence[str]) -> str:
-        """The macros that it predefines with `flags`; with -march=native they are what it takes the CPU for."""
+        """The macros that it predefines with `flags`; with -march=native they identify the CPU."""
         command = [*self.command, *flags, "-E", "-dM", "-x", "c++", os.devnull]
         return run_all([command], jobs=1, seconds=_IDENTIFY_SECONDS)[0]
 
@@ -109,7 +109,7 @@ def run_all(
     Raises:
         OpBuildError: a command cannot be started, failed, or did not end in time.
     """
-    # LC_ALL: the version is part of a cache key, and messages are looked through for advice.
+    # LC_ALL: the version is a part of cache keys, and messages are matched for advice.
     variables = {**os.environ, "LC_ALL": "C", **({"TMPDIR": str(folder)} if folder else {})}
     deadline = (time.monotonic() if since is None else since) + seconds
     outputs = [""] * len(commands)
@@ -120,7 +120,7 @@ def run_all(
             while waiting and len(running) < jobs:
                 index, command = waiting.pop()
                 announce(shlex.join(command))
-                with _interrupted_later():  # until then, nobody would know what to kill
+                with _interrupted_later():  # the process must be in the list before Ctrl-C kills all
                     running.append((index, _Process(command, variables, folder)))
             for index, process in list(running):
                 code = process.popen.poll()
@@ -165,13 +165,13 @@ def _interrupted_later() -> Iterator[None]:
 
 
 class _Process:
-    """A running command whose output goes to a file in memory, so that nobody needs to read along."""
+    """A running command whose output goes to a file in memory, so that it never blocks on a full pipe."""
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str], folder: Path | None) -> None:
         self.command = command
         self._output = os.memfd_create("compiler output")
         try:
-            # A group of its own: a compiler driver has children, and a Ctrl-C of the terminal must not race ours.
+            # A process group of its own, as a compiler driver has children, and Ctrl-C must reach us first.
             self.popen = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -186,7 +186,7 @@ class _Process:
             raise OpBuildError(_failure(f"the compiler cannot be started ({error})", command, "", _INSTALL)) from None
 
     def output(self) -> str:
-        """The end of what was printed until now."""
+        """The last part of the output so far."""
         size = os.fstat(self._output).st_size
         start = max(0, size - _OUTPUT_BYTES)
         return os.pread(self._output, size - start, start).decode(errors="replace")
@@ -203,7 +203,7 @@ class _Process:
         os.close(self._output)
         if self.popen.returncode == 0:
             return
-        # Those below the driver are init's to reap, which in some containers does nothing: hence the short deadline.
+        # The driver's children are reaped by init, which does nothing in some containers: hence the short deadline.
         deadline = time.monotonic() + 1
         with contextlib.suppress(ProcessLookupError, PermissionError):
             while time.monotonic() < deadline:

@@ -57,7 +57,7 @@ def _logprob(texts: Texts, found: TokenLogprob) -> dict[str, Any]:
 
 
 class Chat:
-    """One request, ready to be answered."""
+    """Answers one request that has been checked."""
 
     def __init__(self, front: Front, request: ChatRequest, prompt: Prompt, max_tokens: int, key: str) -> None:
         self._front = front

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for a request before the engine takes it, and what it is called natively."""
+"""Checks of a request before the engine accepts it, and its translation to the native options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_request(request: GenerationRequest, facts: ModelFacts) -> None:
 
 
 def check_prompt(prompt: Sequence[int], facts: ModelFacts) -> None:
-    """The same of a prompt alone."""
+    """Check the prompt alone."""
     if not prompt:
         raise UsageError("prompt: it must have at least one token")
     least, most = min(prompt), max(prompt)

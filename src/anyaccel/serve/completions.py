@@ -58,7 +58,7 @@ def _joined(parts: Sequence[dict[str, list[Any]]]) -> dict[str, list[Any]]:
 
 
 class Completions:
-    """One request, ready to be answered."""
+    """Answers one request that has been checked."""
 
     def __init__(self, front: Front, request: CompletionRequest, prompts: list[list[int]], key: str) -> None:
         self._front = front

@@ -148,7 +148,7 @@ def rendered(
 
 
 def ending_of(request: TemplateFields) -> Ending:
-    """How the prompt of a conversation ends, as vLLM means it.
+    """The options about the end of a conversation's prompt, with vLLM's meanings.
 
     Raises:
         ApiError: it cannot end in both ways.

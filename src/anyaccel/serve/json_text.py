@@ -22,7 +22,7 @@ def to_json(value: Any) -> bytes:
 
 
 def event(value: Any, name: str = "") -> bytes:
-    """One event of a stream (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+    """Encode one event of a stream (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
     head = f"event: {name}\n".encode() if name else b""
     return b"%bdata: %b\n\n" % (head, to_json(value))
 

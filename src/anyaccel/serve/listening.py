@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a server listens, and what it tells its user about that, before the HTTP packages are imported."""
+"""The address of a server and the messages about it, without an import of the HTTP packages."""
 
 from __future__ import annotations
 

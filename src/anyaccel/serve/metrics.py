@@ -26,7 +26,7 @@ def _label(value: str) -> str:
 
 
 class Histogram:
-    """How often a value was at most each of some bounds."""
+    """Counts how often a value was at most each of some bounds."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
@@ -47,7 +47,7 @@ class Histogram:
 
 
 class Metrics:
-    """What the front counts; the engine counts the rest (`Stats`)."""
+    """The metrics that the HTTP side counts; the engine counts the others (`Stats`)."""
 
     def __init__(self) -> None:
         self.first_token = Histogram(_FIRST)

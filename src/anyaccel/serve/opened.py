@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine knows of a request between its submission and its end."""
+"""The engine's state of a request between its submission and its end."""
 
 from __future__ import annotations
 

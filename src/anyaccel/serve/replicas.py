@@ -22,7 +22,7 @@ class Replica(Engine, Protocol):
 
     @property
     def cache_pages(self) -> int:
-        """How many its cache has room for."""
+        """The number of pages that its cache has room for."""
 
     def alive(self) -> bool:
         """Whether it is ready, or a step is late only."""

@@ -34,7 +34,7 @@ logger = logging.getLogger("anyaccel.serve")
 
 
 class _Json(logging.Formatter):
-    """One JSON object a line."""
+    """Formats each record as one line with a JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         said: dict[str, Any] = {

@@ -53,7 +53,7 @@ def _walk(value: Any) -> Iterator[tuple[int, str | None, Any]]:
 
 
 def depth_of(value: Any) -> int:
-    """How deep objects and lists are nested."""
+    """The depth to which objects and lists are nested."""
     return max(depth for depth, _, _ in _walk(value))
 
 

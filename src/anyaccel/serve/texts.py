@@ -85,7 +85,7 @@ class Texts:
 
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  there is one of these a server
     def token(self, token: int) -> tuple[str, tuple[int, ...]]:
-        """One token as text, and the bytes that it stands for."""
+        """The text of one token, and its bytes."""
         piece = self._tokenizer.piece(token)
         text = self.with_special([token])
         if piece is None:

@@ -119,7 +119,7 @@ def _mistral(text: str) -> tuple[list[Call], int]:
 
 @dataclass(frozen=True)
 class Format:
-    """How a model writes calls.
+    """The format in which a model writes calls.
 
     Attributes:
         marks: texts that begin a call.
@@ -282,7 +282,7 @@ def _moved(schema: Any, where: str) -> Any:
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What a model whose chat template has no tools is told instead, in the system message."""
+    """The text about tools for the system message, for a model whose chat template has none."""
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     return (
         "You may call these functions, each described by a line of JSON:\n"

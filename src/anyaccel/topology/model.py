@@ -191,8 +191,8 @@ class Machine:
         threads = sorted({len(cpu.siblings) or 1 for cpu in self.cpus})
         each = f"{threads[0]}" if len(threads) == 1 else f"{threads[0]}-{threads[-1]}"
         return (
-            f"{_count(packages, 'package')}, {_count(len(self.nodes), 'NUMA node')} ({self._memory()}), "
-            f"{_count(cores, 'core')}, {each} {'thread' if each == '1' else 'threads'} each; "
+            f"{counted(packages, 'package')}, {counted(len(self.nodes), 'NUMA node')} ({self._memory()}), "
+            f"{counted(cores, 'core')}, {each} {'thread' if each == '1' else 'threads'} each; "
             f"allowed: {format_cpu_list(self.allowed_cpus)}"
         )
 
@@ -203,7 +203,8 @@ class Machine:
         return ", ".join(map(_gib, sizes))
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which gets an s where it is not 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -80,18 +80,18 @@ def said(backend: Recording) -> str:
 def test_a_message_that_is_too_long_leaves_the_conversation_as_it_was(
     backend: Recording, conversation: Conversation
 ) -> None:
-    conversation.say("a0 a1")
+    conversation.answer("a0 a1")
     with pytest.raises(UsageError, match=r"has 40 tokens .* the context is 16; send a shorter one"):
-        conversation.say(words("b", 40))
-    conversation.say("a2")
+        conversation.answer(words("b", 40))
+    conversation.answer("a2")
     assert said(backend) == "a0 a1 yes a2"
 
 
 def test_what_the_template_refuses_leaves_the_conversation_as_it_was(
     backend: Recording, conversation: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    conversation.say("a0 a1")
-    conversation.say("a2")
+    conversation.answer("a0 a1")
+    conversation.answer("a2")
     render = backend.tokenizer.chat
 
     def refuse_short(messages: Any) -> list[int]:
@@ -101,20 +101,20 @@ def test_what_the_template_refuses_leaves_the_conversation_as_it_was(
 
     with monkeypatch.context() as patch, pytest.raises(UsageError, match="refused"):
         patch.setattr(backend.tokenizer, "chat", refuse_short)
-        conversation.say(words("b", 15))
-    conversation.say("a3")
+        conversation.answer(words("b", 15))
+    conversation.answer("a3")
     assert said(backend) == "a0 a1 yes a2 yes a3"
 
 
 def test_the_oldest_messages_go_when_a_long_one_fits(
     backend: Recording, conversation: Conversation, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    conversation.say("a0 a1")
-    conversation.say("a2")
-    conversation.say(words("b", 14))
+    conversation.answer("a0 a1")
+    conversation.answer("a2")
+    conversation.answer(words("b", 14))
     assert said(backend) == words("b", 14)
     assert "(the oldest 4 messages are forgotten: the context is 16 tokens)" in capsys.readouterr().err
-    conversation.say("a3")
+    conversation.answer("a3")
     assert said(backend) == "a3"
 
 

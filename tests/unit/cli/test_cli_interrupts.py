@@ -222,7 +222,7 @@ def test_an_import_that_hangs_is_interrupted_all_the_same(tmp_path: Path, monkey
         threading.Event().wait(60)
         """
     a_module(tmp_path, "hanging_module", text, monkeypatch)
-    monkeypatch.setattr(_interrupts, "_PATIENCE", 0.2)
+    monkeypatch.setattr(_interrupts, "_LONGEST_DEFERRAL_S", 0.2)
     with pytest.raises(KeyboardInterrupt), careful_interrupts():
         import hanging_module  # type: ignore[import-not-found]  # noqa: F401
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from anyaccel.cli._model_options import Drafts, say_who_drafts_not
+from anyaccel.cli._model_options import Drafts, warn_of_unused_drafts
 from anyaccel.inference.native.draft import say_if_useless
 
 
@@ -18,7 +18,7 @@ def test_a_runtime_that_decodes_without_drafts_is_named(runtime: str, tokens: in
     lines: list[str] = []
     screen: Any = SimpleNamespace(line=lines.append)
     backend: Any = SimpleNamespace(runtime=runtime)
-    say_who_drafts_not(SimpleNamespace(drafts=Drafts(tokens)), backend, screen)  # type: ignore[arg-type]
+    warn_of_unused_drafts(SimpleNamespace(drafts=Drafts(tokens)), backend, screen)  # type: ignore[arg-type]
     assert bool(lines) == said
     assert not said or f"runtime={runtime!r}" in lines[0]
 

@@ -206,8 +206,8 @@ def test_a_hostfile_may_come_through_a_pipe(tmp_path):
 )
 @pytest.mark.parametrize("what", ["hostfile", "environment file"])
 def test_what_is_no_file_is_said_at_once(tmp_path, monkeypatch, kind, message, what):
-    monkeypatch.setattr(small_file, "_PATIENCE", 0.1)
-    monkeypatch.setattr(small_file, "_FOR_A_WRITER", 0.1)
+    monkeypatch.setattr(small_file, "_PIPE_S", 0.1)
+    monkeypatch.setattr(small_file, "_WRITER_S", 0.1)
     path = tmp_path / (".anyaccel_env" if what == "environment file" else "hosts")
     writer = None
     if "fifo" in kind:

@@ -122,9 +122,9 @@ def test_the_thread_count_of_torchrun_is_not_the_users() -> None:
     torchrun = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
     plan = planned("torch.distributed", environ=torchrun)
     assert plan.ranks[1].env["OMP_NUM_THREADS"] == "2"
-    assert plan.spoken == ("OMP_NUM_THREADS=1, which torchrun sets by itself, becomes 2, the cores of the rank",)
+    assert plan.announcements == ("OMP_NUM_THREADS=1, which torchrun sets by itself, becomes 2, the cores of the rank",)
     kept = planned("torch.distributed", environ={**torchrun, "OMP_NUM_THREADS": "2"})
-    assert kept.spoken == ()
+    assert kept.announcements == ()
 
 
 def below_run(*sets: dict[str, str]) -> Ancestors:
@@ -173,7 +173,9 @@ def test_what_run_has_told_mpirun_is_not_for_its_ranks() -> None:
         "OMP_PROC_BIND": "false",
     }
     assert plan.warnings == plan.notes == ()
-    assert plan.spoken == ("OMP_NUM_THREADS=4, which anyaccel run sets by itself, becomes 2, the cores of the rank",)
+    assert plan.announcements == (
+        "OMP_NUM_THREADS=4, which anyaccel run sets by itself, becomes 2, the cores of the rank",
+    )
 
 
 def test_what_was_set_below_run_is_the_users() -> None:
@@ -212,7 +214,7 @@ def test_one_thread_that_the_user_wants_stays(variable: str) -> None:
         ancestors = Ancestors(environ, [Ancestor(1, users)])
         plan = plan_rank(BindingOptions(bind_cores=True), machine(), found, environ, None, ancestors)
         assert plan.ranks[0].env["OMP_NUM_THREADS"] == threads
-        assert bool(plan.spoken) == (threads == "4")
+        assert bool(plan.announcements) == (threads == "4")
 
 
 def test_a_place_by_hand_wins_over_what_is_inherited() -> None:

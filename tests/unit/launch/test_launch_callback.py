@@ -11,7 +11,7 @@ import time
 import pytest
 
 from anyaccel.launch import callback, channel
-from anyaccel.launch.callback import Reception
+from anyaccel.launch.callback import AgentListener
 
 # Connects so often, says so, and keeps the connections until its input ends.
 SILENT = """
@@ -34,7 +34,7 @@ def serve(reception, until, seconds=60):
             poller.register(descriptor, select.POLLIN)
         for descriptor, _ in poller.poll(20):
             reception.read(descriptor)
-        reception.tidy()
+        reception.drop_silent()
 
 
 @pytest.fixture
@@ -50,10 +50,12 @@ def few_files():
 
 @pytest.mark.parametrize("kept_free", [callback._KEPT_FREE, -1000], ids=["counted", "every file is taken"])
 def test_callers_that_say_nothing_keep_no_agent_out(few_files, monkeypatch, kept_free):
-    monkeypatch.setattr(callback, "_BRIEF", 0.1)
+    monkeypatch.setattr(callback, "_SHORT_AUTHENTICATION_S", 0.1)
     monkeypatch.setattr(callback, "_KEPT_FREE", kept_free)
     heard = []
-    reception = Reception("word", ["localhost"], lambda connection, _reader, data: heard.append((connection, data)), 1)
+    reception = AgentListener(
+        "word", ["localhost"], lambda connection, _reader, data: heard.append((connection, data)), 1
+    )
     command = [sys.executable, "-c", SILENT, str(reception.contact.port), "500"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as crowd:
         assert crowd.stdout.readline() == b"connected\n"

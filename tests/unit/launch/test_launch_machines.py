@@ -123,7 +123,7 @@ def test_names_of_this_machine_where_nobody_can_ask(monkeypatch, its_name, names
 
     monkeypatch.setattr(socket, "getaddrinfo", answer)
     monkeypatch.setattr(socket, "gethostname", lambda: its_name)
-    monkeypatch.setattr(address, "_is_ours", lambda _, number: number in ("10.0.0.1", "127.0.0.1"))
+    monkeypatch.setattr(address, "_is_local_address", lambda _, number: number in ("10.0.0.1", "127.0.0.1"))
     if isinstance(found, str):
         with pytest.raises(UsageError, match=found):
             names_of_this_machine(names, node, master)

@@ -29,7 +29,7 @@ from anyaccel.serve.listening import Settings
     [
         (["a", "--model", "b"], "one of them is enough"),
         (["--port", "65536"], "--port 65536"),
-        (["--max-batch", "0"], "--max-batch 0: must be 1 or above"),
+        (["--max-batch", "0"], "--max-batch 0: must be at least 1"),
         (["--tp", "0"], "--tp 0"),
         (["--replicas", "0"], "'0': must be a number from 1 on, or auto"),
         (["--drain-seconds", "-1"], "--drain-seconds -1"),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and metadata as they lie in files: safetensors, GGUF, quantised checkpoints, as one protocol of sources."""
+"""Reads weights and metadata from files (safetensors, GGUF, quantised checkpoints) through one protocol of sources."""

@@ -19,10 +19,10 @@ LOCK_SECONDS = 1800.0
 
 @contextmanager
 def locked(path: Path, check: Callable[[], object] | None = None) -> Iterator[None]:
-    """One process at a time; the lock ends with its holder, whatever ends that.
+    """Hold a lock that one process at a time can have; the kernel releases it when the holder ends in whatever way.
 
     Args:
-        check: called again and again while it waits; what it raises ends the wait.
+        check: called again and again while waiting; an exception that it raises ends the wait.
 
     Raises:
         ModelError: another process has held it for LOCK_SECONDS.
@@ -40,7 +40,7 @@ def locked(path: Path, check: Callable[[], object] | None = None) -> Iterator[No
 
 @contextmanager
 def locked_if_free(path: Path) -> Iterator[bool]:
-    """The same without waiting: False when another process has it."""
+    """Hold the lock if it is free; yields False, without waiting, if another process has it."""
     file = _take(path)
     if file is None:
         yield False
@@ -69,7 +69,7 @@ def _take(path: Path) -> TextIO | None:
 
 
 def remove_if_free(folder: Path) -> None:
-    """Remove an entry of a cache, unless somebody makes it at the moment."""
+    """Remove an entry of a cache, unless a process is making it at the moment."""
     import shutil
 
     lock = folder.with_name(f"{folder.name}.lock")

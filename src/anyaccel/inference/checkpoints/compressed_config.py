@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What config.json says of matrices in the layout of compressed-tensors ("pack-quantized"). Torch-free."""
+"""The `quantization_config` for matrices in the layout of compressed-tensors ("pack-quantized"). Torch-free."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 _FORMAT = "pack-quantized"
-_VERSION = "0.9.0"  # of compressed-tensors whose format this is
+_VERSION = "0.9.0"  # the version of compressed-tensors that has this format
 
 Kind = tuple[int, int, bool]  # bits, columns that share a scale (0: all), whether there are zero points
 

@@ -23,10 +23,10 @@ from anyaccel.outside import open_file
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "anyaccel.json"
-_FORMAT = 5  # raise it when a conversion changes, so that old ones are made again
+_FORMAT = 5  # increase it when a conversion changes, so that old results are not used
 
 
-# Fills a folder from a file, and says what takes a while.
+# A function that fills a folder from a file, and announces what takes a while.
 _Save = Callable[[Path, Path, Callable[[str], object] | None], None]
 
 
@@ -35,7 +35,7 @@ def _fingerprint(source: Path) -> dict[str, object]:
 
 
 def _is_complete(folder: Path, fingerprint: dict[str, object]) -> bool:
-    """True when the folder was made from this very file and each of its files still has its content."""
+    """Whether the folder was made from exactly this file, and none of its files has changed."""
     manifest = folder / _MANIFEST
     if not manifest.is_file():
         return False
@@ -77,10 +77,10 @@ def made_once(source: Path, kind: str, announce: Callable[[str], object] | None,
 
 
 def _remove_former(folder: Path, source: Path) -> None:
-    """Remove what was made of the file that was at `source` before, on this host.
+    """Remove what this host has made of an earlier file at the path `source`.
 
-    Hosts that share the folder of caches need not share the file: each may have one of its own under the same path,
-    and what another host has made of its file is in use there.
+    Hosts that share the cache folder need not share the file: each may have another file at the same path, and still
+    use what it has made of that.
     """
     for other in folder.parent.glob(f"{glob.escape(source.stem)}-*"):
         if other == folder or not (other / _MANIFEST).is_file():
@@ -100,8 +100,8 @@ def _make(
     save: _Save,
     announce: Callable[[str], object] | None,
 ) -> None:
-    """Fill a folder beside `folder` and rename it."""
-    for left in folder.parent.glob(f".{folder.name}-*"):  # of a conversion that was killed; the lock is ours
+    """Fill a temporary folder and rename it to `folder`."""
+    for left in folder.parent.glob(f".{folder.name}-*"):  # left by a killed conversion, as we hold the lock
         shutil.rmtree(left, ignore_errors=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts and sizes of a configuration against the tensors of its file, before anybody builds modules for them.
+"""Checks the counts and sizes of a configuration against the tensors of its file, before modules are built.
 
-For models that transformers builds: it makes as many layers as the configuration says, and only then looks for weights.
+This is for models that transformers builds, which makes all layers of the configuration before it looks for weights.
 The native runtime looks for each weight first (`inference/native/packing.py`). Torch-free.
 """
 
@@ -15,7 +15,7 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.outside import Values, line, read_json, whole
 
-# What transformers' configurations and GGUF call them.
+# Their names in transformers' configurations and in GGUF.
 _LAYERS = frozenset(
     {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "decoder_layers", "block_count"}
 )
@@ -36,7 +36,7 @@ def check_folder(folder: Path, shapes: Callable[[], Sequence[Sequence[int]]]) ->
     """Check the config.json of a model folder.
 
     Args:
-        shapes: gives those of all its tensors; not asked for counts that are small whatever the tensors are.
+        shapes: returns the shapes of all its tensors; only called if a count is not small.
 
     Raises:
         ModelError: it has more layers than tensors, more experts than a tensor has rows, or an impossible size.

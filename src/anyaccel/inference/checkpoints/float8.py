@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of float8 (e4m3fn) weights under the names and shapes of plain ones.
+"""Checkpoints of float8 (e4m3fn) weights, read under the names and shapes of plain ones.
 
 - transformers' and DeepSeek-V3's `fp8`: weight [out, in], weight_scale_inv [blocks of rows, blocks of columns] of
   `weight_block_size` (the last ones may be smaller); W = weight * weight_scale_inv.
 - compressed-tensors' float-quantized and fbgemm's: weight [out, in], weight_scale of the whole matrix, of each row
   [out, 1] or of blocks.
 
-They run as bfloat16: no whole numbers hold values of floats. What is rounded is the product of a value and its scale,
+They run as bfloat16, as no native integer format can hold float values. The product of a value and its scale is rounded
 once. Activations are not rounded to float8, whatever `activation_scheme` says.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.checkpoints.quantised_layout import Layout
+from anyaccel.inference.checkpoints.quantised_layout import Layout, row_index
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import Values
@@ -28,7 +28,7 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 @functools.cache
 def _values() -> Any:
-    """What each byte stands for, float32 [256]: a sign, 4 bits of exponent, 3 of fraction; 0x7f is no number."""
+    """The value of each byte, float32 [256]: a sign, 4 bits of exponent, 3 of fraction; 0x7f is NaN."""
     import numpy
 
     octets = numpy.arange(256)
@@ -40,7 +40,7 @@ def _values() -> Any:
 
 @dataclass(frozen=True)
 class Float8Tensor:
-    """One matrix [out, in]; `block`: rows and columns that share a scale."""
+    """One matrix [out, in]; `block` has the numbers of rows and columns that share a scale."""
 
     where: str
     shape: tuple[int, ...]
@@ -66,14 +66,13 @@ class Float8Tensor:
         """float32 [rows, cols]."""
         import numpy
 
-        chosen = slice(rows.start, rows.stop) if isinstance(rows, range) and rows.step == 1 else list(rows)
-        octets = self.layout.array(f"{self.stem}.weight", ("F8_E4M3",))[chosen, cols.start : cols.stop]
+        octets = self.layout.array(f"{self.stem}.weight", ("F8_E4M3",))[row_index(rows), cols.start : cols.stop]
         scales = self.layout.block_scales(self.stem)[numpy.asarray(rows) // self.block[0]]
         scales = scales[:, numpy.arange(cols.start, cols.stop) // self.block[1]]
         return numpy.ascontiguousarray(_values()[octets] * scales, numpy.float32)
 
     def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
-        raise NotImplementedError  # nothing but floats holds them
+        raise NotImplementedError  # `format` is bf16, for which only `floats` is called
 
 
 class Float8(Layout):
@@ -102,7 +101,7 @@ class Float8(Layout):
         name = f"{stem}.weight"
         shape = self.array(name, ("F8_E4M3",)).shape
         found = self.block_scales(stem).shape
-        # The config's size where it fits; else blocks that divide the matrix evenly.
+        # The block size of the config if it fits, else blocks that divide the matrix evenly.
         sizes = [(length, size, count) for length, size, count in zip(shape, self.size, found, strict=False)]
         if len(sizes) == 2 and all(-(-length // size) == count for length, size, count in sizes):
             block = (self.size[0], self.size[1])

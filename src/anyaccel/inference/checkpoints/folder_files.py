@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files of a model folder have its weights, by their names and indices. Torch-free."""
+"""Finds the files of a model folder that have its weights, by their names and indices. Torch-free."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor -> the file that has it, of an index file.
+    """Read an index file: tensor -> the file that has it.
 
     Raises:
         ModelError: it is damaged, or names a file that is not there or outside the folder.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of a GGUF file whose blocks native code does not read: brought into the native format that holds them."""
+"""Matrices of a GGUF file in a type that native code cannot read, converted to a native format that can hold them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from anyaccel.inference.spec.packed_formats import FORMATS
 
 _LEAST_GROUP = 16
 _SAMPLES = 4  # rows, read before the format is chosen
-_LEAST, _MOST = 2.0**-14, 2.0**15  # of scales as halves that have all their bits
+_LEAST, _MOST = 2.0**-14, 2.0**15  # scales in this range have full precision as halves
 
 
 @functools.cache
 def _index(codes: tuple[int, ...]) -> Any:
-    """Of each value, as a byte, the first of its codes; 0 for what is none."""
+    """The first code of each value (as a byte); 0 for a value without a code."""
     import numpy
 
     table = numpy.zeros(256, numpy.uint8)
@@ -47,7 +47,7 @@ class GgufBlocks:
 
     @functools.cached_property
     def _fits_halves(self) -> bool:
-        """Whether the scales can be halves, by those of a few rows: the largest ones decide about a matrix."""
+        """Whether the scales can be halves, judged by the largest scale of a few rows."""
         import numpy
 
         held = HELD[self.type]
@@ -60,7 +60,7 @@ class GgufBlocks:
         return most == 0 or _LEAST <= most <= _MOST
 
     def format(self, cols: range) -> Format:
-        """The native format that holds these columns; bfloat16 for scales that no half can be and odd columns."""
+        """The native format that holds these columns; bfloat16 if scales do not fit halves or columns are unaligned."""
         kind, group, minimum = HELD[self.type].format
         while group > _LEAST_GROUP and cols.start % group:
             group //= 2
@@ -77,7 +77,7 @@ class GgufBlocks:
         self.file.will_need(self.begin, self.begin + math.prod(self.shape[:-1]) * self.row_bytes)
 
     def _stored(self, rows: Any) -> Any:
-        """The bytes of stored rows [rows, row_bytes]: a copy, so that their pages can go."""
+        """The bytes of stored rows [rows, row_bytes], copied so that the file's pages can be dropped."""
         import numpy
 
         count = math.prod(self.shape[:-1])
@@ -128,7 +128,7 @@ class GgufBlocks:
             steps = self._dequantised(stored).reshape(count, scales.shape[1], -1)
             if minima is not None:
                 steps = steps - minima[..., None]
-            # A scale of zero has nothing but zeros; with one that is no number, neither are the values.
+            # With a scale of zero all values are zero; with one of NaN all are NaN.
             with numpy.errstate(over="ignore", invalid="ignore"):
                 inverse = numpy.divide(1, scales, out=numpy.zeros_like(scales), where=scales != 0)
                 q = numpy.rint(steps * inverse[..., None]).reshape(count, -1).astype(numpy.int8)

@@ -24,14 +24,14 @@ from anyaccel.safetensors.header import require_little_endian
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# Far more than any file has: what a damaged count may cost.
+# Far more than any file has; they bound the cost of a damaged count.
 _MAX_TENSORS = 1 << 20
 _MAX_PAIRS = 1 << 16
 _MAX_ARRAY = 1 << 22  # entries: a vocabulary has some hundred thousand
 _MAX_NAME = 1 << 16  # bytes of a key or a tensor's name
 _MAX_DIMENSIONS = 4
-_MAX_SPLITS = 99999  # what the names have digits for
-# The least bytes of a metadata value and of a tensor's entry: a file cannot have more of them than fit into it.
+_MAX_SPLITS = 99999  # the names have five digits
+# The least bytes of a metadata value and of a tensor's entry, which bound their numbers by the file's size.
 _LEAST_PAIR, _LEAST_TENSOR = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 
@@ -46,7 +46,7 @@ class Info:
 
 
 class _Reader:
-    """Reads one value after another; whatever would lie outside the file is an error."""
+    """Reads one value after another; reading past the end of the file is an error."""
 
     def __init__(self, data: memoryview, path: Path) -> None:
         self.data = data
@@ -83,7 +83,7 @@ class _Reader:
         return text
 
     def skip_strings(self, count: int) -> None:
-        """Over an array of strings: vocabularies have hundreds of thousands, which only a tokenizer needs."""
+        """Skip an array of strings, such as a vocabulary with hundreds of thousands, which only a tokenizer needs."""
         data, at, size, unpack = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > size:
@@ -109,7 +109,7 @@ class _Reader:
             self.at = end
             return values
         if of == _STRING:
-            self._end(count * 8)  # each has a length at least
+            self._end(count * 8)  # each string has at least its length
             begin = self.at
             self.skip_strings(count)
             return StringArray(count, begin, self.at)
@@ -118,7 +118,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class StringArray:
-    """An array of strings that was passed over: `GgufFile.strings` reads it."""
+    """The position of an array of strings, which `GgufFile.strings` reads."""
 
     count: int
     begin: int
@@ -129,15 +129,15 @@ class StringArray:
 
 
 class GgufFile:
-    """One GGUF file, mapped.
+    """One mapped GGUF file.
 
     Attributes:
-        metadata: its key-value pairs; arrays of strings are only found (`strings` reads them).
+        metadata: its key-value pairs, with a StringArray for each array of strings.
         infos: its tensors by name.
 
     Raises:
-        ModelError: it is no GGUF file, truncated or damaged.
-        Unsupported: a version of the format, or a tensor type, that is not known here.
+        ModelError: it is not a GGUF file, truncated or damaged.
+        Unsupported: the version of the format, or a tensor type, is not known here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -200,7 +200,7 @@ class GgufFile:
         if alignment & (alignment - 1):
             raise ModelError(f"{self.path}: damaged: general.alignment={alignment} is not a power of two")
         begin = reader.at + -reader.at % alignment
-        # One after another in the file's order, as llama.cpp wants them: else one would be read where another one is.
+        # As in llama.cpp, tensors must follow each other in the file's order, so that none overlaps another.
         infos: dict[str, Info] = {}
         expected = 0
         for name, (shape, kind, offset) in found.items():
@@ -229,7 +229,7 @@ class GgufFile:
         return Info(type_name, shape, begin, end)
 
     def tensor(self, name: str) -> Any:
-        """The tensor under its own name: a TensorView, or a GgufBlocks for types that native code does not read."""
+        """The tensor of this name: a TensorView, or a GgufBlocks for types that native code cannot read."""
         info = self.infos.get(name)
         if info is None:
             raise ModelError(f"{self.path}: the file has no tensor {name!r}")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each type of GGUF is: its blocks, and the smallest native format that holds its values.
+"""The types of GGUF: their blocks, and the smallest native format that holds their values.
 
-A matrix runs as it is in the file. Where native code has no kernel for a type's own layout, its values are kept in the
-smallest format that holds them: what the type rounds to (`q`) exactly, its scales and minima as the halves that native
-formats have. That moves a value by 2**-10 of the largest of its group at most, and all values half as far or less as
-rounding them to bfloat16; types whose scales are halves already are kept exactly.
+A matrix runs in the precision of the file. If native code has no kernel for a type's layout, its values are converted
+to the smallest format that holds them: the quantised values (`q`) exactly, scales and minima rounded to the halves of
+the native formats. That changes a value by at most 2**-10 of the largest of its group, and at most half as much as
+rounding to bfloat16 would; types whose scales are halves already are kept exactly.
 
 The blocks: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h, and ggml-quants.c (`dequantize_row_*`).
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 Format = tuple[str, int, bool]  # of `_llm`: format, group, minimum
 
-# Number in the file -> name, values in a block, bytes of a block.
+# Number in the file -> name, values of a block, bytes of a block.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {
     0: ("f32", 1, 4),
     1: ("f16", 1, 2),
@@ -46,7 +46,7 @@ GGML_TYPES: dict[int, tuple[str, int, int]] = {
     35: ("tq2_0", 256, 66),
     39: ("mxfp4", 32, 17),
 }
-# Types that are not read: of activations, of whole numbers, or (nvfp4) with a scale in a tensor of its own.
+# Types that are not supported: for activations, for integers, or (nvfp4) with scales in a separate tensor.
 UNREAD = {
     9: "q8_1",
     15: "q8_k",
@@ -65,12 +65,12 @@ Levels = tuple[Any, Any]  # scales and minima [blocks, groups of a block] float3
 
 @dataclass(frozen=True)
 class HeldType:
-    """How native code holds a type: value = scale * q + minimum.
+    """The native format of a type: value = scale * q + minimum.
 
     Attributes:
-        format: with the largest group that there is for it.
-        levels: of blocks, uint8 [blocks, bytes].
-        fractions: scales are fractions of a half, or have a wider range than one: they may be too small for a half.
+        format: the format with its largest possible group.
+        levels: returns the Levels of blocks, uint8 [blocks, bytes].
+        fractions: whether scales may be too small for a half, as fractions of a half or with a wider range.
     """
 
     format: Format
@@ -79,7 +79,7 @@ class HeldType:
 
 
 def _half(blocks: Any, at: int) -> Any:
-    """The half at a place of each block, float32 [blocks, 1]."""
+    """The half at the byte `at` of each block, float32 [blocks, 1]."""
     import numpy
 
     return blocks[:, at : at + 2].copy().view("<f2").astype(numpy.float32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors of a GGUF file a model may leave out: all others that it does not use are an error, as in llama.cpp.
+"""Checks that a model uses all tensors of its GGUF file, except for some that it may leave out, as in llama.cpp.
 
-A file whose metadata give fewer layers or another architecture than it has tensors for would run, and answer wrongly.
+A file whose metadata describe fewer layers or another architecture than its tensors would run, and answer wrongly.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.outside import Values, line, shown
 
-# Other parts of a model of text, pictures and sound, in one file: the encoder of pictures, the one of sound, and what
-# brings their output to the text model's width. Nothing of them is computed for a text.
+# Prefixes of a multimodal model's vision encoder, audio encoder and projectors, which are not computed for text.
 _ENCODERS = ("v.", "a.", "mm.")
 
 
 def check_all_used(source: GgufSource, used: Collection[str]) -> None:
-    """Check that a model made of a file's tensors leaves none of them out that its answers depend on.
+    """Check that a model uses all tensors of its file that its answers depend on.
 
     Args:
-        used: the file's names of tensors that the model reads.
+        used: the names, in the file, of the tensors that the model reads.
 
     Raises:
-        ModelError: it does.
+        ModelError: it leaves one out.
     """
-    left = [name for name in source.names() if name not in used and not _is_no_part(source, name)]
+    left = [name for name in source.names() if name not in used and not _may_be_unused(source, name)]
     if not left:
         return
     path = source.file_of(left[0]).path
@@ -39,15 +38,15 @@ def check_all_used(source: GgufSource, used: Collection[str]) -> None:
     )
 
 
-def _is_no_part(source: GgufSource, name: str) -> bool:
-    """Whether the next token does not depend on a tensor that is not used."""
+def _may_be_unused(source: GgufSource, name: str) -> bool:
+    """Whether the next token does not depend on this tensor, so that the model may leave it out."""
     if name.startswith(_ENCODERS):
         return True
     if name == "rope_freqs.weight":
-        # Divisors of the rotary frequencies; ones change nothing.
+        # Divisors of the rotary frequencies, which have no effect if all are 1.
         info = source.file_of(name).infos[name]
         return info.type == "f32" and set(source.file_of(name).floats(name, info.shape)) == {1.0}
-    # The layers that guess several tokens at once are the last ones; only speculative decoding runs them.
+    # The last layers may be for multi-token prediction, which only speculative decoding runs.
     values = Values(source.metadata, f"{source.files[0].path}: ")
     kind = values.text("general.architecture")
     guessing = values.whole(f"{kind}.nextn_predict_layers", 0)

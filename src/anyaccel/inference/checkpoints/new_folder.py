@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder that appears when it is complete, or not at all. Torch-free."""
+"""Folders and files that appear atomically, when they are complete. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from anyaccel.errors import UsageError
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _EndedBySignal(BaseException):
@@ -28,11 +28,11 @@ class _EndedBySignal(BaseException):
 
 @contextlib.contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, which takes its place at the end; an existing `target` is replaced.
+    """An empty folder that is renamed to `target` at the end, replacing an existing one.
 
-    When it fails, nothing is left: see `_beside`.
+    If the block fails, nothing is left: see `_temporary_folder`.
     """
-    with _beside(target) as folder:
+    with _temporary_folder(target) as folder:
         yield folder
         folder.chmod(0o755)
         _move(folder, target)
@@ -41,17 +41,17 @@ def new_folder(target: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def new_file(target: Path) -> Iterator[Path]:
     """A path for a file that takes the place of `target` at the end; see `new_folder`."""
-    with _beside(target) as folder:
+    with _temporary_folder(target) as folder:
         yield folder / target.name
         (folder / target.name).replace(target)
 
 
 @contextlib.contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """An empty folder beside `target`, for as long as the block lasts.
+def _temporary_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target` for the duration of the block.
 
-    When the block fails, or SIGTERM or SIGHUP ends the process, it is removed. What SIGKILL leaves behind goes with
-    the next call for the same `target`: a folder's lock tells that nobody works in it any more.
+    It is removed if the block fails, or if SIGTERM or SIGHUP ends the process. After SIGKILL, the next call for the
+    same `target` removes it: a lock on the folder shows whether a process still uses it.
     """
     _remove_abandoned(target)
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-", dir=target.parent))
@@ -63,7 +63,7 @@ def _beside(target: Path) -> Iterator[Path]:
             yield beside
     except _EndedBySignal as ended:
         shutil.rmtree(beside, ignore_errors=True)
-        os.kill(os.getpid(), ended.number)  # its handler is the system's again
+        os.kill(os.getpid(), ended.number)  # the default handler, which is restored, ends the process
         raise SystemExit(128 + ended.number) from None
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -71,7 +71,7 @@ def _beside(target: Path) -> Iterator[Path]:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Raise UsageError when a file system has not so many bytes left, before work that would be in vain."""
+    """Raise UsageError, before any work, if a file system has less than `size` bytes left."""
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UsageError(
@@ -93,12 +93,12 @@ def _move(beside: Path, target: Path) -> None:
             (old / "old").rename(target)
         raise
     finally:
-        if target.exists():  # else the old folder is the only copy
+        if target.exists():  # otherwise the old folder is the only copy
             shutil.rmtree(old, ignore_errors=True)
 
 
 def _remove_abandoned(target: Path) -> None:
-    # Not those called old: one of them may be the only copy that is left.
+    # Folders named "old" are kept, as one of them may be the only copy that is left.
     pattern = re.compile(rf"\.{re.escape(target.name)}-(\d+)-(?!old-)")
     for folder in target.parent.iterdir():
         found = pattern.match(folder.name)
@@ -115,14 +115,14 @@ def _remove_abandoned(target: Path) -> None:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Signals that would end the process raise instead, so that what was begun is cleared away."""
+    """Make signals that would end the process raise instead, so that temporary files are removed."""
 
     def ended(number: int, _frame: Any) -> NoReturn:
         raise _EndedBySignal(number)
 
     changed = []
     if threading.current_thread() is threading.main_thread():
-        changed = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+        changed = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     for number in changed:
         signal.signal(number, ended)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised checkpoints (GPTQ, AWQ, compressed-tensors; float8.py has float8) under the names and shapes of plain ones.
+"""Quantised checkpoints (GPTQ, AWQ, compressed-tensors), read under the names and shapes of plain ones.
 
 Layouts, W being [out, in]; eight values of four bits (four of eight) share an int32 word, the first in its lowest bits:
 - GPTQ: qweight [in/8, out], words along `in`; scales [groups, out]; qzeros [groups, out/8] hold the zero point less one
@@ -18,17 +18,17 @@ from typing import Any
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.float8 import Float8
-from anyaccel.inference.checkpoints.quantised_layout import Layout, QuantisedTensor
+from anyaccel.inference.checkpoints.quantised_layout import Layout, QuantisedTensor, row_index
 from anyaccel.inference.checkpoints.sources import SafetensorsSource, TensorSource
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import Values, shown
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where value i of a word is: its inverse is 0 2 4 6 1 3 5 7
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of value i in its word, the inverse of 0 2 4 6 1 3 5 7
 _INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 
 
 def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
-    """`source` with its quantised tensors, as the config's `quantization_config` describes them; else itself.
+    """`source`, wrapped for the quantised tensors that the config's `quantization_config` describes, if it has one.
 
     Raises:
         Unsupported: a method or layout that does not map to the native formats; the message names it.
@@ -49,7 +49,7 @@ def quantised_source(source: TensorSource, config: Mapping[str, Any]) -> Any:
 
 
 def refuse_integers(source: TensorSource) -> None:
-    """Raise for integers in place of weights: nothing says what they stand for, and as numbers they would be wrong."""
+    """Raise for integer weights without a quantization_config, whose meaning is unknown."""
     if not isinstance(source, SafetensorsSource):
         return
     for name in source.names():
@@ -68,8 +68,8 @@ def _bits(settings: Values, name: str = "bits") -> int:
     return bits
 
 
-def _unpacked(words: Any, bits: int, axis: int, order: Sequence[int] | None = None) -> Any:
-    """uint8 values from words of 32 bits along `axis` of a matrix."""
+def _unpack(words: Any, bits: int, axis: int, order: Sequence[int] | None = None) -> Any:
+    """Unpack the uint8 values of 32-bit words along `axis` of a matrix."""
     import numpy
 
     count = 32 // bits
@@ -81,13 +81,13 @@ def _unpacked(words: Any, bits: int, axis: int, order: Sequence[int] | None = No
     return values.reshape(shape)
 
 
-def _uniform(zeros: Any) -> int | None:
+def _common_value(zeros: Any) -> int | None:
     first = int(zeros.flat[0]) if zeros.size else 0
     return first if (zeros == first).all() else None
 
 
-def _groups(stem: str, cols: int, groups: int) -> int:
-    """Columns of a group when `cols` are divided into that many; 0 for one group."""
+def _group_size(stem: str, cols: int, groups: int) -> int:
+    """The number of columns of each of `groups` groups; 0 for one group."""
     if groups == 1:
         return 0
     if groups < 1 or cols % groups:
@@ -107,10 +107,10 @@ class _Gptq(Layout):
         self.offset = 1 if kind == "gptq" else 0
 
     def zeros(self, stem: str) -> Any:
-        """[groups, out], of which the words may have a few columns more."""
+        """Zero points [groups, out], with a few more columns if the last word is not full."""
         packed = self.array(f"{stem}.qzeros", ("I32",))
-        # Stored less one in the bits of a value: 2**bits - 1 stands for zero point 0.
-        return (_unpacked(packed, self.bits, 1).astype("i2") + self.offset) & ((1 << self.bits) - 1)
+        # They are stored less one, modulo 2**bits: 2**bits - 1 means zero point 0.
+        return (_unpack(packed, self.bits, 1).astype("i2") + self.offset) & ((1 << self.bits) - 1)
 
     def make(self, stem: str) -> QuantisedTensor:
         name = f"{stem}.qweight"
@@ -118,15 +118,15 @@ class _Gptq(Layout):
         shape = (words.shape[1], words.shape[0] * 32 // self.bits)
         scales = self.scales(f"{stem}.scales")
         self.check(scales.shape[1] == shape[0], name, f"{scales.shape[1]} columns of scales for {shape[0]} rows")
-        group = _groups(stem, shape[1], scales.shape[0])
+        group = _group_size(stem, shape[1], scales.shape[0])
         order = self._order(stem, shape[1], group or shape[1], scales.shape[0])
         zeros = self.zeros(stem)
         self.check(zeros.shape[0] == scales.shape[0] and zeros.shape[1] >= shape[0], name, f"zero points {zeros.shape}")
-        zero = _uniform(zeros[:, : shape[0]])
+        zero = _common_value(zeros[:, : shape[0]])
         return QuantisedTensor(self.where(name), shape, self.bits, group, zero, self, stem, group_of=order)
 
     def _order(self, stem: str, cols: int, group: int, groups: int) -> Any:
-        """The group of each column; None when they are in order, which they are not with desc_act."""
+        """The group of each column; None if groups are consecutive, as they are without desc_act."""
         import numpy
 
         name = f"{stem}.g_idx"
@@ -138,11 +138,11 @@ class _Gptq(Layout):
         return None if (index == numpy.arange(cols) // group).all() else index
 
     def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
-        chosen = _chosen(rows)
+        chosen = row_index(rows)
         words = self.array(f"{tensor.stem}.qweight", ("I32",))[:, chosen]
         scales = self.scales(f"{tensor.stem}.scales")[:, chosen]
         zeros = self.zeros(tensor.stem)[:, chosen]
-        return _unpacked(words, self.bits, 0).T, scales.T.astype("f4"), zeros.T.astype("f4")
+        return _unpack(words, self.bits, 0).T, scales.T.astype("f4"), zeros.T.astype("f4")
 
 
 class _Awq(Layout):
@@ -157,7 +157,7 @@ class _Awq(Layout):
             raise Unsupported(f"reader for AWQ's version {shown(version)}, only 'gemm' is known")
 
     def zeros(self, stem: str) -> Any:
-        return _unpacked(self.array(f"{stem}.qzeros", ("I32",)), 4, 1, _AWQ_ORDER)
+        return _unpack(self.array(f"{stem}.qzeros", ("I32",)), 4, 1, _AWQ_ORDER)
 
     def make(self, stem: str) -> QuantisedTensor:
         name = f"{stem}.qweight"
@@ -170,18 +170,18 @@ class _Awq(Layout):
             name,
             f"scales {scales.shape} and zero points {zeros.shape} do not fit {shape}",
         )
-        group = _groups(stem, shape[1], scales.shape[0])
-        return QuantisedTensor(self.where(name), shape, 4, group, _uniform(zeros), self, stem)
+        group = _group_size(stem, shape[1], scales.shape[0])
+        return QuantisedTensor(self.where(name), shape, 4, group, _common_value(zeros), self, stem)
 
     def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
-        chosen = _chosen(rows)
+        chosen = row_index(rows)
         words = self.array(f"{tensor.stem}.qweight", ("I32",))
-        if isinstance(chosen, slice):  # only the words that have these rows
+        if isinstance(chosen, slice):  # unpack only the words that have these rows
             first = chosen.start // 8
-            q = _unpacked(words[:, first : -(-chosen.stop // 8)], 4, 1, _AWQ_ORDER)
+            q = _unpack(words[:, first : -(-chosen.stop // 8)], 4, 1, _AWQ_ORDER)
             q = q[:, chosen.start - first * 8 : chosen.stop - first * 8]
         else:
-            q = _unpacked(words, 4, 1, _AWQ_ORDER)[:, chosen]
+            q = _unpack(words, 4, 1, _AWQ_ORDER)[:, chosen]
         scales = self.scales(f"{tensor.stem}.scales")[:, chosen]
         return q.T, scales.T.astype("f4"), self.zeros(tensor.stem)[:, chosen].T.astype("f4")
 
@@ -217,32 +217,32 @@ class _CompressedTensors(Layout):
         if scales.shape == (1, 1):
             raise Unsupported(f"one scale for a whole matrix ({self.where(name)})")
         self.check(scales.shape[0] == shape[0], name, f"{scales.shape[0]} rows of scales for {shape[0]} rows")
-        group = _groups(stem, shape[1], scales.shape[1])
+        group = _group_size(stem, shape[1], scales.shape[1])
         zeros = self.zeros(stem, bits, scales.shape)
-        uniform = 1 << (bits - 1) if zeros is None else _uniform(zeros)
+        uniform = 1 << (bits - 1) if zeros is None else _common_value(zeros)
         return QuantisedTensor(self.where(name), shape, bits, group, uniform, self, stem)
 
     def zeros(self, stem: str, bits: int, shape: tuple[int, ...]) -> Any | None:
-        """[out, groups], plus what makes values unsigned; None: there are none."""
+        """Zero points [out, groups], made unsigned like the values; None if there are none."""
         name = f"{stem}.weight_zero_point"
         if name not in self.source:
             return None
         if f"{stem}.weight_packed" not in self.source:
             found = self.array(name, ("I8",)).astype("i2") + 128
         else:
-            found = _unpacked(self.array(name, ("I32",)), bits, 0)[: shape[0]]
+            found = _unpack(self.array(name, ("I32",)), bits, 0)[: shape[0]]
         self.check(found.shape == shape, name, f"zero points {found.shape} for scales {shape}")
         return found
 
     def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
         import numpy
 
-        chosen = _chosen(rows)
+        chosen = row_index(rows)
         scales = self.scales(f"{tensor.stem}.weight_scale")
         zeros = self.zeros(tensor.stem, tensor.bits, scales.shape)
         if f"{tensor.stem}.weight_packed" in self.source:
             words = self.array(f"{tensor.stem}.weight_packed", ("I32",))[chosen]
-            q = _unpacked(words, tensor.bits, 1)[:, : tensor.shape[1]]
+            q = _unpack(words, tensor.bits, 1)[:, : tensor.shape[1]]
         else:
             q = (self.array(f"{tensor.stem}.weight", ("I8",))[chosen].astype("i2") + 128).astype("u1")
         if zeros is None:
@@ -250,17 +250,12 @@ class _CompressedTensors(Layout):
         return q, scales[chosen].astype("f4"), zeros[chosen].astype("f4")
 
 
-def _chosen(rows: Any) -> Any:
-    """What numpy takes for rows: a slice copies nothing."""
-    return slice(rows.start, rows.stop) if isinstance(rows, range) and rows.step == 1 else list(rows)
-
-
 def _compressed_tensors(source: SafetensorsSource, settings: Values) -> Layout:
     kind = Float8 if settings.text("format", "") == "float-quantized" else _CompressedTensors
     return kind(source, settings)
 
 
-# quant_method of a config -> how its checkpoints are stored. docs/add-a-format.md goes through one.
+# quant_method of a config -> the layout of its checkpoints; see docs/add-a-format.md.
 METHODS: dict[str, Callable[[SafetensorsSource, Values], Layout]] = {
     "gptq": _Gptq,
     "awq": _Awq,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method of quantisation gives: tensors under the names of plain ones, from those that are stored for them."""
+"""The base class of quantised checkpoints, which offer stored tensors under the names of plain ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NUMPY = {"I32": "<i4", "I64": "<i8", "I8": "i1", "F16": "<f2", "F32": "<f4", "B
 
 @dataclass(frozen=True)
 class QuantisedTensor:
-    """One quantised matrix [out, in]; what it consists of is unpacked when it is asked for.
+    """One quantised matrix [out, in], whose values are unpacked on demand.
 
     Attributes:
         bits: 4 or 8.
-        group: columns that share a scale; 0: all.
-        zero: the zero point of every group, when it is the same one for all; None: each has its own.
-        group_of: the group of each column, when those of a group are not neighbours (activation order).
+        group: number of columns that share a scale; 0: all.
+        zero: the zero point of all groups if they have the same one, else None.
+        group_of: the group of each column if groups are not consecutive (activation order).
     """
 
     where: str
@@ -46,7 +46,7 @@ class QuantisedTensor:
         return self.zero == 1 << (self.bits - 1)
 
     def format(self, cols: range) -> tuple[str, int, bool]:
-        """The native format that holds these columns; bfloat16 for columns that belong to groups without order."""
+        """The native format that holds these columns; bfloat16 if groups are not consecutive or not aligned."""
         if self.bits == 8 and self.group == 0 and self.group_of is None and self._symmetric:
             return ("i8", 0, False)
         groups = _GROUPS_OF_8_BITS if self.bits == 8 else _GROUPS
@@ -76,7 +76,7 @@ class QuantisedTensor:
         return numpy.ascontiguousarray(scales[:, of] * (q - zeros[:, of]), numpy.float32)
 
     def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
-        """Values, scales and minima for groups of `group` columns (0: one a row), which lie within those stored."""
+        """Values, scales and minima for groups of `group` columns (0: whole rows), which divide the stored groups."""
         import numpy
 
         q, scales, zeros = self.layout.unpack(self, rows)
@@ -90,10 +90,15 @@ class QuantisedTensor:
         return dense(q), dense(scales, numpy.float32), dense(-scales * zeros, numpy.float32)
 
 
-class Layout:
-    """A checkpoint of one method: gives QuantisedTensor for each name that is stored as one."""
+def row_index(rows: Any) -> Any:
+    """An index of numpy for rows; a slice, which copies nothing, if they are consecutive."""
+    return slice(rows.start, rows.stop) if isinstance(rows, range) and rows.step == 1 else list(rows)
 
-    suffixes: tuple[str, ...] = ()  # of the tensor that holds the values
+
+class Layout:
+    """A checkpoint of one method of quantisation; `tensor` returns a QuantisedTensor for each quantised matrix."""
+
+    suffixes: tuple[str, ...] = ()  # suffixes of the tensors with the quantised values
 
     def __init__(self, source: SafetensorsSource, settings: Values) -> None:
         self.source = source

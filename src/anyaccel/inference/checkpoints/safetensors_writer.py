@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a checkpoint of safetensors files one tensor at a time; their sizes come before their values. Torch-free."""
+"""Writes a checkpoint of safetensors files one tensor at a time, after all sizes are known. Torch-free."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SafetensorsWriter:
         return f"model-{number + 1:05}-of-{len(self._files):05}.safetensors"
 
     def write(self, name: str, parts: Iterable[Any]) -> int:
-        """The next tensor, as contiguous arrays one after another. Returns its size."""
+        """Write the next tensor from contiguous arrays, in order; returns its size."""
         if not self._left:
             self._open_next()
         assert self._file is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a tensor that a rank holds."""
+"""The shard of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Slice:
-    """The part of a tensor along `dim` that this rank holds: the ranges, one after the other."""
+    """The shard of a tensor that a rank holds: these ranges along `dim`, concatenated."""
 
     dim: int
     ranges: tuple[range, ...]
@@ -20,7 +20,7 @@ class Slice:
 
 
 def view(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
-    """`part` of `tensor`; no copy where it is in one piece."""
+    """`part` of `tensor`, without a copy if it is one range."""
     pieces = [tensor.narrow(part.dim, piece.start, len(piece)) for piece in part.ranges]
     return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
 

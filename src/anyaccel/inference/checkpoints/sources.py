@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where weights are read from: safetensors files that are mapped, or a model in memory. Torch-free but for the latter.
+"""Sources of weights: mapped safetensors files, or a model in memory. Torch-free except for the latter.
 
-Tensors are given out as addresses and strides, so that native code packs them without a copy. Whoever has read rows of
-one says so (`TensorView.done`), and the pages of the file leave this process's memory again.
+Tensors are addresses with strides, so that native code packs them without a copy. After rows of one have been read,
+`TensorView.done` drops their pages from this process's memory.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import shown
 from anyaccel.safetensors.header import Entry, read_header
 
-# safetensors' names -> those of `_llm` and bytes a value; its other dtypes are no weights by themselves.
+# Floating-point dtypes of safetensors -> their names in `_llm`, and bytes of a value.
 FLOATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "F64": ("f64", 8)}
 
 # Types of `_llm` -> values in a block, bytes of a block.
 BLOCKS = {name: BLOCK_BYTES[name] for name in ("f32", "f16", "bf16", "f64", "q8_0", "q4_0", "q4_1")}
 
-_MAX_DIMENSIONS = 32  # of a tensor: more than any weight has, and than native code and numpy take
-_RELEASED_AT_ONCE = 16 << 20  # bytes; giving memory back takes about a millisecond
+_MAX_DIMENSIONS = 32  # more than any weight has, and the most that native code and numpy support
+_RELEASED_AT_ONCE = 16 << 20  # bytes; releasing memory to the system takes about a millisecond
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor in memory, of a type that native code reads.
+    """A tensor in memory, of a type that native code can read.
 
     Attributes:
         where: the file and the tensor, for messages.
-        strides: bytes from one entry to the next, a dimension; the last one of a type in blocks means nothing.
-        transposed: the matrix that it stands for is the transpose of this one.
-        order: row i is the stored row order[i].
-        plus: to be added to each value.
-        file: what is mapped where it lies; None for a tensor that is in memory anyway.
+        strides: bytes from one entry to the next of each dimension; the last one is not used for types with blocks.
+        transposed: whether the weight is the transpose of the stored matrix.
+        order: row i of the weight is the stored row order[i].
+        plus: a number to add to each value.
+        file: the mapped file that it is in; None for a tensor of a model in memory.
     """
 
     where: str
@@ -55,23 +55,23 @@ class TensorView:
     file: MappedFile | None = None
 
     def will_need(self) -> None:
-        """Have the system read it, as it is needed soon."""
+        """Let the system read it ahead."""
         if self.file is not None and self.shape:
             begin, end = self._offsets(range(self.shape[0]))
             self.file.will_need(begin, end)
 
     def done(self, rows: range | Sequence[int]) -> None:
-        """Say that these stored rows have been read: their pages leave this process's memory."""
+        """Drop the pages of these stored rows, which have been read, from this process's memory."""
         if self.file is not None:
             self.file.drop(*self._offsets(rows))
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether a row's values are neighbours; else the rows have all their pages in common."""
+        """Whether the values of a row are contiguous; otherwise all rows share their pages."""
         return len(self.strides) < 2 or self.strides[0] >= self.strides[1]
 
     def _offsets(self, rows: range | Sequence[int]) -> tuple[int, int]:
-        """From where to where in the file the rows lie; for rows without an order of their own, all of the tensor."""
+        """Begin and end of the rows in the file; those of the whole tensor if they are not one range."""
         assert self.file is not None
         begin = self.address - self.file.address
         if not self.is_by_rows:
@@ -82,7 +82,7 @@ class TensorView:
 
 
 class ConvertedTensor(Protocol):
-    """A matrix in a form that native code does not read: it is brought into another one a few rows at a time."""
+    """A matrix in a form that native code cannot read, which is converted a few rows at a time."""
 
     where: str
     type: str
@@ -98,7 +98,7 @@ class ConvertedTensor(Protocol):
         """One entry of a stack [entries, rows, cols]."""
 
     def will_need(self) -> None:
-        """As TensorView's; what has been read leaves memory by itself."""
+        """Let the system read it ahead; pages that have been read are dropped automatically."""
 
     def floats(self, rows: Any, cols: range) -> Any:
         """float32 [rows, cols] of stored rows (a range, or their numbers), contiguous (numpy)."""
@@ -119,14 +119,19 @@ class TensorSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
     def names(self) -> Iterable[str]: ...
     def tensor(self, name: str) -> Tensor:
-        """Raises ModelError, with the file, when it is not there or of no use, Unsupported for an unknown dtype."""
+        """The tensor of this name.
+
+        Raises:
+            ModelError: it is missing or unusable; the message names the file.
+            Unsupported: its dtype is unknown.
+        """
 
     def release(self, name: str) -> None:
-        """The tensor is not needed any more."""
+        """Release the memory of a tensor that is not needed any more."""
 
 
 def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Of a contiguous array, in bytes."""
+    """The strides of a contiguous array, in bytes."""
     strides = [itemsize] * len(shape)
     for dimension in range(len(shape) - 2, -1, -1):
         strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
@@ -163,7 +168,7 @@ class SafetensorsSource:
         return iter(self._tensors)
 
     def entry(self, name: str) -> tuple[MappedFile, Entry]:
-        """Its file and its place in it: for dtypes that are no weights by themselves."""
+        """The file of a tensor and its entry there, also for dtypes that `tensor` does not support."""
         found = self._tensors.get(name)
         if found is None:
             raise ModelError(f"{self._folder}: the checkpoint has no tensor {name!r}")
@@ -187,8 +192,8 @@ class TorchSource:
     """Torch's tensors by name.
 
     Args:
-        where: what comes before a tensor's name in messages.
-        release: each tensor's memory is given up once it is packed.
+        where: the prefix of a tensor's name in messages.
+        release: whether to free each tensor's memory after it is packed.
 
     Raises:
         Unsupported: a tensor is on another device than the CPU.
@@ -198,7 +203,7 @@ class TorchSource:
         self._tensors = dict(tensors)
         self._where = where
         self._release = release
-        self._released = 0  # bytes that the heap may hold still
+        self._released = 0  # bytes that are freed, but which the heap may still hold
         for name, tensor in self._tensors.items():
             if not tensor.is_cpu:
                 raise Unsupported(f"weights on device {tensor.device} (tensor {name!r})")
@@ -237,7 +242,7 @@ class ModuleSource(TorchSource):
     """The weights of a Hugging Face model in memory (`state_dict` names).
 
     Args:
-        release: each parameter's memory is given up once it is packed; the module is of no use by itself afterwards.
+        release: whether to free each parameter's memory after it is packed, which makes the module unusable.
 
     Raises:
         Unsupported: a tensor is on another device than the CPU.
@@ -258,12 +263,12 @@ def folder_source(folder: Path) -> SafetensorsSource | TorchSource:
     from anyaccel.inference.checkpoints.torch_files import Checkpoint
 
     return TorchSource(
-        {name: _dense(folder, name, each) for name, each in Checkpoint(folder).tensors().items()}, str(folder)
+        {name: _contiguous(folder, name, each) for name, each in Checkpoint(folder).tensors().items()}, str(folder)
     )
 
 
-def _dense(folder: Path, name: str, tensor: Any) -> Any:
-    """As in a safetensors file: torch keeps strides, also those of a view that is larger than what it shows."""
+def _contiguous(folder: Path, name: str, tensor: Any) -> Any:
+    """The tensor as a contiguous one, as in a safetensors file: torch's files may have views of larger tensors."""
     if tensor.is_contiguous():
         return tensor
     if tensor.nbytes > tensor.untyped_storage().nbytes():

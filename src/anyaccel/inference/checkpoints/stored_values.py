@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of stored tensors as arrays, rounded and packed into words. numpy, torch-free."""
+"""Reads the values of stored tensors as numpy arrays, rounds them and packs them into words. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def relative_error(error: float, total: float) -> float:
 
 
 def shape_of(tensor: Any) -> tuple[int, ...]:
-    """The shape that Hugging Face's tensor has."""
+    """The shape of the tensor in a Hugging Face checkpoint."""
     return tuple(tensor.shape[::-1]) if tensor.transposed else tuple(tensor.shape)
 
 
@@ -28,7 +28,7 @@ def stored_bytes(tensor: Any) -> int:
 
 
 def kept_dtype(tensor: Any) -> str:
-    """Vectors keep their precision, matrices are 16 bits."""
+    """The dtype for a tensor that is not quantised: vectors keep their precision, matrices get 16 bits."""
     if isinstance(tensor, TensorView) and tensor.type == "f16":
         return "F16"
     if len(tensor.shape) < 2 and not (isinstance(tensor, TensorView) and tensor.type == "bf16"):
@@ -37,7 +37,7 @@ def kept_dtype(tensor: Any) -> str:
 
 
 def rows_of(tensor: Any, rows: range) -> tuple[int, str, int, Any]:
-    """Address, type and stride of some rows, and the array that has them if one had to be made."""
+    """Address, type and stride of some rows, and the array that owns them if a copy was needed."""
     if isinstance(tensor, TensorView) and tensor.order is None and not tensor.plus:
         _check_dense(tensor)
         return tensor.address + rows.start * tensor.strides[0], tensor.type, tensor.strides[0], None
@@ -46,7 +46,7 @@ def rows_of(tensor: Any, rows: range) -> tuple[int, str, int, Any]:
 
 
 def floats_of(tensor: Any, rows: range | None = None) -> Any:
-    """float32 values, as Hugging Face has them; a copy."""
+    """A copy of the values as float32, in the layout of a Hugging Face checkpoint."""
     import numpy
 
     stored: Any = rows if rows is not None else range(tensor.shape[0])
@@ -113,7 +113,7 @@ def packed_words(q: Any, bits: int) -> Any:
 
 
 def with_zero_points(floats: Any, scales: Any, minima: Any, group: int) -> tuple[Any, Any, Any, tuple[float, float]]:
-    """Whole zero points for scales and minima that a search found: value = scale * (q - zero)."""
+    """Replace minima by integer zero points: value = scale * (q - zero)."""
     import numpy
 
     rows, cols = floats.shape

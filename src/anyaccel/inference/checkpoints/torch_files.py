@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads weights out of a Hugging Face model folder, tensor by tensor or slice by slice."""
+"""Reads weights from a Hugging Face model folder, tensor by tensor or slice by slice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from anyaccel.safetensors.tensors import mapped, tensor_of
 
 _COMPARED = 1 << 20  # values of a tensor that are compared at a time
 
-# What readers raise for files that are not what their name says; unpickling damaged bytes may raise almost anything.
+# Errors of readers for damaged files; unpickling damaged bytes may raise almost anything.
 _DAMAGE = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -40,7 +40,7 @@ _DAMAGE = (
 
 
 def _index_of(folder: Path, stem: str, suffix: str) -> dict[str, Path]:
-    """Tensor name -> file, of a sharded checkpoint; empty when there is no index file."""
+    """Tensor name -> file of a sharded checkpoint; empty if there is no index file."""
     index = folder / f"{stem}{suffix}.index.json"
     if not index.is_file():
         return {}
@@ -48,7 +48,7 @@ def _index_of(folder: Path, stem: str, suffix: str) -> dict[str, Path]:
 
 
 def _refusal(file: Path, error: pickle.UnpicklingError) -> ModelError:
-    """What torch says at length, in a line: what the file would run, or that it is damaged."""
+    """torch's long message in one line: which code the file would run, or that it is damaged."""
     found = re.search(r"(?:GLOBAL|Unsupported class) ([\w.]+)", str(error))
     if found is None:
         why = line(str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0])
@@ -60,7 +60,7 @@ def _refusal(file: Path, error: pickle.UnpicklingError) -> ModelError:
 
 
 class _Safetensors(Mapping[str, torch.Tensor]):
-    """The tensors of a safetensors file: views of the mapped file, which are made when they are asked for."""
+    """The tensors of a safetensors file, as views of the mapped file that are made on demand."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -101,7 +101,7 @@ class Checkpoint:
     def _open(self, file: Path) -> Mapping[str, Any]:
         if file not in self._open_files:
             try:
-                self._open_files[file] = _unpickled(file) if file.suffix == ".bin" else _Safetensors(file)
+                self._open_files[file] = _unpickle(file) if file.suffix == ".bin" else _Safetensors(file)
             except ModelError:
                 raise
             except pickle.UnpicklingError as error:
@@ -121,7 +121,7 @@ class Checkpoint:
         return tensor
 
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of all tensors.
+        """The shapes of all tensors.
 
         Raises:
             ModelError: a file is damaged, or lacks a tensor that the index says it has.
@@ -129,15 +129,15 @@ class Checkpoint:
         return [tuple(self._tensor(name).shape) for name in self._files]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors, mapped where the files can be.
+        """All tensors, mapped if the files can be.
 
         Raises:
-            ModelError: a file is damaged, or has something else under a tensor's name, or not what the index says.
+            ModelError: a file is damaged, lacks a tensor of the index, or has something else under its name.
         """
         return {name: self._tensor(name) for name in self._files}
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same type, shape and values; they are read a few rows at a time.
+        """Whether two tensors have the same dtype, shape and values, compared a few rows at a time.
 
         Raises:
             ModelError: a file is damaged.
@@ -146,17 +146,17 @@ class Checkpoint:
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
         if a.is_set_to(b):
-            return True  # torch's files have a shared tensor once, under both names
+            return True  # torch's files store a shared tensor once, under both names
         step = max(_COMPARED // max(math.prod(a.shape[1:]), 1), 1)
         if not a.dim():
             return torch.equal(a, b)
         return all(torch.equal(a[i : i + step], b[i : i + step]) for i in range(0, len(a), step))
 
     def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
-        """The tensor `name` of `shape`, or only `part` of it: a view of the mapped file where it is in one piece.
+        """The tensor `name` of `shape`, or only `part` of it; a view of the mapped file if it is one range.
 
         Raises:
-            ModelError: it is not there, has another shape, or the file is damaged.
+            ModelError: it is missing, has another shape, or the file is damaged.
         """
         if name not in self._files:
             raise ModelError(f"{self._folder}: has no tensor {name!r}")
@@ -169,10 +169,10 @@ class Checkpoint:
         return tensor if part is None else view(tensor, part)
 
 
-def _unpickled(file: Path) -> dict[str, Any]:
-    # Files from before torch 1.6 are no zip archives and cannot be mapped.
+def _unpickle(file: Path) -> dict[str, Any]:
+    # Files from before torch 1.6 are not zip archives, and cannot be mapped.
     mappable = zipfile.is_zipfile(file)
-    with warnings.catch_warnings():  # that the pickle is of another protocol, before an error
+    with warnings.catch_warnings():  # torch warns of another pickle protocol before it raises an error
         warnings.filterwarnings("ignore", "Detected pickle protocol")
         data = torch.load(file, map_location="cpu", weights_only=True, mmap=mappable)
     if not isinstance(data, dict):

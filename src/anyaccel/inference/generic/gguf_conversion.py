@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of a GGUF file as a Hugging Face folder in the user's cache, by transformers."""
+"""Converts the model of a GGUF file to a Hugging Face folder in the user's cache, by transformers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from anyaccel.outside import told
 
 
 def converted(source: Path, announce: Callable[[str], object] | None = None) -> Path:
-    """The folder with the converted model of the GGUF file `source`, made when it is not there yet.
+    """The folder with the converted model of the GGUF file `source`, which is made if it does not exist.
 
-    The weights are dequantised to float32 safetensors: exactly the values that the file stands for.
+    The weights are dequantised, exactly, to float32 safetensors.
 
     Args:
         announce: called with one line before a conversion, which takes a while.
@@ -51,7 +51,7 @@ def _noting_unread() -> Iterator[list[str]]:
     def noting(processor: Any) -> Any:
         def process(self: Any, weights: Any, name: str, **options: Any) -> Any:
             result = processor.process(self, weights=weights, name=name, **options)
-            # A result without a name is of a tensor that the processor has stored itself, such as one of many experts.
+            # A result without a name means that the processor has stored the tensor itself, such as that of an expert.
             if result.name is not None and result.name not in options["tensor_key_mapping"]:
                 unread.append(name)
             return result
@@ -80,7 +80,7 @@ def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | 
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     **location(source), config=config, dtype=torch.float32, output_loading_info=True
                 )
-    except Exception as error:  # the readers raise whatever a damaged file leads them to
+    except Exception as error:  # a damaged file may cause any error
         raise ModelError(f"{source}: transformers cannot read this GGUF file ({told(error)})") from error
     model, info = loaded
     tensors = GgufSource(source)
@@ -97,18 +97,18 @@ def _save_model(source: Path, folder: Path, announce: Callable[[str], object] | 
 
 
 def _write_on_any_rank(model: Any) -> None:
-    """Let transformers write the files of this model in whichever rank of a job converts it.
+    """Let transformers write the files of this model on whichever rank of a job converts it.
 
-    Once torch.distributed has started, it writes nothing in all ranks but one, without an error: that of a job that
-    saves what all of them hold together. A conversion is the work of the one rank that has got the lock.
+    Once torch.distributed has started, transformers silently writes files on the main rank only. The conversion runs
+    on the one rank that holds the lock.
     """
     model.should_save_on_this_rank = lambda _is_main_process: True
 
 
 def pad_within_vocabulary(config: Any) -> None:
-    """Remove a padding token that the vocabulary does not have, as a family's default may be one (Phi-3's).
+    """Remove a padding token outside of the vocabulary, as a family's default may be (Phi-3's).
 
-    nn.Embedding refuses such a token, which would only tell it which row gets no gradient.
+    nn.Embedding refuses it, and needs it only to know which row gets no gradient.
     """
     text = config.get_text_config()
     pad, vocabulary = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)

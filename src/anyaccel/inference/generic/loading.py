@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a path to a model whose weights are still in the file."""
+"""Loads the structure of a model, and finds its weights, which stay in the files."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
         if getattr(config, "quantization_config", None):
             raise ModelError(f"{folder}: its weights are quantised ({_method(config)}), which is not supported")
         pad_within_vocabulary(config)
-        # Buffers (rotary frequencies, masks) are real: no checkpoint has them.
+        # Buffers (rotary frequencies, masks) get values, as checkpoints do not have them.
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        model.tie_weights()  # init_empty_weights has made tied parameters two
+        model.tie_weights()  # init_empty_weights has separated tied parameters
         model.eval()
         model.name_or_path = str(folder)
         _read_generation_config(model, folder)
@@ -106,16 +106,16 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
 
 
 def _configuration(values: Mapping[str, Any]) -> Any:
-    """The configuration that transformers makes of the content of a config.json."""
+    """transformers' configuration for the content of a config.json."""
     from transformers import AutoConfig
 
-    with tempfile.TemporaryDirectory(prefix="anyaccel-") as folder:  # it takes files only
+    with tempfile.TemporaryDirectory(prefix="anyaccel-") as folder:  # transformers reads files only
         (Path(folder) / "config.json").write_text(json.dumps(values))
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def _check_dtype(given: Any, where: str) -> None:
-    """Raise ModelError for a config.json with a dtype that torch has not: transformers asks torch for it."""
+    """Raise ModelError for a dtype in config.json that torch does not have, for which transformers would fail."""
     config = Values(given, where)
     for values in (config, config.mapping("text_config")):
         name = "dtype" if values.has("dtype") else "torch_dtype"
@@ -175,7 +175,7 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
         same += [origin for target, origin in tied.items() if target == name]
         found = next(filter(None, map(stored, same)), None)
         if found is None and name in buffers:
-            continue  # the model has computed it
+            continue  # the model has computed this buffer
         if found is None:
             missing.append(name)
         else:
@@ -186,7 +186,7 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
     whole = _load_whole(folder)
     each = dict(whole.named_parameters(remove_duplicate=False))
     _untie(model, folder, lambda target, origin: {target, origin} <= each.keys() and each[target] is not each[origin])
-    return LoadedWeights(whole, mapped=True)  # transformers leaves them mapped
+    return LoadedWeights(whole, mapped=True)  # transformers keeps the files mapped
 
 
 def _differ(checkpoint: Checkpoint, target: str | None, origin: str | None) -> bool:
@@ -194,9 +194,9 @@ def _differ(checkpoint: Checkpoint, target: str | None, origin: str | None) -> b
 
 
 def _untie(model: Any, folder: Path, differ: Callable[[str, str], bool]) -> None:
-    """Untie the parameters of a skeleton that the checkpoint has different values for.
+    """Untie the parameters of a skeleton for which the checkpoint has different values.
 
-    transformers too believes the weights then, not the configuration.
+    As in transformers, the weights take precedence over the configuration.
 
     Args:
         differ: whether a parameter and the one that it is tied to, both given by name, have different values.
@@ -212,7 +212,7 @@ def _untie(model: Any, folder: Path, differ: Callable[[str, str], bool]) -> None
         )
         owner, _, short = target.rpartition(".")
         parameter = model.get_parameter(target)
-        # The shape is the configuration's: a stored one that is different is refused where it is read.
+        # It has the shape of the configuration; a stored tensor of another shape is refused when it is read.
         setattr(model.get_submodule(owner), short, nn.Parameter(torch.empty_like(parameter), requires_grad=False))
         del tied[target]
 

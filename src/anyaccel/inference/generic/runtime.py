@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generic path: a Hugging Face module whose linears, experts, embedding and RMS norms are packed native ones.
+"""The generic path: replaces linears, experts, embedding and RMS norms of a Hugging Face module by packed native ones.
 
-Attention, caches and whatever else the module does stay its own, so every architecture gets the faster products.
+Attention, caches and everything else stay the module's own code, so that every architecture gets faster products.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _FORMATS = {"fp32": "f32", "fp16": "f16", "bf16": "bf16"}
 _PLAIN_SUBCLASSES = frozenset({"FalconLinear", "Conv1D"})
 _NOT_RUN = frozenset({"__init__", "_init_weights", "reset_parameters", "tie_weights"})
 _ROUTERS = frozenset({"gate", "gating", "shared_expert_gate"})
-_MOST_EXPERTS = 1024  # a linear that is called gate and has more outputs is the gate of an MLP, not a router
-# Modules that belong to no one model: a weight that their code reads is not for that reason read in this model.
+_MOST_EXPERTS = 1024  # a linear named "gate" with more outputs is the gate of an MLP, not a router
+# Packages with code for many models: that such code reads a weight does not mean that this model uses it.
 _NOT_MODELS = ("torch.", "transformers.modeling_", "transformers.generation", "transformers.integrations")
-# `self.a.b.weight` in a model's code: (self, "a.b."). The dtype, device and shape of a weight stay when it is packed.
+# Matches `self.a.b.weight` in a model's code: (self, "a.b."); not .dtype, .device and .shape, which survive packing.
 _WEIGHT_READ = re.compile(r"\b(\w+)\.((?:\w+\.)+)(?:weight|bias)\b(?!\.(?:dtype|device|shape)\b)")
 
 
@@ -53,9 +53,9 @@ class Packed:
     """What `pack` has replaced, for reports.
 
     Attributes:
-        linears, norms, experts: how many were replaced.
-        kept: name of a linear that stays torch's -> why.
-        bytes: of the packed matrices.
+        linears, norms, experts: numbers of replaced modules.
+        kept: name of a linear that was not replaced -> the reason.
+        bytes: size of the packed matrices.
     """
 
     linears: int = 0
@@ -66,14 +66,14 @@ class Packed:
 
 
 def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
-    """Replace linears, norms, stacked experts and the embedding of `module`, in place; a weight goes once it is packed.
+    """Replace linears, norms, stacked experts and the embedding of `module` in place, freeing each packed weight.
 
-    A tied head and embedding become one matrix. As on the native path, quantised embeddings and heads have 8 bits and
-    routers stay as they are.
+    A tied head and embedding become one matrix. As on the native path, quantised embeddings and heads get 8 bits, and
+    routers are not quantised.
 
     Args:
         precision: fp32, bf16, fp16, int8 or int4.
-        group_size: of int4.
+        group_size: the group size of int4.
     """
     done = Packed()
     read = _weights_read_elsewhere(module)
@@ -109,7 +109,7 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
             done.bytes += sum(each.packed.bytes for each in parallel.linears)
             setattr(parent, short, parallel)
         elif _is_read(read, parent, short):
-            continue  # code reads the weight of this norm, and a packed norm has none to read
+            continue  # the model's code reads the weight of this norm, which a packed norm does not have
         elif (norm := _rms_norm(child, name)) is not None:
             packed[id(child)] = norm
             setattr(parent, short, norm)
@@ -122,7 +122,7 @@ def pack(module: nn.Module, precision: str, group_size: int) -> Packed:
 
 
 def _embeddings(module: nn.Module) -> tuple[Any, Any]:
-    """The modules of the embedding and of the head; None where there is none, or it is of an unusual kind."""
+    """The modules of the embedding and of the head; None for one that is missing or unusual."""
     found = []
     for name in ("get_input_embeddings", "get_output_embeddings"):
         part = None
@@ -135,7 +135,7 @@ def _embeddings(module: nn.Module) -> tuple[Any, Any]:
 def _pack_embedding(
     module: nn.Module, embedding: Any, head: Any, precision: str, read: Mapping[type, set[str]], done: Packed
 ) -> None:
-    """Give the embedding the matrix of the head that it is tied to, or when quantised one of its own."""
+    """Replace the embedding by one on the matrix of the head that it is tied to, or, if quantised, on its own."""
     found = [(name, parent, short) for name, parent, short, child in _children(module) if child is embedding]
     places = [(parent, short) for _, parent, short in found]
     scale = _embedding_scale(embedding)
@@ -155,7 +155,7 @@ def _pack_embedding(
 
 
 def _embedding_scale(embedding: Any) -> float | None:
-    """What an embedding multiplies its rows by, found out by trying; None when it does anything else."""
+    """The factor by which an embedding multiplies its rows, found by running it; None if it does anything else."""
     weight = embedding.weight
     if not isinstance(embedding, nn.Embedding) or not _has_values(weight):
         return None
@@ -177,14 +177,14 @@ def _embedding_scale(embedding: Any) -> float | None:
         at = int(rows.abs().argmax())
         scale = float(got.flatten()[at] / rows.flatten()[at])
         named = [getattr(embedding, name, None) for name in ("embed_scale", "scalar_embed_scale")]
-        for value in named:  # exact, where the quotient has the rounding of a product in 16 bits
+        for value in named:  # exact values, as the quotient has the rounding error of a 16-bit product
             with contextlib.suppress(TypeError, ValueError, RuntimeError):
                 scale = float(value) if math.isclose(float(value), scale, rel_tol=2e-2) else scale  # type: ignore[arg-type]
         return scale if torch.allclose(got, rows * scale, rtol=1e-2, atol=1e-6) else None
 
 
 def _is_router(name: str, parent: nn.Module, linear: Any) -> bool:
-    """Whether the outputs of a linear choose experts, by its name or its parent's and by how few they are."""
+    """Whether a linear is a router of experts, judged by its name or its parent's, and its number of outputs."""
     words = name.split(".")[-2:]
     named = any(word in _ROUTERS or word.endswith("router") for word in words) or "Router" in type(parent).__name__
     return named and linear.weight.shape[0] <= _MOST_EXPERTS and not isinstance(linear, RowParallelLinear)
@@ -203,7 +203,7 @@ def _is_linear(module: nn.Module) -> bool:
     if not _is_as_written(module) or {n for n, _ in module.named_parameters()} - {"weight", "bias"}:
         return False
     bias, outputs = getattr(module, "bias", None), weight.shape[1 if type(module).__name__ == "Conv1D" else 0]
-    if bias is not None and tuple(bias.shape) != (outputs,):  # torch would broadcast it, the native kernel would not
+    if bias is not None and tuple(bias.shape) != (outputs,):  # torch would broadcast it, but the native kernel not
         return False
     return type(module) is nn.Linear or type(module).__name__ in _PLAIN_SUBCLASSES
 
@@ -213,13 +213,13 @@ def _has_values(weight: torch.Tensor) -> bool:
 
 
 def _is_as_written(module: nn.Module) -> bool:
-    """Whether nobody has hooked the module, or replaced its forward or that of its class."""
+    """Whether the module has no hooks, and its forward and that of its class were not replaced."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and "forward" not in vars(module) and is_own_method(type(module), "forward")
 
 
 def _shared_parameters(module: nn.Module) -> set[int]:
-    """id() of parameters of several modules, which must stay as long as one of these is not packed: a tied head's."""
+    """id() of parameters that several modules share (a tied head's), which may be freed only after all are packed."""
     seen: set[int] = set()
     twice: set[int] = set()
     for part in module.modules():
@@ -230,14 +230,14 @@ def _shared_parameters(module: nn.Module) -> set[int]:
 
 
 def _weights_read_elsewhere(module: nn.Module) -> dict[type, set[str]]:
-    """Children whose `weight` or `bias` some code reads itself, instead of calling them: these must stay as they are.
+    """Names of children whose `weight` or `bias` the model's code reads directly, so that they must not be replaced.
 
-    By the class of their parent; under nn.Module, those that some code reaches through several modules, by the last
-    name only: they count whatever the parent is.
+    They are listed by the class of their parent. Those that are reached through several modules are listed under
+    nn.Module by their last name, and count for every parent.
     """
     found: dict[type, set[str]] = {nn.Module: set()}
     for kind in {type(part) for part in module.modules()}:
-        # nn.MultiheadAttention hands the weights of its out_proj to a function of torch's.
+        # nn.MultiheadAttention passes the weights of its out_proj to a function of torch.
         names = {"out_proj"} if issubclass(kind, nn.MultiheadAttention) else set()
         for base in kind.__mro__:
             if not base.__module__.startswith(_NOT_MODELS) and base is not object:
@@ -254,7 +254,7 @@ def _is_read(read: Mapping[type, set[str]], parent: nn.Module, short: str) -> bo
 
 @functools.cache
 def _method_sources(kind: type) -> tuple[str, ...]:
-    """Source of a class's methods that inference on a CPU may run: not of what initialises, trains or is for CUDA."""
+    """The source of a class's methods that inference on a CPU may run, without initialisation, training and CUDA."""
     texts = []
     for name, method in vars(kind).items():
         if inspect.isfunction(method) and name not in _NOT_RUN and not name.startswith(("init_", "cuda_")):
@@ -278,7 +278,7 @@ class _WithoutTraining(ast.NodeTransformer):
 
 
 def format_for(precision: str, group_size: int, columns: int) -> tuple[str, int, bool]:
-    """(format, group, minimum) of a packed matrix: int4 needs whole groups, else it is int8."""
+    """(format, group, minimum) of a packed matrix; int4 becomes int8 if groups do not divide the columns."""
     if precision == "int4":
         fits = [size for size in (group_size, 64, 32) if size <= group_size and columns % size == 0]
         if fits:
@@ -319,7 +319,7 @@ def _pack_linear(module: nn.Module, precision: str, group_size: int, name: str) 
 
 
 def _pack_experts(module: Any, precision: str, group_size: int, name: str) -> PackedExperts | None:
-    """The experts of a module that follows transformers' `use_experts_implementation`; None of any other."""
+    """The packed experts of a module that uses transformers' `use_experts_implementation`; None for any other."""
     flags = ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj")
     if not all(hasattr(module, flag) for flag in flags) or getattr(module, "has_post_expert_norm", False):
         return None
@@ -345,7 +345,7 @@ def _pack_experts(module: Any, precision: str, group_size: int, name: str) -> Pa
 
 
 def _pack_parallel_experts(module: Any, precision: str, group_size: int, name: str) -> PackedParallelExperts | None:
-    """The stacked linears of a `...ParallelExperts`, which gets its rows sorted by expert; None of any other module."""
+    """The packed linears of a `...ParallelExperts`, whose input is sorted by expert; None for any other module."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("ParallelExperts") or not isinstance(weight, torch.Tensor):
         return None
@@ -374,7 +374,7 @@ def _pack_stack(
 
 
 def _rms_norm(module: nn.Module, name: str) -> PackedRMSNorm | None:
-    """A native norm that computes what `module` does, found out by trying; None when it is no plain RMS norm."""
+    """A native norm that computes the same as `module`, checked by running it; None if it is not a plain RMS norm."""
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(weight, torch.Tensor) or weight.dim() != 1:
         return None
@@ -389,7 +389,7 @@ def _rms_norm(module: nn.Module, name: str) -> PackedRMSNorm | None:
     compute: Any = module
     generator = torch.Generator().manual_seed(0)
     width = weight.numel()
-    # Some rows are small enough for eps to make a difference.
+    # Some rows are so small that eps matters.
     x_TH = torch.randn(4, width, generator=generator) * torch.tensor([[1.0], [3.0], [1e-3], [1e-2]])
     with torch.no_grad():
         try:

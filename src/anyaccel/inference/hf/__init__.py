@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes a native decoder a Hugging Face model: its class, its cache, and `generate` with its arguments."""
+"""Makes a native decoder a Hugging Face model: its class, its cache, and `generate` with its arguments."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native key/value cache as Hugging Face's `Cache`: what their own loops and users' code hold between calls."""
+"""The native key/value cache as Hugging Face's `Cache`, for their generation loops and users' code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Sequences:
-    """Owns native sequences, by their numbers: they are destroyed with this object."""
+    """Owns native sequences, given by their numbers, and destroys them when it is garbage-collected."""
 
     def __init__(self, model: _llm.Model) -> None:
         self.model = model
@@ -25,7 +25,7 @@ class _Sequences:
         self._release = weakref.finalize(self, _destroy, model, self.numbers)
 
     def replace(self, numbers: Sequence[int]) -> None:
-        """Own these from now on, and destroy those that are no longer among them."""
+        """Own these sequences instead, and destroy the former ones that are not among them."""
         gone = set(self.numbers) - set(numbers)
         self.numbers[:] = numbers
         for number in gone:
@@ -41,8 +41,8 @@ def _destroy(model: _llm.Model, numbers: list[int]) -> None:
 class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyproject.toml)
     """The keys and values of a batch, each row of which is a sequence in the native model.
 
-    `get_seq_length` counts columns as Hugging Face does, padding among them; the native sequences hold only what the
-    attention mask has let through, which `kept_BT` records.
+    `get_seq_length` counts columns as Hugging Face does, including padding. The native sequences have only the tokens
+    that the attention mask shows, which `kept_BT` records.
     """
 
     def __init__(self, model: _llm.Model, limit: int = 0) -> None:
@@ -57,17 +57,17 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
 
     @classmethod
     def of_tokens(cls, model: _llm.Model, limit: int, ids_BT: torch.Tensor, kept_BT: torch.Tensor) -> NativeCache:
-        """A cache of these tokens, which are computed when it is first used: the cache of most results never is.
+        """A cache of these tokens, which are computed when it is first used, as most returned caches never are.
 
         Args:
-            kept_BT: which of them are no padding.
+            kept_BT: which of them are not padding.
         """
         made = cls(model, limit)
         made.kept_BT, made._unread_BT = kept_BT.bool(), ids_BT.to(torch.int64)
         return made
 
     def fill(self) -> None:
-        """Compute the tokens that `of_tokens` was given, where that has not been done; a collective call."""
+        """Compute the tokens given to `of_tokens`, if that was not done yet; a collective call."""
         if self._unread_BT is None:
             return
         ids_BT, self._unread_BT = self._unread_BT, None
@@ -86,12 +86,12 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
 
     @classmethod
     def adopt(cls, cache: Any, model: _llm.Model, limit: int) -> NativeCache:
-        """`cache` itself when it is a native one of `model`; an empty one of another class becomes one in place.
+        """`cache` itself if it is a native one of `model`; an empty cache of another class is converted in place.
 
-        In place, because callers go on with the object that they have given.
+        It is converted in place because callers keep using the object that they have passed.
 
         Raises:
-            UsageError: it has another model's tokens.
+            UsageError: it has tokens of another model.
         """
         if cache is None:
             return cls(model, limit)
@@ -118,10 +118,10 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
         return self.native.numbers
 
     def begin(self, rows: int) -> None:
-        """Make the rows of a batch when there are none yet.
+        """Create the rows of a batch if the cache has none yet.
 
         Raises:
-            UsageError: there are others than `rows`.
+            UsageError: it has another number of rows.
         """
         if not self.sequences:
             self.native.replace([self.native.model.create() for _ in range(rows)])
@@ -133,7 +133,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
         """Tokens in each native sequence."""
         return [self.native.model.length(number) for number in self.sequences]
 
-    # What Hugging Face's code asks for ----------------------------------------------------------------------
+    # Hugging Face's interface -------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"NativeCache(rows={len(self.kept_BT)}, columns={self.get_seq_length()})"
@@ -189,7 +189,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
             self.native.model.truncate(number, length)
 
     def _select(self, rows: list[int]) -> None:
-        """Row i becomes what row rows[i] is now; each sequence is taken over once and forked for the others."""
+        """Replace row i by row rows[i]; a sequence that is selected several times is forked."""
         model, old = self.native.model, list(self.sequences)
         taken: set[int] = set()
         new = []
@@ -218,7 +218,7 @@ class NativeCache(Cache):  # type: ignore[misc]  # transformers is not read (pyp
         self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: every token stays until it is cropped."""
+        """Does nothing, as every token stays in the cache until it is cropped."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeCache:
         """A cache of its own that shares the tokens so far: a prompt that several answers start from."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Loads this rank's part of a model, given its number and how many ranks share its host.
+# Loads a rank's part of a model, given its rank and the number of ranks on its host.
 Load = Callable[[int, int], NativeModel]
 
 
@@ -36,11 +36,11 @@ def draft_for(
     """Give a model the draft model that `settings` name.
 
     Args:
-        model: what `native` was made from.
-        join: has all ranks load their part of a path and connects them.
+        model: the path or module that `native` was made from.
+        join: makes all ranks load their part of a path, and connects them.
 
     Raises:
-        UsageError, ModelError: it is no model that can guess for this one.
+        UsageError, ModelError: it cannot draft for this model.
     """
     given = settings.draft
     if not isinstance(given, str | Path):
@@ -74,7 +74,7 @@ def draft_for(
 
 
 def _texts(model: Path, draft: Path) -> TextBridge | None:
-    """What goes between the tokens of two models; None where they are the same."""
+    """A bridge between the tokens of two models; None if they have the same tokens."""
     from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
     own, other = load_text_tokenizer(model), load_text_tokenizer(draft)
@@ -82,7 +82,7 @@ def _texts(model: Path, draft: Path) -> TextBridge | None:
 
 
 def _check_vocabulary(native: NativeModel, draft: NativeModel) -> None:
-    """Refuse what surely has other tokens: models in memory bring no tokenizer to compare."""
+    """Refuse a draft model with another vocabulary size; models in memory have no tokenizers to compare."""
     own, other = native.whole_spec.vocab, draft.whole_spec.vocab
     if own != other:
         raise UsageError(f"the draft model has {other} tokens and the model {own}: give paths, which have tokenizers")
@@ -94,8 +94,8 @@ def native_of(model: Any) -> NativeModel | None:
     return found if isinstance(found, NativeModel) and hasattr(found.model, "set_draft") else None
 
 
-class _HuggingFaces:
-    """Their tokenizer as `inference.native.draft.Tokenizer`."""
+class _HuggingFaceTokenizer:
+    """Hugging Face's tokenizer as an `inference.native.draft.Tokenizer`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -124,14 +124,14 @@ def can_assist(native: NativeModel, assistant: Any, tokenizer: Any, other: Any) 
 
 @contextmanager
 def assisted(native: NativeModel, assistant: Any, tokenizer: Any, other: Any) -> Iterator[None]:
-    """Let an assistant that `can_assist` guess within the block; None: whatever the model has guesses."""
+    """Let an assistant for which `can_assist` holds draft within the block; None: keep the model's own drafts."""
     if assistant is None:
         yield
         return
     before, draft = native.draft, native_of(assistant)
     texts = None
     if tokenizer is not None and other is not None and tokenizer.get_vocab() != other.get_vocab():
-        texts = TextBridge(_HuggingFaces(tokenizer), _HuggingFaces(other))
+        texts = TextBridge(_HuggingFaceTokenizer(tokenizer), _HuggingFaceTokenizer(other))
     attach(native, draft, texts)
     try:
         yield

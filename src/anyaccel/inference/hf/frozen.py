@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules of a model that the native runtime computes: they tell its structure, and refuse to be called or edited.
+"""Freezes the modules of a model that the native runtime computes: they show its structure, but refuse calls and edits.
 
-Nothing that is done to them would change an answer, so each attempt is an error at once: another module, weight, number
-or function in the place of one, a hook, a state dict to read or to write, values of a weight. They are of subclasses of
-their own classes, with the same names; their registries are dicts that cannot be changed. No call pays for it.
+A change to them would have no effect on an answer, so each attempt raises an error: replacing a module, weight, number
+or function, adding a hook, reading or writing a state dict or the values of a weight. The modules get subclasses of
+their classes, with the same names, and registries that are immutable dicts. Calls of the model are not slowed down.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from anyaccel.inference.modules.state import NOTES
 
 ADVICE = "do it before init_inference, or load the model with runtime='torch'"
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
-# Attributes that may be set: they change nothing that is computed.
+# Attributes that may be set, as they have no effect on what is computed.
 _FREE = NOTES | {"training", "_compiled_call_impl"}
 
 
@@ -45,12 +45,12 @@ class _Frozen:
     _where: str
 
     def __setattr__(self, name: str, value: Any) -> None:
-        absent = self  # no attribute of a module is the module itself
+        absent = self  # a sentinel, as no attribute of a module is the module itself
         there = getattr(self, name, absent)
         if there is value:
             return
         if name in _FREE or (there is absent and not isinstance(value, nn.Module | torch.Tensor)):
-            object.__setattr__(self, name, value)  # a new name is a note of the caller's: no module reads it
+            object.__setattr__(self, name, value)  # a new name is harmless, as no module reads it
         elif "_where" in vars(self):
             raise _change_error(f"{self._where}.{name}")
         else:  # a module that was made of frozen ones, such as a slice of a list of modules
@@ -74,7 +74,7 @@ class _Frozen:
 
 
 def refuse_state_dict(what: str) -> NoReturn:
-    """Say that there are no weights to read or write.
+    """Raise the error for reading or writing weights.
 
     Raises:
         UsageError: always.
@@ -103,20 +103,20 @@ def _frozen_class(kind: type) -> Any:
 
 
 def shapes_of(model: nn.Module) -> dict[int, torch.Size]:
-    """Shapes of a model's parameters, by id(): of those whose memory goes when they are packed."""
+    """Shapes of a model's parameters by id(), as packing frees their memory."""
     return {id(each): each.shape for each in model.parameters()}
 
 
 def code_of(model: nn.Module) -> dict[type, Any]:
-    """The classes of a model's modules, and the code that each runs."""
+    """The classes of a model's modules -> their forward functions."""
     return {kind: kind.forward for kind in {type(module) for module in model.modules()}}
 
 
 def check_code_is(recorded: Mapping[type, Any]) -> None:
-    """Check that the classes still run the code that `code_of` found before the model was frozen.
+    """Check that the classes still have the functions that `code_of` found before the model was frozen.
 
     Raises:
-        UsageError: somebody has replaced the code of a class since, which would change nothing that is computed.
+        UsageError: a function was replaced since, which would have no effect on what is computed.
     """
     for kind, code in recorded.items():
         if kind.forward is not code:  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold for a generation before anything runs, and Hugging Face's sampling options as native ones."""
+"""Checks the arguments of `generate` before anything runs, and converts Hugging Face's sampling options to ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anyaccel.outside import shown
 
 _MOST = 2**31 - 1
 _LEAST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-# Counts of Hugging Face's `generate`, with the least and the most each can be; None: no limit but that of the model.
+# Counts of Hugging Face's `generate`, with their least and largest values; None: limited by the model only.
 _COUNTS: dict[str, tuple[int, int | None]] = {
     "max_new_tokens": (1, None),
     "max_length": (0, None),
@@ -59,7 +59,7 @@ def _check_token_ids(name: str, value: Any) -> None:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise UsageError for an argument of `generate` that cannot be right; one that is None counts as not given.
+    """Raise UsageError for an invalid argument of `generate`; None counts as not given.
 
     The samplers' arguments are checked by `sampling_options`, and only where they have an effect.
     """
@@ -102,7 +102,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_input_ids(value: Any) -> None:
-    """Raise UsageError unless `value` is a dense tensor of whole numbers, [rows, tokens], that has values."""
+    """Raise UsageError unless `value` is a dense integer tensor [rows, tokens] with values."""
     if not isinstance(value, torch.Tensor):
         raise UsageError(
             f"input_ids={shown(value)}: must be a tensor of shape [rows, tokens], got {type(value).__name__}"
@@ -119,7 +119,7 @@ def mask_bits(mask: Any) -> torch.Tensor:
     """A mask of 0 and 1 as bits, on the CPU.
 
     Raises:
-        UsageError: it is no tensor, or has other values.
+        UsageError: it is not a tensor, or has other values.
     """
     check_arguments({"attention_mask": mask})
     mask = mask.cpu()
@@ -139,7 +139,7 @@ def check_whole(name: str, numbers: torch.Tensor) -> None:
 
 
 def check_tokens(ids: torch.Tensor, vocabulary: int) -> None:
-    """Raise UsageError for token ids outside of the vocabulary, or of a dtype that is no integer's."""
+    """Raise UsageError for token ids outside of the vocabulary, or of a dtype that is not an integer type."""
     check_whole("input_ids", ids)
     if ids.numel() == 0:
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether transformers' code that the native `generate` stands for is transformers' own, for this model and just now.
+"""Checks that transformers' code, which the native `generate` replaces, was not modified by anybody.
 
-It can be replaced at any time: a method of a class or of one model, a processor of logits, a hook. All of it is looked
-at with each call, in 20 microseconds: what was found to be transformers' own once is known again by identity.
+It can be modified at any time: a method of a class or of one model, a logits processor, a hook. All of it is checked in
+each call, which takes 20 microseconds, as functions that were found to be unmodified are compared by identity.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers.generation.utils import GenerationMixin
 
 from anyaccel.inference.modules.code import is_compiled_call, is_genuine, is_transformers_hook
 
-# Methods whose replacement changes nothing here: a native model overrides them for transformers' loops too, or they
-# have done their work before the native model exists.
+# Methods whose replacement has no effect here: a native model overrides them for transformers' loops too, or they run
+# before the native model exists.
 _OURS = frozenset(
     (
         *("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "_get_static_cache_init_shape"),
@@ -28,7 +28,7 @@ _OURS = frozenset(
 _METHODS = tuple(
     name for name, value in vars(GenerationMixin).items() if isinstance(value, types.FunctionType | staticmethod)
 )
-# The function that was found to be transformers' own, by class and name: the next call only compares identities.
+# Functions that were found to be transformers' own, by class and name.
 _known: dict[tuple[type, str], Any] = {}
 
 
@@ -43,10 +43,10 @@ def _processors() -> tuple[type, ...]:
 
 
 def replaced(model: Any, kind: type) -> str:
-    """Name, in words, the first part of `generate` that somebody has replaced; empty when all is transformers' own.
+    """A description of the first part of `generate` that was replaced; empty if all of it is transformers' own.
 
     Args:
-        model: the native model; its class was derived from `kind`, transformers' class.
+        model: the native model, whose class is derived from `kind`, transformers' class.
     """
     own = vars(model)
     for name in _METHODS:
@@ -71,7 +71,7 @@ def replaced(model: Any, kind: type) -> str:
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether the function that a class has under a name is installed with it, under that name."""
+    """Whether a class's function of this name is the one of its installed package."""
     found = getattr(kind, name, None)
     if found is None or _known.get((kind, name)) is found:
         return found is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks that share a model agree on: their group, their segments of shared memory, their random state."""
+"""The process group of the ranks that share a model, and how they load together and draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from anyaccel.inference.native.runtime import NativeModel
 
-# Tensor-parallel groups of this rank by tp_size, for each default group: engines share them.
+# Tensor-parallel groups of this rank by tp_size, for each default group; engines share them.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def tp_group(tp_size: int, asked: str = "") -> tuple[dist.ProcessGroup | None, int]:
-    """The group of consecutive ranks that this rank belongs to, and its place in it.
+    """The group of consecutive ranks to which this rank belongs, and its rank in it.
 
     Args:
-        asked: the options that ask for so many ranks, for errors.
+        asked: the options that ask for this number of ranks, for errors.
 
     Raises:
         UsageError: tp_size does not divide the ranks of the job.
@@ -49,7 +49,7 @@ def tp_group(tp_size: int, asked: str = "") -> tuple[dist.ProcessGroup | None, i
         return everyone, comm.get_rank()
     groups = _groups.setdefault(everyone, {})
     if tp_size not in groups:
-        for first in range(0, world, tp_size):  # every rank takes part in making every group
+        for first in range(0, world, tp_size):  # new_group is collective over all ranks
             made = comm.new_group(list(range(first, first + tp_size)))
             if first <= comm.get_rank() < first + tp_size:
                 groups[tp_size] = made
@@ -57,7 +57,7 @@ def tp_group(tp_size: int, asked: str = "") -> tuple[dist.ProcessGroup | None, i
 
 
 def hosts_of(group: dist.ProcessGroup | None) -> list[str]:
-    """The host of each rank: equal for ranks that can share memory; a collective call."""
+    """The host of each rank, which is equal for ranks that can share memory; a collective call."""
     return [] if group is None else [str(host) for host in shm.exchange_objects(group, shm.host_identity())]
 
 
@@ -68,10 +68,10 @@ def together(
     source: Path | None = None,
     wire_dtype: str = "auto",
 ) -> NativeModel:
-    """Do this rank's part of loading and connect the ranks; an error of one is the error of all.
+    """Load this rank's part of a model and connect the ranks; if one fails, all raise an error.
 
     Args:
-        hosts: what `hosts_of` says; () where all ranks are on one.
+        hosts: the result of `hosts_of`; () if all ranks are on one host.
         source: the model's folder or file; None for one in memory.
         wire_dtype: see TensorParallelConfig.
 
@@ -87,7 +87,7 @@ def together(
 
 
 def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Make Hugging Face's own loop choose the same tokens on every rank: rank 0's random state and scores count.
+    """Make Hugging Face's own loop choose the same tokens on every rank: broadcast rank 0's random state and scores.
 
     Args:
         arguments: keyword arguments of `generate`, changed in place.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose Hugging Face model is made when somebody asks for it: transformers takes seconds to import.
+"""An engine whose Hugging Face model is created lazily, on first access, as importing transformers takes seconds.
 
-The native runtime computes without that model, which tells its structure and configuration and has their `generate`.
+The native runtime computes without that model, which shows its structure and configuration and has their `generate`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import nn
 
 
 class Later:
-    """The model of an engine that is still to be made.
+    """The model of an engine, created on demand.
 
     Args:
-        make: makes it.
-        name: of its class, as far as that is known.
+        make: creates it.
+        name: the name of its class, if that is known.
     """
 
     def __init__(self, make: Callable[[], nn.Module], name: str) -> None:
@@ -29,18 +29,18 @@ class Later:
         self._made: nn.Module | None = None
 
     def made(self) -> nn.Module:
-        """The model, made once."""
+        """The model, which is created once."""
         with self._lock:
             if self._made is None:
-                with torch.inference_mode(False):  # somebody may ask within it, and torch marks what is made there
+                with torch.inference_mode(False):  # torch would mark tensors that are created in inference mode
                     self._made = self._make()
             return self._made
 
 
 class MadeLater:
-    """Mixed into the class of such an engine: whatever it lacks, and what is below it, makes the model first.
+    """A mixin for such an engine: accessing a missing attribute or a submodule creates the model first.
 
-    The engine is of the ordinary class from then on.
+    The engine then becomes one of the ordinary class.
     """
 
     _arrive: Callable[[nn.Module], None]  # becomes the ordinary engine of a model

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face model whose decoder runs in csrc/llm: the same class and methods, other insides."""
+"""A Hugging Face model with the same class and methods, whose decoder runs in csrc/llm."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
 
 _ADVICE = "load the model with runtime='torch' for it"
-# Arguments of transformers' loss functions alone, which take them beside the logits and the labels.
+# Arguments of transformers' loss functions, beside the logits and the labels.
 _OF_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
-# Arguments that transformers' loops need themselves (for stop_strings, say) but hand on to every forward all the same.
+# Arguments that transformers' loops need themselves (for stop_strings, say), but also pass to every forward.
 _OF_GENERATE = frozenset(("tokenizer", "assistant_tokenizer"))
 
 
 class NativeCausalLM(PrecisionMethods):
-    """Mixed into a model's own class by `make_native`.
+    """A mixin that `make_native` adds to a model's own class.
 
-    The module keeps its structure and configuration; its parameters have no values, and what is below it is `frozen`.
+    The module keeps its structure and configuration; its parameters have no values, and its submodules are `frozen`.
     """
 
     # Any: transformers evaluates the annotations of its models' classes.
@@ -59,7 +59,7 @@ class NativeCausalLM(PrecisionMethods):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As the model's own forward, of which it takes what a decoder without hooks inside can answer.
+        """The model's forward, with the arguments that a decoder without hooks inside can support.
 
         Args:
             input_ids: [rows, new tokens].
@@ -74,7 +74,7 @@ class NativeCausalLM(PrecisionMethods):
             UsageError: an argument cannot be answered or is not known, tokens are out of the vocabulary, the context
                 overflows, or the code of a layer's class was replaced.
         """
-        if torch.compiler.is_compiling():  # nothing here is torch's to compile: run it as it is
+        if torch.compiler.is_compiling():  # there is nothing to compile here
             return torch.compiler.disable(self.forward)(  # type: ignore[no-untyped-call]
                 *(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, labels),
                 *(use_cache, output_attentions, output_hidden_states, logits_to_keep, return_dict),
@@ -127,7 +127,7 @@ class NativeCausalLM(PrecisionMethods):
                 continue
             if (name == "is_causal" and value is True) or (name.startswith("output_") and value is False):
                 continue
-            if name == "token_type_ids":  # many tokenizers give it; few models take it, and for those 0 may mean text
+            if name == "token_type_ids":  # many tokenizers return it, few models use it, and for those 0 may mean text
                 kinds = inspect.signature(super().forward).parameters  # type: ignore[misc]
                 if name not in kinds or ("mm_encoder_outputs" in kinds and not bool(torch.as_tensor(value).any())):
                     continue
@@ -138,7 +138,7 @@ class NativeCausalLM(PrecisionMethods):
     def _logits(
         self, cache: NativeCache, input_ids: torch.Tensor, new_BT: torch.Tensor, columns: Sequence[int]
     ) -> torch.Tensor:
-        """Run the new tokens and give the logits of `columns`: [rows, columns, vocabulary]."""
+        """Compute the new tokens, and return the logits of `columns`: [rows, columns, vocabulary]."""
         native = self._native
         counts = new_BT.sum(1).tolist()
         limit = native.spec.max_tokens
@@ -147,8 +147,8 @@ class NativeCausalLM(PrecisionMethods):
                 raise UsageError(
                     f"row {row}: {length} cached tokens and {count} new ones exceed the model's context of {limit}"
                 )
-        # Padding is not computed, so positions differ from the places of the tokens that are; `places` are those whose
-        # logits the caller wants.
+        # Padding is not computed, so a token's position in the batch differs from its index among the computed tokens;
+        # `places` has the indices of those whose logits are wanted.
         place_BT = (new_BT.flatten().cumsum(0) - 1).view_as(new_BT)
         shown_BK = new_BT[:, list(columns)]
         places = place_BT[:, list(columns)][shown_BK]
@@ -161,7 +161,7 @@ class NativeCausalLM(PrecisionMethods):
                 native, [cache.sequences[row] for row in active], [counts[row] for row in active], ids, wanted
             )
         except BaseException:
-            cache.crop(0)  # takes back the tokens that some of the sequences have got before the step failed
+            cache.crop(0)  # removes the tokens that some sequences have got before the step failed
             raise
         logits = logits.to(self._native_dtype)
         shape = (*shown_BK.shape, vocabulary)
@@ -182,7 +182,7 @@ class NativeCausalLM(PrecisionMethods):
         streamer: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As Hugging Face's `generate`, in the native loop where it knows all arguments, else in their own.
+        """Hugging Face's `generate`, in the native loop if it supports all arguments, else in their own loop.
 
         With tensor parallelism every rank must call it with the same arguments and gets the same tokens.
 
@@ -205,7 +205,7 @@ class NativeCausalLM(PrecisionMethods):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *_args: Any, **_kwargs: Any
     ) -> None:
-        """A native cache for Hugging Face's own loops, whatever `cache_implementation` says."""
+        """Use a native cache in Hugging Face's own loops, whatever `cache_implementation` is."""
         native = self._native
         if generation_config.use_cache is False and model_kwargs.get("past_key_values") is None:
             return
@@ -213,7 +213,7 @@ class NativeCausalLM(PrecisionMethods):
             model_kwargs.get("past_key_values"), native.model, native.spec.max_tokens
         )
 
-    # transformers' beam search calls it where a model's class has it; the native cache reorders itself.
+    # transformers' beam search calls this method if a model's class has it.
     def _reorder_cache(self, past_key_values: NativeCache, beam_idx: torch.Tensor) -> NativeCache:
         past_key_values.reorder_cache(beam_idx)
         return past_key_values
@@ -226,13 +226,13 @@ class NativeCausalLM(PrecisionMethods):
         return get_accelerator().device()
 
     def _device_with_index(self) -> torch.device:
-        """Where the weights are: `device` has no number where there are several."""
+        """The device of the weights with its index, which `device` lacks if there are several devices."""
         found: torch.device = getattr(self._native.model, "device", self.device)
         return found
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the logits."""
+        """The dtype of the logits."""
         return self._native_dtype  # type: ignore[no-any-return]
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,7 +257,7 @@ class NativeCausalLM(PrecisionMethods):
     def load_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         refuse_state_dict("load_state_dict()")
 
-    # torch calls it for a module within the one whose load_state_dict() was called, such as that of an engine.
+    # torch calls this method if load_state_dict() is called on a parent module, such as an engine.
     def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         refuse_state_dict("load_state_dict()")
 
@@ -271,11 +271,11 @@ class NativeCausalLM(PrecisionMethods):
 def _computed(
     native: NativeModel, sequences: list[int], counts: list[int], ids: torch.Tensor, wanted: list[int]
 ) -> torch.Tensor:
-    """float32 [wanted, vocabulary] of new tokens of sequences, where the model is."""
+    """Compute new tokens of sequences; returns logits, float32 [wanted, vocabulary], on the model's device."""
     on_device = getattr(native.model, "logits", None)
     if on_device is not None:
         found: torch.Tensor = on_device(sequences, counts, ids.tolist(), wanted)
-        return found.clone()  # an inference tensor would not go through the caller's own autograd
+        return found.clone()  # the caller's autograd would refuse an inference tensor
     logits = torch.empty(len(wanted), native.whole_spec.vocab, dtype=torch.float32)
     if sequences:
         native.model.forward(sequences, counts, ids.data_ptr(), logits.data_ptr() if wanted else 0, wanted)
@@ -284,12 +284,12 @@ def _computed(
 
 @functools.cache
 def _native_class(kind: Any) -> type[nn.Module]:
-    # The model's own name: pipelines and generation look models up by it.
+    # The class keeps its name, by which pipelines and generation look up models.
     return type(kind.__name__, (NativeCausalLM, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def untie_head(model: Any, native: NativeModel) -> None:
-    """Give a skeleton a head of its own, where the native decoder has one and the configuration ties the two."""
+    """Untie the head of a skeleton if the native decoder has a separate one."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not native.whole_spec.tied and head is not None and head.weight is embedding.weight:
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
@@ -308,14 +308,14 @@ def make_native(
     """Turn `module` into a NativeCausalLM, which `native` computes, and free the module's own weights.
 
     Args:
-        dtype: of the logits.
-        group: ranks that share `native`.
-        shapes: of the module's weights before they were packed, by id().
+        dtype: the dtype of the logits.
+        group: the ranks that share `native`.
+        shapes: the shapes of the module's weights before they were packed, by id().
     """
     module.eval()
     for each in module.modules():
-        vars(each).pop("_compiled_call_impl", None)  # it would compute with the weights that go
-    module.zero_grad(set_to_none=True)  # the gradients are of no use without the weights
+        vars(each).pop("_compiled_call_impl", None)  # it would use the freed weights
+    module.zero_grad(set_to_none=True)  # gradients are useless without the weights
     module._native_code = code_of(module)  # type: ignore[assignment]
     freeze(module, shapes or {})
     module.__class__ = _native_class(type(module))  # type: ignore[arg-type]
@@ -324,10 +324,10 @@ def make_native(
 
 
 def _new_columns(cache: NativeCache, mask: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor:
-    """Which of the new tokens count, [rows, tokens].
+    """Which of the new tokens are not padding, [rows, tokens].
 
     Raises:
-        UsageError: the mask does not fit, or hides or shows what the cache does not.
+        UsageError: the mask has a wrong shape, or differs from the cache's in earlier tokens.
     """
     if mask is None:
         return torch.ones(rows, tokens, dtype=torch.bool)
@@ -369,7 +369,7 @@ def _check_columns(cache: NativeCache, cache_position: torch.Tensor | None, toke
 
 
 def _columns(logits_to_keep: int | torch.Tensor) -> Any:
-    """An index of the columns that are kept."""
+    """An index of the columns whose logits are kept."""
     if isinstance(logits_to_keep, int):
         return slice(-logits_to_keep, None)
     if isinstance(logits_to_keep, torch.Tensor):

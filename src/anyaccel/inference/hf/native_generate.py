@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's `generate` in native steps: their arguments and results, our loop.
+"""Hugging Face's `generate`, with their arguments and results, in the native loop.
 
-What the loop does not know goes to their own `generate`, which then calls the native forward.
+Calls with arguments that the loop does not support go to their own `generate`, which calls the native forward.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Arguments of Hugging Face's GenerationConfig that the native loop carries out.
+# Arguments of Hugging Face's GenerationConfig that the native loop supports.
 # fmt: off
-_KNOWN = frozenset((
+_SUPPORTED = frozenset((
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "no_repeat_ngram_size",
     "num_return_sequences", "output_logits", "output_scores", "use_cache", "return_dict_in_generate",
     "pad_token_id", "bos_token_id", "eos_token_id", "prompt_lookup_num_tokens",
 ))
-# Those that have an effect only with beams, drafts or a compiler, each of which another argument asks for; and those
-# that describe the file.
-_IDLE = frozenset((
+# Arguments that have an effect only together with another one (beams, drafts, a compiler), or that describe the file.
+_WITHOUT_EFFECT = frozenset((
     "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight", "max_matching_ngram_size", "compile_config", "disable_compile",
@@ -55,7 +54,7 @@ _IDLE = frozenset((
     "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "generation_kwargs",
 ))
 # fmt: on
-# Options that the native loop does not have, with the values that switch them off.
+# Options that the native loop does not support, with the values that turn them off.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_beams": (1,),
     "guidance_scale": (1, 1.0),
@@ -103,22 +102,22 @@ def generate(module: Any, call: Call, own: Callable[..., Any], kind: type) -> An
     inputs = call.inputs if call.inputs is not None else kwargs.get("input_ids")
     if inputs is not None:
         check_input_ids(inputs)
-        if inputs.element_size() < 4:  # the answer has the prompt's dtype, which may be too small for its tokens
+        if inputs.element_size() < 4:  # the answer has the prompt's dtype, which may be too narrow for its tokens
             inputs = inputs.long()
             if call.inputs is not None:
                 call.inputs = inputs
             else:
                 kwargs["input_ids"] = inputs
-    strange = _strange_arguments(call, inputs) or replaced(module, kind)
+    unsupported = _unsupported_argument(call, inputs) or replaced(module, kind)
     config = model_kwargs = None
-    if not strange:
+    if not unsupported:
         given = {name: value for name, value in kwargs.items() if name != "input_ids"}
         config, model_kwargs = module._prepare_generation_config(call.generation_config, **given)
-        strange = _strange_options(config, model_kwargs)
-    if strange:
+        unsupported = _unsupported_option(config, model_kwargs)
+    if unsupported:
         if assistant is not None:
             kwargs |= {"assistant_model": assistant} | ({} if other is None else {"assistant_tokenizer": other})
-        _warn_once(strange)
+        _warn_once(unsupported)
         _check_cached(kwargs, inputs)
         return _through_hugging_face(module, call, own, seed, generator, tokenizer)
     assert inputs is not None and config is not None and model_kwargs is not None
@@ -143,8 +142,8 @@ def _say_once(argument: str, text: str, *told: str) -> None:
         logger.warning(text, *told)
 
 
-def _strange_arguments(call: Call, inputs: Any) -> str:
-    """The name of an argument that the native loop does not know; empty when there is none."""
+def _unsupported_argument(call: Call, inputs: Any) -> str:
+    """The name of an argument that the native loop does not support; empty if there is none."""
     if call.args and any(value is not None for value in call.args):
         return "a positional argument"
     if inputs is None:
@@ -168,27 +167,27 @@ def _strange_arguments(call: Call, inputs: Any) -> str:
     return ""
 
 
-def _strange_options(config: Any, model_kwargs: dict[str, Any]) -> str:
-    """The same for the options, once transformers has put all of them together."""
+def _unsupported_option(config: Any, model_kwargs: dict[str, Any]) -> str:
+    """The name of an option that the native loop does not support, after transformers has merged all of them."""
     for name, value in model_kwargs.items():
         if value is not None and name not in ("attention_mask", "use_cache"):
             return name
     for name, value in vars(config).items():
-        if name.startswith("_") or name in _KNOWN or name in _IDLE:
+        if name.startswith("_") or name in _SUPPORTED or name in _WITHOUT_EFFECT:
             continue
         if value is not None and value is not False and value not in _NEUTRAL.get(name, ()):
             return str(name)
     if config.use_cache is False:
         return "use_cache"
     if (config.num_return_sequences or 1) > 1 and not config.do_sample:
-        return "num_return_sequences"  # transformers refuses it, and says why
+        return "num_return_sequences"  # transformers refuses it with a message
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.dim() != 2:
         return "attention_mask"
     changed = config.do_sample or (config.repetition_penalty or 1.0) != 1.0 or config.no_repeat_ngram_size
     changed = changed or config.min_length or config.min_new_tokens
     if config.output_scores and config.return_dict_in_generate and changed:
-        return "output_scores"  # the native loop keeps the logits, not the scores that its samplers make of them
+        return "output_scores"  # the native loop keeps logits, not the scores after its samplers
     return ""
 
 
@@ -198,8 +197,8 @@ def _through_hugging_face(
     kwargs = dict(call.kwargs)
     places = (kwargs, *(vars(one) for one in (call.generation_config, module.generation_config) if one is not None))
     if any(place.get("prompt_lookup_num_tokens") is not None for place in places):
-        # Their drafts take one row only, hand several tokens at once to streamers and criteria, and choose between
-        # logits of other kernels than without drafts: the answer is to be the same.
+        # Their drafts support one row only, pass several tokens at once to streamers and criteria, and may change the
+        # answer, as other kernels compute the logits.
         kwargs["prompt_lookup_num_tokens"] = None
         _say_once(
             "drafts", "generate: Hugging Face's own loop runs without the drafts of prompt_lookup_num_tokens here"
@@ -219,9 +218,9 @@ def _through_hugging_face(
 
 
 def _check_cached(kwargs: dict[str, Any], inputs: Any) -> None:
-    """Refuse a cache that has all of the prompt already: transformers would append tokens of it a second time.
+    """Refuse a cache that has the whole prompt already, as transformers would append some of its tokens again.
 
-    With a mask that is longer than `input_ids`, those are the new tokens alone, and any cache fits.
+    If the mask is longer than `input_ids`, these are only the new tokens, and any cache fits.
     """
     count = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
     mask = kwargs.get("attention_mask")
@@ -236,7 +235,7 @@ def _check_cached(kwargs: dict[str, Any], inputs: Any) -> None:
 
 @contextmanager
 def seeded(seed: Any, generator: torch.Generator | None) -> Iterator[None]:
-    """Give torch a random state made of `seed` or `generator` within the block; leave it when neither is given."""
+    """Seed torch from `seed` or `generator` within the block; keep its random state if neither is given."""
     if seed is None and generator is None:
         yield
         return
@@ -246,7 +245,7 @@ def seeded(seed: Any, generator: torch.Generator | None) -> Iterator[None]:
 
 
 def _seed(config: Any, seed: Any, generator: torch.Generator | None) -> int:
-    """The seed that was given, or a number drawn from `generator` or torch's own random state."""
+    """The given seed, or a number drawn from `generator` or torch's own random state."""
     if seed is not None:
         check_arguments({"seed": seed})
         return operator.index(seed) % 2**64
@@ -329,7 +328,7 @@ def _prepare(
 
 
 def _mask_of_padding(input_ids: torch.Tensor, pads: list[int], ends: list[int]) -> torch.Tensor:
-    """What Hugging Face takes for the mask when there is none: padding tokens are padding, unless they end texts."""
+    """Hugging Face's default mask: padding tokens are padding, unless they also end texts."""
     if not pads or pads[0] in ends:
         return torch.ones_like(input_ids)
     mask = input_ids.ne(pads[0])
@@ -337,7 +336,7 @@ def _mask_of_padding(input_ids: torch.Tensor, pads: list[int], ends: list[int]) 
 
 
 def _max_new_tokens(module: Any, call: Call, config: Any, columns: int, longest: int, limit: int) -> int:
-    """How many tokens to generate, by Hugging Face's rules for max_new_tokens, max_length and neither."""
+    """The number of tokens to generate, by Hugging Face's rules for max_new_tokens, max_length or neither."""
     if config.max_new_tokens is not None:
         wanted = int(config.max_new_tokens)
         if wanted < 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop of `generate` in native steps: rows that have finished leave the batch."""
+"""The native loop of `generate`; rows that have finished leave the batch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Job:
     """One call of `generate`, checked and translated into the terms of the native loop.
 
     Attributes:
-        mask: which of input_ids are no padding, on the CPU.
+        mask: which of input_ids are not padding, on the CPU.
         prompts: the tokens of each row without its padding.
-        copies: answers to each prompt.
-        options: of every Request.
+        copies: number of answers to each prompt.
+        options: options of every Request.
     """
 
     input_ids: torch.Tensor
@@ -50,7 +50,7 @@ class Job:
 
 
 def not_finite(what: object) -> ModelError:
-    """The error for logits that no token can be taken from."""
+    """The error for logits from which no token can be sampled."""
     return ModelError(f"the model's logits are NaN or infinite in {what}; try another dtype, such as fp32")
 
 
@@ -72,21 +72,21 @@ class _Row:
         self.done = True
 
     def free(self) -> None:
-        """Give back its part of the cache."""
+        """Release its part of the cache."""
         if not self.freed:
             self.freed = True
             self.request.finish()
 
 
 class _Loop:
-    """The steps of one job; rows that have finished leave the batch."""
+    """The steps of one job."""
 
     def __init__(self, native: NativeModel, job: Job) -> None:
         self.native = native
         self.job = job
         self.rows: list[_Row] = []
         self.logits: list[torch.Tensor] = []
-        # Prompts and answers so far with their padding: what the caller's stopping criteria get.
+        # Prompts and answers so far with padding, for the caller's stopping criteria.
         self.ids = job.input_ids.repeat_interleave(job.copies, dim=0)
 
     def request(self, index: int, prompt: list[int], prefix: _llm.Request | None) -> _Row:
@@ -95,7 +95,7 @@ class _Loop:
         return _Row(request, prompt, self.job.stop)
 
     def first_step(self) -> list[int]:
-        """Compute each prompt once, and take the first token of all its answers, which share its cache."""
+        """Compute each prompt once, and sample the first token of all its answers, which share its cache."""
         job = self.job
         leaders = {row: self.request(row * job.copies, prompt, None) for row, prompt in enumerate(job.prompts)}
         tokens = dict(zip(leaders, self.native.model.step([row.request for row in leaders.values()]), strict=True))
@@ -118,7 +118,7 @@ class _Loop:
         return first
 
     def step(self) -> bool:
-        """Add a token to every row that goes on; False when none does."""
+        """Add a token to every row that is not done; returns whether any row is left."""
         if not self.rows:
             active = list(range(len(self.job.prompts) * self.job.copies))
             tokens = self.first_step()
@@ -199,10 +199,10 @@ def run(native: NativeModel, job: Job) -> Any:
         from anyaccel.inference.hf.cache import NativeCache
 
         kept = torch.cat([job.mask.repeat_interleave(job.copies, dim=0), torch.ones_like(answer).cpu() != 0], dim=1)
-        # The last token is not in it, as in the cache that transformers' loop returns.
+        # Without the last token, as in the cache that transformers' loop returns.
         cache = NativeCache.of_tokens(native.model, native.spec.max_tokens, sequences.cpu()[:, :-1], kept[:, :-1])
         if native.ranks > 1:
-            cache.fill()  # a collective call: all ranks come here, but one alone may use the cache later
+            cache.fill()  # collective: all ranks call it here, but a single rank may use the cache later
     parts: dict[str, Any] = {
         "past_key_values": cache,
         "sequences": sequences,

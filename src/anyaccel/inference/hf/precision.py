@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's short names for `to`, for modules that decide in `to` what may be moved or converted."""
+"""torch's shorthands for `to`, for modules that override `to`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class PrecisionMethods:
-    """Sends half(), bfloat16(), float(), double() and cpu() to `to`: nn.Module's own would convert what is below."""
+    """Routes half(), bfloat16(), float(), double() and cpu() to `to`, as nn.Module's would convert submodules."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

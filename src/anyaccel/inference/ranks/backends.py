@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that `generate` and `chat` talk to, in this process: native, or an engine; `command.py` has the third."""
+"""The backends of `generate` and `chat` in this process: a native model, or an engine; `command.py` has the third."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Backend(Protocol):
-    """A model, wherever it is.
+    """A model, in this process or on ranks.
 
     Attributes:
         runtime: native, device, torch or plain, see InferenceConfig.
-        first: whether this process is the one that shows the text.
+        first: whether this process shows the text.
         ends: tokens that end a text.
-        tokenizer: text to tokens and back; None in a rank whose command does that.
+        tokenizer: the tokenizer; None in a rank, whose command has it.
     """
 
     runtime: str
@@ -36,11 +36,11 @@ class Backend(Protocol):
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together; 0: no limit."""
+        """The most tokens of prompt and answer together; 0: no limit."""
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens there are."""
+        """The size of the vocabulary."""
 
     def tokens(
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
@@ -51,16 +51,16 @@ class Backend(Protocol):
         """Empty the cache."""
 
     def idle(self) -> AbstractContextManager[object]:
-        """Entered while the command waits for the user."""
+        """A context for the time in which the command waits for the user."""
 
     def peaks(self) -> list[int]:
         """Peak memory of each rank in bytes."""
 
     def beside(self) -> int:
-        """Peak memory of this process in bytes, where it is not itself a rank; 0 where it is."""
+        """Peak memory of this process in bytes if it is not itself a rank, else 0."""
 
     def close(self) -> None:
-        """End what would outlive the command."""
+        """End everything that could outlive the command."""
 
 
 class _InThisProcess:
@@ -73,11 +73,11 @@ class _InThisProcess:
         return 0
 
     def close(self) -> None:
-        """Nothing to do: all of it ends with the process."""
+        """Does nothing, as everything ends with the process."""
 
 
 class NativeBackend(_InThisProcess):
-    """A model of DecoderSpec in this process, on one of its two executors: "native" or "device"."""
+    """A DecoderSpec model in this process, on one of its two executors: "native" or "device"."""
 
     first = True
 
@@ -109,14 +109,14 @@ class NativeBackend(_InThisProcess):
     def tokens(
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
     ) -> Generator[int, None, None]:
-        """Generate; what `ids` and the last call's text have in common is still in the cache."""
+        """Generate; the common prefix of `ids` and the last call's text is still in the cache."""
         from anyaccel.inference.generate import check_prompt, request_steps
         from anyaccel.inference.native.requests import new_request
 
         check_prompt(ids, max_new_tokens, self.vocabulary, self.context, getattr(self.tokenizer, "where", ""))
         result.prompt_tokens = len(ids)
         options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": self.ends}
-        # The new request holds the old one until its first step has shared what both have.
+        # The new request keeps the old one alive until its first step has shared their common prefix.
         self._last = new_request(self.native.model, ids, options, self._last)
         yield from request_steps(self.native, self._last, result)
 
@@ -133,7 +133,7 @@ class NativeBackend(_InThisProcess):
         return high_water_mark()
 
     def close(self) -> None:
-        """Finish writing packed weights to the cache, or leave it when an error or Ctrl-C ends the command."""
+        """Finish writing packed weights to the cache, unless an error or Ctrl-C ends the command."""
         if self.native.saving is not None:
             self.native.saving.finish(stop=sys.exception() is not None)
 
@@ -151,7 +151,7 @@ class EngineBackend(_InThisProcess):
         self.dtype = dtype
         self.runtime = engine.runtime
         self.first = engine.tp_rank == 0 and (engine.native is None or engine.native.stage == 0)
-        self.ends: list[int] = []  # those of the model's generation_config, which the engine goes by itself
+        self.ends: list[int] = []  # the engine itself uses those of the model's generation_config
 
     @property
     def context(self) -> int:
@@ -177,7 +177,7 @@ class EngineBackend(_InThisProcess):
         )
 
     def forget(self) -> None:
-        """Nothing is kept from call to call."""
+        """Does nothing, as nothing is kept between calls."""
 
     def peak(self) -> int:
         from anyaccel.accelerator import get_accelerator

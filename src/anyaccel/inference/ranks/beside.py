@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in a thread beside the caller's own, which never outlives it."""
+"""Runs work in a second thread, which never outlives the caller's block."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _STARTING = 1.0  # seconds
 
 
 class Abandoned(BaseException):
-    """Ends work that nobody waits for any more. No Exception, so that the work's own handlers let it pass."""
+    """Ends work that nobody waits for any more. It is not an Exception, so that the work does not catch it."""
 
 
 class Beside:
-    """Work in a thread of its own: reading weights and reading the tokenizer take a core each.
+    """Work in a second thread, such as reading weights while the tokenizer is read.
 
-    As a context manager it waits, whatever ends the block, until the thread has ended; the work is told to give up and
-    looks for that each time it calls `check`. A thread that is left to itself while the interpreter goes away crashes
-    the process: what it reads from and writes to is unmapped below it, or Python ends it within C++ code.
+    As a context manager it waits for the end of the thread, whatever ends the block, and cancels the work, which has to
+    call `check` often. A thread that is still running when the interpreter exits crashes the process: memory that it
+    uses is unmapped, or Python ends it within C++ code.
     """
 
-    # Not Thread.join(): Python 3.11 takes a thread whose join was interrupted for one that has ended.
+    # An event is used instead of Thread.join(), as after an interrupted join Python 3.11 considers the thread ended.
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -42,20 +42,20 @@ class Beside:
         if self._thread is None:
             return
         while not self._ended.wait(_STARTING):
-            if self._thread.ident is None:  # Ctrl-C came within start(). If it does start yet, it ends at once.
+            if self._thread.ident is None:  # Ctrl-C came within start(); if the thread still starts, it ends at once
                 return
         self._thread.join()
 
     def start(self, work: Callable[[], Any]) -> None:
-        """Begin; within the block, so that Ctrl-C finds its end."""
+        """Start the work. Call it within the block, so that Ctrl-C ends it."""
         self._thread = threading.Thread(target=self._run, args=(work,), name="loading")
         self._thread.start()
 
     def check(self) -> None:
-        """End the work if nobody waits for it any more; the work calls this often.
+        """End the work if the block has ended; the work has to call this often.
 
         Raises:
-            Abandoned: nobody waits for it any more.
+            Abandoned: the block has ended.
         """
         if self._abandoned.is_set():
             raise Abandoned
@@ -64,13 +64,13 @@ class Beside:
         try:
             self.check()
             self._value = work()
-        except BaseException as error:  # noqa: BLE001  raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001  result() raises it
             self._error = error
         finally:
             self._ended.set()
 
     def result(self) -> Any:
-        """What the work returned, or raises what it raised."""
+        """Wait for the work, and return its result or raise its error."""
         self._ended.wait()
         if self._error is not None:
             raise self._error

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of `generate --tp` and `chat --tp`: started, told what to do, and ended by the command itself.
+"""The ranks of `generate --tp` and `chat --tp`, which the command starts, controls and ends.
 
-The command keeps the terminal and the text, the ranks compute (`rank.py`). They are in a session of their own, so that
-Ctrl-C reaches the command alone; between both is a launcher (`anyaccel.launch`), which binds the ranks, ends all when
-one dies and says why, and ends with the command. Each rank has a socket pair to the command, or on another host a
-connection (`on_hosts.py`); over it the ranks also meet, before they have shared memory.
+The command has the terminal and the text; the ranks compute (`rank.py`). They are in a session of their own, so that
+Ctrl-C reaches the command only. In between is a launcher (`anyaccel.launch`), which binds the ranks, ends all of them
+and reports why if one dies, and ends with the command. Each rank has a socket pair to the command, or on another host a
+connection (`on_hosts.py`), over which the ranks also meet before they have shared memory.
 
-All ranks stop at the same token: each may take the steps that it was allowed and no more, the command allows a step
-more with each token that comes, and whoever ends an answer tells all ranks the highest number that any was allowed.
+All ranks must stop at the same token. So each rank takes at most as many steps as the command has allowed; the command
+allows one more with each token that it receives, and to end an answer it sends all ranks the same last limit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from anyaccel.inference.ranks.options import ModelOptions
     from anyaccel.launch.cluster import ClusterOptions
 
-_AHEAD = 2  # steps that the ranks are allowed beyond what has come: they go on while the command shows a token
+_AHEAD = 2  # steps that the ranks may be ahead, so that they go on while the command shows a token
 
 
 def start(
@@ -40,11 +40,11 @@ def start(
     """Start the model's ranks and load it on them.
 
     Args:
-        lasting: Ctrl-C ends an answer only, once the ranks are at the same token.
-        cluster: the hosts to start them on; None: all on this machine.
+        lasting: whether Ctrl-C ends only an answer, with all ranks at the same token, and not the command.
+        cluster: the hosts to start them on; None: this machine.
 
     Raises:
-        UsageError: there are not so many CPUs, or slots of the hosts.
+        UsageError: there are too few CPUs, or the hosts have another number of slots.
         AnyAccelError: the model cannot be read, or a rank failed.
     """
     processes: Processes
@@ -93,7 +93,7 @@ class RanksBackend:
         if self._held:
             self._interrupted = True
         else:
-            self._handlers[signal.SIGINT](number, frame)  # that raises KeyboardInterrupt, at once or soon
+            self._handlers[signal.SIGINT](number, frame)  # raises KeyboardInterrupt
 
     @staticmethod
     def _on_termination(number: int, _frame: Any) -> None:
@@ -101,7 +101,7 @@ class RanksBackend:
 
     @contextmanager
     def _uninterrupted(self) -> Iterator[None]:
-        """Hold Ctrl-C back within the block: a message that all ranks must get is not sent to some of them only."""
+        """Defer Ctrl-C within the block, so that a message is not sent to some of the ranks only."""
         self._held += 1
         try:
             yield
@@ -113,7 +113,7 @@ class RanksBackend:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Entered while the command waits for the user: the end of the ranks ends the wait too.
+        """A context for the time in which the command waits for the user, which the end of the ranks interrupts.
 
         Raises:
             RankError: the ranks have ended.
@@ -130,16 +130,16 @@ class RanksBackend:
         finally:
             signal.signal(signal.SIGCHLD, before)
 
-    # --- what a Backend does
+    # --- the methods of a Backend
 
     def load(self, options: ModelOptions, summary: str, screen: Watcher) -> None:
-        """Have the ranks load, show how far they are, and let them meet.
+        """Make the ranks load the model and meet, and show their progress.
 
         Args:
-            summary: of machine and plan, for the screen.
+            summary: the description of machine and plan, for the screen.
 
         Raises:
-            AnyAccelError: one of them cannot, or the model has no tokenizer.
+            AnyAccelError: a rank has failed, or the model has no tokenizer.
         """
         from anyaccel.inference.checkpoints.model_path import check_model_path
         from anyaccel.inference.native.draft import check_draft_path
@@ -155,7 +155,7 @@ class RanksBackend:
         try:
             self.tokenizer: Any = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:
-            problem = error  # raised below: an error of the weights is the more telling one
+            problem = error  # raised below, as an error of the weights has priority
         if options.draft and problem is None:
             try:
                 check_same_tokens(options, self.tokenizer)
@@ -171,9 +171,9 @@ class RanksBackend:
     def tokens(
         self, ids: list[int], max_new_tokens: int, sampling: Sampling, result: Generation
     ) -> Generator[int, None, None]:
-        """Generate; what the last answer left in the ranks' caches is used again.
+        """Generate, reusing the common prefix in the ranks' caches.
 
-        Ctrl-C and closing it end the answer after at most two more steps of the ranks.
+        Ctrl-C or closing the generator ends the answer after at most two more steps of the ranks.
         """
         from anyaccel.inference.generate import check_prompt
 
@@ -200,12 +200,12 @@ class RanksBackend:
                 result.decode_seconds = now - first
                 result.tokens.append(message["token"])
                 result.drafted, result.accepted = message["drafts"]
-                if limit < max_new_tokens:  # with no more to come the ranks end by themselves
+                if limit < max_new_tokens:  # at max_new_tokens the ranks end by themselves
                     limit += 1
                     with self._uninterrupted():
                         self._ranks.send("limit", limit=limit)
                 yield result.tokens[-1]
-        except (RankError, SystemExit):  # the ranks are gone, or are ended
+        except (RankError, SystemExit):  # the ranks have ended, or are being ended
             under_way = False
             raise
         except KeyboardInterrupt:
@@ -215,7 +215,7 @@ class RanksBackend:
             if under_way and not self._closed:
                 with self._uninterrupted():
                     self._ranks.send("stop", limit=limit)
-                    # After the ranks' last tokens, which come after the answer's end.
+                    # This skips the tokens that are still under way.
                     self._ranks.outcome(1 if result.tokens else len(ids), "stopped")
 
     def forget(self) -> None:
@@ -235,7 +235,7 @@ class RanksBackend:
     def close(self) -> None:
         """End the ranks and wait until nothing is left of them."""
         self._closed = True
-        self._held += 1  # for good: Ctrl-C no longer interrupts, the ranks are being ended already
+        self._held += 1  # defers Ctrl-C for good, as the ranks are being ended already
         try:
             self._ranks.processes.end(FAREWELL)
         finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process says to the ranks that it has started, and hears from them: loading, messages, and how they fail."""
+"""Controls the ranks that a process has started: loading, messages, and errors."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from anyaccel.inference.ranks.options import ModelOptions
     from anyaccel.launch import LaunchPlan
 
-# Seconds that ranks get to say what is wrong or to end by themselves, and the launcher to notice that a rank has ended.
+# Seconds in which ranks report errors or end by themselves, and in which the launcher notices that a rank has ended.
 FAREWELL = 0.5
 _NOTICE = 5.0
-_LOADING = 1800.0  # seconds that a rank may say nothing, while it converts or packs a large model
-_SLICE = 1.0  # seconds, of a wait
+_LOADING = 1800.0  # seconds that a rank may send nothing while it converts or packs a large model
+_SLICE = 1.0  # seconds of one poll() of a longer wait
 
 
 class RankError(AnyAccelError):
-    """What went wrong on a rank; the ranks are of no use then.
+    """An error of a rank, after which the ranks cannot be used any more.
 
     Args:
-        exit_code: of the command.
+        exit_code: the exit code of the command.
     """
 
     def __init__(self, text: str, exit_code: int = 1) -> None:
@@ -40,15 +40,15 @@ class RankError(AnyAccelError):
 
 
 def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") -> tuple[LaunchPlan, str]:
-    """The plan for so many ranks on this machine, and machine and plan in words.
+    """The plan for `tp` ranks on this machine, and a description of machine and plan.
 
     Args:
         asked: the options that ask for `tp` ranks, for errors.
-        replica: of so many `replicas`, which have a NUMA node each where there are as many, else equal parts of the
-            machine.
+        replica: number of this replica among `replicas`, which have a NUMA node each if there are as many nodes, else
+            equal parts of the machine.
 
     Raises:
-        UsageError: there are not so many CPUs.
+        UsageError: there are too few CPUs.
     """
     from anyaccel import launch
     from anyaccel.launch.plan import Place
@@ -73,14 +73,14 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") ->
         module=True,
         num_accelerators=tp,
         master_port=free_port(),
-        # Two hardware threads of one core cannot be two ranks' own cores; they share it unbound.
+        # With more ranks than cores, ranks would have to share a core, so they are not bound.
         bind_cores=tp * replicas <= len(machine.cores()),
         local_rank_argument=False,
     )
     place = Place(world_size=tp, ahead=replica * tp, behind=(replicas - replica - 1) * tp)
     nodes = list(machine.nodes_with_cores().values())
     if replicas == len(nodes) and all(len(cores) >= tp for cores in nodes):
-        # Each replica has a node, with all of its cores: replicas do not wait for each other, as ranks do.
+        # Each replica gets all cores of a node, even if nodes differ, as replicas do not wait for each other.
         own = {thread for core in nodes[replica] for thread in core.siblings or (core.id,)}
         machine = replace(machine, allowed_cpus=tuple(cpu for cpu in machine.allowed_cpus if cpu in own))
         place = Place()
@@ -89,10 +89,10 @@ def plan_ranks(tp: int, replica: int = 0, replicas: int = 1, asked: str = "") ->
 
 
 class Ranks:
-    """The ranks, from the side of the process that started them.
+    """The ranks, as seen by the process that has started them.
 
     Args:
-        uninterrupted: makes a context in which Ctrl-C is held back, for reading a message whole.
+        uninterrupted: makes a context in which Ctrl-C is deferred, so that whole messages are read.
     """
 
     def __init__(
@@ -112,11 +112,14 @@ class Ranks:
             raise self.lost() from None
 
     def next(self, patience: float | None = None) -> tuple[int, dict[str, Any]]:
-        """A message of any rank, and its rank.
+        """The next message of any rank, with the rank.
+
+        Args:
+            patience: seconds to wait; None: no limit, as the ranks have deadlines among themselves.
 
         Raises:
-            RankError: a rank failed or died.
-            CommTimeoutError: none said anything for so many seconds; None: the ranks have deadlines among themselves.
+            RankError: a rank has failed or died.
+            CommTimeoutError: no message has come in time.
         """
         while True:
             for rank, channel in enumerate(self.channels):
@@ -128,10 +131,10 @@ class Ranks:
             self._wait(patience)
 
     def outcome(self, tokens: int, *kinds: str) -> dict[str, Any]:
-        """The next message of one of these kinds, which comes of a step of so many tokens.
+        """The next message of one of these kinds, after a step of so many tokens.
 
         Raises:
-            RankError: a rank failed, died, or hangs. Whoever closes the processes then kills those that do not end.
+            RankError: a rank has failed, died, or hangs. Closing the processes then kills those that do not end.
         """
         with self.steps.step(tokens) as seconds:
             try:
@@ -147,9 +150,9 @@ class Ranks:
             poller.register(channel.descriptor, select.POLLIN)
         ready: set[int] = set()
         left = float("inf") if patience is None else patience
-        # In slices, as time counts while the ranks could have gone on only: of the hours for which a container was
-        # paused, with this process and the ranks in it, one slice is what they lose. And a host that is gone closes no
-        # connection: the launcher notices, and ends.
+        # In slices, so that only time in which the ranks could run counts: if a container with this process and the
+        # ranks is paused for hours, they lose one slice. It also notices the end of the launcher, as a host that is
+        # gone does not close its connections.
         while not ready and left > 0:
             own = min(left, _SLICE)
             ready = {descriptor for descriptor, _ in poller.poll(own * 1000)}
@@ -164,16 +167,16 @@ class Ranks:
                     if channel.descriptor in ready:
                         channel.pump()
         except EOFError:
-            self._fail(-1, {})  # a rank has ended; what the others have said may tell why
+            self._fail(-1, {})  # a rank has ended, and messages of the others may tell why
 
     def lost(self) -> RankError:
-        """The error for ranks that have ended, once the launcher has said why."""
-        code = self.processes.wait(_NOTICE)  # the launcher says which rank, and how
+        """The error for ranks that have ended, after the launcher has reported why."""
+        code = self.processes.wait(_NOTICE)
         how = "" if code is None else f" with code {code}"
         return RankError(f"the ranks have ended{how}; the messages above say why", code or 1)
 
     def _fail(self, rank: int, message: dict[str, Any]) -> NoReturn:
-        """Raise the ranks' error. Most of them only say that another rank is gone or has failed: those do not count."""
+        """Raise the error of the rank that has failed, not one that only reports the failure of another rank."""
         said = {rank: message} if message else {}
         deadline = time.monotonic() + FAREWELL
         channels = dict(enumerate(self.channels))
@@ -200,18 +203,14 @@ class Ranks:
         raise RankError(where + text, chosen[first]["exit_code"])
 
     def load(self, options: ModelOptions, summary: str) -> None:
-        """Have the ranks begin to load.
-
-        Args:
-            summary: of machine and plan, for the screen.
-        """
+        """Make the ranks start to load; `summary` describes machine and plan, for the screen."""
         self.send("options", options=asdict(options), summary=summary)
 
     def loaded(self, screen: Watcher) -> list[dict[str, Any]]:
-        """Show how far the ranks are, let them meet, and return what each says when it is ready.
+        """Show the ranks' progress, let them meet, and return the "ready" message of each.
 
         Raises:
-            AnyAccelError: one of them cannot.
+            AnyAccelError: a rank has failed.
         """
         said: dict[int, Any] = {}
         ready: dict[int, dict[str, Any]] = {}

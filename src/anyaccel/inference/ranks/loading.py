@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `generate` and `chat` load a model, in this process or on ranks of their own.
+"""Loads a model for a command, in this process or on ranks.
 
-A model that the native runtime has is loaded and run without torch, which alone takes two seconds to import.
+A model that the native runtime supports is loaded and run without torch, which takes two seconds to import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Watcher(Protocol):
-    """What is told while a model loads: a Screen, or what a rank has instead."""
+    """Receives lines and progress while a model loads: a Screen, or its stand-in on a rank."""
 
     def line(self, text: str) -> None: ...
     def progress(self, done: int, total: int) -> None: ...
@@ -62,7 +62,7 @@ def open_backend(options: ModelOptions, screen: Watcher) -> Backend:
 
 
 def describe_accelerator() -> str:
-    """Name of the accelerator and why it was chosen, which takes importing torch."""
+    """Name of the accelerator and why it was chosen; imports torch."""
     from anyaccel.accelerator import describe_choice
     from anyaccel.accelerator.select import silence_detection
 
@@ -78,10 +78,10 @@ def accelerator_name() -> str:
 
 
 def executor_of(options: ModelOptions, surely_host: bool) -> str:
-    """Which executor of DecoderSpec takes the model: "native" or "device"; "" where an engine is asked to find out.
+    """Which executor of DecoderSpec runs the model: "native" or "device"; "" if an engine has to decide.
 
     Args:
-        surely_host: what `host_accelerator` says; where it does not know, torch is imported and asked.
+        surely_host: whether `host_accelerator` has found the host; if not, torch is imported to find out.
     """
     if options.runtime == "device" or (options.runtime == "auto" and not surely_host and not runs_on_host()):
         return "device"
@@ -89,7 +89,7 @@ def executor_of(options: ModelOptions, surely_host: bool) -> str:
 
 
 def instead(options: ModelOptions, executor: str, feature: str) -> str:
-    """What is said before the model's own code runs, for a feature that the executor lacks.
+    """The line that is shown before the model's own code runs, as the executor lacks a feature.
 
     Raises:
         UsageError: no other runtime was allowed.
@@ -101,7 +101,7 @@ def instead(options: ModelOptions, executor: str, feature: str) -> str:
 
 
 def host_accelerator(machine: Any) -> tuple[str, str] | None:
-    """Name and reason when the accelerator is surely the host's own processor, found out without torch."""
+    """Name and reason if the accelerator is certainly the host's own processor, found without torch."""
     from anyaccel.launch.devices import ACCELERATORS, find_devices
 
     found = find_devices(machine, os.environ).accelerator
@@ -113,7 +113,7 @@ def host_accelerator(machine: Any) -> tuple[str, str] | None:
 
 
 def _has_extensions() -> bool:
-    """Whether an installed package brings an accelerator. importlib.metadata would take 30 ms and more to find out."""
+    """Whether an installed package registers an accelerator; importlib.metadata would take 30 ms or more for this."""
     for place in sys.path:
         try:
             names = [
@@ -166,13 +166,13 @@ def loader(
         cache_dtype=cache,
         cache_limit=options.cache_bytes // options.ranks,
         progress=progress,
-        beside=options.ranks == 1,  # the ranks of a command end with it, before they could have written all
+        beside=options.ranks == 1,  # the ranks of a command end with it, possibly before all is written
         check=check,
     )
 
 
 def runs_on_host() -> bool:
-    """Whether the accelerator is the host's own processor, by asking it: what `host_accelerator` is not sure of."""
+    """Whether the accelerator is the host's own processor, found with torch, if `host_accelerator` is not certain."""
     import torch
 
     from anyaccel.accelerator import get_accelerator
@@ -231,7 +231,7 @@ def _open_decoder(options: ModelOptions, path: Path, accelerator: str, screen: W
             tokenizer = load_text_tokenizer(path, screen.line)
         except AnyAccelError as error:
             problem = error
-        native = reading.result()  # first: an error of the weights is the more telling one
+        native = reading.result()  # before `problem` is raised, as an error of the weights has priority
     if problem is not None:
         raise problem
     describe_weights(native, screen)
@@ -244,9 +244,9 @@ def _open_decoder(options: ModelOptions, path: Path, accelerator: str, screen: W
 
 
 def draft_options(options: ModelOptions) -> ModelOptions:
-    """How the draft model of `options` is to run: as what it has in a GGUF file, else in int4.
+    """The options of the draft model of `options`: in the precision of a GGUF file, else in int4.
 
-    Its tokens are guesses: fewer bits cost a few that are right, and make all of them sooner.
+    With fewer bits it is faster, and only slightly fewer of its tokens are accepted.
     """
     dtype = "auto" if Path(options.draft).is_file() else "int4"
     return replace(options, model=options.draft, draft="", dtype=dtype, kv_cache="auto", cache_bytes=0)
@@ -266,7 +266,7 @@ def load_draft(
         check: see `load_native`.
 
     Raises:
-        AnyAccelError: it cannot be read, or is none.
+        AnyAccelError: it cannot be read, or cannot draft.
     """
     from anyaccel.inference.native.draft import (
         TextBridge,
@@ -295,7 +295,7 @@ def load_draft(
 
 
 def check_same_tokens(options: ModelOptions, tokenizer: Any) -> None:
-    """Refuse a draft model with other tokens, which ranks that know no text cannot have.
+    """Refuse a draft model with other tokens, as ranks have no tokenizers to go through text.
 
     Raises:
         UsageError: it has other ones.
@@ -317,7 +317,7 @@ def no_drafts(options: ModelOptions, lack: str) -> UsageError:
 
 
 def describe_weights(native: NativeModel, screen: Watcher) -> None:
-    """Say which types the weights have in the file and in memory, where the user has asked for none."""
+    """Show the types of the weights in the file and in memory, if the user has not chosen a dtype."""
     if native.dtype is None:
         found = sorted(native.forms.items())
         runs = [kind if forms == [kind] else f"{kind} as {' or '.join(forms)}" for kind, forms in found]
@@ -341,9 +341,9 @@ def open_engine(options: ModelOptions, path: Path, screen: Watcher) -> EngineBac
     from anyaccel.inference import init_inference
     from anyaccel.inference.text.tokenizer import load_text_tokenizer
 
-    logging.getLogger("anyaccel.inference.engine").setLevel(logging.ERROR)  # the command's own lines say it
+    logging.getLogger("anyaccel.inference.engine").setLevel(logging.ERROR)  # the command shows this itself
     tokenizer = load_text_tokenizer(path, screen.line)
-    get_accelerator().reset_peak_memory_stats()  # converting a tokenizer may have taken more than generating will
+    get_accelerator().reset_peak_memory_stats()  # converting a tokenizer may take more memory than generating
     engine = init_inference(
         path,
         dtype=options.dtype,

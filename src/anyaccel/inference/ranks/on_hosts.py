@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a command on the hosts of a hostfile: started by the launcher of several hosts, they call back.
+"""The ranks of a command on the hosts of a hostfile, which the launcher of several hosts starts and which call back.
 
-What a caller must know is the secret word of the job, which travels as the launcher's own does: never on a command
-line. From then on its connection is what a socket pair is to a rank of this machine.
+A rank authenticates itself with the secret of the job, which is forwarded like the launcher's own, never on a command
+line. Its connection then serves like the socket pair of a rank on this machine.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from anyaccel.inference.ranks.processes import GRACE, Processes
 from anyaccel.inference.ranks.wire import Channel
 
 if TYPE_CHECKING:
-    from anyaccel.launch.callback import Reception
+    from anyaccel.launch.callback import AgentListener
     from anyaccel.launch.cluster import ClusterOptions
     from anyaccel.launch.job import Host
 
-# Brings the contact to the ranks; no option of a user's.
+# Tells the ranks the contact; not meant for users.
 CONTACT = "ANYACCEL_COMMAND_CONTACT"
 _SLICE_MS = 500.0
 
 
 def find_ranks(cluster: ClusterOptions, ranks: int, asked: str) -> tuple[Host, ...]:
-    """The hosts of so many ranks.
+    """The hosts, whose slots must be as many as the ranks.
 
     Args:
-        asked: the options that ask for them, in words.
+        asked: the options that ask for the ranks, for errors.
 
     Raises:
         UsageError: the hostfile cannot be read, or its hosts have another number of slots.
@@ -53,7 +53,7 @@ def find_ranks(cluster: ClusterOptions, ranks: int, asked: str) -> tuple[Host, .
 
 
 def describe(hosts: tuple[Host, ...], launcher: str | None) -> str:
-    """Hosts and ranks in words."""
+    """A description of the hosts and their ranks."""
     first, parts = 0, []
     for host in hosts:
         last = first + len(host.slots) - 1
@@ -76,37 +76,37 @@ def _options(bind: bool = True) -> Any:
 
 
 class HostProcesses(Processes):
-    """One rank a slot of these hosts.
+    """One rank for each slot of these hosts.
 
     Raises:
-        RankError: the launcher could not start them; it has said why.
+        RankError: the launcher could not start them, and has reported why.
     """
 
     def __init__(self, cluster: ClusterOptions, hosts: tuple[Host, ...]) -> None:
         from dataclasses import replace
 
-        from anyaccel.launch.callback import Reception
+        from anyaccel.launch.callback import AgentListener
         from anyaccel.launch.cluster import run_cluster
 
         self._patience = env.ANYACCEL_COMM_TIMEOUT.get()
         places = [host.name for host in hosts for _ in host.slots]
         self._found: dict[int, Channel] = {}
         self._count = len(places)
-        reception = Reception(secrets.token_hex(16), [host.name for host in hosts], self._on_hello, len(places))
+        listener = AgentListener(secrets.token_hex(16), [host.name for host in hosts], self._on_hello, len(places))
         try:
-            exports = (*cluster.exports, f"{CONTACT}={reception.contact.encode()}")
+            exports = (*cluster.exports, f"{CONTACT}={listener.contact.encode()}")
             job = replace(cluster, exports=exports)
             super().__init__(lambda: run_cluster(_options(), job))
             self.names = [f"rank {rank} on {place}" for rank, place in enumerate(places)]
             try:
-                self._gather(reception)
+                self._gather(listener)
             except BaseException:
                 self.channels = list(self._found.values())
                 self.end(FAREWELL)
                 raise
             self.channels = [self._found[rank] for rank in sorted(self._found)]
         finally:
-            reception.close()
+            listener.close()
 
     def _on_hello(self, connection: socket.socket, _reader: object, data: Any) -> None:
         rank = data.get("rank") if isinstance(data, dict) else None
@@ -116,21 +116,21 @@ class HostProcesses(Processes):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._found[rank] = Channel(connection.detach(), self._patience)
 
-    def _gather(self, reception: Reception) -> None:
-        """Wait until all ranks have called. The launcher has deadlines for hosts, and ends when a rank does."""
+    def _gather(self, listener: AgentListener) -> None:
+        """Wait until all ranks have called back. The launcher has deadlines for hosts, and ends if a rank does."""
         while len(self._found) < self._count:
             poller = select.poll()
-            for descriptor in reception.to_read():
+            for descriptor in listener.to_read():
                 poller.register(descriptor, select.POLLIN)
             for descriptor, _ in poller.poll(_SLICE_MS):
-                reception.read(descriptor)
-            reception.tidy()
+                listener.read(descriptor)
+            listener.drop_silent()
             if (code := self.code()) is not None:
                 raise RankError("no ranks were started; the messages above say why", code or 1)
 
 
 def call_command() -> Channel:
-    """In a rank: a channel to the command that wants it, which speaks first.
+    """Called in a rank: a channel to the command, which sends the first message.
 
     Raises:
         AnyAccelError: it cannot be reached.
@@ -143,10 +143,10 @@ def call_command() -> Channel:
         raise AnyAccelError(f"{CONTACT} is not set: `anyaccel generate --hostfile` starts this")
     contact = Contact.decode(text)
     connection = contact.call()
-    with suppress(OSError):  # of a socket that is no TCP socket
+    with suppress(OSError):  # raised for other than TCP sockets
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     channel = Channel(connection.detach(), env.ANYACCEL_COMM_TIMEOUT.get())
-    hello = encode_frame(contact.word, HELLO, {"rank": int(os.environ["RANK"])})
+    hello = encode_frame(contact.secret, HELLO, {"rank": int(os.environ["RANK"])})
     while hello:
         hello = hello[os.write(channel.descriptor, hello) :]
     return channel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model a command wants, and how it is to run; the command says it to its ranks in the same fields."""
+"""The model of a command, and how it is run; the command sends the same fields to its ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ class ModelOptions:
 
     Attributes:
         model: folder or GGUF file.
-        dtype: of weights and arithmetic; "auto": what the file has.
-        kv_cache: precision of the key/value cache; "auto" goes by `dtype`.
-        threads: of the native runtime; 0: all CPUs that it may use.
-        tp: ranks that share each layer.
-        cache_bytes: most bytes of keys and values, on all ranks together; 0: what memory has room for.
-        pp: stages that share the layers, of `tp` ranks each.
-        draft: folder or GGUF file of a model that guesses its tokens; "": none.
-        runtime: what runs it, as in InferenceConfig.
+        dtype: the dtype of weights and arithmetic; "auto": that of the file.
+        group_size: the group size of int4.
+        kv_cache: precision of the key/value cache; "auto": by `dtype`.
+        threads: threads of the native runtime; 0: all CPUs that it may use.
+        tp: tensor-parallel ranks, which share each layer.
+        cache_bytes: the most bytes of keys and values, on all ranks together; 0: as much as memory has room for.
+        pp: pipeline stages, of `tp` ranks each.
+        draft: folder or GGUF file of a draft model; "": none.
+        runtime: the runtime, as in InferenceConfig.
     """
 
     model: str
@@ -35,10 +36,10 @@ class ModelOptions:
 
     @property
     def ranks(self) -> int:
-        """How many share the model."""
+        """The number of ranks that share the model."""
         return self.tp * self.pp
 
     @property
     def asked(self) -> str:
-        """The options that ask for so many, in words."""
+        """The command-line options for this number of ranks, for messages."""
         return f"--tp {self.tp}" + (f" --pp {self.pp}" if self.pp > 1 else "")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of `command.py`: a launcher below the command, the ranks below it, and a socket to each."""
+"""The processes of a command: a launcher as its child, the ranks below it, and a socket to each rank."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Processes:
     """A launcher below this process, which starts the ranks.
 
     Args:
-        start: what the launcher does; returns its exit code.
-        kept: sockets that the launcher keeps.
+        start: the launcher's main function; returns its exit code.
+        kept: sockets that the launcher keeps open.
 
     Attributes:
-        channels: to the ranks, in their order.
-        names: what errors call them.
+        channels: channels to the ranks, in their order.
+        names: names of the ranks for errors.
     """
 
     def __init__(self, start: Callable[[], int], kept: Sequence[int] = ()) -> None:
@@ -57,21 +57,21 @@ class Processes:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
-            except ChildProcessError:  # in a signal handler, just before the line below is reached
+            except ChildProcessError:  # a signal handler calls this between waitpid() and the assignment below
                 return None
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
         return self._code
 
     def wait(self, seconds: float) -> int | None:
-        """Wait at most so many seconds for the launcher to end; its exit code, or None."""
+        """Wait at most so many seconds for the launcher to end; returns its exit code, or None."""
         deadline = time.monotonic() + seconds
         while self.code() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         return self._code
 
     def end(self, patience: float) -> None:
-        """End all: the ranks end by themselves once their sockets are closed; the launcher ends those that do not."""
+        """End all ranks: they end when their sockets are closed, and the launcher ends those that do not."""
         for channel in self.channels:
             channel.close()
         if self.wait(patience) is None:
@@ -85,7 +85,7 @@ class RankProcesses(Processes):
     """The ranks of a plan for this machine, each with a socket pair.
 
     Args:
-        module: what a rank runs; see `rank.main`.
+        module: the module that a rank runs; see `rank.main`.
     """
 
     def __init__(self, plan: LaunchPlan, module: str = "anyaccel.inference.ranks.rank") -> None:
@@ -112,27 +112,27 @@ class RankProcesses(Processes):
 
 
 def _close_sockets_but(kept: Sequence[int]) -> None:
-    """Close the command's sockets, but for its standard streams.
+    """Close the sockets that were inherited from the command, except for its standard streams and `kept`.
 
-    The ranks read the end of its own ends of their sockets when it is gone; and the connections of a server are closed
-    for their clients only when nobody has them. Pipes may belong to a library that uses them after a fork, as libuv.
+    Otherwise the ranks would not notice the end of the command, and connections of a server would stay open for their
+    clients. Pipes stay open, as they may belong to a library that uses them after a fork (libuv).
     """
     for link in list(Path("/proc/self/fd").iterdir()):
         descriptor = int(link.name)
-        with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # for the descriptor of the listing itself
             if descriptor > 2 and descriptor not in kept and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
 
 
 def _be_launcher(command: int, start: Callable[[], int], kept: Sequence[int]) -> NoReturn:
-    """In the forked process: start the ranks and wait for their end."""
+    """Run the launcher in the forked process: start the ranks and wait for their end. Never returns."""
     code = 70  # EX_SOFTWARE, with a traceback
     try:
         _native.set_parent_death_signal(signal.SIGTERM)
         if os.getppid() != command:
             os._exit(128 + signal.SIGTERM)
-        os.setsid()  # what the terminal sends is for the command
-        signal.set_wakeup_fd(-1)  # of an asyncio loop in the command: our signals are not its own
+        os.setsid()  # signals of the terminal are for the command only
+        signal.set_wakeup_fd(-1)  # it may belong to an asyncio loop of the command
         _close_sockets_but(kept)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -144,4 +144,4 @@ def _be_launcher(command: int, start: Callable[[], int], kept: Sequence[int]) ->
     finally:
         if code == 70:
             sys.excepthook(*sys.exc_info())
-        os._exit(code)  # the stack below belongs to the command
+        os._exit(code)  # the stack below this frame is a copy of the command's, and must not be unwound

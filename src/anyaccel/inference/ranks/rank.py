@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One of the ranks that `generate --tp` and `chat --tp` start: it computes what the command asks for.
+"""A rank of `generate --tp` and `chat --tp`, which computes what the command requests.
 
-A model that the native runtime has takes neither torch nor transformers, nor a tokenizer: text is the command's job.
-All ranks are told the same in the same order, and take no step beyond the last one that they may; rank 0 tells the
-tokens.
+A model that the native runtime supports needs neither torch nor transformers, nor a tokenizer, as the command handles
+text. All ranks get the same messages in the same order, and take no step beyond their limit; rank 0 sends the tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ def main(
     serve: Callable[[Channel, int, Model], object] | None = None,
     lacking: Callable[[str], AnyAccelError] | None = None,
 ) -> int:
-    """Serve until the command is gone.
+    """Serve until the command has ended.
 
     Args:
-        argv: the descriptor of this rank's socket, and those of all; none where it has to call the command.
-        serve: what the rank does with its model; None: answers of `generate` and `chat`, one at a time.
-        lacking: makes the error for a model that needs what the native runtime does not have; None: its own code runs.
+        argv: the descriptor of this rank's socket, and those of all ranks; empty if it has to call the command.
+        serve: serves the command with the model; None: answers `generate` and `chat`, one request at a time.
+        lacking: makes the error for a model that the native runtime does not support; None: its own code runs.
     """
     if argv:
         own, *everybodys = (int(text) for text in argv)
@@ -58,7 +57,7 @@ def main(
     rank = int(os.environ["RANK"])
     try:
         try:
-            # The command speaks as soon as it has started all ranks.
+            # The command sends the first message after it has started all ranks.
             told = channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())
             model = _open(channel, rank, ModelOptions(**told["options"]), told["summary"], lacking)
             (serve or _serve)(channel, rank, model)
@@ -109,7 +108,7 @@ def _open(
     summary: str,
     lacking: Callable[[str], AnyAccelError] | None,
 ) -> Model:
-    """This rank's part of the model, connected to the others'."""
+    """Load this rank's part of the model, and connect it to the other ranks."""
     from anyaccel.inference.ranks.loading import (
         describe_accelerator,
         executor_of,
@@ -136,7 +135,7 @@ def _open(
             if executor == "device":
                 return _open_device(rank, options, screen)
             return _open_native(channel, rank, options, host[0] if host else "", screen)
-        except Unsupported as lack:  # raised on every rank: all of them go on with the engine
+        except Unsupported as lack:  # raised on every rank, so all of them go on with the engine
             if lacking is not None:
                 raise lacking(lack.feature) from None
             if options.pp > 1:
@@ -162,29 +161,24 @@ def _open_native(
 
     def exchange(value: Any) -> list[Any]:
         channel.send(kind="say", value=value)
-        # Without a deadline: the slowest rank may load for long, and the command notices one that ends.
+        # Without a deadline, as the slowest rank may load for long, and the command notices one that ends.
         everybodys: list[Any] = channel.receive()["all"]
         return everybodys
 
-    # Anonymous memory is reached through /proc: one launcher started all ranks of a host, so they see each other's
-    # process ids.
+    def load_together(model: ModelOptions) -> Any:
+        load = loader(model, screen.progress, rank, on_host=hosts.count(hosts[rank]))
+        if options.ranks == 1:
+            return load()
+        return together(exchange, load, anonymous=True, hosts=hosts, source=Path(model.model))
+
+    # Anonymous memory is shared through /proc, which needs a common pid namespace: one launcher starts all ranks of a
+    # host.
     hosts = exchange(host_identity() + os.readlink("/proc/self/ns/pid")) if options.ranks > 1 else [""]  # noqa: PTH115
-    load: Callable[[], Any] = loader(options, screen.progress, rank, on_host=hosts.count(hosts[rank]))
-    native = (
-        together(exchange, load, anonymous=True, hosts=hosts, source=Path(options.model))
-        if options.ranks > 1
-        else load()
-    )
+    native = load_together(options)
     describe_weights(native, screen)
     if options.draft:
-        drafter = draft_options(options)
-        load = loader(drafter, screen.progress, rank, on_host=hosts.count(hosts[rank]))
         try:
-            draft = (
-                together(exchange, load, anonymous=True, hosts=hosts, source=Path(options.draft))
-                if options.ranks > 1
-                else load()
-            )
+            draft = load_together(draft_options(options))
         except Unsupported as lack:
             raise lacks_draft(options.draft, lack.feature) from None
         attach(native, draft)
@@ -227,7 +221,7 @@ def _serve(channel: Channel, rank: int, backend: Model) -> None:
             backend.forget()
         elif what == "peak":
             channel.send(kind="peak", bytes=backend.peak())
-        elif what == "stop" and rank == 0:  # the answer had ended by itself before it came; so may a "limit" come late
+        elif what == "stop" and rank == 0:  # the answer has ended before; a late "limit" is ignored too
             channel.send(kind="stopped")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a command and the ranks that it started: one JSON object a line, over a socket pair."""
+"""Messages between a command and its ranks over a socket pair: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Channel:
     """One end of a socket pair.
 
     Args:
-        patience: seconds that a message may take to go out to a peer that does not read.
+        patience: seconds in which a peer must read a message.
     """
 
     def __init__(self, descriptor: int, patience: float) -> None:
@@ -31,7 +31,7 @@ class Channel:
         os.set_inheritable(descriptor, False)
 
     def close(self) -> None:
-        """The peer reads the end of it once every copy is closed."""
+        """Close this end; the peer reads end of file when every copy of it is closed."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -55,11 +55,11 @@ class Channel:
         """The next message.
 
         Args:
-            patience: seconds to wait for it; None: until the peer says something or is gone.
+            patience: seconds to wait for it; None: no limit.
 
         Raises:
             EOFError: the peer is gone.
-            CommTimeoutError: nothing came.
+            CommTimeoutError: no message has come in time.
         """
         deadline = None if patience is None else time.monotonic() + patience
         while not self._messages:
@@ -68,11 +68,11 @@ class Channel:
         return self._messages.popleft()
 
     def next(self) -> dict[str, Any] | None:
-        """A message that has been read already; None when there is none."""
+        """The next message that has been read already, or None."""
         return self._messages.popleft() if self._messages else None
 
     def pump(self) -> bool:
-        """Read what has come; False when there was nothing.
+        """Read available data; False if there was none.
 
         Raises:
             EOFError: the peer is gone.

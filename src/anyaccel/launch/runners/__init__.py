@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the workers of a job are started: one module a way, each a pure `build_command`.
+"""The launchers for several hosts: one module for each, with a pure `build_command`.
 
-`RUNNERS` is the table of launchers for several hosts. A launcher is one entry there and one module with
+A launcher is one entry in the table `RUNNERS` and one module with
 
     build_command(job: ClusterJob) -> list[str]                     the argument vector, from the job alone
-    launcher_environment(job, environ) -> dict[str, str]            variables for the launcher itself, beside its own
-    warnings(hosts, environ) -> list[str]                           optional: what is to be said before the start
+    launcher_environment(job, environ) -> dict[str, str]            further variables for the launcher itself
+    warnings(hosts, environ) -> list[str]                           optional: warnings before the start
 
 docs/add-a-launcher.md goes through one.
 """
@@ -22,13 +22,13 @@ from anyaccel.errors import UsageError
 from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.terminal import did_you_mean
 
-# Nobody can answer the questions of many ssh at once, and a host that does not answer should be named soon.
+# Never prompt, as nobody can answer many ssh at once, and name an unreachable host soon.
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 # What Open MPI's mpirun is a link to.
 _OPEN_MPI = ("orterun", "prterun", "mpirun.openmpi")
 # Variables that are lists of folders; an empty entry is the current one.
 _FOLDERS = ("PYTHONPATH", "LD_LIBRARY_PATH")
-# A program here needs no path: others find it there too.
+# A program in these folders needs no path, as every host has it there.
 _SYSTEM_FOLDERS = ("/usr/bin", "/bin")
 
 
@@ -37,14 +37,14 @@ class Runner:
     """One launcher.
 
     Attributes:
-        name: what `--launcher` calls it.
+        name: its name for `--launcher`.
         program: its program, for messages.
         package: how to install it.
-        per: "node" where it starts one agent a host, which starts the workers; "rank" where it starts every rank.
-        module: what builds its command.
+        per: "node" if it starts one agent per host, which starts the workers; "rank" if it starts every rank.
+        module: the module that builds its command.
         names: names that only this launcher's program has.
-        shared_names: names that the programs of other launchers have too; one of them counts where `witness` is in
-            the same folder.
+        shared_names: names that other launchers' programs have too; such a program counts if `witness` is in the same
+            folder.
         witness: a program that comes with this launcher only.
         title: its name in prose.
     """
@@ -75,7 +75,7 @@ class Runner:
         return found
 
     def warnings(self, hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
-        """What is to be said before a job on these hosts is started; most launchers have nothing to say."""
+        """Warnings before a job on these hosts is started; most launchers have none."""
         ask = getattr(self._load(), "warnings", None)
         found: list[str] = ask(hosts, environ) if ask else []
         return found
@@ -153,9 +153,9 @@ def find_runner(name: str) -> Runner:
 
 
 def require_program(runner: Runner, search_path: str, prefix: str = sys.prefix) -> str:
-    """What to start as the runner's program: its path, or its name where every host has it in a system folder.
+    """The runner's program: its path, or only its name if it is in a system folder.
 
-    Open MPI and hydra take the path that they are started by as the place of their daemons on the other hosts.
+    Open MPI and hydra look for their daemons on the other hosts at the path by which they were started.
 
     Args:
         search_path: folders as in PATH.
@@ -183,7 +183,7 @@ def _is_program(path: Path) -> bool:
 
 
 def _comes_with(path: Path, witness: str) -> bool:
-    """Whether the program at `path` is the one of `witness`: in Debian, several MPI share a folder and names."""
+    """Whether the program at `path` belongs to `witness`: in Debian, several MPI share a folder and names."""
     real = path.resolve()
     if ("hydra" in real.name) if witness == "ompi_info" else (real.name in _OPEN_MPI):
         return False
@@ -191,13 +191,13 @@ def _comes_with(path: Path, witness: str) -> bool:
 
 
 def unless_given(given: Sequence[str], names: Collection[str], *words: str) -> list[str]:
-    """`words`, or nothing where `given` has an option of one of these names: what the user says replaces ours."""
+    """`words`, or nothing if the user's arguments `given` have an option of one of these names, which replaces ours."""
     options = {word.lstrip("-").partition("=")[0] for word in given if word.startswith("-")}
     return [] if options & set(names) else list(words)
 
 
 def check_hosts(job: ClusterJob, title: str, *, users: bool = False, ipv6: bool = False) -> None:
-    """Raise UsageError where the launcher `title` cannot be given a host of the job."""
+    """Raise UsageError if the launcher `title` does not support the name of a host of the job."""
     for host in job.hosts:
         user, at, machine = host.name.rpartition("@")
         if at and not users:
@@ -215,8 +215,8 @@ def check_hosts(job: ClusterJob, title: str, *, users: bool = False, ipv6: bool 
 def start_environment(job: ClusterJob) -> dict[str, str]:
     """Variables that the start of the program on a host depends on, ready for the launcher.
 
-    Programs start in "/" everywhere (launchers do different things about a folder that is not there: a message of
-    ours is better), so relative entries are made absolute.
+    Relative entries are made absolute, as programs start in "/": launchers differ in what they do about a missing
+    folder, and our own message is better.
     """
     return absolute_paths(job.environment, job.folder)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Intel MPI's mpiexec.hydra: every rank, through ssh. It is a hydra of its own, with options of its own."""
+"""Intel MPI's mpiexec.hydra: starts every rank, through ssh. Its hydra has options of its own."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from anyaccel.launch.runners.mpich import hydra_command
 def build_command(job: ClusterJob) -> list[str]:
     """The argument vector of mpiexec.hydra: the options of `hydra_command`, and
 
-    -bootstrap-exec-args: what ssh is told.
-    -genv I_MPI_PIN 0: cores are given by our own plan.
+    -bootstrap-exec-args: options for ssh.
+    -genv I_MPI_PIN 0: no pinning, as our own plan binds ranks.
     """
     given = job.launcher_args
     options = [

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MPICH's mpiexec (hydra): every rank, through ssh.
+"""MPICH's mpiexec (hydra): starts every rank, through ssh.
 
-hydra goes on when a process fails that never spoke MPI, and so do Intel MPI's and MVAPICH's. Our agents hear of it from
-the launcher that they have called back.
+hydra, also Intel MPI's and MVAPICH's, goes on when a process fails that has not initialised MPI. Our launcher, which
+the agents have called back, ends the job then.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from anyaccel.launch.runners import check_hosts, ssh_options, start_environment,
 def build_command(job: ClusterJob) -> list[str]:
     """The argument vector of mpiexec: the options of `hydra_command`, and
 
-    -bind-to none: cores are given by our own plan.
+    -bind-to none: no binding, as our own plan binds ranks.
     """
     given = job.launcher_args
     return hydra_command(job, "MPICH", unless_given(given, ("bind-to", "binding"), "-bind-to", "none"))
 
 
 def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the job, and what hydra tells ssh, for which MPICH's has no option."""
+    """The variables of the job, and hydra's options for ssh, for which MPICH's hydra has no option of its own."""
     options = [environ.get("HYDRA_LAUNCHER_EXTRA_ARGS", ""), *ssh_options(job)]
     return {
         **start_environment(job),
@@ -32,15 +32,15 @@ def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[st
 
 
 def hydra_command(job: ClusterJob, title: str, options: list[str]) -> list[str]:
-    """The argument vector of a hydra. Options that are given twice are an error of hydra's, so ours give way.
+    """The argument vector of a hydra. hydra refuses options that are given twice, so the user's replace ours.
 
-    -launcher ssh, -rmk user: hosts are those of the hostfile, also in an allocation of a batch system.
-    -hosts h1:2,h2:1: ranks on each host, in this order; other than `-ppn` they may differ.
-    -genvlist, -genvnone: otherwise the whole environment of the launcher travels, DISPLAY and SSH_* with it.
-    -wdir /: where the folder is not there, hydra fails without naming the host, or stays elsewhere in silence.
+    -launcher ssh, -rmk user: use the hosts of the hostfile, also in an allocation of a batch system.
+    -hosts h1:2,h2:1: ranks on each host, in this order; unlike with `-ppn` the numbers may differ.
+    -genvlist, -genvnone: otherwise hydra forwards the launcher's whole environment, also DISPLAY and SSH_*.
+    -wdir /: if the folder is missing, hydra fails without naming the host, or silently uses another folder.
 
     Args:
-        options: what differs from one hydra to another.
+        options: options that differ from one hydra to another.
     """
     check_hosts(job, title, users=True)
     given = job.launcher_args

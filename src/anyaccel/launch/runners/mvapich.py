@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MVAPICH's mpiexec.hydra: every rank, through ssh. MVAPICH is an MPICH for fast networks, and so is its hydra."""
+"""MVAPICH's mpiexec.hydra: starts every rank, through ssh. MVAPICH is derived from MPICH, with the same hydra."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from anyaccel.launch.job import ClusterJob
 from anyaccel.launch.runners import mpich
 
-# Cores are given by our own plan. The library pins otherwise: the names are those of MVAPICH2, and of MVAPICH 3.
+# They keep the library (MVAPICH2, MVAPICH 3) from pinning, as our own plan binds ranks.
 _UNBOUND = ("MV2_ENABLE_AFFINITY", "MVP_ENABLE_AFFINITY")
 
 
@@ -22,5 +22,5 @@ def build_command(job: ClusterJob) -> list[str]:
 
 
 def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """As for MPICH."""
+    """The same variables as for MPICH."""
     return mpich.launcher_environment(job, environ)

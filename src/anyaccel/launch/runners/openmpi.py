@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open MPI's mpirun: every rank, through ssh or the daemons of a batch system."""
+"""Open MPI's mpirun: starts every rank, through ssh or the daemons of a batch system."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from anyaccel.launch.runners import check_hosts, ssh_options, start_environment,
 def build_command(job: ClusterJob) -> list[str]:
     """The argument vector of mpirun.
 
-    --host, --map-by seq: each rank on the host that is named at its place. Otherwise the host that mpirun runs on
-        comes first, wherever the hostfile has it.
-    --bind-to none: cores are given by our own plan.
-    --allow-run-as-root: in a container that is the only user; for others it changes nothing.
-    --mca plm_rsh_args: what ssh is told.
-    --wdir /: mpirun ends with an odd code where the folder is not there; the worker says it better.
-    -x: variables that the start of Python depends on; with a name only, no character of a value can be mistaken.
+    --host, --map-by seq: rank N runs on the Nth host of the list. Otherwise the host that mpirun runs on comes first,
+        wherever the hostfile has it.
+    --bind-to none: no binding, as our own plan binds ranks.
+    --allow-run-as-root: root is the only user in many containers; for other users it changes nothing.
+    --mca plm_rsh_args: options for ssh.
+    --wdir /: if the folder is missing, mpirun ends with an odd code; the worker has a better message.
+    -x: variables that the start of Python depends on, by name only, so that their values need no quoting.
 
     When a rank fails, mpirun ends the others and returns the code of that rank; this is its default.
     """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pdsh: one agent a host, through ssh.
+"""pdsh: starts one agent per host, through ssh.
 
 pdsh joins the words of the command with spaces, replaces ``%n`` by the number of the host (in the order of `-w`), and
-gives the result to the login shell of each host.
+passes the result to the login shell of each host.
 
-pdsh waits for all hosts when one fails, and leaves the remote side alone when it is ended: agents go by the connection
-on which they have called the launcher back. Its contact, with the secret word of the job, is an argument here, which
-others on these hosts can read with `ps`: they could take the place of an agent and be sent the variables that travel.
+pdsh waits for all hosts when one fails, and does not end the remote side when it is ended itself; agents rely on the
+connection on which they have called the launcher back. The contact, with the secret of the job, is an argument here,
+which other users of these hosts can read with `ps`: they could pose as an agent and receive the forwarded variables.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _NUMBER = "%n"  # pdsh's own word for the number of the host
 def build_command(job: ClusterJob) -> list[str]:
     """The argument vector of pdsh.
 
-    -S: the exit code is the largest of all hosts'.
-    -R ssh: in Debian it is rsh otherwise.
+    -S: the exit code is the largest of all hosts.
+    -R ssh: the default in Debian is rsh.
     -b: one Ctrl-C ends it, instead of two within a second.
-    -N: lines come as they are; `--rank-prefix` says whose they are.
-    -f: all hosts at once; the job would wait for those that are not started.
+    -N: no prefix before lines; `--rank-prefix` adds ours.
+    -f: start on all hosts at once, as the job waits for all of them.
     """
     check_hosts(job, "pdsh", users=True, ipv6=True)
     command = ["pdsh", "-S", "-R", "ssh", "-b", "-N", "-f", str(len(job.hosts))]
@@ -41,11 +41,11 @@ def build_command(job: ClusterJob) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """A word as the login shell of a host has to see it, which pdsh is to leave as it is."""
+    """A word quoted for the login shell of a host, and for pdsh."""
     return shlex.quote(text).replace("%", "%%")
 
 
 def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the job, and what pdsh tells ssh."""
+    """The variables of the job, and pdsh's options for ssh."""
     options = [environ.get("PDSH_SSH_ARGS_APPEND", ""), *ssh_options(job)]
     return {"PDSH_SSH_ARGS_APPEND": " ".join(filter(None, options))}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slurm's srun: every rank, in the allocation that it runs in or in one of its own.
+"""Slurm's srun: starts every rank, in the present allocation or in one of its own.
 
-srun returns the largest exit code, be it that of a rank it has ended itself. Agents return 0 when they have told the
-launcher how it went, so that this does not matter.
+srun returns the largest exit code, even that of a rank which it has ended itself. That does not matter, as agents
+report to the launcher and then return 0.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from anyaccel.launch.runners import check_hosts, start_environment, unless_given
 def build_command(job: ClusterJob) -> list[str]:
     """The argument vector of srun.
 
-    --distribution=arbitrary, --nodelist=h1,h1,h2: each rank on the host that is named at its place. Otherwise srun
-        sorts the hosts, and spreads ranks evenly.
-    --cpu-bind=none: cores are given by our own plan.
-    --kill-on-bad-exit=1: an agent that cannot even call back ends the others.
+    --distribution=arbitrary, --nodelist=h1,h1,h2: rank N runs on the Nth host of the list. Otherwise srun sorts the
+        hosts, and spreads ranks evenly.
+    --cpu-bind=none: no binding, as our own plan binds ranks.
+    --kill-on-bad-exit=1: an agent that cannot call back ends the others.
     --quit-on-interrupt: one Ctrl-C ends it, instead of two within a second.
-    --export=ALL: its default, unless SLURM_EXPORT_ENV says otherwise.
+    --export=ALL: the default, unless SLURM_EXPORT_ENV changes it.
     --input=none: workers on other hosts have no standard input.
-    --chdir=/: where the folder is not there, Slurm would start the ranks in /tmp.
+    --chdir=/: if the folder is missing, Slurm would start the ranks in /tmp.
     """
     check_hosts(job, "Slurm")
     given = job.launcher_args
@@ -48,14 +48,15 @@ def build_command(job: ClusterJob) -> list[str]:
 
 
 def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the job; outside of an allocation, srun asks for hosts of its own.
+    """The variables of the job, and what makes srun provide CPUs for its ranks.
 
-    An arbitrary distribution does not tell Slurm how many CPUs each host is to give: one with two ranks may give one.
-    On hosts of its own each rank gets the CPUs it asks for, which is one unless `--launcher_args=--cpus-per-task=N`
-    says more. In `salloc --exclusive`, ranks may use all CPUs of their host.
+    Outside of an allocation, srun allocates hosts. With an arbitrary distribution Slurm does not know how many CPUs it
+    should allocate on each host: one with two ranks may get one CPU. On exclusive hosts each rank gets the CPUs that it
+    asks for, which is one unless `--launcher_args=--cpus-per-task=N` asks for more. In `salloc --exclusive`, ranks may
+    use all CPUs of their host.
 
-    An allocation has one CPU a host unless more are asked for, also where it has several GPUs, and srun refuses more
-    ranks than CPUs there: SLURM_OVERCOMMIT lets them share.
+    An allocation has one CPU per host unless more are asked for, even with several GPUs, and srun refuses more ranks
+    than CPUs there: SLURM_OVERCOMMIT lets them share.
     """
     variables = start_environment(job)
     if "SLURM_JOB_ID" not in environ:
@@ -69,7 +70,7 @@ def launcher_environment(job: ClusterJob, environ: Mapping[str, str]) -> dict[st
 
 
 def warnings(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
-    """Ranks that have to share CPUs in this allocation."""
+    """A warning if ranks have to share CPUs in this allocation."""
     cpus = _cpus_of_hosts(environ) if "SLURM_JOB_ID" in environ else ()
     most = max(len(host.slots) for host in hosts)
     if not cpus or most <= max(cpus):
@@ -82,7 +83,7 @@ def warnings(hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
 
 
 def _cpus_of_hosts(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Number of CPUs that the allocation has on each of its hosts; empty where Slurm does not say."""
+    """The number of CPUs that the allocation has on each of its hosts; empty if Slurm does not tell it."""
     try:
         return slurm_tasks(environ.get("SLURM_JOB_CPUS_PER_NODE", ""), MOST_HOSTS)
     except ValueError:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One agent a host, started by the system's OpenSSH. The default on several hosts.
+"""One agent per host, started by the system's OpenSSH. The default on several hosts.
 
-What an agent is to do goes through its standard input (see `anyaccel.launch.channel`), not through the command line:
-no shell sees an argument or a variable of the job, and their size has no limit.
+An agent gets its task through its standard input (see `anyaccel.launch.channel`), not through the command line: no
+shell sees an argument or a variable of the job, and their size has no limit.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-# Never ask (there is nobody to answer for each of a hundred hosts), and notice a dead connection within 4 to 6 s.
+# Never prompt, as nobody could answer for a hundred hosts, and notice a dead connection within 4 to 6 s.
 _OPTIONS = (
     "BatchMode=yes",
     "ConnectTimeout=10",
@@ -22,7 +22,7 @@ _OPTIONS = (
 
 
 def agent_command(python: str) -> list[str]:
-    """What runs on each host. `-P`: the folder it is started in must not shadow a module."""
+    """The command of the agent. `-P`: files in the current folder must not shadow modules."""
     return [python, "-P", "-m", "anyaccel.launch.node"]
 
 
@@ -49,9 +49,9 @@ def build_command(
     words += agent_command("python" if venv_script else python)
     line = shlex.join(words)
     if venv_script:
-        # The login shell may be one that cannot source it.
+        # bash, as the login shell may be unable to source it.
         line = f"exec bash -c {shlex.quote(f'. {shlex.quote(venv_script)} && {line}')}"
-    # The first value that ssh is given of an option counts.
+    # ssh uses the first value of an option, so the user's come first.
     command = ["ssh", "-T", "-x", *launcher_args]
     if ssh_port is not None:
         command += ["-p", str(ssh_port)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`aio_handle`."""
+"""`aio_handle`, the class with DeepSpeed's methods for file I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from anyaccel.ops.aio.requests import PathLike, Piece, Request, Requests, change
 _MAX_BLOCK = 1 << 30
 _MAX_DEPTH = 4096
 _MAX_THREADS = 256
-_SECTOR = 512  # DeepSpeed's get_alignment() counts in these
+_SECTOR = 512  # the unit of DeepSpeed's get_alignment()
 _VALIDATED_AT_ONCE = 8 << 20
 
 File: TypeAlias = PathLike | int
@@ -74,7 +74,7 @@ class aio_handle(LockedTensors):
         self._threads = intra_op_parallelism
         library = native()
         self._requests = Requests(library)
-        # Before the native side opens its queues: Ctrl-C in the middle would leave them open for ever.
+        # Set before the native side opens its queues, which a Ctrl-C in between would otherwise leave open.
         self._finalizer = weakref.finalize(self, self._requests.close)
         number = library.anyaccel_aio_create(
             block_size, queue_depth, intra_op_parallelism, single_submit, ENGINES.index(engine),
@@ -241,12 +241,12 @@ class aio_handle(LockedTensors):
 
         Args:
             pieces: in ascending order of offset, not overlapping; those of a write without gaps.
-            cached: the file is in the page cache: read it from there.
-            progress: called now and then with the bytes that are done.
+            cached: whether to read from the page cache, not with direct I/O.
+            progress: called now and then with the number of bytes that are done.
 
         Raises:
             AioError: as read() and write() do.
-            KeyboardInterrupt: Ctrl-C; what was not done is given up.
+            KeyboardInterrupt: Ctrl-C; the rest of the transfer is cancelled.
         """
         path = os.fsdecode(filename)
         if write_atomic:
@@ -269,7 +269,7 @@ class aio_handle(LockedTensors):
         if validate:
             reopened = _Reopened(descriptor) if descriptor >= 0 else None
             after.insert(0, lambda: _validate(host, path, file_offset, reopened))
-        self._requests.begin(Request(path, descriptor, [Piece.of(host, file_offset)], 0, after))
+        self._requests.submit(Request(path, descriptor, [Piece.of(host, file_offset)], 0, after))
 
     def _begin_write(
         self, buffer: torch.Tensor, filename: File, file_offset: int, validate: bool, write_atomic: bool
@@ -287,7 +287,7 @@ class aio_handle(LockedTensors):
         reopened = _Reopened(descriptor) if validate and descriptor >= 0 else None
         after = [lambda: _validate(host, path, file_offset, reopened)] if validate else []
         flags = WRITE | (ATOMIC if write_atomic else 0)
-        self._requests.begin(Request(path, descriptor, [Piece.of(host, file_offset)], flags, after))
+        self._requests.submit(Request(path, descriptor, [Piece.of(host, file_offset)], flags, after))
 
 
 def _check_dense(what: str, buffer: torch.Tensor) -> None:
@@ -299,7 +299,7 @@ def _check_dense(what: str, buffer: torch.Tensor) -> None:
 
 
 def _file(filename: File) -> tuple[str, int]:
-    """The path, or "" and the descriptor."""
+    """The path and -1, or "" and the descriptor."""
     if not isinstance(filename, int):
         return os.fsdecode(filename), -1
     if isinstance(filename, bool) or not 0 <= filename < 1 << 31:
@@ -308,7 +308,7 @@ def _file(filename: File) -> tuple[str, int]:
 
 
 class _Reopened:
-    """The file of a descriptor, opened again to read it, since the caller may close his."""
+    """The file of a descriptor, reopened for reading, as the caller may close the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = -1

@@ -31,7 +31,7 @@ class Memory(mmap.mmap):
     _unregister: Callable[[], object] | None = None
 
     def lock(self, address: int, num_bytes: int) -> None:
-        """Keep this part in memory: the accelerator does that, or else mlock()."""
+        """Lock this part in memory, by registering it with the accelerator or else by mlock()."""
         accelerator = get_accelerator()
         if accelerator.has("register_host_memory"):
             try:
@@ -52,7 +52,7 @@ class Memory(mmap.mmap):
         )  # fmt: skip
 
     def release(self) -> None:
-        """Unlock; the addresses stay valid until the last tensor is gone."""
+        """Unlock the memory; its addresses stay valid until the last tensor is gone."""
         unregister, self._unregister = self._unregister, None
         locked, self._locked = self._locked, None
         if unregister is not None:
@@ -96,9 +96,9 @@ def _munlock(address: int, num_bytes: int) -> None:
 
 
 def aligned_memory(num_bytes: int, phase: int = 0) -> tuple[Memory, int]:
-    """New memory, and where in it `num_bytes` begin at `phase` bytes past a page; in huge pages where that pays.
+    """New memory, and the position in it of `num_bytes` bytes that begin `phase` bytes past a page boundary.
 
-    The content is zero and takes no memory until it is touched.
+    Large memory is in huge pages. The content is zero, and no page is allocated before it is touched.
     """
     huge = num_bytes >= _HUGE_PAGE
     size = max(phase + num_bytes, 1)
@@ -124,7 +124,7 @@ def new_locked_tensor(num_elem: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     memory, start = aligned_memory(num_elem * dtype.itemsize)
     address = address_of(memory, start)
-    # The accelerator and the limit count whole pages.
+    # The accelerator and RLIMIT_MEMLOCK count whole pages.
     memory.lock(address, -(-num_elem * dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE)
     with _mutex:
         for other in [other for other, there in _memories.items() if there() is None]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The library of csrc/aio as ctypes sees it."""
+"""The ctypes declarations of the library of csrc/aio."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Segment(ctypes.Structure):
 
 
 class Status(ctypes.Structure):
-    """How a request went."""
+    """The result of a request."""
 
     _fields_ = (
         ("step", ctypes.c_int32),
@@ -48,7 +48,7 @@ _library: ctypes.CDLL | None = None
 
 
 def bind(library: ctypes.CDLL) -> None:
-    """Use this library from now on; AsyncIOBuilder calls it."""
+    """Set the library that is used; called by AsyncIOBuilder."""
     global _library
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -79,6 +79,6 @@ def native() -> ctypes.CDLL:
 
 
 def cached_bytes(descriptor: int, size: int) -> int:
-    """Bytes of the first `size` of an open file that are in the page cache; -1 where the kernel does not tell."""
+    """How many of the first `size` bytes of an open file are in the page cache; -1 if the kernel does not tell."""
     found: int = native().anyaccel_aio_cached(descriptor, size)
     return found

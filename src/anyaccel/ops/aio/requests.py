@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes under way: what each one is, what it keeps alive, and how it is waited for."""
+"""Reads and writes that are under way: their memory, their results, and how threads wait for them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ logger = logging.getLogger("anyaccel.aio")
 
 PathLike: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
-_WAIT_MILLISECONDS = 50  # between two looks for Ctrl-C
+_WAIT_MILLISECONDS = 50  # between two checks for Ctrl-C
 _LAST_BYTE = (1 << 63) - 1
 
 
 class Piece(NamedTuple):
-    """Contiguous host memory for a range of a file; `owner` is kept until the transfer is done."""
+    """Contiguous host memory for a range of a file; `owner` is kept alive until the transfer is done."""
 
     offset: int
     address: int
@@ -44,8 +44,8 @@ class Piece(NamedTuple):
 
 
 @dataclass(eq=False)
-class Beginner:
-    """A thread that starts requests, and the results of those that another thread's wait has already collected."""
+class Submitter:
+    """A thread that has submitted requests, with the results of those that another thread's wait has collected."""
 
     num_done: int = 0
     errors: list[Exception] = field(default_factory=list)
@@ -56,11 +56,12 @@ class Request:
     """One read or write.
 
     Attributes:
-        path: of the file; empty where it is given by its descriptor.
-        after: called in order when the transfer is done and did not fail.
-        error: why it failed, once it is settled.
-        settling: held by the thread that settles it, of those that wait for it.
-        beginner: hears of it, whoever waits for it.
+        path: path of the file; empty if it is given by its descriptor.
+        after: called in order when the transfer has succeeded.
+        settled: whether the transfer and the calls after it are done.
+        error: why it has failed, once it is settled.
+        settling: held by the thread that settles it; several may wait for it.
+        submitter: the thread that has submitted it, and gets its result.
     """
 
     path: str
@@ -71,25 +72,25 @@ class Request:
     settled: bool = False
     error: Exception | None = field(default=None)
     settling: threading.Lock = field(default_factory=threading.Lock)
-    beginner: Beginner | None = None
+    submitter: Submitter | None = None
 
     @property
     def offset(self) -> int:
-        """Of the first byte."""
+        """The offset of the first byte."""
         return self.pieces[0].offset if self.pieces else 0
 
     @property
     def num_bytes(self) -> int:
-        """From the first byte to the last."""
+        """The number of bytes from the first to the last."""
         return self.pieces[-1].offset + self.pieces[-1].num_bytes - self.offset if self.pieces else 0
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The file's name for messages."""
         return self.path if self.descriptor < 0 else f"descriptor {self.descriptor}"
 
     def check(self) -> None:
-        """Raises UsageError for what the kernel would misunderstand."""
+        """Raises UsageError for a name or an offset that the kernel would misinterpret."""
         check_name(self.path)
         if not hasattr(self.offset, "__index__"):
             raise UsageError(f"file_offset={self.offset!r} of {self.name!r} must be a whole number")
@@ -97,7 +98,7 @@ class Request:
             raise UsageError(f"file_offset={self.offset} of {self.name!r} must be from 0 to 2**63-1, less the size")
 
     def failure(self, status: native.Status, number: int = 0) -> AioError:
-        """The error that `status`, or the errno `number`, stands for."""
+        """The error for `status`, or for the errno `number`."""
         code = status.error or number
         writes = bool(self.flags & native.WRITE)
         what = "writing" if writes else "reading"
@@ -114,11 +115,11 @@ class Request:
         return AioError(code, f"{where} failed: {why} (errno {code}){left}", self.name, status.offset)
 
     def settle(self, status: native.Status | None) -> None:
-        """The transfer is done: note how it went, and do what is to be done after it.
+        """Record the result of a finished transfer, and make the calls after it.
 
         Args:
-            status: None if the native side does not know the request: another thread has settled it and had it
-                forgotten, or Ctrl-C came before it was handed over.
+            status: None if the native side does not know the request: another thread has settled and removed it, or
+                Ctrl-C came before it was submitted.
         """
         with self.settling:
             if self.settled or status is None:
@@ -132,7 +133,7 @@ class Request:
                 try:
                     for call in self.after:
                         call()
-                except Exception as error:  # noqa: BLE001 - whatever it is, wait() raises it
+                except Exception as error:  # noqa: BLE001 - wait() raises it
                     self.error = error
             self.settled = True
 
@@ -149,23 +150,24 @@ class Request:
 
 
 class Requests:
-    """Those of one handle. What has begun keeps its memory here until the kernel is done with it.
+    """The requests of one handle, which keeps their memory alive until the kernel is done with it.
 
-    A KeyboardInterrupt may come between any two steps: so a request is noted here before it is handed over, and the
-    native side forgets it after it is settled. What that side does not know was not handed over, or is settled.
+    A KeyboardInterrupt may come between any two steps. So a request is recorded here before it is submitted, and
+    removed from the native side after it is settled: a request that the native side does not know was either not
+    submitted, or is settled.
 
-    Any number of threads may wait for one request. Each returns when it is settled, and the one that began it hears of
-    it even if another thread's wait was first: otherwise it would take an error for data.
+    Any number of threads may wait for one request. Each returns when it is settled, and the thread that has submitted
+    it gets its result even if another thread's wait was first; otherwise it would miss the error.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.address = ctypes.c_void_p()  # of the native side's handle, which whoever creates one puts here
+        self.address = ctypes.c_void_p()  # of the native handle, set by its creator
         self._process = os.getpid()
         self._mutex = threading.Lock()
         self._numbers = itertools.count(1)
         self._known: dict[int, Request] = {}
-        self._pending: dict[int, Request] = {}  # those that no wait has ended for, in order
+        self._pending: dict[int, Request] = {}  # submitted requests that no wait has collected, in order
         self._thread = threading.local()
 
     def check_process(self) -> None:
@@ -177,28 +179,28 @@ class Requests:
             )
 
     def close(self) -> None:
-        """Give up what is under way, and return when the kernel uses none of the memory."""
+        """Cancel all requests, and return when the kernel does not use their memory any more."""
         if os.getpid() != self._process or not self.address:
             return  # the threads and the kernel's queue belong to the parent, or there are none
-        given_up = [request for request in self._pending.values() if not request.settled]
+        abandoned = [request for request in self._pending.values() if not request.settled]
         self.library.anyaccel_aio_destroy(self.address)
         self._known.clear()
-        for request in given_up:
+        for request in abandoned:
             logger.error(
                 "aio_handle was dropped without wait(): a %s of %d bytes at offset %d of %r may be incomplete",
                 "write" if request.flags & native.WRITE else "read", request.num_bytes, request.offset, request.name,
             )  # fmt: skip
 
-    def begin(self, request: Request) -> None:
-        """Hand a request over; the next wait will wait for it."""
-        request.beginner = self._this_thread()
-        self._hand_over(request, next(self._numbers), pending=True)
+    def submit(self, request: Request) -> None:
+        """Submit a request; the next wait includes it."""
+        request.submitter = self._this_thread()
+        self._submit(request, next(self._numbers), pending=True)
 
     def run(self, request: Request, progress: Callable[[int], object] | None = None) -> None:
-        """Hand a request over and wait for just that. Ctrl-C gives it up."""
+        """Submit a request and wait for it alone. Ctrl-C cancels it."""
         number = next(self._numbers)
         try:
-            self._hand_over(request, number, pending=False)
+            self._submit(request, number, pending=False)
             self._settle(number, request, progress)
         except BaseException:
             if number in self._known:
@@ -209,24 +211,24 @@ class Requests:
             raise request.error
 
     def wait_all(self) -> int:
-        """Wait for what has begun and return how many requests that were; the first error is raised at the end."""
+        """Wait for all submitted requests and return their number; the first error is raised at the end."""
         self.check_process()
         with self._mutex:
             wanted = dict(self._pending)
         return self._wait(wanted)
 
     def wait_own(self) -> int:
-        """wait_all() for what this thread has begun: the errors of other threads' requests are no business of its."""
+        """wait_all() for the requests of this thread only, so that errors of other threads are not raised here."""
         self.check_process()
-        beginner = self._this_thread()
+        submitter = self._this_thread()
         with self._mutex:
-            wanted = {number: request for number, request in self._pending.items() if request.beginner is beginner}
+            wanted = {number: request for number, request in self._pending.items() if request.submitter is submitter}
         return self._wait(wanted)
 
-    def _this_thread(self) -> Beginner:
-        found: Beginner | None = getattr(self._thread, "beginner", None)
+    def _this_thread(self) -> Submitter:
+        found: Submitter | None = getattr(self._thread, "submitter", None)
         if found is None:
-            found = self._thread.beginner = Beginner()
+            found = self._thread.submitter = Submitter()
         return found
 
     def _wait(self, wanted: dict[int, Request]) -> int:
@@ -238,12 +240,12 @@ class Requests:
         with self._mutex:
             for number, request in wanted.items():
                 first = self._pending.pop(number, None) is not None
-                if request.beginner is not own:
-                    if first and request.beginner is not None:
-                        request.beginner.num_done += 1
-                        request.beginner.errors += [request.error] if request.error else []
+                if request.submitter is not own:
+                    if first and request.submitter is not None:
+                        request.submitter.num_done += 1
+                        request.submitter.errors += [request.error] if request.error else []
                 elif not first:
-                    continue  # the wait that was first has told
+                    continue  # the wait that was first has added its result to `own`
                 count += 1
                 errors += [request.error] if request.error else []
             count, own.num_done = count + own.num_done, 0
@@ -255,12 +257,12 @@ class Requests:
             raise errors[0]
         return count
 
-    def _hand_over(self, request: Request, number: int, *, pending: bool) -> None:
+    def _submit(self, request: Request, number: int, *, pending: bool) -> None:
         self.check_process()
         request.check()
         segments = (native.Segment * len(request.pieces))(*(native.Segment(*piece[:3]) for piece in request.pieces))
         status = native.Status()
-        # Held across the call: another thread's wait must not miss what has begun.
+        # Held across the call, so that another thread's wait does not miss the request.
         with self._mutex:
             self._known[number] = request
             if pending:
@@ -288,7 +290,7 @@ class Requests:
 
 
 def check_name(path: str) -> None:
-    """Raises UsageError for what no file can be called."""
+    """Raises UsageError for a text that cannot be the name of a file."""
     if "\0" in path:
         raise UsageError(f"the file name {path!r} has a zero byte")
     try:
@@ -298,7 +300,7 @@ def check_name(path: str) -> None:
 
 
 def kind_of(mode: int) -> str:
-    """What a file of this st_mode is, "" for a regular one."""
+    """The kind of a file with this st_mode, for messages; "" for a regular file."""
     if stat.S_ISREG(mode):
         return ""
     kinds = {
@@ -312,23 +314,23 @@ def kind_of(mode: int) -> str:
 
 
 def replaceable(path: str) -> str:
-    """Where a new file that takes the place of `path` is put: a symbolic link stays one.
+    """The path at which a new file replaces `path`, with symbolic links resolved, so that they stay links.
 
     Raises:
         AioError: no file can be there: the path ends with a slash, is empty, or has a link that leads to itself.
-        UsageError: a device, FIFO or socket is there, which would become a file for everybody who uses it.
+        UsageError: a device, FIFO or socket is there, which a file must not replace.
     """
     if path.endswith("/"):  # a folder to open(), which realpath() forgets
-        raise _no_place(path, errno.EISDIR)
+        raise _cannot_create(path, errno.EISDIR)
     try:
         kind = kind_of(os.stat(path).st_mode)  # noqa: PTH116 - a name that no path can be goes through unharmed
     except FileNotFoundError:
         if not path:
-            raise _no_place(path, errno.ENOENT) from None
+            raise _cannot_create(path, errno.ENOENT) from None
         return os.path.realpath(path)
     except OSError as error:
-        raise _no_place(path, error.errno or errno.EIO) from None
-    except ValueError:  # the request says what is wrong
+        raise _cannot_create(path, error.errno or errno.EIO) from None
+    except ValueError:  # Request.check() reports what is wrong
         return path
     path = os.path.realpath(path)
     if kind and kind != "a folder":
@@ -336,18 +338,18 @@ def replaceable(path: str) -> str:
     return path
 
 
-def _no_place(path: str, number: int) -> AioError:
+def _cannot_create(path: str, number: int) -> AioError:
     what = f"writing {path!r} failed: {native.STEPS[2]}: {os.strerror(number)} (errno {number})"
     return AioError(number, f"{what}; {native.LEFTOVERS[0]}", path, 0)
 
 
 def changed(tensor: torch.Tensor) -> None:
-    """Let autograd know that native code writes to it: a backward pass must not take the new values for the old."""
+    """Tell autograd that native code writes to the tensor, so that a backward pass does not use the new values."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, between devices too, without a trace in autograd."""
+    """Copy, also between devices, without recording it in autograd."""
     with torch.no_grad():
         target.copy_(source)

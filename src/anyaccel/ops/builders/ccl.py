@@ -15,7 +15,7 @@ from anyaccel.errors import CommError
 from anyaccel.ops import in_tree
 from anyaccel.ops.builder import OpBuilder
 
-# 2021.17 and later need libccl.so.2, and 2022.2 a libfabric, which none of the wheels for CPUs brings.
+# 2021.17 and later need libccl.so.2, and 2022.2 a libfabric, which none of the wheels for CPUs contains.
 PIP_LINE = 'pip install "oneccl-cpu==2021.16.*" "oneccl-cpu-devel==2021.16.*" "impi-rt==2021.16.*"'
 
 
@@ -25,8 +25,8 @@ class Installation(NamedTuple):
     Attributes:
         library: libccl.so.1.
         include: the folder with oneapi/ccl.hpp.
-        fabric: libfabric's library; empty where there is none, and then only MPI carries messages.
-        mpi: Intel MPI's library; empty where there is none, and then only libfabric does.
+        fabric: libfabric's library; empty if there is none, so that only MPI can carry messages.
+        mpi: Intel MPI's library; empty if there is none, so that only libfabric can.
     """
 
     library: Path
@@ -109,7 +109,7 @@ class CCLCommBuilder(OpBuilder):
         return f"anyaccel.ops.prebuilt.{self.NAME}"
 
     def why_not(self) -> str:
-        """oneCCL is missing, or what every op needs."""
+        """Why it cannot be loaded: oneCCL is missing, or what every op needs."""
         if not sys.platform.startswith("linux"):
             return f"it needs Linux, and this is {sys.platform}"
         if not self._switched_off():
@@ -120,7 +120,7 @@ class CCLCommBuilder(OpBuilder):
         return super().why_not()
 
     def sources(self) -> list[str]:
-        """One file."""
+        """Its only file."""
         return [str(in_tree.root() / "ccl" / "ccl_comm.cpp")]
 
     def include_paths(self) -> list[str]:
@@ -131,11 +131,11 @@ class CCLCommBuilder(OpBuilder):
             return []
 
     def cxx_args(self) -> list[str]:
-        """As every op; oneCCL's headers warn."""
+        """The flags of every op, without warnings, which oneCCL's headers cause."""
         return [*super().cxx_args(), "-w"]
 
     def extra_ldflags(self) -> list[str]:
-        """The library that was found, here and when it runs."""
+        """Link with the library that was found, and load it from there."""
         try:
             library = find().library
         except CommError:

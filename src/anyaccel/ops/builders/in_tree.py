@@ -15,7 +15,7 @@ class InTreeBuilder(OpBuilder):
     """A plain C library made of the files that `in_tree.SOURCES` lists.
 
     Attributes:
-        LIBRARY: its name there, where it is not `NAME`.
+        LIBRARY: its name there, if it is not `NAME`.
     """
 
     ACCELERATOR: ClassVar[str] = "cpu"
@@ -38,15 +38,15 @@ class InTreeBuilder(OpBuilder):
         return [str(in_tree.root())]
 
     def cxx_args(self) -> list[str]:
-        """Those that CMake uses too."""
+        """The same flags as CMake uses."""
         return list(in_tree.flags())
 
     def extra_ldflags(self) -> list[str]:
-        """Those that CMake uses too."""
+        """The same flags as CMake uses."""
         return list(in_tree.LINK_FLAGS)
 
     def variant(self) -> str:
-        """What the sources here would give: a prebuilt copy of other sources is not used."""
+        """The variant of the sources here, so that a prebuilt copy of other sources is not used."""
         return _variant(self.library_name())
 
     def _recipe(self, library_name: str) -> jit.Recipe:

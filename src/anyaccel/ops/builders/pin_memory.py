@@ -3,25 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from anyaccel.ops.builder import OpBuilder
+from anyaccel.ops.builder import PythonOpBuilder
 
 
-class PinMemoryBuilder(OpBuilder):
+class PinMemoryBuilder(PythonOpBuilder):
     """Tensors in locked host memory; load() gives `anyaccel.ops.pin_memory`, which needs no building."""
 
     NAME: ClassVar[str] = "pin_memory"
     BUILD_VAR: ClassVar[str] = "DS_BUILD_PIN_MEMORY"
-
-    def absolute_name(self) -> str:
-        """The module."""
-        return "anyaccel.ops.pin_memory"
-
-    def sources(self) -> list[str]:
-        """None."""
-        return []
-
-    def jit_load(self, verbose: bool = False) -> Any:
-        """As load(): there is nothing to build."""
-        return self.load(verbose)
+    ACCELERATOR: ClassVar[str] = "host"
+    MODULE: ClassVar[str] = "anyaccel.ops.pin_memory"

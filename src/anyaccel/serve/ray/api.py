@@ -21,7 +21,7 @@ from anyaccel.serve.tools import FORMATS
 
 
 class Api:
-    """What Ray's proxies pass requests to."""
+    """The deployment to which Ray's proxies route requests."""
 
     _engine: RemoteEngine | None = None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an API process and a replica exchange: calls one way, chunks or failures the other."""
+"""The messages between an API process and a replica: calls one way, chunks or failures the other."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: AnyAccelError) -> Failure:
-        """What is to be said of an error."""
+        """The message to report for an error."""
         if isinstance(error, contract.GrammarError):
             return cls("GrammarError", str(error).removeprefix(f"{error.param}: "), error.param)
         if isinstance(error, contract.EngineFullError):

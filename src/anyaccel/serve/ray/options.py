@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `serve run anyaccel.serve.ray:app NAME=VALUE ...` may say; the names are those of `anyaccel serve`."""
+"""The options of `serve run anyaccel.serve.ray:app NAME=VALUE ...`, under the names of `anyaccel serve`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Options(BaseModel):
     @field_validator("served_model_name", "api_key", "allowed_origins", mode="before")
     @classmethod
     def _several(cls, given: Any) -> Any:
-        """One of them is a list of one: the command line has no lists."""
+        """Turn a single value into a list, since the command line has no lists."""
         return [given] if isinstance(given, str) else given
 
     @field_validator("group_size", mode="before")
@@ -98,7 +98,7 @@ class Options(BaseModel):
 
     @property
     def names(self) -> list[str]:
-        """What requests may call the model, and are told."""
+        """The names of the model that requests may use, and that are listed."""
         path = self.path()
         own = path.name.removesuffix(".gguf") if path.is_file() else path.name
         return self.served_model_name or [own]
@@ -115,7 +115,7 @@ class Options(BaseModel):
         return self.max_batch + min(self.max_batch, self.max_waiting)
 
     def path(self) -> Path:
-        """Where the model is on this machine.
+        """The path of the model on this machine.
 
         Raises:
             UsageError: it is not there.
@@ -129,11 +129,11 @@ class Options(BaseModel):
         return path.absolute()
 
     def of_model(self) -> ModelOptions:
-        """How the model is to run."""
+        """The options of the model."""
         return ModelOptions(str(self.path()), self.dtype, self.group_size, self.kv_cache, 0, self.tp)
 
     def of_engine(self) -> EngineSettings:
-        """How a replica's engine is to run. Its queue never refuses: what a replica may have open is bounded."""
+        """The settings of a replica's engine. Its queue never refuses, since a replica's open requests are bounded."""
         return EngineSettings(
             max_batch=self.max_batch,
             max_context=self.max_context,

@@ -128,7 +128,7 @@ class RemoteEngine:
         return await together(map(one, prompts))
 
     def stats(self) -> Stats:
-        """Of all replicas together, at the last look; what one that has ended had counted is gone."""
+        """The sum over all replicas at the last poll, without the counts of replicas that have ended."""
         return self._stats
 
     def ready(self) -> bool:

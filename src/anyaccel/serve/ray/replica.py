@@ -26,7 +26,7 @@ logger = logging.getLogger("ray.serve")
 
 
 class _Log:
-    """What `open_engine` has to say."""
+    """Logs the messages of `open_engine`."""
 
     def line(self, text: str) -> None:
         logger.info(text)
@@ -61,7 +61,7 @@ def _take_cores(num_cpus: int) -> Lease:
 
 
 class Replica:
-    """What Ray makes one of for each replica; its methods are called through a handle (`remote.RemoteEngine`)."""
+    """The actor of a replica, whose methods `remote.RemoteEngine` calls through a handle."""
 
     def __init__(self, options: Options) -> None:
         self._closed = True  # until there is an engine
@@ -93,7 +93,7 @@ class Replica:
             return Failure.of(error)
 
     async def facts(self) -> ModelFacts:
-        """Of the model."""
+        """The facts about the model."""
         return self._engine.facts
 
     async def look(self) -> tuple[bool, Stats]:

@@ -56,7 +56,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             self._note(replica_id, call)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It has been answered; the conversation's next turn begins with it."""
+        """Note the answered conversation, with which its next turn will begin."""
         with self._lock:
             sent = self._sent.pop(internal_request_id, None)
             if sent is not None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: which part of which weight each rank holds, and where the ranks add up."""
+"""Tensor parallelism: which shard of each weight a rank holds, and which outputs are all-reduced."""

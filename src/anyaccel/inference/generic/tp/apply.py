@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a model this rank's shards, from a checkpoint or from the weights that it has already."""
+"""Loads this rank's shards into a model, from a checkpoint or from the weights that it already has."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from anyaccel.inference.generic.tp.plan import TensorParallelPlan
 
 
 class WeightSource(Protocol):
-    """Where the weights come from.
+    """A source of weights.
 
     Attributes:
-        mapped: `read` returns views of a mapped file, strided ones for slices of columns.
+        mapped: whether `read` returns views of a mapped file, which are strided for slices of columns.
     """
 
     mapped: bool
@@ -29,12 +29,12 @@ class WeightSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
-        """The tensor `name`, which is of `shape` as a whole, or only `part` of it. Each is asked for once."""
+        """The tensor `name`, whose whole shape is `shape`, or only `part` of it. Each is read once."""
         ...
 
 
 class LoadedWeights:
-    """Weights that a model has in memory already; each is let go of when it has been read."""
+    """The weights of a model in memory; each is released after it was read."""
 
     def __init__(self, model: nn.Module, mapped: bool = False) -> None:
         self.mapped = mapped
@@ -75,7 +75,7 @@ def apply(
                 f"tensor {name!r} has integers ({tensor.dtype}), and the model's configuration does not say what they "
                 "stand for"
             )
-        # A copy of what is mapped: dense, and in memory of this rank's own node.
+        # Mapped tensors are copied, to be contiguous and in memory of this rank's NUMA node.
         wanted = _dtype_for(model, name, dtype) if tensor.is_floating_point() else tensor.dtype
         tensor = tensor.to(device, wanted, copy=source.mapped, memory_format=torch.contiguous_format)
         loaded = nn.Parameter(tensor, requires_grad=False)
@@ -86,9 +86,9 @@ def apply(
             progress(tensor.numel() * tensor.element_size())
     saved = model.state_dict().keys()
     for name, buffer in list(model.named_buffers()):
-        if name in saved and name in source:  # the others are computed by the model itself
+        if name in saved and name in source:  # the model computes other buffers itself
             buffer = source.read(name, buffer.shape, plan.slices.get(name)).to(buffer.dtype, copy=True)
-        # Buffers in the dtype that the model was built in follow the weights; rotary frequencies are always float32.
+        # Buffers in the dtype in which the model was built get the weights' dtype; rotary frequencies stay float32.
         if buffer.dtype == built_in and not name.endswith("inv_freq"):
             buffer = buffer.to(_dtype_for(model, name, dtype))
         owner_name, _, short = name.rpartition(".")
@@ -115,7 +115,7 @@ def apply(
 
 
 def _places(model: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    """Every place of each parameter: a shared one has several, and all get the one tensor."""
+    """The modules and names of each parameter; a shared one has several, which all get the same tensor."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for short, parameter in module._parameters.items():
@@ -133,7 +133,7 @@ def _dtype_for(model: nn.Module, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def _update_features(module: nn.Module) -> None:
-    """Give a linear the sizes of its weight, of which a column-parallel one has a part only."""
+    """Set a linear's sizes to those of its weight, which is a shard in a column-parallel one."""
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
     elif type(module).__name__ == "Conv1D" and isinstance(module.weight, torch.Tensor):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module that tensor parallelism puts in place of a row-parallel linear."""
+"""The module that replaces a row-parallel linear."""
 
 from __future__ import annotations
 

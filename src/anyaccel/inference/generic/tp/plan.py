@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the structure of a Hugging Face causal LM to a plan: which slice of each weight this rank holds.
+"""Plans tensor parallelism from the structure of a Hugging Face causal LM: which slice of each weight a rank holds.
 
-In each decoder layer the linears of a block (attention or MLP) form a pair: column-parallel ones, whose output features
-are divided, and one row-parallel one, whose input features are divided in the same way and whose outputs the ranks add
-up (Shoeybi et al., "Megatron-LM", 2019). The row-parallel one is what the model's own `tp_plan` names, else the last
-linear of the block. A block whose structure is not understood stays whole on every rank: right, only not faster.
+In each block (attention or MLP) of a decoder layer, the output features of the first linears are sharded
+(column-parallel), and the input features of the last linear are sharded in the same way (row-parallel), whose outputs
+are all-reduced (Shoeybi et al., "Megatron-LM", 2019). The row-parallel linear is the one that the model's own `tp_plan`
+names, else the last of the block. A block whose structure is not understood stays whole on every rank: its results are
+right, but it gets no faster.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ from anyaccel.errors import UsageError
 from anyaccel.inference.checkpoints.slices import Slice
 from anyaccel.inference.spec.partition import HeadShard, split_features, split_heads
 
-# How the rows of one linear for query, key and value are laid out, by the attention class that splits them.
+# The layout of a fused query, key and value linear's rows, by the attention class that splits them.
 # "blocks": all queries, all keys, all values. "per_head": query, key and value of head 0, of head 1, ...
 FUSED_QKV_LAYOUT = {
     "GPT2Attention": "blocks",
     "Phi3Attention": "blocks",
     "GPTNeoXAttention": "per_head",
 }
-# MLP classes whose one linear holds the gate's rows and then the up projection's.
+# MLP classes with a fused linear: the rows of the gate, then those of the up projection.
 FUSED_GATE_UP = frozenset({"Phi3MLP", "GlmMLP", "Glm4MLP"})
 # Subclasses of nn.Linear that compute the same.
 _PLAIN_SUBCLASSES = frozenset({"FalconLinear"})
-# Attention that takes the width of its output from its input: it cannot be narrower.
+# Attention classes whose output has the width of their input, so that they cannot be sharded.
 _FIXED_WIDTH = frozenset({"TrOCRAttention"})
-# Attention biases that the model computes for all heads at once, outside the block.
+# Model types whose attention biases are computed for all heads at once, outside the block.
 _ALIBI_TYPES = frozenset({"bloom", "mpt"})
 
 _QUERY = re.compile(r"^(w?q|query|q_lin|wq)(_?proj)?$", re.IGNORECASE)
 _KEY_VALUE = re.compile(r"^(w?[kv]|key|value|[kv]_lin)(_?proj)?$", re.IGNORECASE)
-# The linear that writes back to the hidden states, where a block has no plan of its own.
+# Names of the linear that writes back to the hidden states, for a block without a plan of its own.
 _ROW = re.compile(r"^(down_proj|o_proj|out_proj|c_proj|dense|dense_4h_to_h|fc2|fc_out|lin2|w2|wo|o)$", re.IGNORECASE)
 _MLP = re.compile(r"mlp|feed_?forward|ffn", re.IGNORECASE)
 _ROW_STYLES = frozenset({"rowwise", "rowwise_split_input"})
 
-# Attributes of attention modules that count heads or features, to be set to what this rank has.
+# Attributes of attention modules that count heads or features, which are set to those of this rank.
 _QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 _KV_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _FEATURE_COUNTS = ("embed_dim", "split_size", "all_head_size")
@@ -57,7 +58,7 @@ class TensorParallelPlan:
         row_parallel: names of the linears whose outputs the ranks add up.
         attributes: module name -> attributes to set.
         config: module name -> values of the module's own copy of the model configuration.
-        whole: name of a block that is not divided -> why.
+        whole: name of a block that is not sharded -> the reason.
     """
 
     rank: int
@@ -70,7 +71,7 @@ class TensorParallelPlan:
 
 
 class _Whole(Exception):
-    """Raised for a block that cannot be divided and stays whole on every rank; the text says why."""
+    """Raised, with the reason, for a block that cannot be sharded and stays whole on every rank."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _as_linear(name: str, module: nn.Module) -> _Linear | None:
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Name and list of the decoder layers: the ModuleList that holds the most linears; None where none holds any."""
+    """Name and list of the decoder layers, i.e. the ModuleList with the most linears; None if none has any."""
     best: tuple[str, nn.ModuleList] | None = None
     most = 0
     for name, module in model.named_modules():
@@ -124,7 +125,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 def make_plan(model: nn.Module, rank: int, size: int) -> TensorParallelPlan:
     """Plan the shards of rank `rank` of `size`. The model may be on the meta device; it is not changed.
 
-    What cannot be divided stays whole on every rank, all of it if need be (Mamba, BitNet).
+    Blocks that cannot be sharded stay whole on every rank, which may be all of them (Mamba, BitNet).
     """
     plan = TensorParallelPlan(rank, size)
     if size == 1:
@@ -186,8 +187,8 @@ def _scaled(part: range, factor: int, offset: int = 0) -> range:
 def _plan_mlp(plan: TensorParallelPlan, name: str, module: nn.Module, columns: list[_Linear], row: _Linear) -> None:
     features = row.inputs
     known = {linear.short for linear in [*columns, row]}
-    # A norm or a convolution over the hidden features would need sums of its own. A decoder layer that holds its MLP's
-    # linears itself (OPT) has other blocks beside them.
+    # A norm or a convolution over the hidden features would need a reduction of its own. In a decoder layer that holds
+    # its MLP's linears itself (OPT), the other parameters belong to other blocks.
     between = (
         []
         if not _MLP.search(type(module).__name__)
@@ -307,7 +308,7 @@ def _plan_counts(
         changes["num_key_value_groups"] = local_heads // local_kv
     plan.attributes[name] = changes
     if hasattr(module, "config"):
-        # Some blocks read the counts from the configuration while they run; the model's own stays as it is.
+        # Some blocks read the counts from the configuration at run time, so the block gets a copy of it.
         plan.config[name] = {"num_attention_heads": local_heads}
         if getattr(module.config, "num_key_value_heads", None) is not None:
             plan.config[name]["num_key_value_heads"] = local_kv

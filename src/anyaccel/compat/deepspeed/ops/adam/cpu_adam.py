@@ -51,7 +51,7 @@ class DeepSpeedCPUAdam(CPUAdam):
         """
         loss = _call(closure)
         for group, param, grad in self._with_gradients():
-            state = self._ready(param, group, subgroup_id)
+            state = self._prepared_state(param, group, subgroup_id)
             moments = [[state[name]] for name in self.MOMENTS]
             self._native.run(Batch([param], [grad], moments, [state["step"]], None), *self._hyper(group))
             torch.autograd.graph.increment_version(param)
