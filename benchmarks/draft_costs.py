@@ -13,6 +13,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,8 @@ def other_tokenizer(folder: Path, text: str) -> int:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=4096, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -110,7 +111,9 @@ class Pair:
             self.at += length
         return found
 
-    def answers(self, prompts: list[list[int]], tokens: int, drafts: tuple[bool, bool]) -> list[dict[str, Any]]:
+    def answers(
+        self, prompts: list[list[int]], tokens: int, drafts: tuple[bool, bool], clock: Callable[[], float]
+    ) -> list[dict[str, Any]]:
         """What answers to the prompts took in two ways, a step of each in turn: what else the machine does meets both.
 
         Each prompt has a step of its own; those of one way are answered together.
@@ -125,9 +128,9 @@ class Pair:
         found: list[dict[str, Any]] = [{"prompt": 0.0, "decode": 0.0} for _ in ways]
 
         def timed(way: int, part: str, requests: list[Any]) -> None:
-            begin = time.perf_counter()
+            begin = clock()
             model.step(requests)
-            found[way][part] += time.perf_counter() - begin
+            found[way][part] += clock() - begin
 
         for number in range(len(prompts)):
             for way, requests in enumerate(ways):
@@ -160,21 +163,23 @@ def main() -> None:
     parser.add_argument("--together", type=int, nargs="+", default=(1,), help="answers at once (default: 1)")
     parser.add_argument("--pairs", type=int, default=5, help="answers of each kind (default: 5)")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu-time", action="store_true", help="of all threads, where the machine has other work")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     model = options.model or default_model_file()
     text = docstrings(400_000)[1]
     rows = []
     for kind in options.kinds:
         pair = Pair(kind, model, options.dtype, text, options.threads)
-        pair.answers(pair.prompts(1, 40), 8, (False, False))
+        pair.answers(pair.prompts(1, 40), 8, (False, False), clock)
         for together in options.together:
             for prompt in options.prompts:
                 for answer in options.answers:
                     found = []
                     for _ in range(options.pairs):
                         prompts = pair.prompts(together, prompt)
-                        plain, drafted = pair.answers(prompts, answer, (False, kind != KINDS[0]))
+                        plain, drafted = pair.answers(prompts, answer, (False, kind != KINDS[0]), clock)
                         assert plain["tokens"] == drafted["tokens"], "drafts have changed the answer"
                         found.append((plain, drafted))
                     rows.append(
@@ -192,7 +197,7 @@ def main() -> None:
                         }
                         | {name: sum(drafts[name] for _, drafts in found) for name in ("drafted", "accepted", "read")}
                     )
-        note(f"{kind}: done")
+                    note(str(rows[-1]))
     if options.json:
         emit_json({"machine": machine(), "rows": rows})
         return

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from _common import emit_json, machine, note, table
 
 _LIMIT_S = 120  # of one run of a peer
 # Run by the Python that has openvino-genai; answers each line of JSON with the tokens a second behind the first one.
-_OPENVINO = """import json, sys
+_OPENVINO = """import json, sys, time
 import openvino_genai
 
 path, threads = sys.argv[1], int(sys.argv[2])
@@ -35,8 +36,15 @@ for line in sys.stdin:
     config.apply_chat_template = False
     if asked["way"] == "lookup":
         config.num_assistant_tokens, config.max_ngram_size = asked["drafts"], 3
-    told = pipes[asked["way"]].generate([asked["text"]], config).perf_metrics
-    seconds = (told.get_generate_duration().mean - told.get_ttft().mean) / 1000
+    pipe, begin = pipes[asked["way"]], time.process_time()
+    told = pipe.generate([asked["text"]], config).perf_metrics
+    if asked["cpu_time"]:
+        seconds = time.process_time() - begin
+        config.max_new_tokens, begin = 1, time.process_time()
+        pipe.generate([asked["text"]], config)
+        seconds -= time.process_time() - begin
+    else:
+        seconds = (told.get_generate_duration().mean - told.get_ttft().mean) / 1000
     print(json.dumps((told.get_num_generated_tokens() - 1) / seconds), flush=True)
 """
 _TEXT = """The harbour of Eastmere was built in 1871 by the engineer Anna Holm. It has three piers. The north pier is \
@@ -83,13 +91,19 @@ class Ours:
 
         self.native = load_native(path, dtype=None if dtype == "auto" else dtype, threads=threads, cache_limit=1 << 29)
 
-    def decode(self, ids: list[int], tokens: int, drafts: dict[str, Any]) -> Any:
+    def decode(self, ids: list[int], tokens: int, drafts: dict[str, Any], cpu_time: bool = False) -> tuple[Any, float]:
+        """The answer, and its tokens a second behind the first one."""
         from anyaccel.inference.generate import Generation, native_steps
 
         result = Generation()
-        for _ in native_steps(self.native, ids, {"max_new_tokens": tokens, "ignore_end": True} | drafts, result):
+        steps = native_steps(self.native, ids, {"max_new_tokens": tokens, "ignore_end": True} | drafts, result)
+        next(steps)
+        begin = time.process_time()
+        for _ in steps:
             pass
-        return result
+        if cpu_time:
+            return result, (tokens - 1) / (time.process_time() - begin)
+        return result, result.tokens_per_second
 
 
 def theirs(program: Path, model: Path, text: str, tokens: int, threads: int, drafts: int) -> tuple[float, str]:
@@ -138,9 +152,9 @@ class OpenVino:
                 return text
         sys.exit(f"openvino: exit code {self._process.wait()}")
 
-    def rate(self, way: str, text: str, tokens: int, drafts: int) -> float:
+    def rate(self, **asked: Any) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"way": way, "text": text, "tokens": tokens, "drafts": drafts}) + "\n")
+        self._process.stdin.write(json.dumps(asked) + "\n")
         self._process.stdin.flush()
         return float(self._line())
 
@@ -173,6 +187,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="rates by the time of all threads, on a busy machine; not llama.cpp's"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     model = options.model or default_model_file()
@@ -193,8 +210,8 @@ def main() -> None:
         answers = {}
         for _ in range(options.rounds):
             for way, drafts in ways.items():
-                found = ours.decode(ids, options.tokens, drafts)
-                rates[name][way] = max(rates[name].get(way, 0.0), found.tokens_per_second)
+                found, rate = ours.decode(ids, options.tokens, drafts, options.cpu_time)
+                rates[name][way] = max(rates[name].get(way, 0.0), rate)
                 right[name][way] = f"{found.accepted} of {found.drafted}" if drafts else ""
                 answers[way] = found.tokens
             for way, program in peers.items():
@@ -211,7 +228,13 @@ def main() -> None:
             for way in ("plain", "lookup") if openvino else ():
                 assert openvino is not None
                 label = "OpenVINO" if way == "plain" else "OpenVINO lookup"
-                rate = openvino.rate(way, tokenizer.render(messages), options.tokens, options.openvino_drafts)
+                rate = openvino.rate(
+                    way=way,
+                    text=tokenizer.render(messages),
+                    tokens=options.tokens,
+                    drafts=options.openvino_drafts,
+                    cpu_time=options.cpu_time,
+                )
                 rates[name][label] = max(rates[name].get(label, 0.0), rate)
                 right[name][label] = ""
         assert all(answer == answers["plain"] for answer in answers.values()), f"{name}: drafts have changed the answer"

@@ -361,7 +361,9 @@ def main() -> int:
         for way in options.ways:
             begin = time.monotonic()
             results[way] = compare(way, list(cluster), options, library)
-            note(f"{way}: {time.monotonic() - begin:.0f} s; load {os.getloadavg()[0]:.1f}")
+            each = {f"{delay:g} us": round(one["ms"], 2) for delay, one in results[way]["delays"].items()}
+            told = {"one host": round(results[way]["one"], 2), **each, "DeepSpeed": results[way]["DeepSpeed"]}
+            note(f"{way}: {told} ms; {time.monotonic() - begin:.0f} s, load {os.getloadavg()[0]:.1f}")
     if options.json:
         emit_json({"machine": machine(), "cores": os.cpu_count(), "results": results})
         return 0

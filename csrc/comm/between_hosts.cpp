@@ -21,12 +21,16 @@ namespace anyaccel::comm {
 namespace {
 
 constexpr uint32_t kMagic = 0x61636d31;
-// How long a host looks without giving up its core, and how long it then yields it before it sleeps. Parts of a step
-// take tens of microseconds, and so do the networks that this is for; sleeping and being woken costs as much again.
-// After a millisecond that is little, and on a machine with more to do than cores it is better to be woken than to
-// look.
-constexpr int64_t kSpinNs = 200'000;
+// How long a host looks, giving its core to whoever wants it, before it sleeps. Parts of a step take tens of
+// microseconds, and so do the networks that this is for; sleeping and being woken costs as much again. After a
+// millisecond that is little, and on a machine with more to do than cores it is better to be woken than to look.
 constexpr int64_t kYieldNs = 1'000'000;
+// Ranks that share a core give it back soon. Where it has been gone for longer than most parts of a step take in so
+// many waits in a row, somebody does other work there: for a while each wait keeps it for a time then.
+constexpr int64_t kTakenNs = 1'000'000;
+constexpr int kTakenWaits = 4;
+constexpr int64_t kKeptNs = 500'000'000;
+constexpr int64_t kSpinNs = 200'000;
 constexpr int kSleepMs = 50;
 constexpr int64_t kCarrierSleepNs = 50'000;
 // How long a carrier may take to bring what a host has sent that has ended since.
@@ -247,20 +251,23 @@ void BetweenHosts::move_all() {
 }
 
 template <class Done, class Sleep>
-void BetweenHosts::wait_until(Done done, Sleep sleep) {
+void BetweenHosts::wait_until(Done done, Sleep rest) {
   const int64_t start = now_ns();
+  const bool keeps = start < kept_until_;
   int64_t checked = start;
+  bool taken = false;
   for (;;) {
-    if (done()) return;
+    if (done()) break;
     const int64_t now = now_ns();
-    if (now - start < kSpinNs) {
+    if (keeps && now - start < kSpinNs) {
       cpu_pause();
       continue;
     }
     if (now - start < kYieldNs) {
       sched_yield();
+      taken = taken || (!keeps && now_ns() - now > kTakenNs);
     } else {
-      sleep();
+      rest();
       look_around();
     }
     if (interrupt_check_ && now - checked > int64_t{kSleepMs} * 1'000'000) {
@@ -269,6 +276,8 @@ void BetweenHosts::wait_until(Done done, Sleep sleep) {
     }
     if (static_cast<double>(now - start) * 1e-9 > timeout_s_ + grace()) time_out();
   }
+  taken_ = taken ? taken_ + 1 : 0;
+  if (taken_ >= kTakenWaits) kept_until_ = now_ns() + kKeptNs;
 }
 
 bool BetweenHosts::push(Peer& peer) {

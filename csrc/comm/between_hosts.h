@@ -112,7 +112,7 @@ class BetweenHosts {
   // Calls done() again and again until it is true; waits in between as the time calls for, looks at the other hosts,
   // and throws when the time is over.
   template <class Done, class Sleep>
-  void wait_until(Done done, Sleep sleep);
+  void wait_until(Done done, Sleep rest);
   void begin_send(Peer& peer, const std::vector<iovec>& given);
   void begin_receive(Peer& peer, const std::vector<iovec>& taken);
   void move_all();
@@ -133,6 +133,8 @@ class BetweenHosts {
   double timeout_s_;
   HostMeeting meeting_;
   std::vector<Peer> peers_;
+  int taken_ = 0;           // waits in a row in which its core was taken for long
+  int64_t kept_until_ = 0;  // by the clock: waits keep their core at first
   std::unique_ptr<Carrier> carrier_;
   uint64_t carried_ = 0;  // exchanges
   Carrier::Bytes own_;

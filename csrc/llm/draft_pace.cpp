@@ -14,12 +14,14 @@ constexpr double kForget = 0.93, kForgetOfAll = 0.98;
 constexpr double kShare = 0.02;      // of the time of plain steps that drafts may cost
 constexpr double kMostSaved = 64;    // steps that are kept of what came in: it may all be lost again
 constexpr double kAdvance = 1;       // steps in advance, where drafts have been right lately
+constexpr double kMostOfAnswer = 1;  // steps that an answer may lose, and its share, whatever others have saved
 constexpr double kLeastGain = 1.05;  // times as fast as plain steps: below it drafts cannot pay
 
 // Reading a text pays in the rest of its answer, which is taken to be as long as what there is of it, or so long.
 constexpr double kUsualAnswer = 128;
 constexpr double kMostOfTry = 0.25;  // of an answer's time: what reading may take when drafts do not seem to pay
 
+constexpr int64_t kLeastPlain = 4;  // steps whose time is known before there are drafts
 constexpr int64_t kMostPlain = 64;  // steps after which a pass without drafts is measured anew
 constexpr int64_t kLeastWait = 4, kMostWait = 1024;
 constexpr int64_t kTry = 2;  // drafts of a try
@@ -33,7 +35,13 @@ constexpr int64_t kLeastRead = 32, kLeastPrompt = 8;
 constexpr int kFirst = 3;  // times of which the shortest counts: the first ones may be of cold caches
 constexpr int64_t kMostQuiet = 32;
 
+// Near the shortest of the latest times: what else the machine does makes many of them longer, none shorter, and those
+// that are measured often have to compare with those that are measured seldom.
 void settle(double& known, double seconds) {
+  known += (seconds < known ? 0.5 : 0.02) * (std::min(seconds, 2 * known) - known);
+}
+
+void keep(double& known, double seconds) {
   known = known == 0 ? seconds : known + 0.3 * (std::min(seconds, 2 * known) - known);
 }
 
@@ -52,8 +60,8 @@ void DraftPace::Times::add(int64_t tokens, double seconds) {
     known = seconds;
   else if (count < kFirst)
     known = std::min(known, seconds);
-  else  // what took very long was something else
-    known += 0.15 * (std::min(seconds, 2 * known) - known);
+  else
+    settle(known, seconds);
   ++count;
 }
 
@@ -134,7 +142,7 @@ DraftPace::Choice DraftPace::choose(const Ask& asked) {
   Choice choice;
   if (!can_pay_)
     choice.quiet = kMostQuiet;
-  else if (ask.most > 0 && passes_.count(ask.requests) >= 2 && since_plain_ < kMostPlain)
+  else if (ask.most > 0 && passes_.count(ask.requests) >= kLeastPlain && since_plain_ < kMostPlain)
     choice = decide(ask);
   since_plain_ = choice.width > 0 ? since_plain_ + 1 : 0;
   return choice;
@@ -148,6 +156,7 @@ int64_t DraftPace::wait_for(double seconds, double plain) const {
 DraftPace::Choice DraftPace::decide(const Ask& ask) {
   const double plain = passes_.of(ask.requests);
   const double purse = balance_ + (ask.proven ? kAdvance * plain : 0);
+  const double own = plain * (kMostOfAnswer + kShare * static_cast<double>(ask.answered)) - ask.lost;
   const double rest =
       std::min(static_cast<double>(ask.left), std::max(static_cast<double>(ask.answered), kUsualAnswer));
   std::array<Way, 3> ways;
@@ -168,7 +177,7 @@ DraftPace::Choice DraftPace::decide(const Ask& ask) {
     const double saved = best(ask, way, HUGE_VAL).saved;
     if (saved <= 0 || saved * rest < reading) continue;
     likely = true;
-    const Odds odds = best(ask, way, purse);
+    const Odds odds = best(ask, way, std::min(purse, own + reading_seconds(ask.requests, way.unread, true)));
     const double gain = odds.saved * rest - reading;
     if (odds.width == 0 || gain <= most) continue;
     most = gain;
@@ -186,7 +195,7 @@ DraftPace::Choice DraftPace::decide(const Ask& ask) {
   const double reading = reading_seconds(ask.requests, cheapest->unread, true);
   if (reading > kMostOfTry * plain * static_cast<double>(std::min(ask.answered, ask.left))) return choice;
   int64_t width = std::min(kTry, ask.most);
-  while (width > 0 && risk(ask, *cheapest, width) > balance_) --width;
+  while (width > 0 && risk(ask, *cheapest, width) > std::min(balance_, own + reading)) --width;
   if (width == 0) {
     choice.quiet = wait_for(risk(ask, *cheapest, 1), plain);
     return choice;
@@ -210,24 +219,25 @@ void DraftPace::report(int64_t drafted, int64_t accepted, bool part) {
 void DraftPace::passed(int64_t tokens, double seconds) { passes_.add(tokens, seconds); }
 
 void DraftPace::prompted(int64_t tokens, double seconds) {
-  if (tokens >= kLeastPrompt) settle(prompt_token_, seconds / static_cast<double>(tokens));
+  if (tokens >= kLeastPrompt) keep(prompt_token_, seconds / static_cast<double>(tokens));
 }
 
 void DraftPace::drafted(int64_t requests, double seconds) { drafts_.add(requests, seconds); }
 
 void DraftPace::read(int64_t tokens, double seconds) {
-  if (tokens >= kLeastRead) settle(read_token_, seconds / static_cast<double>(tokens));
+  if (tokens >= kLeastRead) keep(read_token_, seconds / static_cast<double>(tokens));
 }
 
-void DraftPace::stepped(const Step& step) {
-  if (step.requests > kGemvTokens || passes_.count(step.requests) == 0) return;
+double DraftPace::stepped(const Step& step) {
+  if (step.requests > kGemvTokens || passes_.count(step.requests) == 0) return 0;
   ++waited_;
   const double plain = passes_.of(step.requests);
   // Times of passes are what they usually are, since other work on the machine makes single ones late.
-  double cost = (step.tokens > 0 ? passes_.of(step.tokens) : 0) - plain + step.reading;
+  double cost = (step.tokens > 0 ? passes_.of(step.tokens) : 0) - plain;
   cost +=
       std::min(step.drafting, kDearBeside * plain + 2 * static_cast<double>(step.passes) * drafts_.of(step.requests));
-  balance_ = std::min(balance_ + kShare * plain - cost, kMostSaved * plain);
+  balance_ = std::min(balance_ + kShare * plain - cost - step.reading, kMostSaved * plain);
+  return cost;
 }
 
 }  // namespace anyaccel::llm

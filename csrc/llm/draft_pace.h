@@ -54,6 +54,7 @@ class DraftPace {
     // one of them; and to know all. Both 0: drafts are not made by reading.
     int64_t unread = 0, tokens = 0;
     bool part = false;         // it has read only a part of one of them
+    double lost = 0;           // seconds that drafts have cost one of these answers more than saved, but for reading
     int64_t answered = 0;      // tokens of the shortest answer so far
     int64_t left = INT32_MAX;  // tokens that each of them has to come, at most
   };
@@ -83,7 +84,8 @@ class DraftPace {
     double drafting = 0;  // seconds of these, and of all else that making drafts took
     double reading = 0;   // seconds in which it read the text
   };
-  void stepped(const Step& step);
+  // Returns the seconds that it took more than without drafts, but for reading.
+  double stepped(const Step& step);
   // Seconds of plain steps that drafts may cost now.
   double balance() const { return balance_; }
 

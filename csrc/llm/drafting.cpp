@@ -81,6 +81,7 @@ DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, in
     ask.all *= part ? std::max(chance, (chance + whole) / 2) : chance;
     ask.end *= part ? chance : std::min(chance, request->chance_.value(pace.prior(true)));
     ask.proven = ask.proven && request->chance_.proven();
+    ask.lost = request == requests.front() ? request->draft_lost_ : std::max(ask.lost, request->draft_lost_);
     ask.answered = std::min(ask.answered, answered);
     if (const int64_t limit = request->options_.max_new_tokens; limit > 0)
       ask.left = std::min(ask.left, limit - answered);

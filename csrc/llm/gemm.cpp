@@ -115,7 +115,8 @@ void gemm_multiply_on(const GemmKernels& kernels, const GemvKernels& gemv, const
   const int64_t pass = divide_up(total, divide_up(total, kernels.units));
   const bool own_lines = shape.format == Format::bf16 && kernels.multiply_bf16 != nullptr;
   const bool in_place = own_lines || (kernels.operands == GemmKernels::Operands::pairs && shape.format == Format::bf16);
-  const auto multiply = own_lines ? kernels.multiply_bf16 : kernels.multiply;
+  const bool symmetric = kernels.multiply_symmetric != nullptr && !shape.minimum;
+  const auto multiply = own_lines ? kernels.multiply_bf16 : symmetric ? kernels.multiply_symmetric : kernels.multiply;
   const int64_t fitting =
       own_lines ? kLineBlocks
                 : static_cast<int64_t>(std::min(kernels.cache_bytes, kScratchBytes)) / (pass * kernels.weight_bytes);

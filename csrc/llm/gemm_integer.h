@@ -43,10 +43,19 @@ inline QuantisedUnit quantise_unit(const float* from, int64_t left, int8_t* q) {
   return {scale, scale * static_cast<float>(quantised)};
 }
 
-// value = scale * q + minimum, of q as they are multiplied here.
-void write_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, uint8_t* to) {
+// Of kLanes rows from `row` on, at that column: value = scale * q + minimum, with zero for formats without minima.
+struct RowScales {
+  Vec scale, minimum;
+};
+inline RowScales row_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, int row) {
   const uint8_t* scales = block + layout.scales_offset;
-  if (layout.group != 0) scales += static_cast<size_t>(column / layout.group) * layout.scale_stride;
+  if (layout.group == 0) return {load(reinterpret_cast<const float*>(scales) + row), broadcast(0.0f)};
+  scales += static_cast<size_t>(column / layout.group) * layout.scale_stride;
+  return {load_f16(scales + 2 * row), layout.minimum ? load_f16(scales + 2 * (kRows + row)) : broadcast(0.0f)};
+}
+
+// value = scale * q + minimum, of q as they are multiplied here.
+inline void write_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, uint8_t* to) {
   const FormatRow& format = row_of(layout.format);
   const bool bytes = layout.format == Format::i8 || format.codes != nullptr;
   const Vec zero = broadcast(bytes            ? static_cast<float>(-kAdded)
@@ -54,10 +63,9 @@ void write_scales(const BlockLayout& layout, const uint8_t* block, int64_t colum
                                               : -static_cast<float>(1 << (format.bits - 1)));
   auto* out = reinterpret_cast<float*>(to);
   for (int r = 0; r < kRows; r += kLanes) {
-    const Vec scale = layout.group == 0 ? load(reinterpret_cast<const float*>(scales) + r) : load_f16(scales + 2 * r);
-    const Vec stored = layout.minimum ? load_f16(scales + 2 * (kRows + r)) : broadcast(0.0f);
-    store(out + r, scale);
-    store(out + kRows + r, fma(scale, zero, stored));
+    const RowScales of = row_scales(layout, block, column, r);
+    store(out + r, of.scale);
+    store(out + kRows + r, fma(of.scale, zero, of.minimum));
   }
 }
 

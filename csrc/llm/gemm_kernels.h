@@ -51,6 +51,8 @@ struct GemmKernels {
   void (*end)();
   // As multiply(), of a bfloat16 matrix's own blocks; null: they are unpacked, or are what multiply() reads.
   decltype(multiply) multiply_bf16 = nullptr;
+  // As multiply(), of weights without minima; null: it is multiply() too.
+  decltype(multiply) multiply_symmetric = nullptr;
 };
 
 // The table as it is is that of products in float. Those of fewer instruction sets multiply something else.

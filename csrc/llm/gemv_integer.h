@@ -7,14 +7,40 @@
 namespace anyaccel::llm {
 namespace {
 
-// Products of a step's weights with a token's activations, added to sums.
-template <class W, class Q>
-inline Ints dot(const Ints& sums, const Many<W, kVecs>& w, const Q* x) {
-  return each<kVecs>([&](int v) { return dot(sums.x[v], w.x[v], x); });
+// A unit of each token's activations: where they are, or in registers.
+#ifdef ANYACCEL_NEON_DOT
+template <int M>
+struct UnitColumns {
+  Many<Columns, M> held;
+
+  explicit UnitColumns(const int8_t* x) : held(each<M>([&](int t) { return columns_at(x + t * kActivationGroup); })) {}
+  Columns of(int token) const { return held.x[token]; }
+};
+template <int M>
+inline UnitColumns<M> columns_of(const int8_t* x) {
+  return UnitColumns<M>(x);
 }
-template <class W>
-inline auto dot(const Many<NibbleSum, kVecs>& sums, const Many<W, kVecs>& w, const int8_t* x) {
-  return each<kVecs>([&](int v) { return sums.x[v].plus(w.x[v], x); });
+#else
+template <class Q>
+struct UnitColumns {
+  const Q* x;
+
+  const Q* of(int token) const { return x + token * kActivationGroup; }
+};
+template <int M, class Q>
+inline UnitColumns<Q> columns_of(const Q* x) {
+  return {x};
+}
+#endif
+
+// Products of a step's weights with a token's activations, added to sums.
+template <class W, class X>
+[[gnu::always_inline]] inline Ints dot(const Ints& sums, const Many<W, kVecs>& w, X x) {
+  return each<kVecs>([&](int v) __attribute__((always_inline)) { return dot(sums.x[v], w.x[v], x); });
+}
+template <class W, class X>
+[[gnu::always_inline]] inline auto dot(const Many<NibbleSum, kVecs>& sums, const Many<W, kVecs>& w, X x) {
+  return each<kVecs>([&](int v) __attribute__((always_inline)) { return sums.x[v].plus(w.x[v], x); });
 }
 inline Ints total(const Many<NibbleSum, kVecs>& sums) {
   return each<kVecs>([&](int v) { return sums.x[v].total(); });
@@ -31,6 +57,7 @@ inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
   for (int s = 0; s < S; ++s)
     for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
+    const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
       Ints sums[M];
@@ -42,7 +69,7 @@ inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
         const auto line = each<kVecs>([&](int v) { return load_quads(w[s] + v * kVecBytes); });
         w[s] += kLine;
 #pragma GCC unroll kUnroll
-        for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + j);
+        for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, columns.of(t) + j);
       }
       if constexpr (kGrouped) {
         const Floats scale = load_rows_f16(scales[s]);
@@ -89,6 +116,7 @@ inline void i8_halves_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], 
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
       for (int half = 0; half < 2; ++half) {
+        const auto columns = columns_of<M>(x + half * kHalf);
         Ints sums[M];
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t) {
@@ -101,7 +129,7 @@ inline void i8_halves_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], 
           const auto line = each<kVecs>([&](int v) { return load_quads(w[s] + v * kVecBytes); });
           w[s] += kLine;
 #pragma GCC unroll kUnroll
-          for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + half * kHalf + j);
+          for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, columns.of(t) + j);
         }
         const Floats scale = load_rows_f16(scales[s]);
         __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
@@ -135,6 +163,7 @@ inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
   for (int s = 0; s < S; ++s)
     for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
+    const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
       Many<NibbleSum, kVecs> sums[M];
@@ -146,7 +175,7 @@ inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
         const auto line = each<kVecs>([&](int v) { return load_nibbles(w[s] + v * kVecBytes); });
         w[s] += kLine;
 #pragma GCC unroll kUnroll
-        for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, x + t * kActivationGroup + j);
+        for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, columns.of(t) + j);
       }
       const Floats scale = load_rows_f16(scales[s]);
       // The next block's: they come after its values, which ask_for() is far from.

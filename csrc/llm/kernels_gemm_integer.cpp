@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ISA: avx2 avx_vnni avx512 avx512_vnni neon neon_dot
+// ISA: avx2 avx_vnni avx512 avx512_vnni neon
 // Matrix products (gemm) of quantised weights with activations rounded to 8 bits, which have a scale for each token and
 // unit of 32 columns (as in gemv.h): sums of a unit are integers. VNNI multiplies int8 and 4-bit weights at four times
 // the rate of floats. Without it sums of 4-bit weights fit 16 bits, at twice the rate; int8 ones do not, and are not

@@ -5,9 +5,8 @@
 //
 // A panel of activations: for each unit [pair of tokens] of [4 steps][2 tokens][8 columns] int8, then both scales, each
 // twice, then both scale * sum, each twice.
-// Unpacked weights: for each unit [half of the rows][4 steps][4 pairs of rows][2 rows][8 columns] int8, then 16 scales,
-// then 16 minima.
-#include "llm/bit_planes.h"
+// Unpacked weights: for each half of the rows and unit [4 steps][4 pairs of rows][2 rows][8 columns] int8, with a sign,
+// then [4 pairs of rows][twice][2 rows] scales, then as many minima.
 #include "llm/gemm_integer.h"
 #include "llm/gemm_mmla.h"
 
@@ -19,8 +18,7 @@ constexpr int kPairsAtOnce = 2;
 constexpr int kSteps = kUnit / 8;
 constexpr int64_t kPairUnit = kSteps * 16 + 32;
 constexpr int64_t kPanelUnit = kTokens / 2 * kPairUnit;
-constexpr int64_t kHalfUnit = kSteps * kRowPairs * 16;
-constexpr int64_t kWeightUnit = 2 * kHalfUnit + 2 * kRows * 4;
+constexpr int64_t kHalfUnit = kSteps * kRowPairs * 16 + 4 * kTileRows * 4;
 
 // Both tokens of a pair are written together: the second one of the last pair may not exist, and is zeros.
 void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64_t cols, int64_t total, void* panel) {
@@ -38,44 +36,37 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
   }
 }
 
-// Four rows' first four and last four columns of a step.
-inline void put_rows(IVec low, IVec high, int step, int row, uint8_t* unit) {
-  uint8_t* to = unit + row / kTileRows * kHalfUnit + (step * kRowPairs + row % kTileRows / 2) * 16;
-  store(static_cast<void*>(to), first_rows(low, high));
-  store(static_cast<void*>(to + 16), last_rows(low, high));
+// Two pairs of values, each pair twice.
+inline void store_twice(float* to, Vec v) {
+  const float64x2_t pairs = vreinterpretq_f64_f32(v);
+  store(to, vreinterpretq_f32_f64(vdupq_laneq_f64(pairs, 0)));
+  store(to + 4, vreinterpretq_f32_f64(vdupq_laneq_f64(pairs, 1)));
 }
 
 void unpack(const BlockLayout& layout, const uint8_t* block, int64_t unit, int64_t units, uint8_t* to) {
-  for (int64_t u = unit; u < unit + units; ++u, to += kWeightUnit) {
-    const FormatRow& format = row_of(layout.format);
-    const bool nibbles = layout.format == Format::i4;
-    const uint8_t* from = block + u * kUnit * kRows * format.bits / 8;
-    uint8_t expanded[kUnit * kRows];
-    if (!nibbles && layout.format != Format::i8) {
-      expand_unit(format, from, 0, expanded);
-      from = expanded;
-    }
-    for (int s = 0; s < kSteps; ++s)
-      for (int row = 0; row < kRows; row += kLanes) {
-        if (!nibbles) {
-          const uint8_t* line = from + s * 128 + row * 4;
-          put_rows(load_ints(line), load_ints(line + 64), s, row, to);
-        } else {
-          const Nibbles line = load_nibbles(from + s * 64 + row * 4);
-          put_rows(line.low, line.high, s, row, to);
-        }
+  for (int64_t u = unit; u < unit + units; ++u, to += kHalfUnit) {
+    uint8_t lines[kUnit * kRows];
+    const uint8_t* from = signed_unit(layout, block, u, lines);
+    for (int row = 0; row < kRows; row += kLanes) {
+      uint8_t* half = to + row / kTileRows * units * kHalfUnit;
+      for (int s = 0; s < kSteps; ++s) {
+        const IVec low = load_ints(from + (2 * s * kRows + row) * 4),
+                   high = load_ints(from + ((2 * s + 1) * kRows + row) * 4);
+        uint8_t* pairs = half + (s * kRowPairs + row % kTileRows / 2) * 16;
+        store(static_cast<void*>(pairs), first_rows(low, high));
+        store(static_cast<void*>(pairs + 16), last_rows(low, high));
       }
-    write_scales(layout, block, u * kUnit, to + 2 * kHalfUnit);
+      const RowScales of = row_scales(layout, block, u * kUnit, row);
+      auto* scales = reinterpret_cast<float*>(half + kSteps * kRowPairs * 16) + row % kTileRows * 2;
+      store_twice(scales, of.scale);
+      store_twice(scales + 2 * kTileRows, of.minimum);
+    }
   }
 }
 
-// Two values, twice.
-inline Vec twice(const uint8_t* p) { return vreinterpretq_f32_f64(vdupq_n_f64(read<double>(p))); }
-
 // Half a block times kPairs pairs of tokens.
-template <int kPairs>
-inline void multiply_tile(const uint8_t* x, int64_t units, const uint8_t* weights, const uint8_t* scales, int tokens,
-                          const GemmTile& to) {
+template <bool kMinimum, int kPairs>
+inline void multiply_tile(const uint8_t* x, int64_t units, const uint8_t* weights, int tokens, const GemmTile& to) {
   Vec sums[kPairs][kRowPairs];
 #pragma GCC unroll 2
   for (int p = 0; p < kPairs; ++p)
@@ -87,47 +78,47 @@ inline void multiply_tile(const uint8_t* x, int64_t units, const uint8_t* weight
     for (int p = 0; p < kPairs; ++p)
 #pragma GCC unroll 4
       for (int r = 0; r < kRowPairs; ++r) unit[p][r] = broadcast(int32_t{0});
+    int8x16x4_t q[kPairs];
+#pragma GCC unroll 2
+    for (int p = 0; p < kPairs; ++p) q[p] = vld1q_s8_x4(reinterpret_cast<const int8_t*>(x + p * kPairUnit));
 #pragma GCC unroll 4
     for (int s = 0; s < kSteps; ++s) {
-      int8x16_t w[kRowPairs];
-#pragma GCC unroll 4
-      for (int r = 0; r < kRowPairs; ++r) w[r] = read<int8x16_t>(weights + (s * kRowPairs + r) * 16);
+      const int8x16x4_t w = vld1q_s8_x4(reinterpret_cast<const int8_t*>(weights + s * kRowPairs * 16));
 #pragma GCC unroll 2
-      for (int p = 0; p < kPairs; ++p) {
-        const auto both = read<int8x16_t>(x + p * kPairUnit + s * 16);
+      for (int p = 0; p < kPairs; ++p)
 #pragma GCC unroll 4
-        for (int r = 0; r < kRowPairs; ++r) unit[p][r] = vmmlaq_s32(unit[p][r], both, w[r]);
-      }
+        for (int r = 0; r < kRowPairs; ++r) unit[p][r] = vmmlaq_s32(unit[p][r], q[p].val[s], w.val[r]);
     }
+    const auto* scales = reinterpret_cast<const float*>(weights + kSteps * kRowPairs * 16);
 #pragma GCC unroll 4
     for (int r = 0; r < kRowPairs; ++r) {
-      const Vec scale = twice(scales + r * 8), minimum = twice(scales + kRows * 4 + r * 8);
+      const Vec scale = load(scales + r * kLanes);
 #pragma GCC unroll 2
       for (int p = 0; p < kPairs; ++p) {
-        const uint8_t* params = x + p * kPairUnit + kSteps * 16;
-        const Vec total = fma(minimum, read<Vec>(params + 16), sums[p][r]);
-        sums[p][r] = fma(convert(unit[p][r]), mul(scale, read<Vec>(params)), total);
+        const auto* params = reinterpret_cast<const float*>(x + p * kPairUnit + kSteps * 16);
+        if constexpr (kMinimum)
+          sums[p][r] = fma(load(scales + 2 * kTileRows + r * kLanes), load(params + kLanes), sums[p][r]);
+        sums[p][r] = fma(convert(unit[p][r]), mul(scale, load(params)), sums[p][r]);
       }
     }
     x += kPanelUnit;
-    weights += kWeightUnit;
-    scales += kWeightUnit;
+    weights += kHalfUnit;
   }
   write_sums(sums, tokens, to);
 }
 
+template <bool kMinimum>
 void multiply(const void* panel, int tokens, int64_t total, int64_t unit, int64_t units, const uint8_t* weights,
               int64_t weight_stride, int64_t blocks, const GemmTile& to) {
   (void)total;
   const uint8_t* x = static_cast<const uint8_t*>(panel) + unit * kPanelUnit;
   for (int64_t tile = 0; tile < 2 * blocks; ++tile) {
-    const uint8_t* block = weights + tile / 2 * weight_stride;
-    const uint8_t *half = block + tile % 2 * kHalfUnit, *scales = block + 2 * kHalfUnit + tile % 2 * kTileRows * 4;
+    const uint8_t* half = weights + tile / 2 * weight_stride + tile % 2 * units * kHalfUnit;
     const GemmTile rows = rows_from(to, tile * kTileRows);
     int t = 0;
     for (; tokens - t > 2; t += 2 * kPairsAtOnce)
-      multiply_tile<kPairsAtOnce>(x + t / 2 * kPairUnit, units, half, scales, tokens - t, tokens_from(rows, t));
-    if (t < tokens) multiply_tile<1>(x + t / 2 * kPairUnit, units, half, scales, tokens - t, tokens_from(rows, t));
+      multiply_tile<kMinimum, kPairsAtOnce>(x + t / 2 * kPairUnit, units, half, tokens - t, tokens_from(rows, t));
+    if (t < tokens) multiply_tile<kMinimum, 1>(x + t / 2 * kPairUnit, units, half, tokens - t, tokens_from(rows, t));
   }
 }
 
@@ -139,13 +130,14 @@ constexpr IntegerGemmKernels kKernels{{.operands = GemmKernels::Operands::bytes,
                                        .units = 32,
                                        .cache_bytes = size_t{256} << 10,
                                        .activation_bytes = kPairUnit / 2,
-                                       .weight_bytes = kWeightUnit,
+                                       .weight_bytes = 2 * kHalfUnit,
                                        .unpack_cost = 8,
                                        .pack = pack,
                                        .unpack = unpack,
-                                       .multiply = multiply,
+                                       .multiply = multiply<true>,
                                        .begin = nullptr,
-                                       .end = nullptr},
+                                       .end = nullptr,
+                                       .multiply_symmetric = multiply<false>},
                                       true};
 
 }  // namespace

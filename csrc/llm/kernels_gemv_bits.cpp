@@ -61,6 +61,7 @@ struct PlanesKernel {
     for (int s = 0; s < S; ++s)
       for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
     for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
+      const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
       for (int s = 0; s < S; ++s) {
 #pragma GCC unroll 8
@@ -76,7 +77,7 @@ struct PlanesKernel {
               constexpr int kColumn = kFirst + decltype(sum_step)::value + decltype(step)::value;
               const auto w_bits = load_columns<kLow, kHigh, kColumn>(w[s]);
 #pragma GCC unroll kUnroll
-              for (int t = 0; t < M; ++t) products[t] = dot(products[t], w_bits, x + t * kActivationGroup + kColumn);
+              for (int t = 0; t < M; ++t) products[t] = dot(products[t], w_bits, columns.of(t) + kColumn);
             });
 #pragma GCC unroll kUnroll
             for (int t = 0; t < M; ++t) sums[t] = add(sums[t], total(products[t]));
@@ -122,6 +123,7 @@ struct CodesKernel {
     for (int s = 0; s < S; ++s)
       for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
     for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
+      const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
       for (int s = 0; s < S; ++s) {
         Ints sums[M];
@@ -135,7 +137,7 @@ struct CodesKernel {
             const Codes codes = load_codes(w[s] + v * kVecBytes, table);
 #pragma GCC unroll kUnroll
             for (int t = 0; t < M; ++t) {
-              const Q8* from = x + t * kActivationGroup + j;
+              const auto from = columns.of(t) + j;
               sums[t].x[v] = dot(dot(sums[t].x[v], codes.low, from), codes.high, from + 4);
             }
           }

@@ -142,6 +142,7 @@ class Request {
           read_ = 0;  // the first one of tokens_ that it knows, and the first that it did not know then
   int64_t foreseen_ = 0, foreseen_at_ = -1;
   DraftChance chance_;
+  double draft_lost_ = 0;  // seconds that its steps took more for its drafts, but for reading
   int64_t drafted_in_all_ = 0, accepted_in_all_ = 0;
   // Chosen, but not the answer's yet: each of the next steps gives one, without computing anything. Their keys and
   // values, but for the last one's, are in the cache behind those of tokens_.

@@ -222,7 +222,8 @@ std::vector<int64_t> Model::step(const std::vector<Request*>& requests, const st
   for (Request* request : second) request->cached_ += request->passing_;
   for (StepResult::One& one : result.ones) one.request->take(std::move(one.chosen));
   if (account.requests > 0) {
-    (requests.front()->options_.draft_model ? model_pace_ : text_pace_).stepped(account);
+    const double lost = pace_of(*requests.front()).stepped(account);
+    for (Request* request : requests) request->draft_lost_ += lost;
   }
 
   std::vector<int64_t> tokens(requests.size(), -1);

@@ -148,10 +148,10 @@ struct Nibbles {
 template <int kBits, int kFirst>
 inline Nibbles load_bits(const uint8_t* p) {
   const uint8x16_t line = read<uint8x16_t>(p), mask = vdupq_n_u8((1 << kBits) - 1);
-  uint8x16_t low = line;
+  uint8x16_t low = line, high = vshrq_n_u8(line, kFirst + kBits);
   if constexpr (kFirst > 0) low = vshrq_n_u8(line, kFirst);
-  return {vreinterpretq_s32_u8(vandq_u8(low, mask)),
-          vreinterpretq_s32_u8(vandq_u8(vshrq_n_u8(line, kFirst + kBits), mask))};
+  if constexpr (kFirst + 2 * kBits < 8) high = vandq_u8(high, mask);
+  return {vreinterpretq_s32_u8(vandq_u8(low, mask)), vreinterpretq_s32_u8(high)};
 }
 inline Nibbles load_nibbles(const uint8_t* p) { return load_bits<4, 0>(p); }
 // Whole lanes shifted: no bit of a byte reaches the next.

@@ -308,21 +308,60 @@ def test_cmake_compiles_each_kernel_for_an_instruction_set_that_is_listed(tmp_pa
         assert (ROOT / "csrc" / "simd" / f"{name}.h").exists()
 
 
+# The kernels of each row of the page's table, files of csrc/.
+KERNELS = {
+    "collectives, optimizers": ["comm/reduce_kernels.cpp"],
+    "attention, sampling, rotary, norms, packing": [
+        "llm/kernels_append.cpp",
+        "llm/kernels_attention.cpp",
+        "llm/kernels_ops.cpp",
+        "llm/kernels_pack.cpp",
+    ],
+    "a few tokens by int8 and int4 weights": ["llm/kernels_gemv.cpp", "llm/kernels_gemv_bits.cpp"],
+    "a few tokens by others": ["llm/kernels_gemv_float.cpp"],
+    "a prompt by bf16 weights": ["llm/kernels_gemm.cpp", "llm/kernels_gemm_{pairs,tiles,bfmmla}.cpp"],
+    "a prompt by int4 weights": ["llm/kernels_gemm.cpp", "llm/kernels_gemm_{integer,pairs,tiles,sdot,smmla}.cpp"],
+    "a prompt by int8 weights": ["llm/kernels_gemm.cpp", "llm/kernels_gemm_{integer,pairs,tiles,sdot,smmla}.cpp"],
+    "a prompt by fp32 and fp16 weights": ["llm/kernels_gemm.cpp"],
+}
+
+
+def variants_of(file: str, every: list[str]) -> set[str]:
+    """The instruction sets that a file of kernels is compiled for; {a,b} in its name: any of these files."""
+    listed = re.search(r"\{(.*)\}", file)
+    if listed:
+        return {name for each in listed[1].split(",") for name in variants_of(file.replace(listed[0], each), every)}
+    line = re.search(r"^// ISA: (.*)$", (ROOT / "csrc" / file).read_text(), re.MULTILINE)
+    names = line[1].split() if line else ["every"]
+    return {name for each in names for name in (every if each == "every" else [each])}
+
+
 def test_the_page_says_what_runs_with_each_instruction_set() -> None:
-    """A column for each but the reference, and in each cell kernels of its own or those of one that it builds on."""
+    """A column for each but the reference; in each cell kernels of its own or those of one that it builds on; and the
+    tests that go through the instruction sets which have kernels of their own."""
     page = (ROOT / "docs" / "cpu.md").read_text()
     table = page[page.index("| kernels |") :].split("\n\n")[0].splitlines()
     head, _, *rows = [line.strip("| ").split(" | ") for line in table]
-    columns = [name.strip("`") for name in head[1:]]
+    columns = [name.strip("`") for name in head[1:-1]]
     assert tuple(columns) == ISA_NAMES[1:]
-    basis = dict(re.findall(r"^  ROW\((\w+), \w+, \w+, (\w+),", (ROOT / "csrc/simd/isa.h").read_text(), re.MULTILINE))
-    for row in rows:
-        own = {name for name, cell in zip(columns, row[1:], strict=True) if cell == "own"}
-        for name, cell in zip(columns, row[1:], strict=True):
+    lines = re.findall(r"^  ROW\((\w+), \w+, (\w+), (\w+),", (ROOT / "csrc/simd/isa.h").read_text(), re.MULTILINE)
+    every = [name for name, kernels, _ in lines if kernels != "some_kernels"]
+    basis = {name: below for name, _, below in lines}
+    assert [row[0] for row in rows] == list(KERNELS)
+    for what, *cells, tests in rows:
+        compiled = [variants_of(file, every) for file in KERNELS[what]]
+        own = set().union(*compiled) - {"scalar"}
+        for name, cell in zip(columns, cells, strict=True):
             nearest = name
             while nearest not in own:
                 nearest = basis[nearest]
-            assert cell == ("own" if name in own else f"`{nearest}`"), (row[0], name)
+            assert cell == ("own" if name in own else f"`{nearest}`"), (what, name)
+        for test in tests.split(", "):
+            text = (ROOT / "tests" / "native" / f"{test.strip('`')}_test.cpp").read_text()
+            if '#include "llm_shapes.h"' in text:
+                text += (ROOT / "tests" / "native" / "llm_shapes.h").read_text()
+            missing = {name for name in own if f"Isa::{name}" not in text and f'"{name}"' not in text}
+            assert not missing or "kIsaRows" in text, (what, test, missing)
 
 
 def test_every_addition_has_a_page_that_the_site_shows() -> None:
