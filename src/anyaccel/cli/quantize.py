@@ -16,8 +16,12 @@ _EXAMPLES = """\
   anyaccel quantize ~/models/SmolLM2-1.7B-Instruct smollm2-int4 --calibrate builtin
   anyaccel quantize ~/models/Llama-3.2-1B llama-int4 --calibrate notes.txt --bits 4.5
   anyaccel quantize llama-bf16.gguf llama-q4.gguf --format gguf --calibrate builtin --bits 4.8
+  anyaccel quantize llama-bf16.gguf llama-q4.gguf --format gguf --calibrate builtin --size 800
   anyaccel quantize story.gguf story-int8 --dtype int8
   anyaccel quantize ~/models/Llama-3.1-8B llama-int4 --group-size 128 --asymmetric --force --json"""
+
+
+_MOST_MEGABYTES = 1e9
 
 
 def build_parser() -> Parser:
@@ -58,6 +62,12 @@ def build_parser() -> Parser:
         help="with --calibrate: bits for each weight on average; each matrix gets as many as it needs",
     )
     add(
+        "--size",
+        type=float,
+        metavar="MB",
+        help="largest size of a GGUF file in millions of bytes, instead of --bits; embedding and head take part",
+    )
+    add(
         "--format",
         choices=("compressed-tensors", "gguf"),
         default="compressed-tensors",
@@ -75,8 +85,11 @@ def main(argv: list[str]) -> int:
     options = build_parser().parse_args(argv)
     from dataclasses import asdict
 
+    from anyaccel.errors import UsageError
     from anyaccel.inference.quantize import quantize
 
+    if options.size is not None and not 0 < options.size < _MOST_MEGABYTES:
+        raise UsageError(f"--size {options.size}: give millions of bytes, for example --size 800")
     screen = _Screen(not options.quiet)
     try:
         summary = quantize(
@@ -88,6 +101,7 @@ def main(argv: list[str]) -> int:
             calibrate=options.calibrate,
             tokens=options.calibration_tokens,
             bits=options.bits,
+            size=None if options.size is None else round(options.size * 1e6),
             format=options.format,
             force=options.force,
             progress=screen.progress,

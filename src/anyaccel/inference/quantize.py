@@ -65,6 +65,7 @@ def quantize(
     calibrate: str | Path | None = None,
     tokens: int | None = None,
     bits: float | None = None,
+    size: int | None = None,
     format: str = "compressed-tensors",
     force: bool = False,
     progress: Progress | None = None,
@@ -80,6 +81,7 @@ def quantize(
         tokens: of that text that are used.
         format: compressed-tensors; or gguf, for a calibrated copy of a GGUF file in the K types.
         bits: stored for a weight of the calibrated matrices, on average at most: each gets what it needs.
+        size: bytes of the file at most, of format "gguf": embedding and head, too, get what they need.
         group: columns that share a scale in int4: 32, 64 or 128; less where a matrix needs it.
         asymmetric: int4 with a zero point for each group.
         force: replace `out` when it exists and is a model folder, with nothing else in it.
@@ -101,6 +103,8 @@ def quantize(
         raise UsageError("--calibration-tokens is the number of tokens of a text; give --calibrate TEXT too")
     if bits is not None and calibrate is None:
         raise UsageError("--bits: what each matrix needs is measured on a text; give --calibrate too")
+    if size is not None and (format != "gguf" or bits is not None):
+        raise UsageError("--size is that of a GGUF file: give --format gguf and --calibrate too, and no --bits")
     if asymmetric and dtype != "int4":
         raise UsageError("asymmetric is for int4 only; int8 does not need it")
     if not source.exists():
@@ -118,7 +122,7 @@ def quantize(
     if format == "gguf":
         from anyaccel.inference.calibration.gguf_copy import copy_gguf
 
-        copy_gguf(source, target, checkpoint, summary, str(calibrate), tokens, bits, progress, announce)
+        copy_gguf(source, target, checkpoint, summary, str(calibrate), tokens, bits, size, progress, announce)
         summary.seconds = time.perf_counter() - start
         return summary
     work = _Work(checkpoint, summary, progress)
@@ -295,7 +299,7 @@ class _Work:
         tensor = self.source.tensor(name)
         if name not in self._groups:
             self.summary.kept.append(name)
-            writer.write(name, self._kept(tensor))
+            writer.write(name, self._kept(name, tensor))
             return
 
         rows, cols = shape_of(tensor)
@@ -350,11 +354,12 @@ class _Work:
         group, kind = self._group_of_grid(name), f"int{self._bits_of(name)}"
         self.summary.matrices.append(QuantisedMatrix(name, rows, cols, group, size, relative_error(*error), kind))
 
-    def _kept(self, tensor: Any) -> Iterator[Any]:
-        """The values of a tensor that is not quantised, in 16 bits or as they are."""
+    def _kept(self, name: str, tensor: Any) -> Iterator[Any]:
+        """The values of a tensor that is not quantised, in 16 bits or as they are; of a norm, what became of them."""
         dtype = kept_dtype(tensor)
         if not tensor.shape:  # one number
             tensor = replace(tensor, shape=(1,), strides=(BLOCKS[tensor.type][1],))
+        divided = None if self._calibrated is None else self._calibrated.divided(name)
         entries = [tensor] if len(tensor.shape) < 3 else [entry_of(tensor, i) for i in range(tensor.shape[0])]
         for entry in entries:
             rows = entry.shape[0]
@@ -362,6 +367,8 @@ class _Work:
             for first in range(0, rows, step):
                 part = range(first, min(first + step, rows))
                 values = floats_of(entry, part)
+                if divided is not None:
+                    values = (values + divided[1]) / divided[0][part.start : part.stop] - divided[1]
                 yield as_bf16(values) if dtype == "BF16" else values.astype("f2" if dtype == "F16" else "f4")
                 self._advance(stored_bytes(entry) * len(part) // rows, entry, part)
 

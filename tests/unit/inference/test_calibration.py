@@ -17,17 +17,22 @@ import torch
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.calibration import compensation
+from anyaccel.inference.calibration.blocks import Blocks
 from anyaccel.inference.calibration.compensation import Inputs, compensated, nearest
+from anyaccel.inference.calibration.folds import folds_of, storable
 from anyaccel.inference.calibration.gguf_grids import GRIDS, packed
 from anyaccel.inference.calibration.grids import Grid, IntGrid
-from anyaccel.inference.calibration.mixed import _damage, spent
+from anyaccel.inference.calibration.mixed import Outside, damages, spent
 from anyaccel.inference.calibration.text import builtin_text, spread_text
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.stored_values import floats_of
+from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.checkpoint import checkpoint_of
 from anyaccel.inference.quantize import quantize
 
 INTS = [IntGrid(4, 32, True), IntGrid(4, 64, False), IntGrid(4, 128, True), IntGrid(8, 256, False)]
+
+INTS_OF_4 = [IntGrid(4, 32, True), IntGrid(4, 64, True)]
 
 
 def correlated(cols: int, count: int) -> torch.Tensor:
@@ -98,17 +103,49 @@ def test_levels_chosen_again_are_closer(grid: Grid, monkeypatch: pytest.MonkeyPa
     assert errors[2] < errors[1] < 0.97 * errors[0]
 
 
-def test_damage_is_relative_to_each_token() -> None:
-    """One token that is a thousand times larger than the others hides nothing of what is done to them."""
-    torch.manual_seed(4)
-    linear = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
-    block: Any = SimpleNamespace(linears={"w": linear}, run=linear)
-    small = torch.randn(1, 40, 64)
-    large = torch.cat([1000 * small[:, :1], small[:, 1:]], 1)
-    moments = small.square().sum((0, 1))
-    found = [_damage(block, ("w",), INTS[:2], moments, [each], [linear(each)]) for each in (small, large)]
-    assert found[1] == pytest.approx(found[0], rel=1e-3)
-    assert found[0][0] > 0
+@pytest.mark.parametrize("kind", [*INTS[:2], *(GRIDS[name] for name in ("q4_0", "q4_1", "q4_k", "q6_k"))], ids=str)
+def test_levels_fitted_again_are_closer(kind: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To what the columns have become, by all that is known of the inputs."""
+    x = correlated(256, 512)
+    torch.manual_seed(3)
+    w = torch.randn(16, 256)
+    again = compensated(w, kind, Inputs(x.T @ x, kind.width))
+    monkeypatch.setattr(compensation, "_fit_again", lambda *_: None)
+    once = compensated(w, kind, Inputs(x.T @ x, kind.width))
+    errors = [float(((each.values() - w) @ x.T).norm()) for each in (once, again)]
+    assert errors[1] < 0.985 * errors[0]
+
+
+def divergence(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    """Of the next token, in nats, the mean over all tokens."""
+    a, b = torch.log_softmax(wanted, -1), torch.log_softmax(found, -1)
+    return float((a.exp() * (a - b)).sum(-1).mean())
+
+
+def test_damage_is_what_rounding_does_to_the_next_token(model: Path) -> None:
+    """Against the divergence that there is when only the matrices of one set are rounded, and all else computed."""
+    source: Any = checkpoint_of(model)
+    text = builtin_text()[:2048].encode("ascii", "replace")
+    blocks = Blocks(source.source, source.config, torch.tensor(list(text)).view(4, 512), "test")
+    outside = Outside("model.embed_tokens.weight", "lm_head.weight", 256)
+    names = [*blocks.linears(), outside.embedding, outside.head]
+    found = damages(blocks, dict.fromkeys(names, INTS_OF_4), outside)[0]
+    assert len(found) == 10  # four of each block, embedding and head
+    whole = whole_model(model)
+    with torch.no_grad():
+        wanted = whole(blocks.windows).logits
+        weights = dict(whole.named_parameters())
+        ratios = []
+        for each, (first, second) in found.items():
+            kept = {name: weights[name].clone() for name in each}
+            for name, weight in kept.items():
+                weights[name].copy_(nearest(weight, IntGrid(4, 32, True)).values())
+            ratios.append(first / divergence(wanted, whole(blocks.windows).logits))
+            for name, weight in kept.items():
+                weights[name].copy_(weight)
+            assert first < second
+    assert min(ratios) > 0.4, ratios
+    assert max(ratios) < 2.5, ratios
 
 
 def test_of_a_large_text_pieces_from_all_over_it_are_read(tmp_path: Path) -> None:
@@ -166,17 +203,23 @@ def text(folder: Path, characters: int = 2100) -> Path:
     return file
 
 
-def logits(folder: Path) -> torch.Tensor:
-    """Of a text that was not calibrated on, with the values that the checkpoint stands for."""
+def whole_model(folder: Path, like: Path | None = None) -> Any:
+    """With the values that the checkpoint stands for; of a GGUF file `like` is a folder with its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source: Any = checkpoint_of(folder).source
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(like or folder)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     values = {name: torch.from_numpy(floats_of(source.tensor(name))) for name in made.state_dict()}
     made.load_state_dict(values)
+    return made
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Of a text that was not calibrated on."""
+    made = whole_model(folder)
     window = torch.tensor([ord(each) % 256 for each in "A text that nothing was fitted to; 1, 2, 3 and so on."])
     with torch.inference_mode():
         return made(window[None]).logits[0]
@@ -340,7 +383,12 @@ def test_a_calibrated_gguf_file(model: Path, tmp_path: Path, monkeypatch: pytest
     assert GgufSource(tmp_path / "out.gguf").metadata["llama.block_count"] == 2
     for name in before.names():
         a, b = floats_of(before.tensor(name)), floats_of(after.tensor(name))
-        assert np.linalg.norm(a - b) <= (0.0 if a.ndim == 1 else 0.15) * np.linalg.norm(a), name
+        if not name.startswith("model.layers."):  # others may be scaled, and what is before them divided
+            assert np.linalg.norm(a - b) <= (0.0 if a.ndim == 1 else 0.15) * np.linalg.norm(a), name
+    with torch.no_grad():
+        made = [whole_model(tmp_path / name, model) for name in ("model.gguf", "out.gguf")]
+        found = [each(torch.arange(64)[None]).logits for each in made]
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 0.15
     assert sorted(each.name for each in tmp_path.iterdir()) == ["model.gguf", "out.gguf", "text.txt"]
     with pytest.raises(UsageError, match="exists already"):
         quantize(file, tmp_path / "out.gguf", calibrate=tmp_path / "text.txt", format="gguf")
@@ -348,3 +396,83 @@ def test_a_calibrated_gguf_file(model: Path, tmp_path: Path, monkeypatch: pytest
         quantize(tmp_path / "out.gguf", tmp_path / "b.gguf", calibrate=tmp_path / "text.txt", format="gguf")
     with pytest.raises(UsageError, match="copies a GGUF file"):
         quantize(model, tmp_path / "b.gguf", calibrate=tmp_path / "text.txt", format="gguf")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma", "Qwen2"])
+def test_scaled_columns_change_nothing(family: str, tmp_path: Path) -> None:
+    """When what is before them is divided: norms (Gemma's multiply by one more), rows of values and of up."""
+    import transformers
+
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    made = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    tensors = made.state_dict()
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            tensor.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            tensor.uniform_(-1, 1)
+        else:
+            tensor.mul_(5)
+    window = torch.arange(32)[None]
+    with torch.no_grad():
+        wanted = made(window).logits
+        of = family_of(config.to_dict())
+        folds = folds_of(of.spec(config.to_dict()), of.names, tensors)
+        kinds = {name.rsplit(".", 2)[-2] for name in folds}
+        assert kinds == {"q_proj", "gate_proj", "down_proj", "o_proj"} - ({"o_proj"} if family == "Qwen2" else set())
+        assert len(folds) == 2 * len(kinds)
+        for fold in folds.values():
+            columns = tensors[fold.readers[0]].shape[1]
+            scale = fold.alike(torch.empty(columns).uniform_(0.5, 2))
+            if fold.norm:
+                norm = tensors[fold.norm] + fold.plus
+                scale = storable(scale, norm)
+                tensors[fold.norm].copy_(norm / scale - fold.plus)
+            else:
+                tensors[fold.rows].div_(fold.of_rows(scale)[:, None])
+            for name in fold.readers:
+                tensors[name].mul_(scale)
+        found = made(window).logits
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-4
+    assert float(wanted.std()) > 0.1
+
+
+@pytest.mark.parametrize("kind", [*INTS, *GRIDS.values()], ids=lambda grid: grid.name)
+def test_rows_are_divided_as_they_are_stored(kind: Grid) -> None:
+    from gguf import GGMLQuantizationType, dequantize
+
+    torch.manual_seed(6)
+    rounded = nearest(torch.randn(8, 256), kind)
+    scale = torch.empty(8).uniform_(0.3, 3)
+    divided = rounded.divided(scale)
+    assert divided is not None
+    torch.testing.assert_close(divided.values() * scale[:, None], rounded.values(), rtol=0.003, atol=0.003)
+    if kind.name in GRIDS:
+        read = dequantize(packed(divided), GGMLQuantizationType[kind.name.upper()])
+        np.testing.assert_allclose(read, divided.values().numpy(), rtol=0, atol=1e-6)
+    scale[0] = 1e9  # a half cannot hold it
+    if kind.bits < 8.1:
+        assert rounded.divided(scale) is None
+
+
+@pytest.mark.parametrize("share", [0.45, 0.5])
+def test_a_gguf_file_of_a_size(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Embedding and head get types of their own too, and the file is as large as it may be or a little smaller."""
+    monkeypatch.setattr("anyaccel.inference.calibration.text.load_text_tokenizer", lambda *_: Octets())
+    file = gguf_model(model, tmp_path / "model.gguf")
+    size = int(share * file.stat().st_size)
+    out = tmp_path / "out.gguf"
+    quantize(file, out, calibrate=text(tmp_path), size=size, format="gguf")
+    assert 0.93 * size < out.stat().st_size <= size
+    infos = GgufSource(out).file_of("output.weight").infos
+    assert {infos[name].type for name in ("output.weight", "token_embd.weight")} <= {
+        "q4_0", "q4_1", "q5_0", "q5_1", "q8_0",
+    }  # fmt: skip
+    with pytest.raises(UsageError, match=r"--size .*: too small .*the smallest there is has"):
+        quantize(file, tmp_path / "b.gguf", calibrate=tmp_path / "text.txt", size=size // 3, format="gguf")
+    with pytest.raises(UsageError, match="--size is that of a GGUF file"):
+        quantize(model, tmp_path / "b", calibrate=tmp_path / "text.txt", size=size)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ class _Recorder(nn.Module):
     def __init__(self, block: nn.Module, last: bool) -> None:
         super().__init__()
         self._last = last
+        self.instead: Tensor | None = None
         self.options: dict[str, Any] = {}
         self.hidden: Tensor | None = None
         for name in ("attention_type", "layer_type", "is_sliding"):  # models ask their blocks for the kind of mask
@@ -40,6 +42,8 @@ class _Recorder(nn.Module):
     def forward(self, hidden: Tensor, *args: Any, **options: Any) -> Tensor:
         if args:
             raise Unsupported("calibration of a model whose blocks take arguments by position")
+        if self.instead is not None:
+            return self.instead
         self.hidden, self.options = hidden, options
         if self._last:
             raise _Seen
@@ -62,6 +66,10 @@ class Block:
     linears: dict[str, nn.Linear]
     run: Callable[[Tensor], Tensor]
 
+    def vector(self, name: str) -> Tensor:
+        """One of its parameters by its name in the checkpoint."""
+        return self.module.get_parameter(name.removeprefix(f"{self.name}."))
+
     def inputs(self, name: str, hidden: Tensor) -> Tensor:
         """What one of the linear layers is given for the hidden states of one window: [tokens, columns], float32."""
         found: list[Tensor] = []
@@ -80,6 +88,32 @@ class Block:
         raise ModelError(f"{name}: not computed for each window of the calibration text")
 
 
+@dataclass
+class Head:
+    """What comes after the blocks.
+
+    Attributes:
+        logits: [tokens, vocabulary] for the last block's output of one window.
+        linear: makes them, after the last norm.
+        embedding: of the tokens; with the weights of `linear` when they are tied.
+    """
+
+    logits: Callable[[Tensor], Tensor]
+    linear: nn.Linear
+    embedding: nn.Embedding
+
+    def moments(self, hidden: list[Tensor]) -> Tensor:
+        """The summed squares of what `linear` is given."""
+        watch = Watch({"head": self.linear})
+        try:
+            for each in hidden:
+                self.logits(each)
+                watch.next_window()
+        finally:
+            watch.close()
+        return watch.squares[0].diagonal().clone()
+
+
 class Blocks:
     """The blocks of a checkpoint; weights are read as they are needed and given up again.
 
@@ -88,6 +122,9 @@ class Blocks:
         windows: tokens [count, length].
         where: for messages.
 
+    Attributes:
+        count: how many blocks. hidden: of each window, before the first one.
+
     Raises:
         Unsupported: the model is not made of one list of blocks with the checkpoint's tensors.
     """
@@ -95,6 +132,7 @@ class Blocks:
     def __init__(self, source: Any, config: dict[str, Any], windows: Tensor, where: str) -> None:
         self._source = source
         self.where = where
+        self.windows = windows
         self._model = _structure(config, where)
         self._list, self._blocks = self._found()
         self.count = len(self._blocks)
@@ -145,16 +183,12 @@ class Blocks:
         holder: Any = self._model.get_submodule(owner)
         recorders = [_Recorder(block, number + 1 == self.count) for number, block in enumerate(self._blocks)]
         setattr(holder, last, nn.ModuleList(recorders))
-        # Of what stands beside the blocks only what comes before them is computed.
-        head = self._model.get_output_embeddings()
-        for name, module in self._model.named_modules():
-            own = list(module.named_parameters(recurse=False))
-            if own and module is not head and all(f"{name}.{each}" in self._source for each, _ in own):
-                self._read(module, f"{name}.")
+        self._recorders = recorders
+        self._read_outside()
         hidden = []
         for window in windows:
             try:
-                with torch.inference_mode():
+                with torch.no_grad():
                     self._model(input_ids=window[None], use_cache=False)
             except _Seen:
                 pass
@@ -166,25 +200,65 @@ class Blocks:
         _forget(self._model)
         return [each.options for each in recorders], hidden
 
+    def _read_outside(self, with_head: bool = False) -> None:
+        """Weights of what stands beside the blocks; what comes after them is computed with the head only."""
+        head = self._model.get_output_embeddings()
+        for name, module in self._model.named_modules():
+            own = list(module.named_parameters(recurse=False))
+            if own and module is not head and all(f"{name}.{each}" in self._source for each, _ in own):
+                self._read(module, f"{name}.")
+            elif module is head and with_head:
+                if f"{name}.weight" in self._source:
+                    self._read(module, f"{name}.")
+                else:  # tied
+                    head.weight = self._model.get_input_embeddings().weight
+
     def __iter__(self) -> Iterator[Block]:
         for number in range(self.count):
-            module = self._blocks[number]
-            name = f"{self._list}.{number}"
-            self._read(module, f"{name}.")
-            linears = {f"{name}.{n}.weight": m for n, m in module.named_modules() if type(m) is nn.Linear}
+            with self.block(number) as block:
+                yield block
+
+    @contextlib.contextmanager
+    def block(self, number: int) -> Iterator[Block]:
+        """One block; its weights are there until the end of the context."""
+        module = self._blocks[number]
+        name = f"{self._list}.{number}"
+        self._read(module, f"{name}.")
+        linears = {f"{name}.{n}.weight": m for n, m in module.named_modules() if type(m) is nn.Linear}
+        try:
             yield Block(name, module, linears, self._runner(module, number))
+        finally:
             _forget(module)
 
     def _runner(self, module: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
         options = self._options[number]
 
         def run(hidden: Tensor) -> Tensor:
-            with torch.inference_mode():
+            # With gradients for inputs that want them; the weights want none.
+            with torch.set_grad_enabled(hidden.requires_grad):
                 found = module(hidden, **options)
             hidden_after: Tensor = found[0] if isinstance(found, tuple) else found
             return hidden_after
 
         return run
+
+    @contextlib.contextmanager
+    def head(self) -> Iterator[Head]:
+        """What is computed after the blocks; its weights are there until the end of the context."""
+        self._read_outside(with_head=True)
+        last = self._recorders[-1]
+
+        def logits(hidden: Tensor) -> Tensor:
+            last.instead = hidden
+            with torch.set_grad_enabled(hidden.requires_grad):
+                found: Tensor = self._model(input_ids=self.windows[:1], use_cache=False).logits[0]
+            return found
+
+        try:
+            yield Head(logits, self._model.get_output_embeddings(), self._model.get_input_embeddings())
+        finally:
+            last.instead = None
+            _forget(self._model)
 
 
 def _forget(module: nn.Module) -> None:

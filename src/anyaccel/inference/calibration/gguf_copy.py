@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import numpy
 import torch
 
-from anyaccel.errors import ModelError
+from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.calibration.compensation import nearest
 from anyaccel.inference.calibration.gguf_grids import GRIDS, SMALL, packed
 from anyaccel.inference.calibration.grids import Grid
 from anyaccel.inference.calibration.layers import Progress
+from anyaccel.inference.calibration.mixed import Outside
 from anyaccel.inference.calibration.session import Calibration
 from anyaccel.inference.calibration.summary import QuantisedMatrix, Summary
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
@@ -24,8 +25,9 @@ from anyaccel.inference.checkpoints.new_folder import check_room, new_file
 from anyaccel.inference.checkpoints.stored_values import floats_of, relative_error
 
 _MENU = ("q4_k", "q5_k", "q6_k", "q8_0")
-_SMALL_MENU = ("q4_1", "q5_0", "q5_1", "q8_0")  # where columns are no multiple of 256
+_SMALL_MENU = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")  # where columns are no multiple of 256
 _PLAIN = ("f32", "f16", "bf16", "f64", "q8_0")  # types that have lost nothing, or next to nothing
+_ALIGNMENT = 32  # of each tensor: at most so many bytes before it
 _ROWS = 1024  # of an embedding that are rounded at a time
 _QUANTISATION_VERSION = 2  # of llama.cpp's types
 _FILE_TYPE = 15  # "mostly Q4_K - medium": the name that tools show
@@ -38,7 +40,10 @@ _OWN_KEYS = (
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor of the new file: `type` and the name by which it is calibrated; neither: its bytes as they are."""
+    """One tensor of the new file: `type` and the name by which it is calibrated; copied: its bytes as they are.
+
+    copied with a name: a norm, whose values may be divided.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +66,9 @@ class GgufCopy:
         ModelError: its weights are quantised already.
     """
 
-    def __init__(self, path: Path, source: Any, calibration: Calibration, bits: float | None) -> None:
+    def __init__(
+        self, path: Path, source: Any, calibration: Calibration, bits: float | None, size: int | None = None
+    ) -> None:
         self._path = path
         self._names = source
         self._file = GgufSource(path)
@@ -75,15 +82,36 @@ class GgufCopy:
                 )
         own = {name: where for name in source.names() if (where := source.stored(name)) is not None}
         menus = {
-            name: _menu(infos[stored].shape[1], bits)
+            name: _menu(infos[stored].shape[1], bits is not None or size is not None)
             for name, (stored, _) in own.items()
             if len(infos[stored].shape) == 2 and infos[stored].shape[1] % 32 == 0
         }
-        grids = calibration.choose(menus, bits)
+        outside = None
+        if size is not None:
+            outside = _outside(infos, own, menus)
+            taken = calibration.linears() & menus.keys()
+            if outside is not None:
+                taken |= {outside.embedding, outside.head}
+            bits = self._bits_for(size, infos, {own[name][0] for name in taken})
+        norms = {
+            stored: name
+            for name, (stored, order) in own.items()
+            if len(infos[stored].shape) == 1 and infos[stored].type == "f32" and order is None
+        }
+        calibration.keep(norms.values())
+        try:
+            grids = calibration.choose(menus, bits, outside)
+        except UsageError as error:
+            if size is None:
+                raise
+            raise UsageError(f"--size {size / 1e6:g}: too small ({error})") from None
         self._orders: dict[str, Sequence[int] | None] = {name: own[name][1] for name in grids}
         by_stored = {own[name][0]: name for name in grids}
         self._tensors = [
-            self._planned(name, infos[name], by_stored.get(name), grids, "output.weight" in infos) for name in infos
+            self._planned(name, infos[name], by_stored.get(name), grids, "output.weight" in infos)
+            if name not in norms
+            else _Tensor(name, infos[name].shape, infos[name].type, norms[name], copied=True)
+            for name in infos
         ]
         # Matrices in the order in which they are computed, behind all that stays.
         self._tensors.sort(key=lambda each: calibration.place(each.calibrated) if each.calibrated else 0)
@@ -94,12 +122,24 @@ class GgufCopy:
 
     def _planned(self, name: str, info: Any, calibrated: str | None, grids: dict[str, Grid], untied: bool) -> _Tensor:
         if calibrated is not None:
-            return _Tensor(name, info.shape, grids[calibrated].name, calibrated)
+            inside = self._calibration.has(calibrated)
+            return _Tensor(name, info.shape, grids[calibrated].name, calibrated if inside else None)
         if name in ("output.weight", "token_embd.weight") and info.shape[-1] % 32 == 0:
             # As llama.cpp does: the head has more bits; an embedding that is the head too has them as well.
             kind = "q4_k" if name == "token_embd.weight" and untied else "q6_k"
             return _Tensor(name, info.shape, kind if info.shape[-1] % 256 == 0 else SMALL[kind])
         return _Tensor(name, info.shape, info.type, copied=True)
+
+    def _bits_for(self, size: int, infos: dict[str, Any], taken: set[str]) -> float:
+        """Bits a weight that the matrices may have in a file of `size` bytes."""
+        first: int = min(info.begin for info in infos.values())  # what stands before all tensors stays about as large
+        others = sum(
+            self._planned(name, infos[name], None, {}, "output.weight" in infos).bytes
+            for name in infos
+            if name not in taken
+        )
+        weights: int = sum(int(numpy.prod(infos[name].shape)) for name in taken)
+        return 8 * (size - first - others - len(infos) * _ALIGNMENT) / weights
 
     def write(self, out: Path) -> None:
         import gguf
@@ -131,6 +171,9 @@ class GgufCopy:
         if tensor.copied:
             file = self._file.file_of(tensor.name)
             info = file.infos[tensor.name]
+            divided = self._calibration.divided(tensor.calibrated) if tensor.calibrated is not None else None
+            if divided is not None:  # files hold what is multiplied with
+                return (floats_of(self._file.tensor(tensor.name)) / divided[0]).astype("f4").view("u1")
             return numpy.frombuffer(bytes(file.file.bytes(info.begin, info.end - info.begin)), numpy.uint8)
         if tensor.calibrated is None:
             return numpy.concatenate(list(self._nearest(tensor)))
@@ -163,18 +206,19 @@ def copy_gguf(
     text: str,
     tokens: int | None,
     bits: float | None,
+    size: int | None,
     progress: Progress | None,
     announce: Callable[[str], object] | None,
 ) -> None:
     """Write a calibrated copy; `summary` is filled."""
-    size = source.stat().st_size
+    before = source.stat().st_size
 
     def steps(done: int, total: int) -> None:
         if progress is not None:
-            progress(done * size // total, size)
+            progress(done * before // total, before)
 
     calibration = Calibration(source, checkpoint.source, checkpoint.config, text, tokens, announce, steps)
-    copy = GgufCopy(source, checkpoint.source, calibration, bits)
+    copy = GgufCopy(source, checkpoint.source, calibration, bits, size)
     check_room(target.parent, copy.bytes_after)
     summary.calibration = calibration.told
     summary.bytes_before, summary.bytes_after = copy.bytes_before, copy.bytes_after
@@ -186,6 +230,17 @@ def copy_gguf(
     summary.relative_error = relative_error(errors[0], errors[1])
 
 
-def _menu(cols: int, bits: float | None) -> list[Grid]:
-    menu = _MENU if cols % 256 == 0 else _SMALL_MENU
-    return [GRIDS[each] for each in menu[: None if bits is not None else 1]]
+def _menu(cols: int, mixed: bool) -> list[Grid]:
+    if mixed:
+        return [GRIDS[each] for each in (_MENU if cols % 256 == 0 else _SMALL_MENU)]
+    return [GRIDS["q4_k" if cols % 256 == 0 else SMALL["q4_k"]]]
+
+
+def _outside(infos: dict[str, Any], own: Mapping[str, Any], menus: Mapping[str, Any]) -> Outside | None:
+    """Embedding and head, where the file has them as matrices that can be quantised."""
+    names = {stored: name for name, (stored, _) in own.items()}
+    embedding = names.get("token_embd.weight")
+    head = names.get("output.weight") if "output.weight" in infos else embedding
+    if embedding is None or head is None or not {embedding, head} <= menus.keys():
+        return None
+    return Outside(embedding, head, infos["token_embd.weight"].shape[0])

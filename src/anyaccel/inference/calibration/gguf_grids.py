@@ -57,6 +57,34 @@ class GgufGrid:
         scale, scales, of_scales = self._levels(scale)
         return Fitted(scale, torch.zeros_like(scale), {"scale": scales, "of_scales": of_scales})
 
+    @property
+    def free_minima(self) -> bool:
+        return self.minima
+
+    def moved(self, fitted: Fitted, scale: Tensor, minimum: Tensor) -> Fitted:
+        scale, scales = self._moved(scale, fitted.codes["of_scales"])
+        codes = {**fitted.codes, "scale": scales}
+        if not self.minima:
+            return Fitted(scale, minimum, codes if self.largest else {**codes, "of_scales": scales[:1]})
+        below, minima = self._moved(-minimum, fitted.codes["of_minima"])
+        return Fitted(scale, -below, {**codes, "minimum": minima})
+
+    def divided(self, fitted: Fitted, scale: Tensor) -> Fitted:
+        codes = dict(fitted.codes)
+        for name in {"of_scales", "of_minima"} & codes.keys():
+            codes[name] = half(codes[name] / scale)
+        return self.moved(Fitted(fitted.scale, fitted.minimum, codes), fitted.scale / scale, fitted.minimum / scale)
+
+    def _moved(self, each: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+        """Scales as they can be stored when the half of their block stays."""
+        if not self.largest:
+            stored = half(each)
+            return stored, stored
+        least, most = (0, self.largest) if self.minima else (-self.largest, self.largest - 1)
+        inverse = torch.where(unit != 0, 1.0 / unit, torch.zeros_like(unit))
+        whole = (each * inverse).round_().clamp_(least, most)
+        return unit * whole, whole
+
     def _levels(self, each: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Scales [groups, rows] as they can be stored: their values, their whole numbers, and the half of a block."""
         if not self.largest:
@@ -74,6 +102,7 @@ class GgufGrid:
 GRIDS = {
     grid.name: grid
     for grid in (
+        GgufGrid("q4_0", 32, -8, 7),
         GgufGrid("q4_1", 32, 0, 15, minima=True),
         GgufGrid("q4_k", 32, 0, 15, minima=True, largest=63),
         GgufGrid("q5_0", 32, -16, 15),
@@ -166,6 +195,7 @@ def _q8_0(blocks: Tensor, codes: Callable[[str], Tensor]) -> Tensor:
 
 
 _PACKED: dict[str, Callable[[Tensor, Callable[[str], Tensor]], Tensor]] = {
+    "q4_0": lambda blocks, codes: _legacy(blocks, codes, high=False, minima=False),
     "q4_1": lambda blocks, codes: _legacy(blocks, codes, high=False),
     "q5_0": lambda blocks, codes: _legacy(blocks, codes, high=True, minima=False),
     "q5_1": lambda blocks, codes: _legacy(blocks, codes, high=True),

@@ -57,6 +57,16 @@ class Grid(Protocol):
     def fit(self, values: Tensor, importance: Tensor) -> Fitted:
         """The levels of values [width, rows], whose squared errors count by `importance` [width]."""
 
+    @property
+    def free_minima(self) -> bool:
+        """Whether a group's minimum is stored beside its scale; else it is a whole number of scales."""
+
+    def moved(self, fitted: Fitted, scale: Tensor, minimum: Tensor) -> Fitted:
+        """The levels nearest to these that can be stored when all else stays: zero points, units of scales."""
+
+    def divided(self, fitted: Fitted, scale: Tensor) -> Fitted:
+        """The levels of rows that are divided by `scale` [rows], as they can be stored."""
+
 
 def half(values: Tensor) -> Tensor:
     return values.to(torch.float16).float()
@@ -197,3 +207,15 @@ class IntGrid:
             scale = half(torch.where((squares > 0) & (refitted > 0), refitted, scale))[:, 0]
             zero = zero[:, 0]
         return Fitted(scale, -scale * zero, {"scale": scale, "zero": zero.to(torch.uint8)})
+
+    @property
+    def free_minima(self) -> bool:
+        return False
+
+    def moved(self, fitted: Fitted, scale: Tensor, minimum: Tensor) -> Fitted:
+        scale = half(scale) if self.q_bits == 4 else scale
+        zero = fitted.codes["zero"].float()
+        return Fitted(scale, -scale * zero, {"scale": scale, "zero": fitted.codes["zero"]})
+
+    def divided(self, fitted: Fitted, scale: Tensor) -> Fitted:
+        return self.moved(fitted, fitted.scale / scale, fitted.minimum)

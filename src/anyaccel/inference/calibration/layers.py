@@ -13,11 +13,16 @@ from torch import Tensor
 from anyaccel.errors import ModelError
 from anyaccel.inference.calibration.blocks import Block, Blocks, Watch
 from anyaccel.inference.calibration.compensation import Inputs, Rounded, compensated, nearest
+from anyaccel.inference.calibration.folds import Fold, storable
 from anyaccel.inference.calibration.grids import Grid
 
 Progress = Callable[[int, int], object]
 _ENOUGH_BITS = 7.0  # rounding to so many costs nothing that could be made up for
 _STEPS = 1000  # of progress, a block
+_POWERS = (0.0, 0.15, 0.3, 0.45)  # of how much columns count, that their scales can be
+_TRIED_ROWS = 48  # of a matrix, on which scales are compared
+_MOST_SCALED = 8.0
+_WORTH_IT = 0.99  # of the error without scales, that one with them may have at most
 _MANY_COLUMNS = 2048  # up to which one thread rounds a matrix: it takes thousands of short steps
 
 
@@ -33,10 +38,26 @@ class Matrix:
     errors: tuple[float, float]
 
 
-def quantised_blocks(blocks: Blocks, grids: Mapping[str, Grid], progress: Progress) -> Iterator[dict[str, Matrix]]:
-    """The matrices of each block by their names in the checkpoint; those that `grids` names.
+@dataclass(frozen=True)
+class QuantisedBlock:
+    """What has become of a block, by the names of the checkpoint.
+
+    Attributes:
+        matrices: that were quantised.
+        divisors: of vectors, whose values (plus one, where they are multiplied with one more) are to be divided.
+    """
+
+    matrices: dict[str, Matrix]
+    divisors: dict[str, Tensor]
+
+
+def quantised_blocks(
+    blocks: Blocks, grids: Mapping[str, Grid], folds: Mapping[str, Fold], progress: Progress
+) -> Iterator[QuantisedBlock]:
+    """Each block, the matrices that `grids` names quantised.
 
     Args:
+        folds: by the first of the matrices that are scaled.
         progress: called with (steps done, steps in all).
     """
     hidden = blocks.hidden
@@ -46,12 +67,17 @@ def quantised_blocks(blocks: Blocks, grids: Mapping[str, Grid], progress: Progre
         def part(share: float, number: int = number) -> None:
             progress(round((number + share) * _STEPS), blocks.count * _STEPS)
 
-        yield _quantised_block(block, grids, exact, hidden, part)
+        yield _quantised_block(block, grids, folds, exact, hidden, part)
 
 
 def _quantised_block(
-    block: Block, grids: Mapping[str, Grid], exact: list[Tensor], hidden: list[Tensor], part: Callable[[float], object]
-) -> dict[str, Matrix]:
+    block: Block,
+    grids: Mapping[str, Grid],
+    folds: Mapping[str, Fold],
+    exact: list[Tensor],
+    hidden: list[Tensor],
+    part: Callable[[float], object],
+) -> QuantisedBlock:
     """One block's matrices, those that are computed first before the others; hidden states become its outputs."""
     count = len(hidden)
     wanted = Watch(block.linears, keep=True)
@@ -63,18 +89,20 @@ def _quantised_block(
     finally:
         wanted.close()
     found: dict[str, Matrix] = {}
+    divisors: dict[str, Tensor] = {}
     for place, names in enumerate(wanted.sets):
         taken = [name for name in names if name in grids]
         if taken:
             squares, drift = _moments(block, names[0], wanted.kept[place], hidden)
             with _threads(1 if len(squares) <= _MANY_COLUMNS else torch.get_num_threads()):
-                found |= _quantised_set(block, taken, grids, squares, drift)
+                fold = next((folds[name] for name in taken if name in folds), None)
+                _quantised_set(block, taken, grids, squares, drift, fold, found, divisors)
         wanted.kept[place].clear()
         part(0.3 + 0.5 * (place + 1) / len(wanted.sets))
     for index, each in enumerate(hidden):
         hidden[index] = block.run(each)
         part(0.8 + 0.2 * (index + 1) / count)
-    return found
+    return QuantisedBlock(found, divisors)
 
 
 def _moments(block: Block, name: str, exact: list[Tensor], hidden: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -112,13 +140,30 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _quantised_set(
-    block: Block, names: list[str], grids: Mapping[str, Grid], squares: Tensor, drift: Tensor
-) -> dict[str, Matrix]:
-    """Matrices with the same inputs, and hence with one width; the block goes on with their values."""
+    block: Block,
+    names: list[str],
+    grids: Mapping[str, Grid],
+    squares: Tensor,
+    drift: Tensor,
+    fold: Fold | None,
+    found: dict[str, Matrix],
+    divisors: dict[str, Tensor],
+) -> None:
+    """Matrices with the same inputs, and hence with one width; the block goes on with their values.
+
+    Args:
+        fold: where their columns' scales can go.
+        found, divisors: take the matrices, and what vectors are to be divided by.
+    """
     if not bool(torch.isfinite(squares).all()):
         raise ModelError(f"{names[0]}: its inputs are infinite or not numbers on the calibration text")
     inputs: Inputs | None = None
-    found = {}
+    scale: Tensor | None = None
+    if fold is not None and set(fold.readers) == set(names):
+        grid = grids[names[0]]
+        if all(grids[name] == grid and grid.bits < _ENOUGH_BITS for name in names):
+            inputs = Inputs(squares.clone(), grid.width, drift)
+            scale = _scale(block, fold, grid, inputs, found, divisors)
     for name in names:
         grid = grids[name]
         weight = block.linears[name].weight
@@ -127,9 +172,51 @@ def _quantised_set(
         else:
             if inputs is None or inputs.width != grid.width:
                 inputs = Inputs(squares.clone(), grid.width, drift)
-            rounded = compensated(weight.detach(), grid, inputs)
-        values = rounded.values()
+            if scale is None:
+                rounded = compensated(weight.detach(), grid, inputs)
+            else:
+                rounded = compensated(weight.detach() * scale, grid, inputs.scaled(scale))
+        values = rounded.values() if scale is None else rounded.values() / scale
         difference = float((values - weight).double().square().sum())
         found[name] = Matrix(rounded, (difference, float(weight.double().square().sum())))
         weight.data = values
-    return found
+
+
+def _scale(
+    block: Block, fold: Fold, grid: Grid, inputs: Inputs, found: dict[str, Matrix], divisors: dict[str, Tensor]
+) -> Tensor | None:
+    """The scales of columns that lose least, of some rows; None when none are better by enough.
+
+    What they are divided out of is divided.
+    """
+    some = torch.cat([w[:: max(len(w) // _TRIED_ROWS, 1)] for w in (block.linears[n].weight for n in fold.readers)])
+    if fold.rows and fold.rows not in found:
+        return None
+    # A column counts by how far its inputs go; large weights would become larger than their groups have levels for.
+    ratio = inputs.spread() / some.square().mean(0).sqrt().clamp(min=1e-12)
+    ratio = torch.where(inputs.dead | ~(ratio > 0), torch.ones_like(ratio), ratio)
+    norm = block.vector(fold.norm).float() + fold.plus if fold.norm else None
+    aim = inputs.aim(some)
+    best: Tensor | None = None
+    least = 0.0
+    for power in _POWERS:
+        scale = (ratio / ratio.log().mean().exp()).pow(power).clamp(1 / _MOST_SCALED, _MOST_SCALED)
+        scale = fold.alike(scale) if norm is None else storable(scale, norm)
+        scaled = inputs.scaled(scale)
+        rounded = compensated(some * scale, grid, scaled, again=0)
+        lost = float(scaled.lost(rounded, aim * scale[inputs.order][:, None]).double().sum())
+        if power == 0:
+            least = lost * _WORTH_IT
+        elif lost < least:
+            best, least = scale, lost
+    if best is None:
+        return None
+    if fold.rows:
+        before = found[fold.rows]
+        divided = before.rounded.divided(fold.of_rows(best))
+        if divided is None:
+            return None
+        found[fold.rows] = Matrix(divided, before.errors)
+    else:
+        divisors[fold.norm] = best
+    return best

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.calibration.blocks import Block, Blocks
+from anyaccel.inference.calibration.blocks import Block, Blocks, Head
 from anyaccel.inference.calibration.compensation import nearest
 from anyaccel.inference.calibration.grids import Grid
 from anyaccel.inference.calibration.layers import watched
@@ -16,46 +18,151 @@ from anyaccel.inference.calibration.layers import watched
 _WINDOWS = 4  # of the text: what rounding does needs fewer than what it is made up with
 _ROWS = 256  # of a matrix, by which its grids are compared
 
+_AT_A_TIME = 4096  # rows of a head that are rounded together
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The names of embedding and head (the same for a tied one), and the rows of the embedding."""
+
+    embedding: str
+    head: str
+    rows: int
+
+
 # Matrices with the same inputs, which have one grid: native code keeps them as one.
 Set = tuple[str, ...]
 
 
-def mixed(blocks: Blocks, menus: Mapping[str, Sequence[Grid]], bits: float) -> dict[str, Grid]:
+def mixed(
+    blocks: Blocks,
+    menus: Mapping[str, Sequence[Grid]],
+    bits: float,
+    outside: Outside | None = None,
+) -> dict[str, Grid]:
     """A grid for each matrix, `bits` a weight on average at most, by measured damage.
 
     Args:
         menus: the grids that each matrix can have, the smallest first.
+        outside: embedding and head, whose grids are chosen too.
 
     Raises:
         UsageError: no grids are that small.
     """
-    damage: dict[Set, list[float]] = {}
-    sizes: dict[Set, int] = {}
-    hidden = [each.clone() for each in blocks.hidden[:_WINDOWS]]
-    for block in blocks:
-        sets, squares, outputs = _observed(block, hidden)
-        for names, moments in zip(sets, squares, strict=True):
-            taken = tuple(name for name in names if name in menus)
-            if taken:
-                damage[taken] = _damage(block, taken, menus[taken[0]], moments, hidden, outputs)
-                sizes[taken] = sum(block.linears[name].weight.numel() for name in taken)
-        hidden = outputs
+    damage, sizes = damages(blocks, menus, outside)
     chosen = spent(damage, {names: [grid.bits for grid in menus[names[0]]] for names in damage}, sizes, bits)
     return {name: menus[name][number] for names, number in chosen.items() for name in names}
 
 
-def _observed(block: Block, hidden: list[Tensor]) -> tuple[list[list[str]], list[Tensor], list[Tensor]]:
-    watch = watched(block, hidden)
-    return watch.sets, [each.diagonal().clone() for each in watch.squares], [block.run(each) for each in hidden]
+def damages(
+    blocks: Blocks, menus: Mapping[str, Sequence[Grid]], outside: Outside | None
+) -> tuple[dict[Set, list[float]], dict[Set, int]]:
+    """What each grid of each set does to the next token, in nats, and how many weights the set has.
+
+    Once through the blocks forwards, and once backwards with the derivative by the hidden states.
+    """
+    damage: dict[Set, list[float]] = {}
+    sizes: dict[Set, int] = {}
+    hidden = [[each.clone() for each in blocks.hidden[:_WINDOWS]]]  # before each block and after the last
+    for block in blocks:
+        hidden.append([block.run(each) for each in hidden[-1]])
+    with blocks.head() as head:
+        slopes = _slopes_of_logits(head.logits, hidden[-1])
+        if outside is not None:
+            name = outside.head
+            damage[name,] = _damage_of_head(head, menus[name], hidden[-1])
+            sizes[name,] = head.linear.weight.numel()
+            table = head.embedding.weight.data[blocks.windows[:_WINDOWS]]
+    for number in reversed(range(blocks.count)):
+        outputs = hidden.pop()
+        with blocks.block(number) as block:
+            watch = watched(block, hidden[-1])
+            for names, squares in zip(watch.sets, watch.squares, strict=True):
+                taken = tuple(name for name in names if name in menus)
+                if taken:
+                    moments = squares.diagonal().clone()
+                    damage[taken] = _damage(block, taken, menus[taken[0]], moments, hidden[-1], outputs, slopes)
+                    sizes[taken] = sum(block.linears[name].weight.numel() for name in taken)
+            slopes = [_slopes_before(block, each, slope) for each, slope in zip(hidden[-1], slopes, strict=True)]
+    if outside is not None:
+        name = outside.embedding
+        found = _damage_of_embedding(table, menus[name], hidden[0], slopes)
+        damage[name,] = [a + b for a, b in zip(damage.get((name,), [0.0] * len(found)), found, strict=True)]
+        sizes[name,] = outside.rows * table.shape[-1]
+    return damage, sizes
+
+
+@torch.enable_grad()
+def _slopes_of_logits(head: Callable[[Tensor], Tensor], hidden: list[Tensor]) -> list[Tensor]:
+    """Of each window, the derivative by each token's hidden state of the log-likelihood of a next token.
+
+    The next token is drawn from what the model says: then the mean square of the derivative in a direction is the
+    curvature of the Kullback-Leibler divergence there (the Fisher information).
+    """
+    made = torch.Generator().manual_seed(0)
+    found = []
+    for each in hidden:
+        given = each.clone().requires_grad_()
+        likely = torch.log_softmax(head(given), -1)
+        drawn = torch.multinomial(likely.detach().exp(), 1, generator=made)
+        (slope,) = torch.autograd.grad(likely.gather(1, drawn).sum(), given)
+        found.append(slope)
+    return found
+
+
+@torch.enable_grad()
+def _slopes_before(block: Block, hidden: Tensor, slope: Tensor) -> Tensor:
+    """The derivative by a block's input, of what has `slope` as that by its output."""
+    given = hidden.clone().requires_grad_()
+    (found,) = torch.autograd.grad(block.run(given), given, slope)
+    return found
+
+
+def _damage_of_head(head: Head, menu: Sequence[Grid], hidden: list[Tensor]) -> list[float]:
+    """As `_damage`, of the head: the divergence itself for the first grid."""
+    weight, moments = head.linear.weight, head.moments(hidden)
+    some = weight.data[:: max(len(weight) // _ROWS, 1)]
+    errors = [float(((nearest(some, grid).values() - some).square() * moments).sum()) for grid in menu]
+    off = nn.Parameter(torch.empty_like(weight), requires_grad=False)
+    for first in range(0, len(weight), _AT_A_TIME):
+        rows = slice(first, first + _AT_A_TIME)
+        off.data[rows] = nearest(weight.data[rows], menu[0]).values()
+    changed = 0.0
+    for given in hidden:
+        wanted = torch.log_softmax(head.logits(given), -1)
+        head.linear.weight = off
+        found = torch.log_softmax(head.logits(given), -1)
+        head.linear.weight = weight
+        changed += float((wanted.exp() * (wanted - found)).sum(-1).double().mean()) / len(hidden)
+    return [changed * error / max(errors[0], 1e-30) for error in errors]
+
+
+def _damage_of_embedding(
+    table: Tensor, menu: Sequence[Grid], hidden: list[Tensor], slopes: list[Tensor]
+) -> list[float]:
+    """As `_damage`, of the rows [windows, tokens, cols] of an embedding."""
+    found = []
+    given = torch.stack([each[0] for each in hidden])
+    factor = float((given * table).sum() / table.square().sum())  # some models multiply what they look up
+    for grid in menu:
+        off = factor * (nearest(table.flatten(0, 1), grid).values().view_as(table) - table)
+        along = (off * torch.stack([each[0] for each in slopes])).sum(-1)
+        found.append(float(along.double().square().mean()) / 2)
+    return found
 
 
 def _damage(
-    block: Block, names: Set, menu: Sequence[Grid], moments: Tensor, hidden: list[Tensor], outputs: list[Tensor]
+    block: Block,
+    names: Set,
+    menu: Sequence[Grid],
+    moments: Tensor,
+    hidden: list[Tensor],
+    outputs: list[Tensor],
+    slopes: list[Tensor],
 ) -> list[float]:
-    """What each grid does to the block's output: measured for the first, the others by their errors.
+    """What each grid does to the next token: measured for the first, the others by their errors.
 
-    Relative to the output, token by token: what comes next normalises each by itself, and the first tokens of a text
-    can be a thousand times larger than all others.
+    In nats a token: half the mean square of what the change of the block's output does to the log-likelihood.
     """
     kept = {name: block.linears[name].weight.data for name in names}
     errors = [0.0] * len(menu)
@@ -66,9 +173,9 @@ def _damage(
             errors[number] += float((off.square() * moments).sum()) * len(weight) / len(some)
         block.linears[name].weight.data = nearest(weight, menu[0], moments).values()
     changed = 0.0
-    for given, wanted in zip(hidden, outputs, strict=True):
-        off = (block.run(given) - wanted).square().sum(-1)
-        changed += float((off / wanted.square().sum(-1).clamp(min=1e-30)).double().mean()) / len(hidden)
+    for given, wanted, slope in zip(hidden, outputs, slopes, strict=True):
+        off = ((block.run(given) - wanted) * slope).sum(-1)
+        changed += float(off.double().square().mean()) / 2 / len(hidden)
     for name, weight in kept.items():
         block.linears[name].weight.data = weight
     return [changed * error / max(errors[0], 1e-30) for error in errors]

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.calibration.blocks import Blocks
 from anyaccel.inference.calibration.compensation import Rounded
+from anyaccel.inference.calibration.folds import folds_of
 from anyaccel.inference.calibration.grids import Grid
-from anyaccel.inference.calibration.layers import Matrix, Progress, quantised_blocks
-from anyaccel.inference.calibration.mixed import mixed
+from anyaccel.inference.calibration.layers import Matrix, Progress, QuantisedBlock, quantised_blocks
+from anyaccel.inference.calibration.mixed import Outside, mixed
 from anyaccel.inference.calibration.text import TOKENS, calibration_windows
+from anyaccel.inference.families.registry import family_of
 
 
 class Calibration:
@@ -43,37 +47,67 @@ class Calibration:
         self._progress = progress or (lambda done, total: None)
         self._blocks = Blocks(source, config, windows, str(model))
         self._grids: dict[str, Grid] = {}
+        family = family_of(config)
+        self._folds = folds_of(family.spec(config), family.names, source)
+        self._plus = {fold.norm: fold.plus for fold in self._folds.values() if fold.norm}
         self._found: dict[str, Matrix] = {}
-        self._each: Iterator[dict[str, Matrix]] = iter(())
+        self._divisors: dict[str, Tensor] = {}
+        self._done = 0  # blocks
+        self._each: Iterator[QuantisedBlock] = iter(())
 
-    def choose(self, menus: Mapping[str, Sequence[Grid]], bits: float | None = None) -> dict[str, Grid]:
+    def linears(self) -> set[str]:
+        """The matrices that can be calibrated."""
+        return self._blocks.linears()
+
+    def choose(
+        self, menus: Mapping[str, Sequence[Grid]], bits: float | None = None, outside: Outside | None = None
+    ) -> dict[str, Grid]:
         """Take the matrices of the blocks among these, each in one of its grids (by `bits`; else the first).
 
-        Returns the grid of each that was taken.
+        Returns the grid of each that was taken; with `outside` those of embedding and head too.
         """
         linears = self._blocks.linears()
+        beside = {} if outside is None else {name: menus[name] for name in (outside.embedding, outside.head)}
         menus = {name: menu for name, menu in menus.items() if name in linears}
         if not menus:
             raise ModelError(f"{self._blocks.where}: its blocks have no nn.Linear that could be calibrated")
         if bits is None:
             self._grids = {name: menu[0] for name, menu in menus.items()}
         else:
-            self._grids = mixed(self._blocks, menus, bits)
-        self._each = quantised_blocks(self._blocks, self._grids, self._progress)
+            self._grids = mixed(self._blocks, {**menus, **beside}, bits, outside)
+        self._each = quantised_blocks(self._blocks, self._grids, self._folds, self._progress)
         return self._grids
+
+    def keep(self, vectors: Collection[str]) -> None:
+        """Divide no vectors but these: others cannot be written changed."""
+        self._folds = {name: fold for name, fold in self._folds.items() if not fold.norm or fold.norm in vectors}
 
     def place(self, name: str) -> int:
         """Where in the order of computation a tensor stands; 0 before all blocks."""
         return self._blocks.place(name)
 
     def has(self, name: str) -> bool:
-        return name in self._grids
+        return name in self._grids and self.place(name) > 0
 
     def matrix(self, name: str) -> Matrix:
         """The next one in the order of `place`; blocks are computed as they are needed."""
-        while name not in self._found:
-            self._found |= next(self._each)
+        self._reach(name)
         return self._found.pop(name)
+
+    def divided(self, name: str) -> tuple[Any, float] | None:
+        """What a vector of a block is to be divided by [values] (numpy), once this is added to it; None: nothing."""
+        if name not in self._plus:
+            return None
+        self._reach(name)
+        found = self._divisors.pop(name, None)
+        return None if found is None else (found.numpy(), self._plus[name])
+
+    def _reach(self, name: str) -> None:
+        while self._done < self.place(name):
+            block = next(self._each)
+            self._found |= block.matrices
+            self._divisors |= block.divisors
+            self._done += 1
 
 
 def as_rows(rounded: Rounded) -> tuple[Any, Any, Any]:
