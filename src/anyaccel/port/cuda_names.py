@@ -174,11 +174,13 @@ def _function(place: _Place, name: str) -> Candidate:
         return found
     if name == "device_count" and place.ctx.beside_vendors(place.call):
         return place.report("ACC101", "not fixed: the code chooses between vendors by itself", breaks=False)
-    if name in ("manual_seed", "manual_seed_all") and figures.has_another_seed(place.ctx, place.call):
+    seeds = name in ("manual_seed", "manual_seed_all")
+    if seeds and figures.has_another_seed(place.ctx, place.call):
         why = "on a CPU it is torch's own generator, which the file seeds with another number"
         return place.report("ACC101", f"not fixed: {why}", breaks=False)
-    if name in ("manual_seed", "manual_seed_all") and figures.seeds_nothing_else(place.ctx, place.call):
-        why = "on a CPU it is torch's own generator, which the file seeds nowhere"
+    repeated = seeds and figures.is_repeated(place.ctx, place.call)
+    if seeds and not repeated and not figures.is_behind_a_gpu(place.ctx, place.call):
+        why = "on a CPU it is torch's own generator, which is not seeded with this number just before"
         return place.report("ACC101", f"not fixed: {why}", breaks=False)
     found = place.method_call("ACC101", method)
     found.guard = name == "device_count"
@@ -186,8 +188,7 @@ def _function(place: _Place, name: str) -> Candidate:
     processes = usage.is_divisor(place.tree, place.call) or _only_divides(place)
     found.count = name == "device_count" and not processes
     found.count = found.count or ("memory" in name and figures.is_compared(place.ctx, place.call))
-    seeds = name in ("manual_seed", "manual_seed_all")
-    found.harmless = name in tables.HARMLESS and not (seeds and not figures.is_repeated(place.ctx, place.call))
+    found.harmless = repeated or (name in tables.HARMLESS and not seeds)
     return found
 
 
@@ -302,6 +303,8 @@ def _amp(place: _Place, rest: str) -> Candidate:
     name = rest.rpartition(".")[2]
     if name not in tables.AMP or rest not in (name, f"autocast_mode.{name}", f"grad_scaler.{name}"):
         return place.report("ACC104", "torch.amp has the parts of it that hold for every device")
+    if mixed.has_cpus_own(place.ctx):
+        return place.report("ACC104", f"not fixed: {mixed.WHY_CPUS}")
     if place.call is None:
         return _amp_reference(place, name)
     parameters = tables.AMP[name]

@@ -4,15 +4,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import libcst as cst
 
 from anyaccel.port import usage
 from anyaccel.port.context import Context
+from anyaccel.port.syntax import dotted
+from anyaccel.port.usage import last_name
 
 # Statements that may stand between two that seed.
 _OF_SEEDING = re.compile("seed|determin|benchmark|environ")
+# What these call; of other functions nobody knows whether they draw random numbers.
+_DRAWS_NOTHING = {
+    *("seed", "manual_seed", "manual_seed_all", "set_random_seed", "is_available", "device_count", "empty_cache"),
+    *("use_deterministic_algorithms", "set_deterministic", "is_initialized", "synchronize"),
+    *("str", "int", "print", "info", "debug", "warning", "get", "setdefault", "putenv", "update", "format"),
+}
+_CHANGING = (cst.Call, cst.NamedExpr, cst.Await, cst.Yield)
 
 
 def device_or_index(ctx: Context, node: cst.CSTNode) -> str:
@@ -80,21 +89,24 @@ def has_another_seed(ctx: Context, node: cst.Call) -> bool:
     return bool(beside) and all([code(arg.value) for arg in each.args] != own for each in beside)
 
 
-def seeds_nothing_else(ctx: Context, node: cst.Call) -> bool:
-    """Whether CUDA alone is seeded there, unasked: on a CPU, which has one generator, this would seed torch's own."""
-    if _seeds(ctx):
-        return False
+def is_behind_a_gpu(ctx: Context, node: cst.Call) -> bool:
+    """Whether it stands below a condition about GPUs, which a CPU meets only where its user asks for it."""
     code = ctx.tree.module.code_for_node
-    return not any(
+    return any(
         isinstance(each, cst.If) and re.search("cuda|gpu|device|accelerator", code(each.test), re.IGNORECASE)
         for each in ctx.tree.parents(node)
     )
 
 
 def is_repeated(ctx: Context, node: cst.Call) -> bool:
-    """Whether torch's generator, on a CPU the same one, is seeded just before with this number, or just after."""
+    """Whether torch's generator, on a CPU the same one, is seeded just before with this number, or just after.
+
+    Nothing but seeds and settings may stand between: what draws numbers there would draw the same ones again.
+    """
     code = ctx.tree.module.code_for_node
     own = [code(arg.value) for arg in node.args]
+    if any(isinstance(each, _CHANGING) for arg in node.args for each in _within(arg)):
+        return False
     statement = ctx.tree.enclosing(node, cst.SimpleStatementLine, cst.SimpleStatementSuite)
     while statement is not None:
         block = getattr(ctx.tree.parent(statement), "body", None)
@@ -102,15 +114,42 @@ def is_repeated(ctx: Context, node: cst.Call) -> bool:
         at = next((i for i, each in enumerate(body) if each is statement), 0)
         for beside, before in ((reversed(body[:at]), True), (body[at + 1 :], False)):
             for each in beside:
-                seeds = [seed for seed in _seeds(ctx) if each in ctx.tree.parents(seed)]
+                # A seed below a condition or in a loop may not be set.
+                plain = isinstance(each, cst.SimpleStatementLine)
+                seeds = [seed for seed in _seeds(ctx) if plain and each in ctx.tree.parents(seed)]
                 if any(not before or [code(arg.value) for arg in seed.args] == own for seed in seeds):
                     return True
-                if not _OF_SEEDING.search(code(each)):
+                if not _only_seeds(ctx, each, own):
                     break
-        statement = ctx.tree.enclosing(statement, cst.If, cst.FunctionDef)
+        statement = ctx.tree.enclosing(statement, cst.If, cst.FunctionDef, cst.For, cst.While, cst.Try, cst.With)
         if not isinstance(statement, cst.If):
             return False
     return False
+
+
+def _within(part: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    for child in part.children:
+        yield child
+        yield from _within(child)
+
+
+def _only_seeds(ctx: Context, statement: cst.CSTNode, own: Sequence[str]) -> bool:
+    """Whether a statement draws no random numbers, and leaves the numbers `own` (their code) as they are."""
+    code = ctx.tree.module.code_for_node
+    if not _OF_SEEDING.search(code(statement)):
+        return False
+    roots = {name for each in own for name in re.findall(r"[A-Za-z_]\w*", each)}
+    for each in _within(statement):
+        match each:
+            case cst.Call():
+                called = last_name(dotted(each.func) or "")
+                seeded = isinstance(each.func, cst.Name) and own == [code(arg.value) for arg in each.args]
+                if called not in _DRAWS_NOTHING and not (seeded and "seed" in called):
+                    return False
+            case cst.AssignTarget() | cst.AugAssign() | cst.AnnAssign() | cst.NamedExpr():
+                if roots & set(re.findall(r"[A-Za-z_]\w*", code(each.target))):
+                    return False
+    return True
 
 
 def _seeds(ctx: Context) -> list[cst.Call]:

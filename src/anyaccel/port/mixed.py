@@ -15,8 +15,15 @@ from anyaccel.port.syntax import both, call, device_index, dotted, keyword
 
 # What takes the name of a device -> which positional argument says whether it is on.
 _SWITCHES = {"autocast": 2, "GradScaler": 5}
+_OF_CPUS = re.compile(r"autocast\(\s*(?:device_type\s*=\s*)?[\"']cpu[\"']|torch\.cpu\.amp")
+WHY_CPUS = "the file has mixed precision for CPUs as well, which this would change inside it"
 # A condition that is about the device already.
 _ABOUT_DEVICES = re.compile(r"is_available\(|\.is_cuda\b|['\"](?:cpu|cuda)\b|device_name\(|on_accelerator\(")
+
+
+def has_cpus_own(ctx: Context) -> bool:
+    """Whether the file has mixed precision for CPUs too: a ported region inside it would change it."""
+    return _OF_CPUS.search(ctx.tree.module.code) is not None
 
 
 def kept_off(ctx: Context, node: cst.CSTNode, args: Sequence[cst.Arg], original: cst.Arg | None) -> Sequence[cst.Arg]:
@@ -129,6 +136,8 @@ def by_name(ctx: Context, node: cst.BaseExpression, found: usage.Role) -> Candid
     if any(each.star for each in outer.args) or not isinstance(device_index(node), type(None)):
         why = "enabled= cannot be told: where the CPU is the accelerator it has to be off, as it was"
         return Candidate(node, "ACC201", f"a CUDA device's name: not fixed: {why}")
+    if has_cpus_own(ctx):
+        return Candidate(node, "ACC201", f"a CUDA device's name: not fixed: {WHY_CPUS}")
     place = next(i for i, each in enumerate(outer.args) if each.value is node)
     at = _SWITCHES[usage.last_name(found.callee)]
     enabled = next((each for each in outer.args if each.keyword is not None and each.keyword.value == "enabled"), None)

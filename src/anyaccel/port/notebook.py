@@ -12,12 +12,12 @@ from json.decoder import scanstring  # type: ignore[attr-defined]
 
 from anyaccel.port import tables
 from anyaccel.port.source import UnreadableError
-from anyaccel.port.tables import CELL_MARK
+from anyaccel.port.tables import CELL_MARK, MAGIC_MARK
 
 _MAGIC = re.compile(r"(?P<indent>[ \t]*)(?:[%!?]|[\w.]+\?{1,2}\s*$|[\w.,() \t]+=\s*[%!])")
 _SHELLS = ("%%bash", "%%sh", "%%shell", "%%script", "%%system", "%%!")
 _PYTHON = ("%%writefile", "%%file", "%%python", "%%python3")
-_MASK = re.compile(r"pass  # anyaccel-line:(\d+)\n?")
+_MASK = re.compile(rf"pass  {re.escape(MAGIC_MARK)}(\d+)\n?")
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -126,7 +126,7 @@ def read(text: str) -> Notebook:
 
 def _is_foreign(source: str) -> bool:
     """Whether IPython hands the cell to something else than Python, or this module cannot mark its lines."""
-    if CELL_MARK in source or "anyaccel-line:" in source or "\r" in source:
+    if CELL_MARK in source or MAGIC_MARK in source or "\r" in source:
         return True
     first = source.split("\n", 1)[0]
     return first.startswith("%%") and first.split()[0] not in ("%%time", "%%timeit", "%%capture", "%%prun")
@@ -153,7 +153,7 @@ def _masked(source: str, masked: list[str]) -> str:
         if indent is None:
             code.append(line)
             continue
-        code.append(f"{indent}pass  # anyaccel-line:{len(masked)}")
+        code.append(f"{indent}pass  {MAGIC_MARK}{len(masked)}")
         masked.append(line[len(indent) :] + "\n")
         if not line.endswith("\\"):
             indent = None

@@ -213,7 +213,7 @@ def _outline(path: str) -> Outline:
             found = outline(book.module)
             return replace(found, links=found.links.with_programs(book.commands))
         return outline(text) if path.endswith((".py", ".pyi")) else Outline()
-    except source.UnreadableError:
+    except (source.UnreadableError, RecursionError, MemoryError):
         return Outline()
 
 

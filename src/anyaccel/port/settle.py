@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import libcst as cst
 
-from anyaccel.port import usage
+from anyaccel.port import tables, usage
 from anyaccel.port.answers import ANY_WILL_DO
 from anyaccel.port.candidate import Candidate
 from anyaccel.port.chosen import leave_picked
@@ -315,6 +315,9 @@ def _is_harmless(body: cst.BaseSuite, by_node: Mapping[cst.CSTNode, Candidate]) 
             case cst.SimpleStatementLine():
                 if not all(_is_harmless_part(each, by_node) for each in statement.body):
                     return False
+                comment = statement.trailing_whitespace.comment
+                if comment is not None and comment.value.startswith(tables.MAGIC_MARK):  # it may do anything
+                    return False
             case cst.BaseSmallStatement():
                 if not _is_harmless_part(statement, by_node):
                     return False
@@ -352,10 +355,8 @@ def _moved(node: cst.BaseExpression, by_node: Mapping[cst.CSTNode, Candidate]) -
     elif name == "to" and node.args and node.args[0].keyword is None:
         device = node.args[0].value
         moves = text_of(device) == "cpu" or _spells_accelerator(device, by_node)
-    if not moves:
-        return None
-    while isinstance(receiver, cst.Call) and isinstance(receiver.func, cst.Attribute):
-        if receiver.func.attr.value not in ("detach", "contiguous", "pin_memory", "clone"):
-            return None
-        receiver = receiver.func.value
-    return dotted(receiver)
+        # A dtype, a copy or another layout would be the CPU's as well.
+        names = [each.keyword.value if each.keyword is not None else "" for each in node.args[1:]]
+        moves = moves and set(names) <= {"non_blocking"}
+    # x.clone().cuda() is another tensor on a CPU too, and x.detach().cuda() one without gradients.
+    return dotted(receiver) if moves else None

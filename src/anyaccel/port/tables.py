@@ -255,6 +255,7 @@ EXTENSION_LOADERS = {"torch.utils.cpp_extension.load", "torch.utils.cpp_extensio
 
 # Begins a cell where the cells of a notebook are one module.
 CELL_MARK = "# anyaccel-cell:"
+MAGIC_MARK = "# anyaccel-line:"
 
 # A file in which none of these occurs has nothing to port.
 WORDS = re.compile(

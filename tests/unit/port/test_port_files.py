@@ -372,6 +372,16 @@ def test_magic_that_a_backslash_continues_is_one_line(tmp_path: Path) -> None:
     assert cell["source"].endswith(shell + "get_accelerator().synchronize()")
 
 
+def test_a_very_long_expression_leaves_the_other_files_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.py").write_text("import torch\nx = " + " + ".join(["torch.cuda.device_count()"] * 400) + "\n")
+    (tmp_path / "b.py").write_text("import torch\ntorch.cuda.empty_cache()\n")
+    _, _, err = run(tmp_path, "--write", capsys=capsys)
+    assert "a.py" in err and "Traceback" not in err
+    assert "get_accelerator().empty_cache()" in (tmp_path / "b.py").read_text()
+
+
 @pytest.mark.parametrize("text", ["{cuda", '{"cells": 3, "x": "cuda"}', '["cuda"]', '{"cells": [{"cuda": 1}]}'])
 def test_what_is_no_notebook(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.ipynb"

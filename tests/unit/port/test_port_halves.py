@@ -139,12 +139,12 @@ def messages(text: str, project: Project | None = None) -> str:
         ),
         ("if self.device.type == Kind.CUDA:\n    n = torch.cuda.memory_allocated()", "the condition around it"),
         # Chosen at import.
-        ("CUDA_0 = torch.device('cuda:0')\ndef f():\n    pass", "when the module is imported"),
-        ("synchronize = torch.cuda.synchronize\ndef f():\n    pass", "when the module is imported"),
+        ("CUDA_0 = torch.device('cuda:0')\ndef f():\n    pass", "would choose an accelerator at import"),
+        ("synchronize = torch.cuda.synchronize\ndef f():\n    pass", "would choose an accelerator at import"),
         ("torch.cuda.empty_cache()\ndef f():\n    pass", "as a call at the top of the module"),  # textattack
         (
             "class C:\n    def __init__(self):\n        self.device = f'cuda:{self.rank}'\nconfig = C()",
-            "when the module is imported",
+            "would choose an accelerator at import",
         ),
         # Packages that know CUDA and the CPU only, in the file or the function: alignn, neuromancer, rfdetr.
         ("import dgl\ndevice = 'cuda' if torch.cuda.is_available() else 'cpu'", "dgl, which is used here"),

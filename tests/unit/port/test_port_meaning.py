@@ -411,3 +411,82 @@ def test_only_the_place_without_free_quotes_is_left() -> None:
     assert port(f"import torch\n{place}\nx.cuda()\n", partial=True).splitlines()[-2:] == [place, f"x.to({NAME})"]
     assert "leave no quotes" in messages(f"import torch\n{place}\n")
     assert 'f"{x.cuda()=}"' in port('import torch\nf"{x.cuda()=}"\n')  # its text has the code
+
+
+# What a CPU computes is the same before and after: there torch has one generator, and no CUDA region has an effect.
+_SAME_ON_A_CPU = {
+    "draws between two seeds": """
+torch.manual_seed(0)
+a = torch.rand(2)
+torch.cuda.manual_seed_all(0)
+print(a, torch.rand(2))
+""",
+    "a seed in a loop": """
+torch.manual_seed(1)
+for _ in range(2):
+    torch.cuda.manual_seed(1)
+    print(torch.rand(1))
+""",
+    "a seed that grows": """
+seed = 3
+torch.manual_seed(seed)
+seed += 1
+torch.cuda.manual_seed(seed)
+print(torch.rand(1))
+""",
+    "a seed that is called for": """
+seeds = iter([1, 2])
+torch.manual_seed(next(seeds))
+torch.cuda.manual_seed(next(seeds))
+print(torch.rand(1))
+""",
+    "a seed below a condition": """
+def f(seed, x):
+    if x:
+        torch.manual_seed(seed)
+    torch.cuda.manual_seed(seed)
+
+f(5, 0)
+print(torch.initial_seed() == 5)
+""",
+    "a function between two seeds": """
+def seed_more():
+    return torch.rand(1)
+
+torch.manual_seed(1)
+seed_more()
+torch.cuda.manual_seed(1)
+print(torch.rand(1))
+""",
+    "a guard that changes the dtype": """
+x = torch.ones(2)
+if torch.cuda.is_available():
+    x = x.to("cuda", torch.float64)
+print(x.dtype)
+""",
+    "a guard that copies": """
+x = torch.ones(2)
+y = x
+if y.is_cuda:
+    y = y.clone().cuda()
+y += 1
+print(x)
+""",
+    "a CPU's autocast around CUDA's": """
+a = torch.ones(2, 2)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cuda", enabled=False):
+        print((a @ a).dtype)
+""",
+}
+
+
+@pytest.mark.parametrize("name", _SAME_ON_A_CPU)
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_program_prints_the_same_on_a_cpu(name: str, partial: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    before = "import torch\n" + _SAME_ON_A_CPU[name]
+    exec(compile(before, "before", "exec"), {"__name__": "before"})
+    expected = capsys.readouterr().out
+    after = port_text(before, partial=partial).text
+    exec(compile(after, "after", "exec"), {"__name__": "after"})
+    assert capsys.readouterr().out == expected, after

@@ -124,8 +124,6 @@ def test_a_tensor_on_the_cpu_is_no_tensor_of_cuda(program: str) -> None:
     check(f"x = torch.ones(1)\n{program}", changed=False)
 
 
-@pytest.mark.parametrize(
-    ("seed", "changed"), [("torch.cuda.manual_seed_all(s + 7)", False), ("torch.cuda.manual_seed(3)", True)]
-)
-def test_another_seed_elsewhere_in_the_file_stays_what_counts(seed: str, changed: bool) -> None:
-    check(f"def f(s):\n    {seed}\ntorch.manual_seed(3)\nf(3)\nprint(torch.rand(1))", changed)
+@pytest.mark.parametrize("seed", ["torch.cuda.manual_seed_all(s + 7)", "torch.cuda.manual_seed(3)"])
+def test_another_seed_elsewhere_in_the_file_stays_what_counts(seed: str) -> None:
+    check(f"def f(s):\n    {seed}\ntorch.manual_seed(3)\nf(3)\nprint(torch.rand(1))", changed=False)

@@ -23,7 +23,7 @@ from torch import Tensor
 from anyaccel.inference.calibration.grids import Fitted, Grid, by_group
 
 # Of the mean of the Hessian's diagonal, added to it: some thousands of tokens do not say enough of a thousand columns.
-_DAMPING = 0.05
+_DAMPING = 0.1
 _AGAIN = 2  # passes in which levels are fitted and columns chosen once more
 _SINGULAR = 1e-6  # determinants below it, of 1, decide nothing
 _CLOSE = 0.002

@@ -177,7 +177,8 @@ class Plan:
         if vector and len(tensor.shape) > 1 and isinstance(tensor, TensorView):  # Cohere's norms: [heads, head_dim]
             tensor = _flattened(tensor)
         if len(tensor.shape) != (1 if vector else 2):
-            raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)} for {part}")
+            wanted = "a vector" if vector else "a matrix"
+            raise ModelError(f"{tensor.where}: wrong shape {tuple(tensor.shape)}: {wanted} is needed")
         if part.transposed != tensor.transposed:
             if not isinstance(tensor, TensorView) or BLOCKS[tensor.type][0] > 1:
                 raise Unsupported(f"matrix of type {tensor.type} that runs along its columns ({tensor.where})")
