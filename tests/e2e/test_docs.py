@@ -127,7 +127,7 @@ _AT_THE_TOP = [REPOSITORY / "CONTRIBUTING.md", REPOSITORY / "SECURITY.md"]
 # Options of other programs, which pages name in a sentence.
 _FOREIGN = """
     --address --build-arg --cap-add --cpus --cpus-per-task --cpuset-cpus --http-host --num-cpus --shm-size
-    --stop-timeout --gpus --fork --pid --map-by --kill-on-bad-exit --no-deps --ntasks-per-node --version --files
+    --stop-timeout --gpus --fork --pid --map-by --kill-on-bad-exit --no-deps --ntasks-per-node --version
     --nproc-per-node --nnodes --rdzv-endpoint --standalone --log-dir --numa-binding --num-processes --use-cpu
     --num-cpu-threads-per-process --ninstances --enable-tcmalloc --enable-jemalloc --skip-cross-node-cores
     --ncores-per-instance --enable-elastic-training --autotuning
@@ -137,6 +137,8 @@ _FOREIGN = """
 @pytest.mark.parametrize("page", [*PAGES, *_AT_THE_TOP], ids=[*_NAMES, *(page.name for page in _AT_THE_TOP)])
 def test_options_named_in_sentences_exist(page: Path) -> None:
     known = {option.replace("_", "-") for options in _OPTIONS.values() for option in options} | set(_FOREIGN.split())
+    for script in (*REPOSITORY.glob("benchmarks/*.py"), *REPOSITORY.glob("tools/*.py")):
+        known |= set(re.findall(r'add_argument\(\s*"(--[a-z][\w-]*)"', script.read_text(encoding="utf-8")))
     text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     named = {
         option.replace("_", "-")
