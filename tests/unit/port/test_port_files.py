@@ -372,6 +372,15 @@ def test_magic_that_a_backslash_continues_is_one_line(tmp_path: Path) -> None:
     assert cell["source"].endswith(shell + "get_accelerator().synchronize()")
 
 
+def test_a_guard_around_magic_keeps_the_cpu_out(tmp_path: Path) -> None:
+    """The magic may do anything, so it does not run where it did not run before."""
+    path = tmp_path / "a.ipynb"
+    path.write_text(book_of("import torch\nif torch.cuda.is_available():\n    torch.cuda.synchronize()\n    !rm x"))
+    assert main(["port", str(path), "--write", "--partial"]) in (0, 1)
+    (cell,) = json.loads(path.read_text())["cells"]
+    assert "if get_accelerator().is_available()" not in cell["source"]
+
+
 def test_a_very_long_expression_leaves_the_other_files_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
