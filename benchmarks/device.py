@@ -145,9 +145,10 @@ def speed(
     values |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096}
     accelerator = anyaccel.get_accelerator()
     device = accelerator.device()
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.LlamaConfig(**values), dtype=DTYPES[dtype]
-    ).eval()
+    with torch.device(accelerator.current_device_name()):  # a host draws 8 B random numbers for minutes
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**values), dtype=DTYPES[dtype]
+        ).eval()
     weight_bytes = sum(each.nbytes for each in model.parameters())
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -245,6 +246,7 @@ def main() -> int:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     note(machine())
     if options.speed:
         speed(
