@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -136,7 +137,15 @@ class Blocks:
         self._model = _structure(config, where)
         self._list, self._blocks = self._found()
         self.count = len(self._blocks)
-        self._options, self.hidden = self._embedded(windows)
+
+    @property
+    def hidden(self) -> list[Tensor]:
+        return self._start[1]
+
+    @functools.cached_property
+    def _start(self) -> tuple[list[dict[str, Any]], list[Tensor]]:
+        """Made when it is first needed: what is wrong with the options is said before."""
+        return self._embedded(self.windows)
 
     def _found(self) -> tuple[str, list[nn.Module]]:
         config = self._model.config.get_text_config(decoder=True)
@@ -145,10 +154,10 @@ class Blocks:
                 return name, list(module)
         raise Unsupported(f"calibration of {type(self._model).__name__}: it has no list of decoder blocks")
 
-    def linears(self) -> set[str]:
-        """The names of the weights of the blocks' linear layers."""
+    def linears(self) -> dict[str, int]:
+        """How many weights each linear layer of the blocks has, by their names."""
         return {
-            f"{self._list}.{number}.{name}.weight"
+            f"{self._list}.{number}.{name}.weight": module.weight.numel()
             for number, block in enumerate(self._blocks)
             for name, module in block.named_modules()
             if type(module) is nn.Linear
@@ -231,7 +240,7 @@ class Blocks:
             _forget(module)
 
     def _runner(self, module: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
-        options = self._options[number]
+        options = self._start[0][number]
 
         def run(hidden: Tensor) -> Tensor:
             # With gradients for inputs that want them; the weights want none.

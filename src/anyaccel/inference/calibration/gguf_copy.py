@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,22 +90,17 @@ class GgufCopy:
         outside = None
         if size is not None:
             outside = _outside(infos, own, menus)
-            taken = calibration.linears() & menus.keys()
+            taken = calibration.linears().keys() & menus.keys()
             if outside is not None:
                 taken |= {outside.embedding, outside.head}
-            bits = self._bits_for(size, infos, {own[name][0] for name in taken})
+            bits = self._bits_for(size, infos, {own[name][0]: menus[name][0] for name in taken})
         norms = {
             stored: name
             for name, (stored, order) in own.items()
             if len(infos[stored].shape) == 1 and infos[stored].type == "f32" and order is None
         }
         calibration.keep(norms.values())
-        try:
-            grids = calibration.choose(menus, bits, outside)
-        except UsageError as error:
-            if size is None:
-                raise
-            raise UsageError(f"--size {size / 1e6:g}: too small ({error})") from None
+        grids = calibration.choose(menus, bits, outside)
         self._orders: dict[str, Sequence[int] | None] = {name: own[name][1] for name in grids}
         by_stored = {own[name][0]: name for name in grids}
         self._tensors = [
@@ -130,16 +126,25 @@ class GgufCopy:
             return _Tensor(name, info.shape, kind if info.shape[-1] % 256 == 0 else SMALL[kind])
         return _Tensor(name, info.shape, info.type, copied=True)
 
-    def _bits_for(self, size: int, infos: dict[str, Any], taken: set[str]) -> float:
-        """Bits a weight that the matrices may have in a file of `size` bytes."""
+    def _bits_for(self, size: int, infos: dict[str, Any], smallest: dict[str, Grid]) -> float:
+        """Bits a weight that the matrices may have in a file of `size` bytes; `smallest`: what each can be.
+
+        Raises:
+            UsageError: that size cannot be reached.
+        """
         first: int = min(info.begin for info in infos.values())  # what stands before all tensors stays about as large
         others = sum(
             self._planned(name, infos[name], None, {}, "output.weight" in infos).bytes
             for name in infos
-            if name not in taken
+            if name not in smallest
         )
-        weights: int = sum(int(numpy.prod(infos[name].shape)) for name in taken)
-        return 8 * (size - first - others - len(infos) * _ALIGNMENT) / weights
+        fixed = first + others + len(infos) * _ALIGNMENT
+        weights = {name: int(numpy.prod(infos[name].shape)) for name in smallest}
+        least = fixed + sum(weights[name] * grid.bits / 8 for name, grid in smallest.items())
+        if size < least:
+            megabytes = math.ceil(least / 1e4) / 100
+            raise UsageError(f"--size {size / 1e6:g}: too small; the smallest of {self._path} is {megabytes:.2f} MB")
+        return 8 * (size - fixed) / sum(weights.values())
 
     def write(self, out: Path) -> None:
         import gguf
@@ -243,4 +248,4 @@ def _outside(infos: dict[str, Any], own: Mapping[str, Any], menus: Mapping[str, 
     head = names.get("output.weight") if "output.weight" in infos else embedding
     if embedding is None or head is None or not {embedding, head} <= menus.keys():
         return None
-    return Outside(embedding, head, infos["token_embd.weight"].shape[0])
+    return Outside(embedding, head, int(numpy.prod(infos["token_embd.weight"].shape)))

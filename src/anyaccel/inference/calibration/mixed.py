@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,11 +24,11 @@ _AT_A_TIME = 4096  # rows of a head that are rounded together
 
 @dataclass(frozen=True)
 class Outside:
-    """The names of embedding and head (the same for a tied one), and the rows of the embedding."""
+    """The names of embedding and head (the same for a tied one), and the weights that each of them has."""
 
     embedding: str
     head: str
-    rows: int
+    weights: int
 
 
 # Matrices with the same inputs, which have one grid: native code keeps them as one.
@@ -49,9 +50,20 @@ def mixed(
     Raises:
         UsageError: no grids are that small.
     """
+    least = least_bits(menus, blocks.linears(), outside)
+    if bits < least - 1e-6:
+        raise UsageError(f"--bits {bits:g}: the smallest there is has {math.ceil(least * 100) / 100:.2f} bits a weight")
     damage, sizes = damages(blocks, menus, outside)
     chosen = spent(damage, {names: [grid.bits for grid in menus[names[0]]] for names in damage}, sizes, bits)
     return {name: menus[name][number] for names, number in chosen.items() for name in names}
+
+
+def least_bits(menus: Mapping[str, Sequence[Grid]], weights: Mapping[str, int], outside: Outside | None) -> float:
+    """Bits a weight when each matrix has its smallest grid; `weights` of each matrix of the blocks."""
+    sizes = {name: weights[name] for name in menus if name in weights}
+    if outside is not None:
+        sizes |= dict.fromkeys((outside.embedding, outside.head), outside.weights)
+    return sum(menus[name][0].bits * size for name, size in sizes.items()) / sum(sizes.values())
 
 
 def damages(
@@ -88,7 +100,7 @@ def damages(
         name = outside.embedding
         found = _damage_of_embedding(table, menus[name], hidden[0], slopes)
         damage[name,] = [a + b for a, b in zip(damage.get((name,), [0.0] * len(found)), found, strict=True)]
-        sizes[name,] = outside.rows * table.shape[-1]
+        sizes[name,] = outside.weights
     return damage, sizes
 
 
@@ -188,9 +200,6 @@ def spent(
     chosen = dict.fromkeys(damage, 0)
     total = sum(sizes.values())
     left = target * total - sum(bits[names][0] * sizes[names] for names in damage)
-    if left < -1e-6 * total:
-        least = sum(bits[names][0] * sizes[names] for names in damage) / total
-        raise UsageError(f"--bits {target:g}: the smallest there is has {least:.2f} bits a weight")
     while True:
         best: tuple[float, Set, int, float] | None = None
         for names, number in chosen.items():

@@ -55,8 +55,8 @@ class Calibration:
         self._done = 0  # blocks
         self._each: Iterator[QuantisedBlock] = iter(())
 
-    def linears(self) -> set[str]:
-        """The matrices that can be calibrated."""
+    def linears(self) -> dict[str, int]:
+        """The matrices that can be calibrated, and how many weights each has."""
         return self._blocks.linears()
 
     def choose(
