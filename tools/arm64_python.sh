@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 python=3.11 # Debian 12's
+own=${PYTHON:-.venv/bin/python} # whose pip gets the wheels
 if [ -e "$folder/complete" ]; then exit 0; fi
 if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
   echo "arm64_python: the packages are Debian's, and this machine has no apt-get" >&2
@@ -36,9 +37,9 @@ rm -rf "$apt"
 ln -sfn ../aarch64-linux-gnu "$folder/root/usr/include/python$python/aarch64-linux-gnu"
 
 wheels=$folder/wheels
-.venv/bin/python -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: \
+"$own" -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: \
   --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 \
   --python-version "$python" -d "$wheels" numpy tokenizers jinja2 markupsafe
-for wheel in "$wheels"/*.whl; do .venv/bin/python -m zipfile -e "$wheel" "$folder/site"; done
+for wheel in "$wheels"/*.whl; do "$own" -m zipfile -e "$wheel" "$folder/site"; done
 rm -rf "$wheels"
 touch "$folder/complete"

@@ -169,6 +169,44 @@ def test_the_support_matrix_is_current_and_has_tests_behind_it() -> None:
             assert word != "recorded" or device in recorded, device
 
 
+def test_each_cell_of_the_table_of_instruction_sets_has_a_test() -> None:
+    matrix = tool("support_matrix")
+    table = matrix.data()["instruction_sets"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert list(table["tested"]) == [*matrix.isa_rows(), *matrix.OTHER_MACHINES]
+    assert set(table["tested"].values()) < set(table["words"])
+    # Every file with kernels is in a row, and every row has tests that name each instruction set of its kernels.
+    sources = {file for part in table["parts"].values() for file in ROOT.glob(part["sources"])}
+    assert sources == {
+        *(ROOT / "csrc" / "llm").glob("kernels_*.cpp"),
+        *(ROOT / "csrc" / "comm").glob("*_kernels.cpp"),
+        *(ROOT / "csrc" / "optim").glob("*_kernels.cpp"),
+    }
+    native = ROOT / "tests" / "native"
+    cross = makefile[makefile.index("\ntest-cross:") :].partition("\n\n")[0]
+    for name, part in table["parts"].items():
+        named: set[str] = set()
+        for test in part["tests"]:
+            text = (native / f"{test}_test.cpp").read_text()
+            for included in re.findall(r'#include "(llm_\w+\.h)"', text):
+                text += (native / included).read_text()
+            named |= {isa for pair in re.findall(r'\bIsa::(\w+)|"(\w+)"', text) for isa in pair}
+            if "for (const anyaccel::IsaRow& row : anyaccel::kIsaRows)" in text:
+                named |= set(matrix.isa_rows())
+        assert matrix.variants(part["sources"]) <= named, name
+        if matrix.cell(part, "s390x") == "portable":
+            assert re.search(rf"test_cross.sh s390x '[\w|]*\b{part['tests'][0]}\b", cross), name
+    # What is said to be emulated is: on a processor of qemu's, or compiled as plain code.
+    arm64 = re.search(r"^ARM64 := (.*)$", makefile, re.MULTILINE)
+    assert arm64 is not None and arm64[1].split()[:3] == ["cortex-a72", "neoverse-n1", "max,sve-max-vq=2"]
+    assert all(f"test_cross.sh {machine} " in cross for machine in matrix.OTHER_MACHINES)
+    cmake = (ROOT / "CMakeLists.txt").read_text()
+    for isa, word in table["tested"].items():
+        if word == "plain code":
+            assert f"set({isa}_flags" in cmake.partition("if(ANYACCEL_EMULATE)")[2].partition("endif()")[0], isa
+    assert "big-endian" in (native / "llm_matrix_test.cpp").read_text()
+
+
 @pytest.mark.parametrize("name", ["memory_table", "commands_page"])
 def test_generated_pages_are_current(name: str) -> None:
     written = tool(name)
