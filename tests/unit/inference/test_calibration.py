@@ -17,7 +17,7 @@ import torch
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.calibration import compensation
-from anyaccel.inference.calibration.blocks import Blocks
+from anyaccel.inference.calibration.blocks import Blocks, Replay
 from anyaccel.inference.calibration.compensation import Inputs, compensated, nearest
 from anyaccel.inference.calibration.folds import folds_of, storable
 from anyaccel.inference.calibration.gguf_grids import GRIDS, packed
@@ -86,6 +86,47 @@ def test_inputs_that_rounding_has_moved_are_made_up_for() -> None:
     made_up = compensated(w, INTS[0], Inputs(x.T @ x, 32, (wanted - x).T @ x))
     errors = [float((each.values() @ x.T - w @ wanted.T).norm()) for each in (without, made_up)]
     assert errors[1] < 0.5 * errors[0]
+    aimed = Inputs(x.T @ x, 1, (wanted - x).T @ x).aimed(w)  # what 8 bits are rounded to
+    assert float((nearest(aimed, GRIDS["q8_0"]).values() @ x.T - w @ wanted.T).norm()) < 0.9 * errors[1]
+
+
+@pytest.mark.parametrize("grid", [INTS[0], GRIDS["q5_0"], GRIDS["q4_k"]], ids=lambda grid: grid.name)
+def test_parts_of_the_rows_are_rounded_as_the_whole(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several threads too, and apart again."""
+    x = correlated(256, 512)
+    w = torch.randn(24, 256)
+    inputs = Inputs(x.T @ x, grid.width)
+    whole = compensated(w, grid, inputs)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(compensation, "_ROWS", 10)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    found = compensated(w, grid, inputs)
+    torch.set_num_threads(threads)
+    assert float((found.q == whole.q).float().mean()) > 0.99  # sums can be of another order
+    assert float((found.values() - whole.values()).norm() / whole.values().norm()) < 0.01
+    for part, rows in zip(found.split([4, 20]), (slice(4), slice(4, 24)), strict=True):
+        torch.testing.assert_close(part.values(), found.values()[rows])
+        for name, codes in found.fitted[0].codes.items():
+            torch.testing.assert_close(part.codes(name)[:1, :1], codes[:1, rows.start or 0 : (rows.start or 0) + 1])
+
+
+def test_a_block_that_is_run_again_computes_only_what_has_changed(model: Path) -> None:
+    source: Any = checkpoint_of(model)
+    blocks = Blocks(source.source, source.config, torch.tensor(list(bytes(512))).view(1, 512), "test")
+    with blocks.block(0) as block:
+        wanted = block.run(blocks.hidden[0])
+        replay = Replay(block.linears)
+        first = next(iter(block.linears))
+        replay.final.add(first)
+        before = block.run(blocks.hidden[0])
+        block.linears[first].weight.data.zero_()
+        torch.testing.assert_close(block.run(blocks.hidden[0]), wanted)
+        replay.window = 1  # nothing is known of it
+        other = block.run(blocks.hidden[0])
+        replay.close()
+        torch.testing.assert_close(before, wanted)
+        assert not torch.allclose(other, wanted)
+        torch.testing.assert_close(block.run(blocks.hidden[0]), other)
 
 
 @pytest.mark.parametrize("grid", [INTS[0], INTS[1], GRIDS["q4_k"], GRIDS["q6_k"]], ids=lambda grid: grid.name)

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+import device_models
+from anyaccel.inference.device import activations, parts, rotary
 from anyaccel.inference.device.kernels import choice
 
 CASES = Path(__file__).parents[2] / "kernel_cases.py"
@@ -86,3 +88,51 @@ def _add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + scale * y
     return total, torch.nn.functional.rms_norm(total, total.shape[1:], weight, eps)
+
+
+class _Strict:
+    """What Triton's kernels compute, with torch, of what they take: rows of tokens whose values are neighbours."""
+
+    widest = 1 << 14
+
+    @staticmethod
+    def gated(activation: str, gate_up: torch.Tensor) -> torch.Tensor:
+        assert gate_up.dim() == 2 and gate_up.stride(1) == 1
+        gate, up = gate_up.chunk(2, 1)
+        assert activation == "silu"
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def turn(heads: torch.Tensor, first: int, angles: torch.Tensor) -> None:
+        assert heads.dim() == 3 and heads.stride(2) == 1 and angles.is_contiguous()
+        pairs = heads[..., first : first + 2 * angles.shape[1]]
+        pairs = pairs.view(*pairs.shape[:-1], -1, 2)
+        pairs.copy_((pairs[..., None] * angles[:, None]).sum(-2))
+
+    @staticmethod
+    def add_norm(
+        residual: torch.Tensor,
+        y: torch.Tensor,
+        scale: float,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        layer: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert residual.shape == y.shape and residual.dim() == 2 and residual.stride(1) == y.stride(1) == 1
+        assert not layer and bias is None
+        total = residual + scale * y
+        return total, torch.nn.functional.rms_norm(total, total.shape[1:], weight, eps)
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "seed_oss", "ernie4_5"])
+def test_kernels_get_rows_of_tokens_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Biases that a product takes in are computed with the activation when a model is loaded, and are no rows."""
+    logits = []
+    for kernels in (None, _Strict):
+        for module in (activations, parts, rotary):
+            monkeypatch.setattr(module, "kernels_of", lambda _device, kernels=kernels: kernels)
+        monkeypatch.setattr(rotary, "has_complex", lambda *_arguments: False)
+        model = device_models.on_device(name)
+        logits.append(model.logits([model.create()], [9], list(range(5, 14)), list(range(9))))
+    assert float((logits[1] - logits[0]).abs().max() / logits[0].abs().max()) < 1e-5

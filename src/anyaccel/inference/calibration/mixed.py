@@ -89,10 +89,9 @@ def damages(
         outputs = hidden.pop()
         with blocks.block(number) as block:
             watch = watched(block, hidden[-1])
-            for names, squares in zip(watch.sets, watch.squares, strict=True):
+            for names, moments in zip(watch.sets, watch.moments, strict=True):
                 taken = tuple(name for name in names if name in menus)
                 if taken:
-                    moments = squares.diagonal().clone()
                     damage[taken] = _damage(block, taken, menus[taken[0]], moments, hidden[-1], outputs, slopes)
                     sizes[taken] = sum(block.linears[name].weight.numel() for name in taken)
             slopes = [_slopes_before(block, each, slope) for each, slope in zip(hidden[-1], slopes, strict=True)]
