@@ -247,7 +247,9 @@ class Job:
         found = self.hear()
         assert all(each["tokens"] == found[0]["tokens"] for each in found), "ranks disagree"
         slowest = max(found, key=lambda each: float(each["ms"]))
-        return slowest | {"messages": [each["messages"] for each in found]}
+        # Of the prompt the longest time counts: ranks that share a core may begin late.
+        prompt_s = max(float(each["prompt_s"]) for each in found)
+        return slowest | {"prompt_s": prompt_s, "messages": [each["messages"] for each in found]}
 
     def end(self) -> None:
         for child in self.ranks:
@@ -301,9 +303,9 @@ def compare(way: str, hosts: Sequence[Any], options: argparse.Namespace, library
             if "DeepSpeed" in jobs:
                 best(found, "DeepSpeed", jobs["DeepSpeed"].measure(0, min(options.tokens, 16), options.prompt))
         others = {name: found.pop(name) for name in (*options.also, "DeepSpeed") if name in found}
-        assert all(each["tokens"] == found["one"]["tokens"] for each in found.values()), (
-            f"{way}: hosts answer otherwise"
-        )
+        if os.environ.get("ANYACCEL_WIRE_DTYPE", "fp32") == "fp32":  # else sums are rounded
+            same = all(each["tokens"] == found["one"]["tokens"] for each in found.values())
+            assert same, f"{way}: hosts answer otherwise"
         waits = chain(way, options.layers)
         one = found["one"]
         rows = {}
