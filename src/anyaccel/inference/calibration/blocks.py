@@ -73,20 +73,28 @@ class Block:
 
     def inputs(self, name: str, hidden: Tensor) -> Tensor:
         """What one of the linear layers is given for the hidden states of one window: [tokens, columns], float32."""
-        found: list[Tensor] = []
+        found = _seen_by(self.linears[name], self.run, hidden)
+        if found is None:
+            raise ModelError(f"{name}: not computed for each window of the calibration text")
+        return found
 
-        def seen(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found.append(args[0].reshape(-1, args[0].shape[-1]).float())
-            raise _Seen
 
-        handle = self.linears[name].register_forward_pre_hook(seen)
-        try:
-            self.run(hidden)
-        except _Seen:
-            return found[0]
-        finally:
-            handle.remove()
-        raise ModelError(f"{name}: not computed for each window of the calibration text")
+def _seen_by(linear: nn.Linear, run: Callable[[Tensor], object], hidden: Tensor) -> Tensor | None:
+    """What a layer is given, [tokens, columns], float32, when `run` gets these hidden states; None: nothing."""
+    found: list[Tensor] = []
+
+    def seen(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append(args[0].reshape(-1, args[0].shape[-1]).float())
+        raise _Seen
+
+    handle = linear.register_forward_pre_hook(seen)
+    try:
+        run(hidden)
+    except _Seen:
+        return found[0]
+    finally:
+        handle.remove()
+    return None
 
 
 @dataclass
@@ -103,16 +111,10 @@ class Head:
     linear: nn.Linear
     embedding: nn.Embedding
 
-    def moments(self, hidden: list[Tensor]) -> Tensor:
-        """The summed squares of what `linear` is given."""
-        watch = Watch({"head": self.linear})
-        try:
-            for each in hidden:
-                self.logits(each)
-                watch.next_window()
-        finally:
-            watch.close()
-        return watch.moments[0]
+    def inputs(self, hidden: list[Tensor]) -> list[Tensor]:
+        """What `linear` is given for the last block's output of each window, [tokens, cols]."""
+        found = (_seen_by(self.linear, self.logits, each) for each in hidden)
+        return [each for each in found if each is not None]
 
 
 class Blocks:

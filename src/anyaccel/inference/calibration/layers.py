@@ -16,7 +16,7 @@ from anyaccel.inference.calibration.folds import Fold, storable
 from anyaccel.inference.calibration.grids import Grid
 
 Progress = Callable[[int, int], object]
-_ENOUGH_BITS = 7.0  # rounding to so many costs nothing that could be made up for
+ENOUGH_BITS = 7.0  # rounding to so many costs nothing that could be made up for
 _STEPS = 1000  # of progress, a block
 _STRIPS = 8  # in which the half of a symmetric matrix is computed
 _POWERS = (0.0, 0.15, 0.3, 0.45)  # of how much columns count, that their scales can be
@@ -51,16 +51,21 @@ class QuantisedBlock:
 
 
 def quantised_blocks(
-    blocks: Blocks, grids: Mapping[str, Grid], folds: Mapping[str, Fold], progress: Progress
+    blocks: Blocks,
+    grids: Mapping[str, Grid],
+    folds: Mapping[str, Fold],
+    progress: Progress,
+    embedded: list[Tensor] | None = None,
 ) -> Iterator[QuantisedBlock]:
     """Each block, the matrices that `grids` names quantised.
 
     Args:
         folds: by the first of the matrices that are scaled.
         progress: called with (steps done, steps in all).
+        embedded: the hidden states before the first block, where rounding of the embedding has changed them.
     """
-    hidden = blocks.hidden
-    exact = [each.clone() for each in hidden]  # as they would be if nothing were rounded
+    exact = blocks.hidden  # as they would be if nothing were rounded
+    hidden = [each.clone() for each in exact] if embedded is None else embedded
     for number, block in enumerate(blocks):
 
         def part(share: float, number: int = number) -> None:
@@ -161,7 +166,7 @@ def _quantised_set(
     scale: Tensor | None = None
     if fold is not None and set(fold.readers) == set(names):
         grid = grids[names[0]]
-        if all(grids[name] == grid and grid.bits < _ENOUGH_BITS for name in names):
+        if all(grids[name] == grid and grid.bits < ENOUGH_BITS for name in names):
             inputs = Inputs(squares.clone(), grid.width, drift)
             scale = _scale(block, fold, grid, inputs, found, divisors)
     by_grid: dict[Grid, list[str]] = {}
@@ -170,10 +175,10 @@ def _quantised_set(
     for grid, alike in by_grid.items():
         weights = [block.linears[name].weight.detach() for name in alike]
         together = torch.cat(weights)
-        width = grid.width if grid.bits < _ENOUGH_BITS else 1
+        width = grid.width if grid.bits < ENOUGH_BITS else 1
         if inputs is None or inputs.width != width:
             inputs = Inputs(squares.clone(), width, drift)
-        if grid.bits >= _ENOUGH_BITS:  # what rounding adds needs no making up for, drift does
+        if grid.bits >= ENOUGH_BITS:  # what rounding adds needs no making up for, drift does
             rounded = nearest(inputs.aimed(together), grid, inputs.importance)
         else:
             rounded = compensated(together, grid, inputs if scale is None else inputs.scaled(scale))
