@@ -21,7 +21,7 @@ constexpr double kLeastGain = 1.05;  // times as fast as plain steps: below it d
 constexpr double kUsualAnswer = 128;
 constexpr double kMostOfTry = 0.25;  // of an answer's time: what reading may take when drafts do not seem to pay
 
-constexpr int64_t kLeastPlain = 4;  // steps whose time is known before there are drafts
+constexpr int64_t kLeastPlain = 4;   // steps whose time is known before there are drafts
 constexpr int64_t kMostPlain = 128;  // steps after which a pass without drafts is measured anew
 constexpr int64_t kLeastWait = 4, kMostWait = 1024;
 constexpr int64_t kTry = 2;  // drafts of a try

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import device_models
-from anyaccel.inference.device import activations, parts, rotary
+from anyaccel.inference.device import activations, attention, parts, rotary
 from anyaccel.inference.device.kernels import choice
 
 CASES = Path(__file__).parents[2] / "kernel_cases.py"
@@ -32,12 +32,14 @@ def errors() -> dict[str, Any]:
         pytest.skip("needs Triton, a gigabyte that the extra dev does not bring: pip install triton")
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(CASES)], capture_output=True, text=True, timeout=300, env=env)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this version of Triton's interpreter needs a numpy before 2.5")
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-@pytest.mark.parametrize("kernel", ["gated", "turn", "add_norm"])
+@pytest.mark.parametrize("kernel", ["gated", "turn", "add_norm", "norm", "product", "attend"])
 def test_each_kernel_gives_what_torch_gives(errors: dict[str, Any], kernel: str) -> None:
     mine = {case: both for case, both in errors.items() if case.startswith(kernel)}
     assert len(mine) >= 4
@@ -67,7 +69,7 @@ def test_what_is_wrong_or_does_not_compile_is_not_used(
     monkeypatch.setattr(choice, "get_accelerator", WithTriton)
     for load, said in (
         (broken, "Triton cannot be used (RuntimeError: no C compiler)"),
-        (lambda: choice.Kernels(_zeros, _nothing, _add_norm, 1 << 14), "Triton's gated and turn is wrong on cpu"),
+        (lambda: choice.Kernels(**_WRONG), "Triton's gated, attend, turn: wrong on cpu"),
     ):
         monkeypatch.setattr(choice, "load", load)
         with caplog.at_level(logging.WARNING):
@@ -88,6 +90,19 @@ def _add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = residual + scale * y
     return total, torch.nn.functional.rms_norm(total, total.shape[1:], weight, eps)
+
+
+_WRONG: dict[str, Any] = {
+    "gated": _zeros,
+    "turn": _nothing,
+    "add_norm": _add_norm,
+    "norm": lambda x, _weight, _bias, eps, _layer: torch.nn.functional.layer_norm(x, x.shape[1:], eps=eps),
+    "product": torch.nn.functional.linear,
+    "dequantised": _nothing,
+    "attend": lambda q, *_arguments: torch.zeros(len(q), q.shape[1] * 16),
+    "widest": 1 << 14,
+    "most_tokens": {},
+}
 
 
 class _Strict:
@@ -124,13 +139,21 @@ class _Strict:
         total = residual + scale * y
         return total, torch.nn.functional.rms_norm(total, total.shape[1:], weight, eps)
 
+    @staticmethod
+    def norm(
+        x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, layer: bool
+    ) -> torch.Tensor:
+        assert x.dim() == 2 and x.stride(1) == 1
+        assert not layer and bias is None
+        return torch.nn.functional.rms_norm(x, x.shape[1:], weight, eps)
+
 
 @pytest.mark.parametrize("name", ["llama", "granite", "seed_oss", "ernie4_5"])
 def test_kernels_get_rows_of_tokens_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Biases that a product takes in are computed with the activation when a model is loaded, and are no rows."""
     logits = []
     for kernels in (None, _Strict):
-        for module in (activations, parts, rotary):
+        for module in (activations, attention, parts, rotary):
             monkeypatch.setattr(module, "kernels_of", lambda _device, kernels=kernels: kernels)
         monkeypatch.setattr(rotary, "has_complex", lambda *_arguments: False)
         model = device_models.on_device(name)

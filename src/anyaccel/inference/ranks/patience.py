@@ -17,7 +17,9 @@ _LATE_LEAST_S = 5.0
 _LATE_TIMES = 4.0
 # The least time that a process has to start Python and import what it needs.
 STARTING = 60.0
-# Times the deadline of a silent rank: ranks that try to reach each other in vain have that deadline too, and know more.
+# A rank that loads is heard of every second, whatever it does.
+_MOST_SILENCE = 30.0
+# Times the deadline: ranks that try to reach each other in vain have that deadline too, and know more.
 _IDLE_TIMES = 1.5
 
 
@@ -64,7 +66,7 @@ class LoadingWatch:
 
     Args:
         names: names of the ranks for errors.
-        seconds: how long a rank may be silent or without work.
+        seconds: how long a rank may be silent, if that is less than half a minute; for work it has half as long again.
     """
 
     def __init__(self, names: Sequence[str], seconds: float) -> None:
@@ -106,13 +108,11 @@ class LoadingWatch:
             0.0 if any(worked[rank] for rank in busy) or self._starting.intersection(busy) else (self._idle + seconds)
         )
         for rank, silent in self._silent.items():
-            limit = max(self._seconds, STARTING) if rank in self._starting else self._seconds
+            starting = rank in self._starting
+            limit = max(self._seconds, STARTING) if starting else min(self._seconds, _MOST_SILENCE)
             if silent > limit:
-                done = "started" if rank in self._starting else "been heard of"
-                return (
-                    f"{self._names[rank]} has not {done} for {limit:g} s while the model is loaded "
-                    "(ANYACCEL_COMM_TIMEOUT); is it, or its host, stopped?"
-                )
+                problem = f"has not {'started' if starting else 'been heard of'} for {limit:g} s"
+                return f"{self._names[rank]} {problem} while the model is loaded; is it, or its host, stopped?"
         if busy and self._idle > _IDLE_TIMES * self._seconds:
             names = ", ".join(self._names[rank] for rank in busy)
             have = "has" if len(busy) == 1 else "have"
