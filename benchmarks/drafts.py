@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain decoding against drafts: from the text, and by a draft model; beside lookup of llama.cpp and OpenVINO.
 
-Four prompts: a page to be summarised, code to be changed, questions about a given text, and free chat. Greedy; all ways
-to decode take each prompt in turn, and the best of all rounds counts. The rate is that of tokens after the first one.
-Answers with drafts are compared with those without, token by token.
+Two prompts each: a page to be summarised, code to be changed, questions about a given text, and free chat. Greedy,
+until the model ends its answer; all ways to decode take each prompt in turn, and the best of all rounds counts. The
+rate is that of tokens after the first one. Answers with drafts are compared with those without, token by token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ print("ready", flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
     config = openvino_genai.GenerationConfig()
-    config.max_new_tokens, config.ignore_eos, config.do_sample = asked["tokens"], True, False
+    config.max_new_tokens, config.do_sample = asked["tokens"], False
     config.apply_chat_template = False
     if asked["way"] == "lookup":
         config.num_assistant_tokens, config.max_ngram_size = asked["drafts"], 3
@@ -74,12 +74,42 @@ def mean(values):
     if not numbers:
         return 0.0
     return sum(numbers) / len(numbers)"""
+_DOUGH = """A sourdough starter is a mixture of flour and water in which wild yeast and bacteria live. To make one, \
+mix 50 grams of flour with 50 grams of water in a jar, cover it loosely and leave it at room temperature. Every day, \
+throw away half of it and add 50 grams of flour and 50 grams of water. After five to seven days it should rise and \
+fall within eight hours of each feeding, and smell sour but pleasant. If it smells of nail varnish, feed it more \
+often. A starter that is kept in the refrigerator needs to be fed once a week."""
+_CLASS = """class Stack:
+    def __init__(self):
+        self.items = []
+
+    def push(self, item):
+        self.items.append(item)
+
+    def pop(self):
+        if not self.items:
+            raise IndexError("the stack is empty")
+        return self.items.pop()
+
+    def peek(self):
+        if not self.items:
+            raise IndexError("the stack is empty")
+        return self.items[-1]
+
+    def size(self):
+        return len(self.items)"""
 PROMPTS = {
-    "summarising": f"Summarise this text in five sentences, in its own words.\n\n{_TEXT}",
-    "code editing": f"Rename the function mean to average and write the whole file again.\n\n```python\n{_CODE}\n```",
-    "questions": f"{_TEXT}\n\nQuote the sentences of this text that say who built the harbour, how long the north "
-    "pier is, when the ferry leaves, and who kept the lighthouse.",
-    "free chat": "Write a short story about a baker who finds a map in a loaf of bread.",
+    "summary in its own words": f"Summarise this text in five sentences, in its own words.\n\n{_TEXT}",
+    "summary": f"Summarise this text in three sentences.\n\n{_DOUGH}",
+    "code: a name": f"Rename the function mean to average and write the whole file again.\n\n```python\n{_CODE}\n```",
+    "code: docstrings": "Add a docstring to every method of this class and write the whole class again.\n\n"
+    f"```python\n{_CLASS}\n```",
+    "questions, quoting": f"{_TEXT}\n\nQuote the sentences of this text that say who built the harbour, how long the "
+    "north pier is, when the ferry leaves, and who kept the lighthouse.",
+    "questions": f"{_DOUGH}\n\nAnswer with a sentence of the text each: How often is it fed? What if it smells of nail "
+    "varnish? How often is it fed in the refrigerator?",
+    "chat: a story": "Write a short story about a baker who finds a map in a loaf of bread.",
+    "chat: an explanation": "Explain how a bicycle stays upright.",
 }
 
 
@@ -88,21 +118,24 @@ class Ours:
 
     def __init__(self, path: Path, dtype: str, threads: int) -> None:
         from anyaccel.inference.native.runtime import load_native
+        from anyaccel.inference.text.tokenizer import end_tokens, load_text_tokenizer
 
         self.native = load_native(path, dtype=None if dtype == "auto" else dtype, threads=threads, cache_limit=1 << 29)
+        ends = end_tokens(self.native.generation_config, self.native.config, path)
+        self.ends = sorted({*ends, *load_text_tokenizer(path).end_tokens})
 
     def decode(self, ids: list[int], tokens: int, drafts: dict[str, Any], cpu_time: bool = False) -> tuple[Any, float]:
         """The answer, and its tokens a second behind the first one."""
         from anyaccel.inference.generate import Generation, native_steps
 
         result = Generation()
-        steps = native_steps(self.native, ids, {"max_new_tokens": tokens, "ignore_end": True} | drafts, result)
+        steps = native_steps(self.native, ids, {"max_new_tokens": tokens, "end_tokens": self.ends} | drafts, result)
         next(steps)
         begin = time.process_time()
         for _ in steps:
             pass
         if cpu_time:
-            return result, (tokens - 1) / (time.process_time() - begin)
+            return result, (len(result.tokens) - 1) / (time.process_time() - begin)
         return result, result.tokens_per_second
 
 
@@ -111,7 +144,7 @@ def theirs(program: Path, model: Path, text: str, tokens: int, threads: int, dra
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write(text)
         file.flush()
-        options = ["-m", model, "-f", file.name, "-n", tokens, "-t", threads, "-c", 2048, "--temp", 0, "--ignore-eos"]
+        options = ["-m", model, "-f", file.name, "-n", tokens, "-t", threads, "-c", 2048, "--temp", 0]
         more = ["-no-cnv"] if program.name == "llama-completion" else ["--spec-draft-n-max", drafts]
         command = [program, *options, *more]
         done = subprocess.run(
@@ -184,7 +217,8 @@ def main() -> None:
         help="has openvino-genai, which reads some GGUF files",
     )
     parser.add_argument("--openvino-drafts", type=int, default=5, help="most of OpenVINO's (default: 5, as its sample)")
-    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--tokens", type=int, default=300, help="of an answer, at most (default: %(default)s)")
+    parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=PROMPTS, help="default: all")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(
@@ -202,10 +236,10 @@ def main() -> None:
     peers = {"llama.cpp": "llama-completion", "llama.cpp lookup": "llama-lookup"} if options.llama_cpp else {}
     openvino = OpenVino(options.openvino, model, options.threads) if options.openvino else None
     names = [*ways, *peers, *(("OpenVINO", "OpenVINO lookup") if openvino else ())]
-    rates: dict[str, dict[str, float]] = {name: {} for name in PROMPTS}
-    right: dict[str, dict[str, str]] = {name: {} for name in PROMPTS}
-    for name, prompt in PROMPTS.items():
-        messages = [{"role": "user", "content": prompt}]
+    rates: dict[str, dict[str, float]] = {name: {} for name in options.prompts}
+    right: dict[str, dict[str, str]] = {name: {} for name in options.prompts}
+    for name in options.prompts:
+        messages = [{"role": "user", "content": PROMPTS[name]}]
         ids = tokenizer.chat(messages)
         answers = {}
         for _ in range(options.rounds):
@@ -252,7 +286,7 @@ def main() -> None:
         return f"{rates[name][way]:.0f}, {rates[name][way] / base:.2f}{told}"
 
     print("tokens/s, times as many as without drafts (right of guessed)")
-    print(table(["prompt", *names], [[name, *(cell(name, way) for way in names)] for name in PROMPTS]))
+    print(table(["prompt", *names], [[name, *(cell(name, way) for way in names)] for name in options.prompts]))
 
 
 if __name__ == "__main__":

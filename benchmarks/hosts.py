@@ -4,7 +4,7 @@
 The hosts are network namespaces of this machine (tools/test_cluster.py; needs root). Each rank has one thread, on core
 rank % cores: with more ranks than cores they share them, on one host as on several. For each of the ways, the ranks on
 one host and those on several run at the same time and are measured in turn; the others sleep meanwhile. Of each, the
-median time of a token in the fastest of the rounds counts.
+median time of a token in the fastest of the rounds counts, and so does the shortest time of a prompt.
 
 Delays are made by native/delayed.c, a library in front of sendmsg() and recvmsg(): the receiver gets each message so
 much later than it was sent. It is there without a delay too.
@@ -16,7 +16,7 @@ are N - 1 from stage to stage, and the chosen token's way back. What each rank s
 
 With --deepspeed, DeepSpeed's AutoTP over the same two hosts, in turn with ours, without delays: gloo does not use
 recvmsg(). Its shared-memory op is switched off for that: DeepSpeed 0.19.8 calls it on several hosts too, where it has
-no memory, and the ranks crash.
+no memory, and the ranks crash. With --also, ours in other precisions over the same hosts, in the same turns.
 """
 
 from __future__ import annotations
@@ -192,6 +192,7 @@ class Job:
         options: argparse.Namespace,
         library: Path | None = None,
         peer: bool = False,
+        dtype: str = "",
     ) -> None:
         size = tp * pp
         self.ranks = []
@@ -216,7 +217,7 @@ class Job:
                 __file__,
                 f"--worker={'peer' if peer else 'ours'}",
             ]
-            command += [f"--tp={tp}", f"--pp={pp}", f"--dtype={options.dtype}"]
+            command += [f"--tp={tp}", f"--pp={pp}", f"--dtype={dtype or options.dtype}"]
             command += [f"--model={options.folder if peer else options.model}"]
             command += ["--realtime"] if options.realtime else []
             child = host.popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -246,7 +247,9 @@ class Job:
         found = self.hear()
         assert all(each["tokens"] == found[0]["tokens"] for each in found), "ranks disagree"
         slowest = max(found, key=lambda each: float(each["ms"]))
-        return slowest | {"messages": [each["messages"] for each in found]}
+        # Of the prompt the longest time counts: ranks that share a core may begin late.
+        prompt_s = max(float(each["prompt_s"]) for each in found)
+        return slowest | {"prompt_s": prompt_s, "messages": [each["messages"] for each in found]}
 
     def end(self) -> None:
         for child in self.ranks:
@@ -275,8 +278,8 @@ def layers_of(model: Path) -> int:
 
 
 def best(found: dict[Any, Any], key: Any, one: dict[str, Any]) -> None:
-    if key not in found or one["ms"] < found[key]["ms"]:
-        found[key] = one
+    before = found.get(key, one)
+    found[key] = (one if one["ms"] < before["ms"] else before) | {"prompt_s": min(one["prompt_s"], before["prompt_s"])}
 
 
 def compare(way: str, hosts: Sequence[Any], options: argparse.Namespace, library: Path | None) -> dict[str, Any]:
@@ -284,34 +287,32 @@ def compare(way: str, hosts: Sequence[Any], options: argparse.Namespace, library
     tp, pp = sizes(way)
     count = pp if tp > 1 and pp > 1 else tp * pp
     jobs = {"one": Job(hosts[:1], tp, pp, options), "several": Job(hosts[:count], tp, pp, options, library)}
+    jobs |= {dtype: Job(hosts[:count], tp, pp, options, library, dtype=dtype) for dtype in options.also}
     if way == "tp:2" and options.deepspeed:
         jobs["DeepSpeed"] = Job(hosts[:count], tp, pp, options, peer=True)
     found: dict[Any, Any] = {}
     try:
         for job in jobs.values():
-            job.measure(0, 4, len(PROMPT))  # pages, caches
+            job.measure(0, 4, options.prompt)  # pages, caches
         for _ in range(options.rounds):
-            best(found, "one", jobs["one"].measure(0, options.tokens, len(PROMPT)))
+            best(found, "one", jobs["one"].measure(0, options.tokens, options.prompt))
             for delay in options.delays:
-                best(found, delay, jobs["several"].measure(delay, options.tokens, len(PROMPT)))
+                best(found, delay, jobs["several"].measure(delay, options.tokens, options.prompt))
+            for dtype in options.also:
+                best(found, dtype, jobs[dtype].measure(0, options.tokens, options.prompt))
             if "DeepSpeed" in jobs:
-                best(found, "DeepSpeed", jobs["DeepSpeed"].measure(0, min(options.tokens, 16), len(PROMPT)))
-        peer = found.pop("DeepSpeed", {}).get("ms")
-        assert all(each["tokens"] == found["one"]["tokens"] for each in found.values()), (
-            f"{way}: hosts answer otherwise"
-        )
+                best(found, "DeepSpeed", jobs["DeepSpeed"].measure(0, min(options.tokens, 16), options.prompt))
+        others = {name: found.pop(name) for name in (*options.also, "DeepSpeed") if name in found}
+        if os.environ.get("ANYACCEL_WIRE_DTYPE", "fp32") == "fp32":  # else sums are rounded
+            same = all(each["tokens"] == found["one"]["tokens"] for each in found.values())
+            assert same, f"{way}: hosts answer otherwise"
         waits = chain(way, options.layers)
-        one = found["one"]["ms"]
-        rows = {
-            delay: {
-                "ms": found[delay]["ms"],
-                "messages": found[delay]["messages"],
-                "floor": one + waits * delay / 1000,
-                "ratio": found[delay]["ms"] / (one + waits * delay / 1000),
-            }
-            for delay in options.delays
-        }
-        return {"one": one, "waits": waits, "hosts": count, "delays": rows, "DeepSpeed": peer}
+        one = found["one"]
+        rows = {}
+        for delay in options.delays:
+            floor = one["ms"] + waits * delay / 1000
+            rows[delay] = found[delay] | {"floor": floor, "ratio": found[delay]["ms"] / floor}
+        return {"one": one, "waits": waits, "hosts": count, "delays": rows, "others": others}
     finally:
         for job in jobs.values():
             job.end()
@@ -330,7 +331,9 @@ def main() -> int:
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--ways", nargs="*", default=WAYS, help="tp:N, pp:N or tp:N,pp:M (default: %(default)s)")
     parser.add_argument("--delays", type=float, nargs="*", default=[0, 20, 50, 200], help="one way, in microseconds")
+    parser.add_argument("--also", nargs="*", default=[], metavar="DTYPE", help="ours in these too: int8, auto")
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--prompt", type=int, default=len(PROMPT), help="tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--deepspeed", type=Path, metavar="PYTHON", help="that has DeepSpeed: .venv-bench/bin/python")
     parser.add_argument("--realtime", action="store_true", help="SCHED_RR for the ranks, on a machine with other work")
@@ -361,8 +364,9 @@ def main() -> int:
         for way in options.ways:
             begin = time.monotonic()
             results[way] = compare(way, list(cluster), options, library)
-            each = {f"{delay:g} us": round(one["ms"], 2) for delay, one in results[way]["delays"].items()}
-            told = {"one host": round(results[way]["one"], 2), **each, "DeepSpeed": results[way]["DeepSpeed"]}
+            each = {"one host": results[way]["one"]}
+            each |= {f"{delay:g} us": one for delay, one in results[way]["delays"].items()}
+            told = {name: round(one["ms"], 2) for name, one in (each | results[way]["others"]).items()}
             note(f"{way}: {told} ms; {time.monotonic() - begin:.0f} s, load {os.getloadavg()[0]:.1f}")
     if options.json:
         emit_json({"machine": machine(), "cores": os.cpu_count(), "results": results})
@@ -370,22 +374,20 @@ def main() -> int:
     print(f"{machine()}\n{options.model.name} in {options.dtype}, one thread a rank\n")
     header = ["ranks, hosts", "delay us", "tokens/s", "ms a token", "one host's ms, and delays", "ratio", "messages"]
     rows = []
+
+    def row(name: str, delay: str, one: dict[str, Any], *more: str) -> None:
+        speed = f"{1000 / one['ms']:.1f}", f"{one['ms']:.2f}"
+        rows.append([name, delay, *speed, *(more or ("", "", "")), f"{options.prompt / one['prompt_s']:.0f}"])
+
     for way, found in results.items():
-        rows.append([f"{way}, 1", "", f"{1000 / found['one']:.1f}", f"{found['one']:.2f}", "", "", ""])
+        row(f"{way}, 1", "", found["one"])
         for delay, one in found["delays"].items():
-            rows.append(
-                [
-                    f"{way}, {found['hosts']}",
-                    f"{delay:g}",
-                    f"{1000 / one['ms']:.1f}",
-                    f"{one['ms']:.2f}",
-                    f"{one['floor']:.2f} ({found['waits']} x {delay:g} us)",
-                    f"{one['ratio']:.2f}",
-                    " ".join(f"{each:.0f}" for each in one["messages"]),
-                ]
-            )
-        if peer := found["DeepSpeed"]:
-            rows.append(["DeepSpeed AutoTP, 2", "0", f"{1000 / peer:.2f}", f"{peer:.1f}", "", "", ""])
+            floor = f"{one['floor']:.2f} ({found['waits']} x {delay:g} us)"
+            messages = " ".join(f"{each:.0f}" for each in one["messages"])
+            row(f"{way}, {found['hosts']}", f"{delay:g}", one, floor, f"{one['ratio']:.2f}", messages)
+        for name, one in found["others"].items():
+            row(f"{name} AutoTP, 2" if name == "DeepSpeed" else f"{way} in {name}, {found['hosts']}", "0", one)
+    header.append(f"prompt of {options.prompt}, tokens/s")
     print(table(header, rows))
     return 0
 

@@ -7,10 +7,12 @@ As a script it prints them for the CPU, where Triton needs TRITON_INTERPRET=1.
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-from anyaccel.inference.device import activations, parts, rotary
+from anyaccel.inference.device import activations, attention, parts, rotary
 from anyaccel.inference.device.kernels.choice import Kernels, load
 from anyaccel.inference.device.parts import Normed
 from anyaccel.inference.spec.decoder import Mlp, Norm
@@ -65,19 +67,156 @@ def add_norm(kernels: Kernels, device: torch.device) -> dict[str, tuple[float, f
     return found
 
 
+def norm(kernels: Kernels, device: torch.device) -> dict[str, tuple[float, float]]:
+    found = {}
+    for dtype, bound in BOUNDS.items():
+        x = _random(4, 600, dtype=dtype, device=device)[:, 100:400]
+        weight, bias = _random(2, 300, dtype=dtype, device=device)
+        made = kernels.norm(x, weight, None, 1e-5, False), kernels.norm(x, weight, bias, 1e-5, True)
+        whole = x.float()
+        expected = (
+            F.rms_norm(whole, (300,), weight.float(), 1e-5),
+            F.layer_norm(whole, (300,), weight.float(), bias.float(), 1e-5),
+        )
+        found[f"norm {dtype}"] = max(map(_error, made, expected)), bound
+    return found
+
+
+# Of bits, columns of a group (0: all), minima.
+FORMS = ((16, 0, False), (8, 0, False), (8, 32, True), (8, 128, False), (4, 0, True), (4, 32, True), (4, 64, False))
+
+
+def _matrix(
+    bits: int, group: int, minima: bool, rows: int, cols: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]:
+    """What a kernel takes, and its values in float64."""
+    if bits == 16:
+        whole = _random(rows, cols, dtype=dtype, device=device)
+        return (whole, None, None), whole.double()
+    generator = torch.Generator().manual_seed(rows + bits + group)
+    groups = -(-cols // (group or cols))
+    stored = groups * (group or cols)
+    if bits == 8:
+        q = numbers = torch.randint(-127, 128, (rows, stored), dtype=torch.int8, generator=generator)
+    else:
+        q = torch.randint(0, 256, (rows, stored // 2), dtype=torch.uint8, generator=generator)
+        numbers = torch.stack([q >> 4, q & 15], -1).flatten(-2)
+    scales = torch.rand(rows, groups, generator=generator) / 50 + 0.01
+    least = torch.randn(rows, groups, generator=generator) if minima else None
+    values = numbers.double().view(rows, groups, -1) * scales[..., None].double()
+    values = values if least is None else values + least[..., None].double()
+    put = (q.to(device), scales.to(device), None if least is None else least.to(device))
+    return put, values.flatten(1)[:, :cols].to(device)
+
+
+def product(kernels: Kernels, device: torch.device) -> dict[str, tuple[float, float]]:
+    """Of one token and of several, with and without what is added; and matrices as floats."""
+    found = {}
+    for dtype, bound in BOUNDS.items():
+        if device.type == "cpu" and dtype is torch.bfloat16:
+            continue  # Triton's interpreter multiplies none
+        for bits, group, minima in FORMS:
+            rows, cols = 37, 296
+            (q, scales, least), values = _matrix(bits, group, minima, rows, cols, dtype, device)
+            errors = []
+            for tokens in (1, 5, 40) if bits == 8 else (1,):
+                x = _random(tokens, cols + 8, dtype=dtype, device=device)[:, :cols]
+                bias = _random(rows, dtype=dtype, device=device)
+                h = _random(tokens, rows + 3, dtype=dtype, device=device)[:, :rows]
+                made = kernels.product(x, q, scales, least, group or cols)
+                errors.append(_error(made, x.double() @ values.t()))
+                made = kernels.product(x, q, scales, least, group or cols, bias, h, 0.7)
+                errors.append(_error(made, h.double() + 0.7 * (x.double() @ values.t() + bias.double())))
+            if bits < 16:
+                errors.append(_error(kernels.dequantised(q, scales, least, group or cols, cols, dtype), values))
+            found[f"product {bits} {group} {minima} {dtype}"] = max(errors), bound
+    return found
+
+
+def attend(kernels: Kernels, device: torch.device) -> dict[str, tuple[float, float]]:
+    """Sequences of several lengths, beside attention in float64 of the pages that they have."""
+    found = {}
+    cases: dict[str, dict[str, Any]] = {
+        "all": {},
+        "softcap": {"softcap": 5.0},
+        "window": {"window": 70},
+        "chunk": {"chunk": 128},
+        "alibi": {"slopes": torch.tensor([0.5, 0.25, 0.1, 0.01, 0.7, 0.3])},
+        "sinks": {"sinks": torch.tensor([1.0, -1.0, 3.0, 0.0, 0.5, 2.0]), "window": 3, "softcap": 3.0},
+    }
+    heads, kv_heads, head_dim, value_dim, most = 6, 2, 20, 12, 7
+    for dtype, bound in BOUNDS.items():
+        if device.type == "cpu" and dtype is torch.bfloat16:
+            continue
+        for name, given in cases.items():
+            more = {key: value.to(device) if torch.is_tensor(value) else value for key, value in given.items()}
+            positions = torch.tensor([0, 63, 64, 400])
+            pages = torch.randperm(4 * most, generator=torch.Generator().manual_seed(1)).view(4, most) + 1
+            cache = _random(1 + 4 * most, 64, kv_heads * (head_dim + value_dim), dtype=dtype, device=device)
+            q = _random(4, heads * head_dim + 7, dtype=dtype, device=device)[:, : heads * head_dim]
+            q = q.view(4, heads, head_dim)
+            expected = torch.cat(
+                [
+                    _attention(q[i], cache[pages[i].to(device)].flatten(0, 1)[: int(at) + 1], kv_heads, **more)
+                    for i, at in enumerate(positions)
+                ]
+            )
+            errors = []
+            for bound_of_pages in (most, 16):  # in several parts, and in more than there are pages
+                shape = (0, bound_of_pages, positions.to(device), kv_heads, value_dim, 0.3)
+                made = kernels.attend(q, cache, pages.to(device), *shape, **more)
+                errors.append(_error(made, expected))
+            found[f"attend {name} {dtype}"] = max(errors), bound
+    return found
+
+
+def _attention(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    kv_heads: int,
+    softcap: float = 0.0,
+    window: int = 0,
+    chunk: int = 0,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[1, heads * values] of the last of these rows of the cache, in float64."""
+    heads, head_dim = q.shape
+    count = len(rows)
+    k, v = rows.double().split([kv_heads * head_dim, rows.shape[1] - kv_heads * head_dim], 1)
+    k, v = (each.view(count, kv_heads, -1).repeat_interleave(heads // kv_heads, 1) for each in (k, v))
+    scores = torch.einsum("hd,shd->hs", q.double(), k) * 0.3
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    at = torch.arange(count, device=q.device)
+    if slopes is not None:
+        scores = scores + slopes.double()[:, None] * (at - (count - 1))
+    seen = torch.ones_like(at, dtype=torch.bool)
+    if window:
+        seen &= at > count - 1 - window
+    if chunk:
+        seen &= at // chunk == (count - 1) // chunk
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None]], 1)
+    return torch.einsum("hs,shv->hv", scores.softmax(-1)[:, :count], v).view(1, -1)
+
+
 def models(kernels: Kernels) -> dict[str, tuple[float, float]]:
     """Logits of whole decoders on the CPU, with torch's operators and with the kernels."""
     from device_models import on_device
 
     found = {}
-    for name in ("llama", "gemma2", "gpt_neox", "olmo2", "phi3-longrope", "gpt_oss"):
+    for name in ("llama", "gemma2", "gpt_neox", "olmo2", "phi3-longrope", "gpt_oss", "bloom", "deepseek_v3"):
         logits = []
         for each in (None, kernels):
-            for module in (activations, parts, rotary):
+            for module in (activations, attention, parts, rotary):
                 module.kernels_of = lambda _device, each=each: each  # type: ignore[attr-defined]
             rotary.has_complex = lambda *_arguments: False
             model = on_device(name)
-            logits.append(model.logits([model.create()], [9], list(range(5, 14)), list(range(9))))
+            sequence = model.create()
+            many = model.logits([sequence], [9], list(range(5, 14)), list(range(9)))
+            logits.append(torch.cat([many, model.logits([sequence], [1], [20], [0])]))
         found[f"model {name}"] = _error(logits[1], logits[0]), 1e-5
     return found
 
@@ -88,7 +227,9 @@ def _error(made: torch.Tensor, expected: torch.Tensor) -> float:
 
 def main() -> None:
     kernels, host = load(), torch.device("cpu")
-    found = {**gated(kernels, host), **turn(kernels, host), **add_norm(kernels, host), **models(kernels)}
+    found = models(kernels)
+    for cases in (gated, turn, add_norm, norm, product, attend):
+        found |= cases(kernels, host)
     print(json.dumps(found))
 
 

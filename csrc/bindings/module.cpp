@@ -9,10 +9,12 @@
 #include "bindings/translate.h"
 #include "comm/errors.h"
 #include "common/cpu_features.h"
+#include "common/heartbeat.h"
 #include "common/process.h"
 #include "common/resident.h"
 
 namespace nb = nanobind;
+using anyaccel::Heartbeat;
 using anyaccel::bindings::python_class;
 using anyaccel::bindings::set_error;
 using anyaccel::bindings::set_system_error;
@@ -45,6 +47,10 @@ NB_MODULE(_native, m) {
   m.def("available_bytes", &anyaccel::available_bytes);
   m.def("release_free_memory", &anyaccel::release_free_memory, nb::call_guard<nb::gil_scoped_release>());
   m.def("set_child_subreaper", &anyaccel::set_child_subreaper, nb::arg("enabled"));
+
+  nb::class_<Heartbeat>(m, "Heartbeat")
+      .def(nb::init<int, double>(), nb::arg("socket"), nb::arg("seconds"))
+      .def("stop", &Heartbeat::stop, nb::call_guard<nb::gil_scoped_release>());
 
   anyaccel::bindings::bind_comm(m);
   anyaccel::bindings::bind_comm_fast(m);

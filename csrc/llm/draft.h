@@ -18,8 +18,8 @@ class NgramDrafts {
   void report(int64_t drafted, int64_t accepted);
 
  private:
-  int64_t width_ = 4;    // the most tokens of the next draft
-  int64_t wait_ = 0;     // steps without a draft after the next failure
+  int64_t width_ = 4;    // tokens of the next draft, at most; more where a long text came before
+  int64_t misses_ = 0;   // drafts in a row of which no token was right
   int64_t skipped_ = 0;  // steps without a draft that are left
   bool tried_ = false;
 };

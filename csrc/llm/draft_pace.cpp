@@ -8,12 +8,12 @@ namespace anyaccel::llm {
 namespace {
 
 // With each pass, of an answer's drafts; with each report, of all.
-constexpr double kForget = 0.93, kForgetOfAll = 0.98;
+constexpr double kForget = 0.96, kForgetOfAll = 0.98;
 
 // The account. What is estimated may turn out dearer, and a step's clock is not the only cost: the aim is 3 %.
 constexpr double kShare = 0.02;      // of the time of plain steps that drafts may cost
 constexpr double kMostSaved = 64;    // steps that are kept of what came in: it may all be lost again
-constexpr double kAdvance = 1;       // steps in advance, where drafts have been right lately
+constexpr double kAdvance = 2;       // steps in advance, where drafts have been right lately
 constexpr double kMostOfAnswer = 1;  // steps that an answer may lose, and its share, whatever others have saved
 constexpr double kLeastGain = 1.05;  // times as fast as plain steps: below it drafts cannot pay
 
@@ -21,8 +21,8 @@ constexpr double kLeastGain = 1.05;  // times as fast as plain steps: below it d
 constexpr double kUsualAnswer = 128;
 constexpr double kMostOfTry = 0.25;  // of an answer's time: what reading may take when drafts do not seem to pay
 
-constexpr int64_t kLeastPlain = 4;  // steps whose time is known before there are drafts
-constexpr int64_t kMostPlain = 64;  // steps after which a pass without drafts is measured anew
+constexpr int64_t kLeastPlain = 4;   // steps whose time is known before there are drafts
+constexpr int64_t kMostPlain = 128;  // steps after which a pass without drafts is measured anew
 constexpr int64_t kLeastWait = 4, kMostWait = 1024;
 constexpr int64_t kTry = 2;  // drafts of a try
 // What nobody knows yet is taken to cost this or, where it must not cost more, that: a token more of a pass, in passes;

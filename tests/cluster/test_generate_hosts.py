@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,79 @@ def test_a_rank_that_stops_while_a_prompt_is_read_is_named(hosts: Hosts, tmp_pat
     assert not hosts.wait_idle(30)
     for host in hosts.cluster:
         assert host.run(["ls", "/dev/shm"]).stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [("stopped", "node1"), ("killed", "node1"), ("stopped", "node2"), ("killed", "node2"), ("cut off", "node2")],
+)
+def test_a_rank_that_is_lost_while_it_loads_is_named(
+    hosts: Hosts, tmp_path: Path, cache: dict[str, str], how: str, place: str
+) -> None:
+    """Rank 1, on the machine of the command or on another one."""
+    words = () if place == "node1" else ("--hostfile", hosts.hostfile(tmp_path))
+    child = start(hosts, cache | PACKS, "generate", PROMPT, "--tp", 2, "--max-new-tokens", 4, *words)
+    try:
+        rank = in_load(hosts, place)
+        begun = time.monotonic()
+        if how == "cut off":
+            hosts[1].disconnect()
+        else:
+            os.kill(rank, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        _, errors = child.communicate(timeout=60)
+        took = time.monotonic() - begun
+    finally:
+        hosts[1].reconnect()
+        child.kill()
+        child.communicate()
+    assert child.returncode != 0
+    assert "Traceback" not in errors
+    assert "rank 1" in errors or (place == "node2" and place in errors), errors
+    if how == "stopped":
+        assert "has not been heard of for 20 s" in errors, errors
+    assert took < (30 if how == "stopped" else 15), f"{took:.1f} s\n{errors}"
+    assert not hosts.wait_idle(30)
+
+
+def test_a_load_that_takes_longer_than_the_deadline_goes_on(
+    hosts: Hosts, tmp_path: Path, cache: dict[str, str]
+) -> None:
+    """As on a host with hardly any processor time, or with a slow file system: a rank runs for 1 % of the time."""
+    words = ("--tp", 2, "--hostfile", hosts.hostfile(tmp_path), "--max-new-tokens", 4)
+    child = start(hosts, cache | PACKS | {"ANYACCEL_COMM_TIMEOUT": "4"}, "generate", PROMPT, *words)
+    try:
+        rank = in_load(hosts, "node2")
+        end = time.monotonic() + 14
+        while time.monotonic() < end:
+            os.kill(rank, signal.SIGSTOP)
+            time.sleep(0.495)
+            os.kill(rank, signal.SIGCONT)
+            time.sleep(0.005)
+        assert loads(rank)
+        output, errors = child.communicate(timeout=100)
+    finally:
+        child.kill()
+        child.communicate()
+    assert child.returncode == 0, errors
+    assert output
+
+
+# Weights are packed, so that loading takes a second or more.
+PACKS = {"ANYACCEL_PACKED_CACHE_BYTES": "0"}
+
+
+def in_load(hosts: Hosts, place: str) -> int:
+    """The process id of rank 1, once it loads."""
+    ranks = 2 if place == "node1" else 1
+    wait_for(lambda: len(ranks_on(hosts, place)) == ranks, f"{ranks} ranks on {place}", 60)
+    rank = sorted(ranks_on(hosts, place))[-1]
+    wait_for(lambda: loads(rank), "the rank loads", 60)
+    return rank
+
+
+def loads(rank: int) -> bool:
+    """Whether a process has mapped the file of the model's weights."""
+    return ".gguf" in Path(f"/proc/{rank}/maps").read_text()
 
 
 def ranks_on(hosts: Hosts, name: str) -> list[int]:

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.h"
+#include "llm/draft.h"
 #include "llm/draft_pace.h"
 
 namespace {
@@ -270,15 +271,39 @@ void test_drafts_that_pay() {
     }
     const double best = best_fixed(machine, prompt, 2000, 0.9, kSeeds),
                  soon = best_fixed(machine, prompt, 400, 0.9, kSeeds);
-    CHECK(begin <= 32 && first <= 1.08 * best && later <= 1.05 * soon);
+    CHECK(begin <= 32 && first <= 1.05 * best && later <= 1.05 * soon);
     std::printf("prompt %ld: first drafts behind token %ld, %.3f, later %.3f of the best width's time\n",
                 static_cast<long>(prompt), static_cast<long>(begin), first / best, later / soon);
   }
 }
 
+// Lookup: what came before is drafted, further where more of the text came before, and less often where it was wrong.
+void test_lookup() {
+  NgramDrafts drafts;
+  std::vector<int64_t> text;
+  for (int64_t token = 0; token < 40; ++token) text.push_back(token);
+  for (int64_t token = 0; token < 3; ++token) text.push_back(token);
+  const auto length = [&] { return static_cast<int64_t>(drafts.propose(text, 15).size()); };
+  CHECK(drafts.propose(text, 15) == (std::vector<int64_t>{3, 4, 5, 6}));
+  CHECK(drafts.propose(text, 2) == (std::vector<int64_t>{3, 4}));
+  drafts.report(4, 1);
+  CHECK(length() == 4);  // three of the text and a half more; of the draft only one was right
+  for (int64_t token = 3; token < 8; ++token) text.push_back(token);
+  CHECK(length() == 12);
+  drafts.report(12, 0);
+  CHECK(length() == 12);
+  drafts.report(12, 0);
+  CHECK(length() == 0 && length() == 12);
+  drafts.report(12, 0);
+  CHECK(length() == 0 && length() == 0 && length() == 12);
+  drafts.report(12, 12);
+  CHECK(length() == 15);
+}
+
 }  // namespace
 
 int main() {
+  test_lookup();
   test_a_busy_machine();
   test_drafts_that_pay();
   test_drafts_that_are_never_right();

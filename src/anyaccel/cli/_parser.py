@@ -58,12 +58,13 @@ def strict_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with four differences.
+    """argparse with five differences.
 
     - A mistake raises UsageError, which the command prints as one line with exit code 2.
     - Every long option is accepted with dashes and with underscores.
     - Options are never abbreviated: an abbreviation would change its meaning when an option is added.
     - Help that cannot be written raises OSError, as other output does.
+    - `--option=--` gives the option the value `--`, as newer versions of Python do; others drop it.
     """
 
     def __init__(self, command: str, description: str, examples: str) -> None:
@@ -87,6 +88,13 @@ class Parser(argparse.ArgumentParser):
             message += did_you_mean(option, known, 0.7) if option.startswith("--") else ""
         shown = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
         raise UsageError(f"{shown}; see {self.prog} --help")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and arg_strings == ["--"] and action.nargs is None:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse a value that is not among an argument's choices, and suggest those that look like it."""

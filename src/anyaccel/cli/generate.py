@@ -79,7 +79,8 @@ def main(argv: list[str]) -> int:
 def _read_prompt(text: str) -> str:
     if text == "-":
         text = keep_bytes(sys.stdin).read()
-    if not text.strip():
+        text = text if text.strip() else ""  # a line break is what `echo` writes of nothing
+    if not text:
         raise UsageError("the prompt is empty")
     return text
 

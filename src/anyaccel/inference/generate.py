@@ -125,6 +125,8 @@ def check_prompt(ids: Sequence[int], max_new_tokens: int, vocabulary: int, limit
         UsageError: it is empty, has a token that the model does not have, or leaves no room for the answer.
     """
     if not ids:
+        if where:
+            raise UsageError(f"{where}: its tokenizer or chat template makes no token of this prompt")
         raise UsageError("the prompt must be a list of at least one token")
     if min(ids) < 0 or max(ids) >= vocabulary:
         token = min(ids) if min(ids) < 0 else max(ids)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from anyaccel.cli import COMMANDS, main
+from anyaccel.cli._parser import Parser
 from anyaccel.errors import UsageError
 
 FROZEN = json.loads((Path(__file__).parents[2] / "data" / "cli_options.json").read_text())
@@ -86,3 +87,16 @@ def test_a_number_that_no_kernel_can_hold_is_one_line(number: int, capsys: pytes
     assert main(["generate", "hello", "--top-k", str(number)]) == 2
     expected = f"anyaccel: error: --top-k {number}: must be 0 (off) or above, and below 2**31\n"
     assert capsys.readouterr().err == expected
+
+
+def test_two_dashes_can_be_the_value_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser("test", "A test.", "anyaccel test")
+    parser.add_argument("--text")
+    parser.add_argument("--kind", choices=["a", "b"])
+    parser.add_argument("words", nargs="*")
+    assert parser.parse_args(["--text=--", "x"]).text == "--"
+    assert parser.parse_args(["--text", "a", "--", "--x"]).words == ["--x"]
+    with pytest.raises(UsageError, match="invalid choice: '--'"):
+        parser.parse_args(["--kind=--"])
+    assert main(["generate", "hi", "--model=--", "--max-new-tokens", "1"]) == 2
+    assert "--model --: no such folder or file" in capsys.readouterr().err

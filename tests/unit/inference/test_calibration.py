@@ -17,7 +17,7 @@ import torch
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.calibration import compensation
-from anyaccel.inference.calibration.blocks import Blocks
+from anyaccel.inference.calibration.blocks import Blocks, Replay
 from anyaccel.inference.calibration.compensation import Inputs, compensated, nearest
 from anyaccel.inference.calibration.folds import folds_of, storable
 from anyaccel.inference.calibration.gguf_grids import GRIDS, packed
@@ -86,6 +86,47 @@ def test_inputs_that_rounding_has_moved_are_made_up_for() -> None:
     made_up = compensated(w, INTS[0], Inputs(x.T @ x, 32, (wanted - x).T @ x))
     errors = [float((each.values() @ x.T - w @ wanted.T).norm()) for each in (without, made_up)]
     assert errors[1] < 0.5 * errors[0]
+    aimed = Inputs(x.T @ x, 1, (wanted - x).T @ x).aimed(w)  # what 8 bits are rounded to
+    assert float((nearest(aimed, GRIDS["q8_0"]).values() @ x.T - w @ wanted.T).norm()) < 0.9 * errors[1]
+
+
+@pytest.mark.parametrize("grid", [INTS[0], GRIDS["q5_0"], GRIDS["q4_k"]], ids=lambda grid: grid.name)
+def test_parts_of_the_rows_are_rounded_as_the_whole(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several threads too, and apart again."""
+    x = correlated(256, 512)
+    w = torch.randn(24, 256)
+    inputs = Inputs(x.T @ x, grid.width)
+    whole = compensated(w, grid, inputs)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(compensation, "_ROWS", 10)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    found = compensated(w, grid, inputs)
+    torch.set_num_threads(threads)
+    assert float((found.q == whole.q).float().mean()) > 0.99  # sums can be of another order
+    assert float((found.values() - whole.values()).norm() / whole.values().norm()) < 0.01
+    for part, rows in zip(found.split([4, 20]), (slice(4), slice(4, 24)), strict=True):
+        torch.testing.assert_close(part.values(), found.values()[rows])
+        for name, codes in found.fitted[0].codes.items():
+            torch.testing.assert_close(part.codes(name)[:1, :1], codes[:1, rows.start or 0 : (rows.start or 0) + 1])
+
+
+def test_a_block_that_is_run_again_computes_only_what_has_changed(model: Path) -> None:
+    source: Any = checkpoint_of(model)
+    blocks = Blocks(source.source, source.config, torch.tensor(list(bytes(512))).view(1, 512), "test")
+    with blocks.block(0) as block:
+        wanted = block.run(blocks.hidden[0])
+        replay = Replay(block.linears)
+        first = next(iter(block.linears))
+        replay.final.add(first)
+        before = block.run(blocks.hidden[0])
+        block.linears[first].weight.data.zero_()
+        torch.testing.assert_close(block.run(blocks.hidden[0]), wanted)
+        replay.window = 1  # nothing is known of it
+        other = block.run(blocks.hidden[0])
+        replay.close()
+        torch.testing.assert_close(before, wanted)
+        assert not torch.allclose(other, wanted)
+        torch.testing.assert_close(block.run(blocks.hidden[0]), other)
 
 
 @pytest.mark.parametrize("grid", [INTS[0], INTS[1], GRIDS["q4_k"], GRIDS["q6_k"]], ids=lambda grid: grid.name)
@@ -129,7 +170,8 @@ def test_damage_is_what_rounding_does_to_the_next_token(model: Path) -> None:
     blocks = Blocks(source.source, source.config, torch.tensor(list(text)).view(4, 512), "test")
     outside = Outside("model.embed_tokens.weight", "lm_head.weight", 256 * 64)
     names = [*blocks.linears(), outside.embedding, outside.head]
-    found = damages(blocks, dict.fromkeys(names, INTS_OF_4), outside)[0]
+    squares: dict[str, torch.Tensor] = {}
+    found = damages(blocks, dict.fromkeys(names, INTS_OF_4), outside, squares)[0]
     assert len(found) == 10  # four of each block, embedding and head
     whole = whole_model(model)
     with torch.no_grad():
@@ -139,13 +181,41 @@ def test_damage_is_what_rounding_does_to_the_next_token(model: Path) -> None:
         for each, (first, second) in found.items():
             kept = {name: weights[name].clone() for name in each}
             for name, weight in kept.items():
-                weights[name].copy_(nearest(weight, IntGrid(4, 32, True)).values())
+                grid = INTS_OF_4[0]
+                outside_too = name in squares  # errors are made up for
+                rounded = (
+                    compensated(weight, grid, Inputs(squares[name].clone(), 32))
+                    if outside_too
+                    else nearest(weight, grid)
+                )
+                weights[name].copy_(rounded.values())
             ratios.append(first / divergence(wanted, whole(blocks.windows).logits))
             for name, weight in kept.items():
                 weights[name].copy_(weight)
             assert first < second
     assert min(ratios) > 0.4, ratios
     assert max(ratios) < 2.5, ratios
+
+
+def test_embedding_and_head_are_rounded_by_what_their_errors_do(model: Path) -> None:
+    source: Any = checkpoint_of(model)
+    text = builtin_text()[:2048].encode("ascii", "replace")
+    blocks = Blocks(source.source, source.config, torch.tensor(list(text)).view(4, 512), "test")
+    outside = Outside("model.embed_tokens.weight", "lm_head.weight", 256 * 64)
+    squares: dict[str, torch.Tensor] = {}
+    damages(blocks, dict.fromkeys([*blocks.linears(), outside.embedding, outside.head], INTS_OF_4), outside, squares)
+    whole = whole_model(model)
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        wanted = whole(blocks.windows).logits
+        for name in (outside.embedding, outside.head):
+            kept = weights[name].clone()
+            found = []
+            for rounded in (nearest(kept, INTS[0]), compensated(kept, INTS[0], Inputs(squares[name], 32))):
+                weights[name].copy_(rounded.values())
+                found.append(divergence(wanted, whole(blocks.windows).logits))
+            weights[name].copy_(kept)
+            assert found[1] < 0.9 * found[0], (name, found)
 
 
 def test_of_a_large_text_pieces_from_all_over_it_are_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.generic.loading import model_folder
+from anyaccel.inference.text import chat_template
 from anyaccel.inference.text.chat_template import ChatTemplate
 from anyaccel.inference.text.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
 
@@ -150,6 +151,39 @@ def test_beginning_of_text_as_the_configuration_says(wanted: bool | None, folder
     config = {**SPECIAL, "add_bos_token": wanted} if wanted is not None else SPECIAL
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     assert (TextTokenizer(folder).encode("x")[0] == 1) == (wanted is not False)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.1 s"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}text{% endfor %}{% endfor %}", "more than 0.1 s"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+            "more than 0.1 s",
+        ),
+        ("{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}", "a text of 13"),
+        ("{% set n = namespace(s='a') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}", "a text of 13"),
+        ("{{ 'a' * 100000000000 }}", "a text of 100000000000 characters"),
+    ],
+)
+def test_a_template_without_an_end_is_ended(source: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_MOST_SECONDS", 0.1)
+    with pytest.raises(ModelError, match=said):
+        ChatTemplate(source, {}).render([{"role": "user", "content": "hi"}])
+
+
+def test_operators_of_texts_and_numbers_do_what_they_do_in_jinja() -> None:
+    import jinja2
+
+    source = (
+        "{% for m in messages %}{{ m.role ~ ': ' ~ (m.content ~ 1) ~ none ~ nothing }}{% else %}{{ 'a' ~ 'b' }}"
+        "{% endfor %}{{ 'x' + 'y' }}{{ [1] + [2] }}{{ 'ab' * 3 }}{{ 7 % 4 * 2 + 1 }}{{ '%s-%d' % ('a', 3) }}"
+        "{% for x in [1, [2, [3]]] recursive %}{{ loop(x) if x is iterable else x ~ loop.index }}{% endfor %}"
+        "{% macro f(a, b='c' ~ 'd') %}{{ a ~ b }}{% endmacro %}{{ f('e' ~ 'f') }}"
+    )
+    messages = [{"role": "user", "content": "hi"}]
+    assert ChatTemplate(source, {}).render(messages) == jinja2.Template(source).render(messages=messages)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"model": 3}'])

@@ -229,6 +229,51 @@ def test_an_edited_model_answers_as_it_was_edited(case: str, name: str, edit: Ca
         assert engine.why
 
 
+@pytest.mark.parametrize("runtime", ["native", "torch", "device"])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        ("model.layers.{last}.self_attn.o_proj", (1, 1)),
+        ("model.layers.{last}.mlp.down_proj", (-1, 1)),
+        ("model.layers.{last}.input_layernorm", (1,)),
+        ("model.embed_tokens", (-1, 1)),
+        ("lm_head", (-1, 1)),
+    ],
+)
+def test_weights_whose_memory_is_repeated_are_read_as_they_are(
+    module: str, shape: tuple[int, ...], runtime: str
+) -> None:
+    """Tensors with strides of 0, in the last layer: only the first ones are compared when a model is loaded."""
+    model = copy.deepcopy(_built("llama"))
+    place = model.get_submodule(module.format(last=len(model.model.layers) - 1))
+    whole = place.weight.shape
+    few = torch.randn([a if b < 0 else b for a, b in zip(whole, shape, strict=True)]) * 0.2
+    place.weight = nn.Parameter(few.expand(whole))
+    assert 0 in place.weight.stride()
+    expected = _logits(model)
+    engine = anyaccel.init_inference(model, dtype="fp32", runtime=runtime)
+    assert engine.runtime == runtime
+    torch.testing.assert_close(_logits(engine), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("case", ["llama", "gpt_neox"])
+def test_rotary_frequencies_that_a_conversion_has_rounded_are_used(case: str, back: bool) -> None:
+    """As `model.to(torch.bfloat16)` leaves them, also after `.float()`: at later positions that is visible."""
+    model = copy.deepcopy(_built(case))
+    if back:
+        model = model.to(torch.bfloat16).float()
+    else:
+        for module in model.modules():
+            if "RotaryEmbedding" in type(module).__name__:
+                module.to(torch.bfloat16)
+    ids = torch.randint(3, 131, (1, 63), generator=torch.Generator().manual_seed(1))
+    expected = _logits(model, ids)
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    assert engine.runtime == "native"
+    assert float((_logits(engine, ids) - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
 def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(*args, **kwargs) * 2
 

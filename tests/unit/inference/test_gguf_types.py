@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from anyaccel import _llm
+from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.gguf_file import GgufFile
 from anyaccel.inference.checkpoints.gguf_types import HELD, UNREAD
 from anyaccel.inference.native import packed_cache
@@ -137,6 +138,20 @@ def test_every_type_is_held_or_refused_by_name(tmp_path: Path) -> None:
         data = np.zeros((2, COLS // values * length), np.uint8)
         with pytest.raises(Unsupported, match=f"tensor type {kind.lower()} of GGUF"):
             write(tmp_path / f"{kind}.gguf", {"w": (kind, data)})
+
+
+def test_a_type_or_version_that_nobody_knows_is_damage(tmp_path: Path) -> None:
+    """Of which transformers need not be asked."""
+    file = tmp_path / "m.gguf"
+    write(file, {"w": ("F32", np.zeros((2, COLS), np.float32))})
+    whole = file.read_bytes()
+    file.write_bytes(whole[:4] + (1 << 28).to_bytes(4, "little") + whole[8:])
+    with pytest.raises(ModelError, match="GGUF of version 268435456, and 2 and 3 are known"):
+        GgufFile(file)
+    at = whole.index(b"w", whole.index(b"w" + (2).to_bytes(4, "little"))) + 1 + 4 + 2 * 8
+    file.write_bytes(whole[:at] + (1 << 28).to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(ModelError, match="tensor 'w': of type 268435456, which is not known"):
+        GgufFile(file)
 
 
 @pytest.mark.parametrize("kind", FORMS)

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -15,11 +19,12 @@ from anyaccel.errors import CommTimeoutError, UsageError
 from anyaccel.inference.generate import Generation, Sampling
 from anyaccel.inference.ranks import command
 from anyaccel.inference.ranks import rank as rank_process
-from anyaccel.inference.ranks.gathered import RankError
+from anyaccel.inference.ranks.gathered import RankError, Ranks
 from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.inference.ranks.patience import Patience
+from anyaccel.inference.ranks.patience import LoadingWatch, Patience
 from anyaccel.inference.ranks.wire import Channel
 from anyaccel.topology import read_machine
+from waiting import wait_for
 
 
 @pytest.fixture
@@ -176,3 +181,75 @@ def test_more_ranks_than_cpus_are_refused_with_the_number_that_would_do() -> Non
     count = len(read_machine().allowed_cpus)
     with pytest.raises(UsageError, match=f"may use {count} CPUs only, and each rank needs one; --tp {count} is"):
         command.start(ModelOptions("m", tp=count + 1), None)  # type: ignore[arg-type]
+
+
+_LOADS = """
+import sys, threading, time
+from anyaccel import _native
+beats = _native.Heartbeat(int(sys.argv[1]), 0.02)
+if sys.argv[2] == "works":
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        sum(range(1000))
+threading.Event().wait(30)
+"""
+
+
+class One:
+    """In place of RankProcesses: one rank."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.channels = [Channel(descriptor, 5)]
+        self.names = ["one"]
+
+    def code(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("how", ["works", "waits", "stops"])
+def test_a_rank_that_loads_slowly_is_told_from_one_that_hangs(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the heartbeat of a real process."""
+    near, far = socket.socketpair()
+    ranks = Ranks(One(near.detach()))  # type: ignore[arg-type]
+    channel = ranks.channels[0]
+    with subprocess.Popen([sys.executable, "-c", _LOADS, str(far.fileno()), how], pass_fds=[far.fileno()]) as child:
+        far.close()
+        try:
+            wait_for(channel.pump, "the first beat")
+            if how == "works":
+                wait_for(lambda: channel.pump() and channel.worked, "a beat that tells of work")
+            elif how == "waits":
+                ranks.patience = 60
+                monkeypatch.setattr("anyaccel.inference.ranks.patience._IDLE_TIMES", 0.005)
+                with pytest.raises(RankError, match=r"one has neither read nor computed anything for 0.3 s while"):
+                    ranks.loaded(None)  # type: ignore[arg-type]
+            else:
+                ranks.patience = 0.2
+                child.send_signal(signal.SIGSTOP)
+                with pytest.raises(RankError, match=r"one has not been heard of for 0.2 s while the model is loaded"):
+                    ranks.loaded(None)  # type: ignore[arg-type]
+        finally:
+            child.kill()
+            channel.close()
+
+
+def test_a_rank_that_waits_for_others_need_not_work_and_one_that_starts_need_not_be_heard() -> None:
+    watch = LoadingWatch(["a", "b"], 10)
+    assert not watch.passed(15, [False, True], [False, False])  # a starts Python
+    assert not watch.passed(9, [True, True], [True, True])
+    watch.waits(0)
+    assert not watch.passed(14, [True, True], [True, False])  # what a does while it waits does not count
+    assert watch.passed(2, [True, True], [True, False]).startswith("b has neither")
+    assert not watch.passed(9, [False, True], [False, True])
+    assert watch.passed(2, [False, True], [False, True]).startswith("a has not been heard of")
+    watch.loaded(0)
+    assert not watch.passed(60, [False, True], [False, True])
+    assert LoadingWatch(["a"], 10).passed(61, [False], [False]).startswith("a has not started")
+
+
+def test_beats_within_a_message_are_no_part_of_it(pair: tuple[Channel, Channel]) -> None:
+    here, there = pair
+    for part in (b"\0", b'{"kind": "li\1', b'ne"}\n\0'):
+        os.write(here.descriptor, part)
+    assert there.receive(5) == {"kind": "line"}
+    assert there.worked

@@ -82,6 +82,21 @@ def test_ranks_call_back_and_errors_name_their_host(
     assert processes.code() == 0
 
 
+def test_ranks_that_do_not_start_are_named(cluster: ClusterOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_cluster(_options: object, given: ClusterOptions) -> int:
+        name, _, value = given.exports[-1].partition("=")
+        os.environ[name] = value
+        _rank_that_says("", 1)
+        return 0
+
+    monkeypatch.setattr(launching, "run_cluster", run_cluster)
+    monkeypatch.setattr(on_hosts, "STARTING", 0.1)
+    monkeypatch.setattr(on_hosts, "_SLICE_MS", 20.0)
+    monkeypatch.setenv("ANYACCEL_COMM_TIMEOUT", "0.2")
+    with pytest.raises(RankError, match=r"rank 0 on here, rank 2 on there did not start within 0.2 s of the others"):
+        on_hosts.HostProcesses(cluster, on_hosts.find_ranks(cluster, 3, ""))
+
+
 def test_the_end_of_the_launcher_is_noticed_where_no_connection_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of hosts that have lost their power."""
     from socket import socketpair

@@ -34,6 +34,7 @@ class Sockets:
     def __init__(self, *_: object) -> None:
         self.peers = []
         self.channels = []
+        self.names = ["rank 0", "rank 1"]
         self.ended = False
         for _ in range(2):
             near, far = socket.socketpair()

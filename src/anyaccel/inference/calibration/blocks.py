@@ -73,20 +73,28 @@ class Block:
 
     def inputs(self, name: str, hidden: Tensor) -> Tensor:
         """What one of the linear layers is given for the hidden states of one window: [tokens, columns], float32."""
-        found: list[Tensor] = []
+        found = _seen_by(self.linears[name], self.run, hidden)
+        if found is None:
+            raise ModelError(f"{name}: not computed for each window of the calibration text")
+        return found
 
-        def seen(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            found.append(args[0].reshape(-1, args[0].shape[-1]).float())
-            raise _Seen
 
-        handle = self.linears[name].register_forward_pre_hook(seen)
-        try:
-            self.run(hidden)
-        except _Seen:
-            return found[0]
-        finally:
-            handle.remove()
-        raise ModelError(f"{name}: not computed for each window of the calibration text")
+def _seen_by(linear: nn.Linear, run: Callable[[Tensor], object], hidden: Tensor) -> Tensor | None:
+    """What a layer is given, [tokens, columns], float32, when `run` gets these hidden states; None: nothing."""
+    found: list[Tensor] = []
+
+    def seen(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        found.append(args[0].reshape(-1, args[0].shape[-1]).float())
+        raise _Seen
+
+    handle = linear.register_forward_pre_hook(seen)
+    try:
+        run(hidden)
+    except _Seen:
+        return found[0]
+    finally:
+        handle.remove()
+    return None
 
 
 @dataclass
@@ -103,16 +111,10 @@ class Head:
     linear: nn.Linear
     embedding: nn.Embedding
 
-    def moments(self, hidden: list[Tensor]) -> Tensor:
-        """The summed squares of what `linear` is given."""
-        watch = Watch({"head": self.linear})
-        try:
-            for each in hidden:
-                self.logits(each)
-                watch.next_window()
-        finally:
-            watch.close()
-        return watch.squares[0].diagonal().clone()
+    def inputs(self, hidden: list[Tensor]) -> list[Tensor]:
+        """What `linear` is given for the last block's output of each window, [tokens, cols]."""
+        found = (_seen_by(self.linear, self.logits, each) for each in hidden)
+        return [each for each in found if each is not None]
 
 
 class Blocks:
@@ -294,17 +296,46 @@ def _structure(config: dict[str, Any], where: str) -> Any:
     return model.eval()
 
 
+class Replay:
+    """Computes linear layers once: a block that is run again takes what those have made whose weights are final.
+
+    Attributes:
+        final: names of the layers that will not change any more. window: whose hidden states the block is run for.
+    """
+
+    def __init__(self, linears: dict[str, nn.Linear]) -> None:
+        self.final: set[str] = set()
+        self.window = 0
+        self._made: dict[tuple[str, int], Tensor] = {}
+        self._linears = linears
+        for name, each in linears.items():
+            vars(each)["forward"] = functools.partial(self._forward, name, each.forward)
+
+    def _forward(self, name: str, compute: Callable[[Tensor], Tensor], given: Tensor) -> Tensor:
+        if name not in self.final:
+            return compute(given)
+        made = self._made.get((name, self.window))
+        if made is None:
+            made = self._made[name, self.window] = compute(given)
+        return made
+
+    def close(self) -> None:
+        for each in self._linears.values():
+            del vars(each)["forward"]
+        self._made.clear()
+
+
 class Watch:
     """The inputs of a block's linear layers, and which layers have the same ones, in the order of computation.
 
     Attributes:
-        squares: X^T X of each set; with `keep` nothing.
-        kept: with `keep` the inputs themselves instead, of each set and window, in 16 bits.
+        moments: the summed squares [cols] of each set's inputs.
+        kept: with `keep` the inputs themselves, of each set and window, in 16 bits.
     """
 
     def __init__(self, linears: dict[str, nn.Linear], keep: bool = False) -> None:
         self.sets: list[list[str]] = []
-        self.squares: list[Tensor] = []
+        self.moments: list[Tensor] = []
         self.kept: list[list[Tensor]] = []
         self._keep = keep
         self._first: dict[tuple[int, int], tuple[int, Tensor]] = {}
@@ -323,16 +354,13 @@ class Watch:
             known = len(self.sets)
             self.sets.append([name])
             self.kept.append([])
-            if not self._keep:
-                self.squares.append(torch.zeros(given.shape[-1], given.shape[-1]))
+            self.moments.append(torch.zeros(given.shape[-1]))
             self._first[given.data_ptr(), given.shape[-1]] = known, given  # kept: its memory is nobody else's
         if self.sets[known][0] == name:
             flat = given.reshape(-1, given.shape[-1])
             if self._keep:
                 self.kept[known].append(flat.bfloat16())
-            else:
-                flat = flat.float()
-                self.squares[known].addmm_(flat.T, flat)
+            self.moments[known] += flat.float().square().sum(0)
 
     def next_window(self) -> None:
         """Forget the inputs of the first window, which were kept to tell them apart."""

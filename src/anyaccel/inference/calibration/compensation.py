@@ -15,6 +15,8 @@ others as they are, as in Behdin et al. 2023, "QuantEase", https://arxiv.org/abs
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,7 @@ _AGAIN = 2  # passes in which levels are fitted and columns chosen once more
 _SINGULAR = 1e-6  # determinants below it, of 1, decide nothing
 _CLOSE = 0.002
 _TINY = 1e-30
+_ROWS = 1024  # of a matrix that are rounded together: their part of a block of columns stays in the cache
 _BLOCK = 128  # columns after which what they change is brought to all others
 
 
@@ -59,6 +62,18 @@ class Rounded:
             if bool(off.any()) or bool(((new.minimum * scale - old.minimum).abs() > _CLOSE * old.minimum.abs()).any()):
                 return None
         return Rounded(self.grid, self.q, fitted)
+
+    def split(self, rows: Sequence[int]) -> list[Rounded]:
+        """Matrices of so many rows each."""
+        if len(rows) == 1:
+            return [self]
+        found, first = [], 0
+        for count in rows:
+            part = slice(first, first + count)
+            fitted = [each.of_rows(part) for each in self.fitted]
+            found.append(Rounded(self.grid, self.q[:, part].contiguous(), fitted))
+            first += count
+        return found
 
     def codes(self, name: str) -> Tensor:
         """[groups or windows, rows] of all columns."""
@@ -100,26 +115,24 @@ class Inputs:
         diagonal += _DAMPING * diagonal[~self.dead].mean() if bool((~self.dead).any()) else 1.0
         self.order = _order(self.importance, width)
         self.squares = squares[self.order][:, self.order]
-        # Upper triangle U with U^T U = inverse: row j has what errors of column j become in later ones.
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(self.squares))
-        # The matrix W with the right products on average is W + W pull; rows and columns in `order`.
-        self.pull = None if drift is None else drift[self.order][:, self.order] @ inverse
-        self.upper = torch.linalg.cholesky(inverse, upper=True)
+        # Upper triangle M with M M^T = squares: what rounding has added to column j is made up for in a later column k
+        # by -M_jk / M_kk times as much, and M_kk^2 is what counts of column k once all columns before it are fixed.
+        self.factor = torch.linalg.cholesky(self.squares.flip(0, 1)).flip(0, 1)
+        self._plain, self._scale = self.factor, torch.ones(len(squares))
+        self._drift = None if drift is None else drift[self.order][:, self.order]
 
     def scaled(self, scale: Tensor) -> Inputs:
         """Those of a matrix whose columns are multiplied by `scale` [cols], and these inputs divided by it."""
         found = copy.copy(self)
-        ordered = scale[self.order]
-        found.squares = self.squares / ordered / ordered[:, None]
-        found.upper = self.upper * ordered
-        if self.pull is not None:
-            found.pull = self.pull * ordered / ordered[:, None]
+        found._scale = scale[self.order]
+        found.squares = self.squares / found._scale / found._scale[:, None]
+        found.factor = self.factor / found._scale[:, None]
         return found
 
     def spread(self) -> Tensor:
         """How far an input goes from what the others and it say of it, on average: the root of a column's weight."""
         found = torch.empty_like(self.importance)
-        found[self.order] = self.upper.diagonal().reciprocal()
+        found[self.order] = self.factor.diagonal()
         return found
 
     def lost(self, rounded: Rounded, aim: Tensor) -> Tensor:
@@ -127,12 +140,19 @@ class Inputs:
         errors = rounded.values().T[self.order] - aim
         return (errors * (self.squares @ errors)).sum(0)
 
+    def aimed(self, weight: Tensor) -> Tensor:
+        """As `aim`, [rows, cols] in the columns' own order and not scaled."""
+        found = torch.empty_like(weight, dtype=torch.float32)
+        found[:, self.order] = (self.aim(weight) / self._scale[:, None]).T
+        return found
+
     def aim(self, weight: Tensor) -> Tensor:
-        """What is to be rounded, [cols, rows] in `order`: a matrix [rows, cols] that makes up for the drift."""
+        """What is to be rounded, [cols, rows] in `order`: a matrix [rows, cols] that makes up for the drift, scaled."""
         ordered = weight.float()[:, self.order]
-        if self.pull is not None:
-            ordered = torch.addmm(ordered, ordered, self.pull)
-        aim = ordered.T.contiguous()
+        if self._drift is not None:  # W + W drift squares^-1 has the right products on average
+            pulled = torch.linalg.solve_triangular(self._plain.T, ordered @ self._drift, upper=False, left=False)
+            ordered = ordered + torch.linalg.solve_triangular(self._plain, pulled, upper=True, left=False)
+        aim = (ordered * self._scale).T.contiguous()
         aim[self.dead[self.order]] = 0.0
         return aim
 
@@ -146,63 +166,109 @@ def _order(importance: Tensor, width: int) -> Tensor:
 
 
 def compensated(weight: Tensor, grid: Grid, inputs: Inputs, again: int | None = None) -> Rounded:
-    """A matrix [rows, cols] rounded so that its products with the inputs change least.
+    """A matrix [rows, cols], times the inputs' scale, rounded so that its products with the inputs change least.
 
     Args:
         again: passes in which levels are fitted and columns chosen once more.
     """
-    aim = inputs.aim(weight)
-    result = _in_order(aim, grid, inputs)
-    for _ in range(_AGAIN if again is None else again):
-        _choose_again(result, aim, inputs)
+
+    def of_part(part: Tensor) -> Rounded:
+        return rounded_to(inputs.aim(part), grid, inputs, _AGAIN if again is None else again)
+
+    return _joined(in_parallel(of_part, [weight[first : first + _ROWS] for first in range(0, len(weight), _ROWS)]))
+
+
+def rounded_to(aim: Tensor, grid: Grid, inputs: Inputs, again: int) -> Rounded:
+    """As `compensated`, to what `inputs.aim` has found."""
+    result, errors = _in_order(aim, grid, inputs)
+    if again:
+        slopes = inputs.squares @ errors  # half the derivative of the squared error of the products
+        for _ in range(again):
+            _choose_again(result, aim, errors, slopes, inputs)
     return result
 
 
-def _in_order(aim: Tensor, grid: Grid, inputs: Inputs) -> Rounded:
-    """[cols, rows] rounded column by column."""
-    values = aim.clone()
-    cols, rows = values.shape
-    upper, width = inputs.upper, grid.width
-    counts = upper.diagonal().square().reciprocal()  # the squared errors' weights once earlier columns are fixed
+def in_parallel(work: Callable[[Tensor], Rounded], parts: Sequence[Tensor]) -> list[Rounded]:
+    """What `work` makes of each part, in as many threads as torch has, of which each computes alone.
+
+    Threads that share each of thousands of short steps would wait for all of them to get a core.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if min(threads, len(parts)) == 1:
+            return [work(part) for part in parts]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(work, parts))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _joined(parts: list[Rounded]) -> Rounded:
+    """One matrix of the rows of all parts."""
+    if len(parts) == 1:
+        return parts[0]
+    fitted = []
+    for each in zip(*(part.fitted for part in parts), strict=True):
+        codes = {name: torch.cat([one.codes[name] for one in each], 1) for name in each[0].codes}
+        fitted.append(Fitted(torch.cat([o.scale for o in each], 1), torch.cat([o.minimum for o in each], 1), codes))
+    return Rounded(parts[0].grid, torch.cat([part.q for part in parts], 1), fitted)
+
+
+def _in_order(aim: Tensor, grid: Grid, inputs: Inputs) -> tuple[Rounded, Tensor]:
+    """[cols, rows] rounded column by column, and what that has added to each, in order."""
+    cols, rows = aim.shape
+    width, factor, diagonal = grid.width, inputs.factor, inputs.factor.diagonal()
+    counts = diagonal.square()  # the squared errors' weights once earlier columns are fixed
     q = torch.empty((cols, rows), dtype=torch.int8 if grid.low < 0 else torch.uint8)
     fitted: list[Fitted | None] = [None] * (cols // width)
-    for first in range(0, cols, width):
-        window = values[first : first + width]
-        own = inputs.order[first : first + width]
-        number = int(own.min()) // width
-        places = own - number * width
-        back = torch.empty_like(places)
-        back[places] = torch.arange(width)
-        found = fitted[number] = grid.fit(window[back], counts[first : first + width][back])
-        group = places // grid.group
-        scale, minimum = found.scale, found.minimum
-        inverse = _inverse(scale)
-        errors = torch.empty_like(window)
-        block = upper[first : first + width, first : first + width]
-        diagonal = block.diagonal().tolist()
-        for column, (of, place) in enumerate(zip(group.tolist(), own.tolist(), strict=True)):
-            value = window[column]
-            level = (value - minimum[of]).mul_(inverse[of]).round_().clamp_(grid.low, grid.high)
-            q[place] = level
-            error = errors[column]
-            torch.sub(value, level.mul_(scale[of]).add_(minimum[of]), out=error)
-            error.div_(diagonal[column])
-            if column + 1 < width:
-                window[column + 1 :].addr_(block[column, column + 1 :], error, alpha=-1.0)
-        if first + width < cols:
-            values[first + width :].addmm_(upper[first : first + width, first + width :].T, errors, alpha=-1.0)
-    return Rounded(grid, q, [each for each in fitted if each is not None])
+    errors = torch.empty_like(aim)
+    step = max(_BLOCK // width, 1) * width
+    for begin in range(0, cols, step):
+        end = min(begin + step, cols)
+        values = aim[begin:end].clone()
+        if begin:
+            values.sub_((factor[:begin, begin:end] / diagonal[begin:end]).T @ errors[:begin])
+        parts = factor[begin:end, begin:end] / diagonal[begin:end]
+        for first in range(0, end - begin, width):
+            window, here = slice(first, first + width), slice(begin + first, begin + first + width)
+            value = values[window]
+            if first:
+                value.addmm_(parts[:first, window].T, errors[begin : begin + first], alpha=-1.0)
+            own = inputs.order[here]
+            number = int(own.min()) // width
+            places = own - number * width
+            back = torch.empty_like(places)
+            back[places] = torch.arange(width)
+            expected = aim[here] + _made_up(value - aim[here], factor[here, here])
+            found = fitted[number] = grid.fit(expected[back], counts[here][back])
+            scale, minimum, inverse = found.scale, found.minimum, _inverse(found.scale)
+            later, added = parts[window, window], errors[here]
+            torch.neg(aim[here], out=added)
+            for column, (group, place) in enumerate(zip((places // grid.group).tolist(), own.tolist(), strict=True)):
+                level = (value[column] - minimum[group]).mul_(inverse[group]).round_().clamp_(grid.low, grid.high)
+                q[place] = level
+                added[column].add_(level.mul_(scale[group]).add_(minimum[group]))
+                if column + 1 < width:
+                    value[column + 1 :].addr_(later[column, column + 1 :], added[column], alpha=-1.0)
+    return Rounded(grid, q, [each for each in fitted if each is not None]), errors
 
 
-def _choose_again(found: Rounded, aim: Tensor, inputs: Inputs) -> None:
-    """The best levels of each group and the best one of each column, with all others as they are; `found` is changed.
+def _made_up(shares: Tensor, factor: Tensor) -> Tensor:
+    """What columns would have added to them if they were not rounded, of the shares [cols, rows] that each takes of
+    what columns before them have added."""
+    found: Tensor = torch.linalg.solve_triangular(factor.T, shares.mul_(factor.diagonal()[:, None]), upper=False)
+    return found
+
+
+def _choose_again(found: Rounded, aim: Tensor, errors: Tensor, slopes: Tensor, inputs: Inputs) -> None:
+    """The best levels of each group and the best one of each column, with all others as they are.
 
     Args:
-        aim: [cols, rows] in order.
+        found, errors, slopes: changed.
+        aim, errors: [cols, rows] in order, what is to be rounded and what that has added. slopes: squares @ errors.
     """
     grid, order = found.grid, inputs.order
-    errors = found.values().T[order] - aim
-    slopes = inputs.squares @ errors  # half the derivative of the squared error of the products
     diagonal = inputs.squares.diagonal().tolist()
     step = max(_BLOCK // grid.width, 1) * grid.width
     for first in range(0, len(order), step):
@@ -218,9 +284,9 @@ def _choose_again(found: Rounded, aim: Tensor, inputs: Inputs) -> None:
         groups = (places % grid.width // grid.group).tolist()
         for column, (number, group, place) in enumerate(zip(numbers, groups, places.tolist(), strict=True)):
             fitted = scales[number]
-            wanted = aim[first + column] + error[column] - slope[column] / diagonal[first + column]
-            level = (wanted - fitted.minimum[group]).mul_(inverses[number][group]).round_()
-            level.clamp_(grid.low, grid.high)
+            wanted = error[column] - slope[column] / diagonal[first + column]
+            wanted.add_(aim[first + column]).sub_(fitted.minimum[group])
+            level = wanted.mul_(inverses[number][group]).round_().clamp_(grid.low, grid.high)
             change = (level - found.q[place]).mul_(fitted.scale[group])
             found.q[place] = level
             error[column].add_(change)

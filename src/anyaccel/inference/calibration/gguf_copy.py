@@ -103,6 +103,8 @@ class GgufCopy:
         grids = calibration.choose(menus, bits, outside)
         self._orders: dict[str, Sequence[int] | None] = {name: own[name][1] for name in grids}
         by_stored = {own[name][0]: name for name in grids}
+        beside = () if outside is None else (outside.embedding, outside.head)
+        self._outside = {own[name][0]: name for name in beside}  # what is rounded beside the blocks, by what they know
         self._tensors = [
             self._planned(name, infos[name], by_stored.get(name), grids, "output.weight" in infos)
             if name not in norms
@@ -199,8 +201,12 @@ class GgufCopy:
     def _nearest(self, tensor: _Tensor) -> Iterator[Any]:
         values: Any = self._file.tensor(tensor.name)
         for first in range(0, tensor.shape[0], _ROWS):
-            rows = floats_of(values, range(first, min(first + _ROWS, tensor.shape[0])))
-            yield packed(nearest(torch.from_numpy(rows), GRIDS[tensor.type]))
+            rows = torch.from_numpy(floats_of(values, range(first, min(first + _ROWS, tensor.shape[0]))))
+            outside = self._outside.get(tensor.name)
+            if outside is None:
+                yield packed(nearest(rows, GRIDS[tensor.type]))
+            else:
+                yield packed(self._calibration.rounded(outside, rows))
 
 
 def copy_gguf(

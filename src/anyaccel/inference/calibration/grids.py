@@ -30,6 +30,10 @@ class Fitted:
     minimum: Tensor
     codes: dict[str, Tensor]
 
+    def of_rows(self, rows: slice) -> Fitted:
+        codes = {name: each[:, rows] for name, each in self.codes.items()}
+        return Fitted(self.scale[:, rows], self.minimum[:, rows], codes)
+
 
 class Grid(Protocol):
     @property

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -11,19 +10,19 @@ import torch
 from torch import Tensor
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.calibration.blocks import Block, Blocks, Watch
-from anyaccel.inference.calibration.compensation import Inputs, Rounded, compensated, nearest
+from anyaccel.inference.calibration.blocks import Block, Blocks, Replay, Watch
+from anyaccel.inference.calibration.compensation import Inputs, Rounded, compensated, nearest, rounded_to
 from anyaccel.inference.calibration.folds import Fold, storable
 from anyaccel.inference.calibration.grids import Grid
 
 Progress = Callable[[int, int], object]
-_ENOUGH_BITS = 7.0  # rounding to so many costs nothing that could be made up for
+ENOUGH_BITS = 7.0  # rounding to so many costs nothing that could be made up for
 _STEPS = 1000  # of progress, a block
+_STRIPS = 8  # in which the half of a symmetric matrix is computed
 _POWERS = (0.0, 0.15, 0.3, 0.45)  # of how much columns count, that their scales can be
 _TRIED_ROWS = 48  # of a matrix, on which scales are compared
 _MOST_SCALED = 8.0
 _WORTH_IT = 0.99  # of the error without scales, that one with them may have at most
-_MANY_COLUMNS = 2048  # up to which one thread rounds a matrix: it takes thousands of short steps
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,21 @@ class QuantisedBlock:
 
 
 def quantised_blocks(
-    blocks: Blocks, grids: Mapping[str, Grid], folds: Mapping[str, Fold], progress: Progress
+    blocks: Blocks,
+    grids: Mapping[str, Grid],
+    folds: Mapping[str, Fold],
+    progress: Progress,
+    embedded: list[Tensor] | None = None,
 ) -> Iterator[QuantisedBlock]:
     """Each block, the matrices that `grids` names quantised.
 
     Args:
         folds: by the first of the matrices that are scaled.
         progress: called with (steps done, steps in all).
+        embedded: the hidden states before the first block, where rounding of the embedding has changed them.
     """
-    hidden = blocks.hidden
-    exact = [each.clone() for each in hidden]  # as they would be if nothing were rounded
+    exact = blocks.hidden  # as they would be if nothing were rounded
+    hidden = [each.clone() for each in exact] if embedded is None else embedded
     for number, block in enumerate(blocks):
 
         def part(share: float, number: int = number) -> None:
@@ -90,30 +94,42 @@ def _quantised_block(
         wanted.close()
     found: dict[str, Matrix] = {}
     divisors: dict[str, Tensor] = {}
-    for place, names in enumerate(wanted.sets):
-        taken = [name for name in names if name in grids]
-        if taken:
-            squares, drift = _moments(block, names[0], wanted.kept[place], hidden)
-            with _threads(1 if len(squares) <= _MANY_COLUMNS else torch.get_num_threads()):
+    replay = Replay(block.linears)
+    try:
+        for place, names in enumerate(wanted.sets):
+            taken = [name for name in names if name in grids]
+            if taken:
+                squares, drift = _moments(block, names[0], wanted.kept[place], hidden, replay)
                 fold = next((folds[name] for name in taken if name in folds), None)
                 _quantised_set(block, taken, grids, squares, drift, fold, found, divisors)
-        wanted.kept[place].clear()
-        part(0.3 + 0.5 * (place + 1) / len(wanted.sets))
-    for index, each in enumerate(hidden):
-        hidden[index] = block.run(each)
-        part(0.8 + 0.2 * (index + 1) / count)
+            replay.final.update(names)
+            wanted.kept[place].clear()
+            part(0.3 + 0.5 * (place + 1) / len(wanted.sets))
+        for index, each in enumerate(hidden):
+            replay.window = index
+            hidden[index] = block.run(each)
+            part(0.8 + 0.2 * (index + 1) / count)
+    finally:
+        replay.close()
     return QuantisedBlock(found, divisors)
 
 
-def _moments(block: Block, name: str, exact: list[Tensor], hidden: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _moments(
+    block: Block, name: str, exact: list[Tensor], hidden: list[Tensor], replay: Replay
+) -> tuple[Tensor, Tensor]:
     """X^T X and (Y - X)^T X of the inputs X of a linear layer; Y as they would be if nothing were rounded."""
     cols = exact[0].shape[-1]
-    squares, drift = torch.zeros(cols, cols), torch.zeros(cols, cols)
-    for wanted, each in zip(exact, hidden, strict=True):
+    squares, both = torch.zeros(cols, cols), torch.zeros(cols, cols)
+    step = -(-cols // _STRIPS)
+    for index, each in enumerate(hidden):
+        replay.window = index
         given = block.inputs(name, each)
-        squares.addmm_(given.T, given)
-        drift.addmm_((wanted.float() - given).T, given)
-    return squares, drift
+        for first in range(0, cols, step):  # the upper triangle, as strips
+            squares[first : first + step, first:].addmm_(given[:, first : first + step].T, given[:, first:])
+        both.addmm_(exact[index].float().T, given)
+    for first in range(step, cols, step):
+        squares[first:, first - step : first] = squares[first - step : first, first:].T
+    return squares, both.sub_(squares)
 
 
 def watched(block: Block, hidden: list[Tensor]) -> Watch:
@@ -126,17 +142,6 @@ def watched(block: Block, hidden: list[Tensor]) -> Watch:
     finally:
         watch.close()
     return watch
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """That many threads of torch: where cores are shared, each short step would wait for all of them to get one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _quantised_set(
@@ -161,25 +166,27 @@ def _quantised_set(
     scale: Tensor | None = None
     if fold is not None and set(fold.readers) == set(names):
         grid = grids[names[0]]
-        if all(grids[name] == grid and grid.bits < _ENOUGH_BITS for name in names):
+        if all(grids[name] == grid and grid.bits < ENOUGH_BITS for name in names):
             inputs = Inputs(squares.clone(), grid.width, drift)
             scale = _scale(block, fold, grid, inputs, found, divisors)
+    by_grid: dict[Grid, list[str]] = {}
     for name in names:
-        grid = grids[name]
-        weight = block.linears[name].weight
-        if grid.bits >= _ENOUGH_BITS:
-            rounded = nearest(weight.detach(), grid, squares.diagonal() if inputs is None else inputs.importance)
+        by_grid.setdefault(grids[name], []).append(name)
+    for grid, alike in by_grid.items():
+        weights = [block.linears[name].weight.detach() for name in alike]
+        together = torch.cat(weights)
+        width = grid.width if grid.bits < ENOUGH_BITS else 1
+        if inputs is None or inputs.width != width:
+            inputs = Inputs(squares.clone(), width, drift)
+        if grid.bits >= ENOUGH_BITS:  # what rounding adds needs no making up for, drift does
+            rounded = nearest(inputs.aimed(together), grid, inputs.importance)
         else:
-            if inputs is None or inputs.width != grid.width:
-                inputs = Inputs(squares.clone(), grid.width, drift)
-            if scale is None:
-                rounded = compensated(weight.detach(), grid, inputs)
-            else:
-                rounded = compensated(weight.detach() * scale, grid, inputs.scaled(scale))
-        values = rounded.values() if scale is None else rounded.values() / scale
-        difference = float((values - weight).double().square().sum())
-        found[name] = Matrix(rounded, (difference, float(weight.double().square().sum())))
-        weight.data = values
+            rounded = compensated(together, grid, inputs if scale is None else inputs.scaled(scale))
+        for name, weight, part in zip(alike, weights, rounded.split([len(each) for each in weights]), strict=True):
+            values = part.values() if scale is None else part.values() / scale
+            difference = float((values - weight).double().square().sum())
+            found[name] = Matrix(part, (difference, float(weight.double().square().sum())))
+            block.linears[name].weight.data = values
 
 
 def _scale(
@@ -196,15 +203,15 @@ def _scale(
     ratio = inputs.spread() / some.square().mean(0).sqrt().clamp(min=1e-12)
     ratio = torch.where(inputs.dead | ~(ratio > 0), torch.ones_like(ratio), ratio)
     norm = block.vector(fold.norm).float() + fold.plus if fold.norm else None
-    aim = inputs.aim(some)
+    plain = inputs.aim(some)
     best: Tensor | None = None
     least = 0.0
     for power in _POWERS:
         scale = (ratio / ratio.log().mean().exp()).pow(power).clamp(1 / _MOST_SCALED, _MOST_SCALED)
         scale = fold.alike(scale) if norm is None else storable(scale, norm)
         scaled = inputs.scaled(scale)
-        rounded = compensated(some * scale, grid, scaled, again=0)
-        lost = float(scaled.lost(rounded, aim * scale[inputs.order][:, None]).double().sum())
+        aim = plain * scale[inputs.order, None]
+        lost = float(scaled.lost(rounded_to(aim, grid, scaled, again=0), aim).double().sum())
         if power == 0:
             least = lost * _WORTH_IT
         elif lost < least:

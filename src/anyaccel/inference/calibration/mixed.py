@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anyaccel.errors import UsageError
-from anyaccel.inference.calibration.blocks import Block, Blocks, Head
-from anyaccel.inference.calibration.compensation import nearest
+from anyaccel.inference.calibration.blocks import Block, Blocks
+from anyaccel.inference.calibration.compensation import Inputs, compensated, nearest
 from anyaccel.inference.calibration.grids import Grid
 from anyaccel.inference.calibration.layers import watched
 
 _WINDOWS = 4  # of the text: what rounding does needs fewer than what it is made up with
 _ROWS = 256  # of a matrix, by which its grids are compared
 
-_AT_A_TIME = 4096  # rows of a head that are rounded together
+_SPARED = 0.6  # of the damage of rounding a block's matrix by itself, what is left when errors are made up for
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,15 @@ def mixed(
     blocks: Blocks,
     menus: Mapping[str, Sequence[Grid]],
     bits: float,
-    outside: Outside | None = None,
+    outside: Outside | None,
+    squares: dict[str, Tensor],
 ) -> dict[str, Grid]:
     """A grid for each matrix, `bits` a weight on average at most, by measured damage.
 
     Args:
         menus: the grids that each matrix can have, the smallest first.
         outside: embedding and head, whose grids are chosen too.
+        squares: takes what errors of the columns of these two count with each other, see `damages`.
 
     Raises:
         UsageError: no grids are that small.
@@ -53,7 +55,10 @@ def mixed(
     least = least_bits(menus, blocks.linears(), outside)
     if bits < least - 1e-6:
         raise UsageError(f"--bits {bits:g}: the smallest there is has {math.ceil(least * 100) / 100:.2f} bits a weight")
-    damage, sizes = damages(blocks, menus, outside)
+    damage, sizes = damages(blocks, menus, outside, squares)
+    for names, each in damage.items():
+        if names[0] not in squares:
+            damage[names] = [_SPARED * value for value in each]
     chosen = spent(damage, {names: [grid.bits for grid in menus[names[0]]] for names in damage}, sizes, bits)
     return {name: menus[name][number] for names, number in chosen.items() for name in names}
 
@@ -67,11 +72,18 @@ def least_bits(menus: Mapping[str, Sequence[Grid]], weights: Mapping[str, int], 
 
 
 def damages(
-    blocks: Blocks, menus: Mapping[str, Sequence[Grid]], outside: Outside | None
+    blocks: Blocks,
+    menus: Mapping[str, Sequence[Grid]],
+    outside: Outside | None,
+    squares: dict[str, Tensor],
 ) -> tuple[dict[Set, list[float]], dict[Set, int]]:
     """What each grid of each set does to the next token, in nats, and how many weights the set has.
 
     Once through the blocks forwards, and once backwards with the derivative by the hidden states.
+
+    Args:
+        squares: takes matrices [cols, cols] of head and embedding. With such an S, errors e of a row do e S e^T / 2
+            nats of harm each time that its token is predicted or read; for a tied embedding the two are added.
     """
     damage: dict[Set, list[float]] = {}
     sizes: dict[Set, int] = {}
@@ -81,26 +93,28 @@ def damages(
     with blocks.head() as head:
         slopes = _slopes_of_logits(head.logits, hidden[-1])
         if outside is not None:
-            name = outside.head
-            damage[name,] = _damage_of_head(head, menus[name], hidden[-1])
-            sizes[name,] = head.linear.weight.numel()
-            table = head.embedding.weight.data[blocks.windows[:_WINDOWS]]
+            squares[outside.head] = _mean_square(head.inputs(hidden[-1]))
+            tokens = blocks.windows[:_WINDOWS]
+            table, of_head = head.embedding.weight.data[tokens], head.linear.weight.data[tokens]
     for number in reversed(range(blocks.count)):
         outputs = hidden.pop()
         with blocks.block(number) as block:
             watch = watched(block, hidden[-1])
-            for names, squares in zip(watch.sets, watch.squares, strict=True):
+            for names, moments in zip(watch.sets, watch.moments, strict=True):
                 taken = tuple(name for name in names if name in menus)
                 if taken:
-                    moments = squares.diagonal().clone()
                     damage[taken] = _damage(block, taken, menus[taken[0]], moments, hidden[-1], outputs, slopes)
                     sizes[taken] = sum(block.linears[name].weight.numel() for name in taken)
             slopes = [_slopes_before(block, each, slope) for each, slope in zip(hidden[-1], slopes, strict=True)]
     if outside is not None:
-        name = outside.embedding
-        found = _damage_of_embedding(table, menus[name], hidden[0], slopes)
-        damage[name,] = [a + b for a, b in zip(damage.get((name,), [0.0] * len(found)), found, strict=True)]
-        sizes[name,] = outside.weights
+        given = torch.stack([each[0] for each in hidden[0]])
+        factor = float((given * table).sum() / table.square().sum())  # some models multiply what they look up
+        of_embedding = _mean_square([factor * each[0] for each in slopes])
+        squares[outside.embedding] = squares.get(outside.embedding, 0.0) + of_embedding
+        for name, rows in ((outside.head, of_head), (outside.embedding, table)):
+            some = rows.flatten(0, 1)[:: max(rows.shape[0] * rows.shape[1] // _ROWS, 1)]
+            damage[name,] = _damage_of_rows(some, menus[name], squares[name])
+            sizes[name,] = outside.weights
     return damage, sizes
 
 
@@ -130,36 +144,18 @@ def _slopes_before(block: Block, hidden: Tensor, slope: Tensor) -> Tensor:
     return found
 
 
-def _damage_of_head(head: Head, menu: Sequence[Grid], hidden: list[Tensor]) -> list[float]:
-    """As `_damage`, of the head: the divergence itself for the first grid."""
-    weight, moments = head.linear.weight, head.moments(hidden)
-    some = weight.data[:: max(len(weight) // _ROWS, 1)]
-    errors = [float(((nearest(some, grid).values() - some).square() * moments).sum()) for grid in menu]
-    off = nn.Parameter(torch.empty_like(weight), requires_grad=False)
-    for first in range(0, len(weight), _AT_A_TIME):
-        rows = slice(first, first + _AT_A_TIME)
-        off.data[rows] = nearest(weight.data[rows], menu[0]).values()
-    changed = 0.0
-    for given in hidden:
-        wanted = torch.log_softmax(head.logits(given), -1)
-        head.linear.weight = off
-        found = torch.log_softmax(head.logits(given), -1)
-        head.linear.weight = weight
-        changed += float((wanted.exp() * (wanted - found)).sum(-1).double().mean()) / len(hidden)
-    return [changed * error / max(errors[0], 1e-30) for error in errors]
+def _mean_square(vectors: list[Tensor]) -> Tensor:
+    together = torch.cat(vectors)
+    return together.T @ together / len(together)
 
 
-def _damage_of_embedding(
-    table: Tensor, menu: Sequence[Grid], hidden: list[Tensor], slopes: list[Tensor]
-) -> list[float]:
-    """As `_damage`, of the rows [windows, tokens, cols] of an embedding."""
+def _damage_of_rows(rows: Tensor, menu: Sequence[Grid], squares: Tensor) -> list[float]:
+    """As `_damage`, of rows [count, cols] of head or embedding, each as often as it is met; errors made up for."""
     found = []
-    given = torch.stack([each[0] for each in hidden])
-    factor = float((given * table).sum() / table.square().sum())  # some models multiply what they look up
     for grid in menu:
-        off = factor * (nearest(table.flatten(0, 1), grid).values().view_as(table) - table)
-        along = (off * torch.stack([each[0] for each in slopes])).sum(-1)
-        found.append(float(along.double().square().mean()) / 2)
+        inputs = Inputs(squares.clone(), grid.width)
+        off = compensated(rows, grid, inputs).values() - rows
+        found.append(float(((off @ squares) * off).sum(1).double().mean()) / 2)
     return found
 
 

@@ -7,16 +7,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.calibration.blocks import Blocks
-from anyaccel.inference.calibration.compensation import Rounded
+from anyaccel.inference.calibration.compensation import Inputs, Rounded, compensated, nearest
 from anyaccel.inference.calibration.folds import folds_of
 from anyaccel.inference.calibration.grids import Grid
-from anyaccel.inference.calibration.layers import Matrix, Progress, QuantisedBlock, quantised_blocks
+from anyaccel.inference.calibration.layers import ENOUGH_BITS, Matrix, Progress, QuantisedBlock, quantised_blocks
 from anyaccel.inference.calibration.mixed import Outside, mixed
 from anyaccel.inference.calibration.text import TOKENS, calibration_windows
+from anyaccel.inference.checkpoints.stored_values import floats_of
 from anyaccel.inference.families.registry import family_of
 
 
@@ -46,7 +48,10 @@ class Calibration:
         self.told = {"text": text, "tokens": windows.numel()}
         self._progress = progress or (lambda done, total: None)
         self._blocks = Blocks(source, config, windows, str(model))
+        self._source = source
         self._grids: dict[str, Grid] = {}
+        self._squares: dict[str, Tensor] = {}  # of embedding and head
+        self._inputs: dict[str, Inputs] = {}  # made of them
         family = family_of(config)
         self._folds = folds_of(family.spec(config), family.names, source)
         self._plus = {fold.norm: fold.plus for fold in self._folds.values() if fold.norm}
@@ -74,9 +79,32 @@ class Calibration:
         if bits is None:
             self._grids = {name: menu[0] for name, menu in menus.items()}
         else:
-            self._grids = mixed(self._blocks, {**menus, **beside}, bits, outside)
-        self._each = quantised_blocks(self._blocks, self._grids, self._folds, self._progress)
+            self._grids = mixed(self._blocks, {**menus, **beside}, bits, outside, self._squares)
+        embedded = None if outside is None else self._embedded(outside.embedding)
+        self._each = quantised_blocks(self._blocks, self._grids, self._folds, self._progress, embedded)
         return self._grids
+
+    def _embedded(self, name: str) -> list[Tensor]:
+        """The hidden states before the first block with the embedding as it is rounded."""
+        used = sorted(set(self._blocks.windows.flatten().tolist()))
+        places = torch.searchsorted(torch.tensor(used), self._blocks.windows)
+        tensor = self._source.tensor(name)
+        rows = torch.cat([torch.from_numpy(floats_of(tensor, range(i, i + 1))) for i in used])
+        self._source.release(name)
+        added = (self.rounded(name, rows).values() - rows)[places]
+        hidden = torch.cat(self._blocks.hidden)
+        plain = rows[places]
+        factor = float((hidden * plain).sum() / plain.square().sum())  # some models multiply what they look up
+        return [each[None] for each in hidden + factor * added]
+
+    def rounded(self, name: str, rows: Tensor) -> Rounded:
+        """Rows of embedding or head in the grid that was chosen, errors made up for."""
+        if name not in self._inputs:
+            self._inputs[name] = Inputs(self._squares.pop(name), self._grids[name].width)
+        grid = self._grids[name]
+        if grid.bits >= ENOUGH_BITS:
+            return nearest(rows, grid, self._inputs[name].importance)
+        return compensated(rows, grid, self._inputs[name])
 
     def keep(self, vectors: Collection[str]) -> None:
         """Divide no vectors but these: others cannot be written changed."""

@@ -137,7 +137,7 @@ class GgufFile:
 
     Raises:
         ModelError: it is not a GGUF file, truncated or damaged.
-        Unsupported: the version of the format, or a tensor type, is not known here.
+        Unsupported: a tensor's type is known, and cannot be read here.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,9 @@ class GgufFile:
         reader.at = 4
         version = reader.scalar("I")
         if version not in (2, 3):
-            raise Unsupported(f"reader for version {version} of GGUF, 2 and 3 are known ({path})")
+            raise ModelError(
+                f"{path}: GGUF of version {version}, and 2 and 3 are known: it is damaged, or too old or new"
+            )
         tensors, pairs = reader.scalar("Q"), reader.scalar("Q")
         size = self.file.size
         if tensors > min(_MAX_TENSORS, size // _LEAST_TENSOR) or pairs > min(_MAX_PAIRS, size // _LEAST_PAIR):
@@ -215,8 +217,10 @@ class GgufFile:
 
     def _info(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Info:
         where = f"{self.path}: tensor {shown(name)}"
+        if kind in UNREAD:
+            raise Unsupported(f"tensor type {UNREAD[kind]} of GGUF ({where})")
         if kind not in GGML_TYPES:
-            raise Unsupported(f"tensor type {UNREAD.get(kind, kind)} of GGUF ({where})")
+            raise ModelError(f"{where}: of type {kind}, which is not known: it is damaged, or too old or new")
         type_name, values, size = GGML_TYPES[kind]
         count = 1
         for extent in shape:

@@ -223,6 +223,8 @@ class TorchSource:
         )
         if kind is None or str(tensor.layout) != "torch.strided":
             raise Unsupported(f"weights of dtype {tensor.dtype} (tensor {name!r})")
+        if 0 in tensor.stride():  # an expanded one: to the packing, a stride of 0 is that of dense rows
+            tensor = self._tensors[name] = tensor.contiguous()
         size = tensor.element_size()
         strides = tuple(stride * size for stride in tensor.stride())
         where = f"{self._where}: tensor {name!r}" if self._where else f"tensor {name!r}"

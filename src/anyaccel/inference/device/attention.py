@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from anyaccel.inference.device.batch import Batch, Group
+from anyaccel.inference.device.kernels.choice import Kernels, kernels_of
 from anyaccel.inference.device.pages import PAGE
 from anyaccel.inference.spec.decoder import Attention
 
@@ -32,6 +33,9 @@ def _attend(
     a: Attention, q_NHD: torch.Tensor, layer: torch.Tensor, group: Group, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     count, queries, per_head = group.sequences, group.queries, a.heads // a.kv_heads
+    kernels = kernels_of(q_NHD.device) if queries == 1 else None
+    if kernels is not None and q_NHD.stride(1) == a.head_dim and q_NHD.stride(2) == 1:
+        return _attend_paged(kernels, a, q_NHD[group.first : group.first + count], layer, group, sinks)
     keys = group.keys
     if group.pages is None:
         kv = layer.view(1, -1, layer.shape[-1])[:, group.begin : group.begin + keys]
@@ -66,6 +70,29 @@ def _attend(
     if queries > 1:
         out = out.transpose(1, 2)
     return out.reshape(count * queries, a.heads * a.value_dim)
+
+
+def _attend_paged(
+    kernels: Kernels, a: Attention, q_BHD: torch.Tensor, layer: torch.Tensor, group: Group, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Single queries, of pages that are read where they are."""
+    pages = None if group.pages is None else group.pages.view(group.sequences, -1)
+    return kernels.attend(
+        q_BHD,
+        layer,
+        pages,
+        group.begin // PAGE,
+        -(-group.keys // PAGE),
+        group.positions.view(-1),
+        a.kv_heads,
+        a.value_dim,
+        a.scale,
+        a.softcap,
+        a.window,
+        a.chunk,
+        _slopes(a, group).view(-1) if a.alibi else None,
+        sinks,
+    )
 
 
 def _explicit(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from anyaccel.inference.device.activations import activated
-from anyaccel.inference.device.kernels.choice import kernels_of
+from anyaccel.inference.device.kernels.choice import Kernels, kernels_of
 from anyaccel.inference.device.quantised import Quantised
 from anyaccel.inference.device.weights import DeviceWeights
 from anyaccel.inference.spec.decoder import Mlp, Moe, Norm
@@ -43,18 +43,30 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(self.weight, Quantised):
-            y = self.weight(x)
-            return y if self.bias is None else y.add_(self.bias)
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+            return self.weight(x, self.bias)
+        x = x.to(self.weight.dtype)
+        kernels = self._kernels(x)
+        if kernels is not None:
+            return kernels.product(x, self.weight, bias=self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def _kernels(self, x: torch.Tensor) -> Kernels | None:
+        """Those that multiply one token by floats sooner than the vendor's product."""
+        if len(x) != 1 or x.stride(1) != 1 or isinstance(self.weight, Quantised) or not self.weight.is_contiguous():
+            return None
+        return kernels_of(x.device)
 
     def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, ranks: Ranks | None) -> torch.Tensor:
         """h + factor * (this of x), of all ranks: each has a part of the columns."""
         if ranks is not None:
             return torch.add(h, ranks.add(self(x)), alpha=factor)
+        if isinstance(self.weight, Quantised):
+            return self.weight.added(h, x, factor, self.bias)
+        kernels = self._kernels(x) if x.dtype is self.weight.dtype and h.stride(1) == 1 else None
+        if kernels is not None:
+            return kernels.product(x, self.weight, bias=self.bias, residual=h, factor=factor)
         if self.bias is not None:
             h = torch.add(h, self.bias, alpha=factor)
-        if isinstance(self.weight, Quantised):
-            return torch.add(h, self.weight(x), alpha=factor)
         return torch.addmm(h, x, self.weight.t(), alpha=factor)
 
 
@@ -67,6 +79,9 @@ class Normed:
         self.bias = weights[f"{name}.bias"] if norm.bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        kernels = kernels_of(x.device)
+        if kernels is not None and x.dim() == 2 and x.stride(1) == 1 and x.shape[1] <= kernels.widest:
+            return kernels.norm(x, self.weight, self.bias, self.norm.eps, self.norm.kind == "layer")
         if self.norm.kind == "layer":
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.norm.eps)
         y = F.rms_norm(x, x.shape[-1:], self.weight, self.norm.eps)

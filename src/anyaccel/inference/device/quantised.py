@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrices of whole numbers of 8 or 4 bits with scales, and products of them by torch's own operators.
 
-value = scale * q + minimum. Which operator a device has is tried: a product of each size is compared with that of the
-dequantised matrix when a model is loaded. Where there is none, rows are dequantised for each product: right everywhere,
-and slower than 16-bit floats.
+value = scale * q + minimum. Triton's kernels multiply them as they are, where these run. Elsewhere, which operator of
+torch a device has is tried: a product of each size is compared with that of the dequantised matrix when a model is
+loaded. Where there is none, rows are dequantised for each product: right everywhere, and slower than 16-bit floats.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
+
+from anyaccel.inference.device.kernels.choice import Kernels, kernels_of
 
 Product = Callable[[torch.Tensor], torch.Tensor]
 
@@ -55,6 +57,7 @@ class Quantised:
         self.minima = torch.zeros_like(self.scales) if minimum or kind == "i4" else None
         self.minimum = minimum
         self._product: Product | None = None
+        self._kernels: Kernels | None = None
         self._packed_bytes = 0
 
     def __len__(self) -> int:
@@ -90,6 +93,8 @@ class Quantised:
         return self._floats(self.q[index], self.scales[index], minima)
 
     def dequantised(self) -> torch.Tensor:
+        if self._kernels is not None:
+            return self._kernels.dequantised(self.q, self.scales, self.minima, self.group, self.cols, self.dtype)
         return self._floats(self.q, self.scales, self.minima)
 
     def _floats(self, q: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None) -> torch.Tensor:
@@ -104,18 +109,42 @@ class Quantised:
             torch.add(numbers * scales[..., None], minima[..., None], out=values)
         return values.flatten(-2)[..., : self.cols]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x Wᵀ."""
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x Wᵀ + bias."""
+        if self._product is None:
+            return self._of_kernels(x, bias, None, 1.0) if self._fits(x) else F.linear(x, self.dequantised(), bias)
+        y = self._product(x.contiguous())
+        return y if bias is None else y.add_(bias)
+
+    def added(self, h: torch.Tensor, x: torch.Tensor, factor: float, bias: torch.Tensor | None) -> torch.Tensor:
+        """h + factor * (x Wᵀ + bias)."""
+        if self._fits(x) and h.stride(1) == 1:
+            return self._of_kernels(x, bias, h, factor)
+        if bias is not None:
+            h = torch.add(h, bias, alpha=factor)
         if self._product is not None:
-            return self._product(x.contiguous())
-        return F.linear(x, self.dequantised())
+            return torch.add(h, self._product(x.contiguous()), alpha=factor)
+        return torch.addmm(h, x, self.dequantised().t(), alpha=factor)
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        """Whether Triton's kernel multiplies these tokens; more of them are worth a dequantised matrix."""
+        kernels = self._kernels
+        return kernels is not None and len(x) <= kernels.most_tokens[self.q.dtype] and x.stride(1) == 1
+
+    def _of_kernels(
+        self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, factor: float
+    ) -> torch.Tensor:
+        assert self._kernels is not None
+        return self._kernels.product(x, self.q, self.scales, self.minima, self.group, bias, residual, factor)
 
     def choose_product(self, tried: dict[object, Callable[[Quantised], Product] | None]) -> None:
-        """Take the first operator whose product is right; to be called when all values are there.
+        """Take Triton's kernels or the first operator whose product is right; to be called when all values are there.
 
         Args:
             tried: what was found for matrices of these forms and sizes.
         """
+        if self._take_kernels():
+            return
         form = (self.form, self.rows, self.cols)
         if form not in tried:
             tried[form] = next((make for make in _MAKERS if self._is_right(make)), None)
@@ -129,9 +158,23 @@ class Quantised:
                 none = torch.empty(0, device=self.device)
                 self.q, self.scales, self.minima = none.to(torch.uint8), none, None
 
-    def _is_right(self, make: Callable[[Quantised], Product]) -> bool:
+    def _take_kernels(self) -> bool:
+        """Whether Triton's kernels run here and are right: of one token, of several, and of more than they multiply."""
+        kernels = kernels_of(self.device)
+        groups = self.scales.shape[-1]
+        if kernels is None or not (groups == 1 or (16 <= self.group <= 256 and self.group & (self.group - 1) == 0)):
+            return False
+        if self.kind == "i4" and self.q.shape[-1] % 4:
+            return False
+        self._kernels = kernels
+        if all(self._is_right(lambda m: m, tokens) for tokens in (1, 3, 65)):
+            return True
+        self._kernels = None
+        return False
+
+    def _is_right(self, make: Callable[[Quantised], Product], tokens: int = 3) -> bool:
         generator = torch.Generator().manual_seed(0)
-        x = torch.randn(3, self.cols, generator=generator).to(self.dtype).to(self.device)
+        x = torch.randn(tokens, self.cols, generator=generator).to(self.dtype).to(self.device)
         try:
             y = make(self)(x)
         except (RuntimeError, NotImplementedError, ValueError, AttributeError):

@@ -309,5 +309,5 @@ class DeviceWeights:
             first[-CONSTANTS] = 1.0
         if layer.parallel and (of_attention := self._tensors.pop(f"{at}o.bias", None)) is not None:
             bias = bias + of_attention.float()
-        constant = activated(mlp, first.to(down.dtype))[inner]
+        constant = activated(mlp, first.to(down.dtype)[None])[0, inner]
         down[:, inner].copy_(bias / constant.float())

@@ -291,6 +291,8 @@ def format_for(precision: str, group_size: int, columns: int) -> tuple[str, int,
 
 def _packed_matrix(weight_OI: torch.Tensor, precision: str, group_size: int) -> _llm.Linear:
     rows, columns = weight_OI.shape
+    if 0 in weight_OI.stride():  # an expanded one: to `set_rows`, a stride of 0 is that of dense rows
+        weight_OI = weight_OI.contiguous()
     name, group, minimum = format_for(precision, group_size, columns)
     native = _llm.Linear(rows, columns, name, group, minimum)
     size = weight_OI.element_size()

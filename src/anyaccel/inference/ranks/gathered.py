@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommTimeoutError, UsageError
-from anyaccel.inference.ranks.patience import Patience
+from anyaccel.inference.ranks.patience import LoadingWatch, Patience
 from anyaccel.inference.ranks.processes import Processes
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 # Seconds in which ranks report errors or end by themselves, and in which the launcher notices that a rank has ended.
 FAREWELL = 0.5
 _NOTICE = 5.0
-_LOADING = 1800.0  # seconds that a rank may send nothing while it converts or packs a large model
 _SLICE = 1.0  # seconds of one poll() of a longer wait
 
 
@@ -111,14 +110,15 @@ class Ranks:
         except (BrokenPipeError, ConnectionResetError):
             raise self.lost() from None
 
-    def next(self, patience: float | None = None) -> tuple[int, dict[str, Any]]:
+    def next(self, patience: float | None = None, watch: LoadingWatch | None = None) -> tuple[int, dict[str, Any]]:
         """The next message of any rank, with the rank.
 
         Args:
             patience: seconds to wait; None: no limit, as the ranks have deadlines among themselves.
+            watch: tells of ranks that load which of them hangs.
 
         Raises:
-            RankError: a rank has failed or died.
+            RankError: a rank has failed or died, or hangs while it loads.
             CommTimeoutError: no message has come in time.
         """
         while True:
@@ -128,7 +128,7 @@ class Ranks:
                     if message["kind"] == "error":
                         self._fail(rank, message)
                     return rank, message
-            self._wait(patience)
+            self._wait(patience, watch)
 
     def outcome(self, tokens: int, *kinds: str) -> dict[str, Any]:
         """The next message of one of these kinds, after a step of so many tokens.
@@ -144,23 +144,42 @@ class Ranks:
                 raise RankError(f"a rank hangs: no step has ended within {seconds:.0f} s; is it stopped?") from None
         return message
 
-    def _wait(self, patience: float | None) -> None:
+    def _wait(self, patience: float | None, watch: LoadingWatch | None = None) -> None:
         poller = select.poll()
         for channel in self.channels:
             poller.register(channel.descriptor, select.POLLIN)
         ready: set[int] = set()
         left = float("inf") if patience is None else patience
+        slice_s = _SLICE if watch is None else min(_SLICE, self.patience / 4)
         # In slices, so that only time in which the ranks could run counts: if a container with this process and the
         # ranks is paused for hours, they lose one slice. It also notices the end of the launcher, as a host that is
         # gone does not close its connections.
         while not ready and left > 0:
-            own = min(left, _SLICE)
+            own = min(left, slice_s)
+            start = time.monotonic()
             ready = {descriptor for descriptor, _ in poller.poll(own * 1000)}
             left -= own
             if not ready and self.processes.code() is not None:
                 raise self.lost()
+            if watch is not None:
+                self._pump(ready)
+                self._look(watch, min(own, time.monotonic() - start))
+                return
         if not ready:
             raise CommTimeoutError(f"no rank has said anything for {patience:g} s (ANYACCEL_COMM_TIMEOUT)")
+        self._pump(ready)
+
+    def _look(self, watch: LoadingWatch, seconds: float) -> None:
+        """Raise a RankError if a rank that loads hangs; `seconds` have passed since the last look."""
+        channels = self.channels
+        problem = watch.passed(seconds, [each.heard for each in channels], [each.worked for each in channels])
+        for channel in channels:
+            channel.heard = channel.worked = False
+        if problem:
+            raise RankError(problem)
+
+    def _pump(self, ready: set[int]) -> None:
+        """Read what has come."""
         try:
             with self._uninterrupted():
                 for channel in self.channels:
@@ -215,8 +234,9 @@ class Ranks:
         said: dict[int, Any] = {}
         ready: dict[int, dict[str, Any]] = {}
         done: dict[int, tuple[int, int]] = {}
+        watch = LoadingWatch(self.processes.names, self.patience)
         while len(ready) < len(self.channels):
-            rank, message = self.next(max(self.patience, _LOADING))
+            rank, message = self.next(watch=watch)
             what = message["kind"]
             if what == "line":
                 screen.line(message["text"])
@@ -227,10 +247,13 @@ class Ranks:
                     screen.progress(*(sum(numbers) for numbers in zip(*done.values(), strict=True)))
             elif what == "say":
                 said[rank] = message["value"]
+                watch.waits(rank)
                 if len(said) == len(self.channels):
                     everybodys = [said[each] for each in sorted(said)]
                     said.clear()
                     self.send("all", all=everybodys)
+                    watch.goes_on()
             elif what == "ready":
                 ready[rank] = message
+                watch.loaded(rank)
         return [ready[rank] for rank in sorted(ready)]

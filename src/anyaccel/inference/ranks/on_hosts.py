@@ -11,12 +11,14 @@ import os
 import secrets
 import select
 import socket
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, UsageError
 from anyaccel.inference.ranks.gathered import FAREWELL, RankError
+from anyaccel.inference.ranks.patience import STARTING
 from anyaccel.inference.ranks.processes import GRACE, Processes
 from anyaccel.inference.ranks.wire import Channel
 
@@ -117,8 +119,15 @@ class HostProcesses(Processes):
         self._found[rank] = Channel(connection.detach(), self._patience)
 
     def _gather(self, listener: AgentListener) -> None:
-        """Wait until all ranks have called back. The launcher has deadlines for hosts, and ends if a rank does."""
+        """Wait until all ranks have called back. The launcher has deadlines for hosts, and ends if a rank does.
+
+        Raises:
+            RankError: the launcher has ended, or some ranks have not called long after the first one has.
+        """
+        limit = max(self._patience, STARTING)
+        left = limit  # as in Ranks._wait, only time in which the ranks could run counts
         while len(self._found) < self._count:
+            start = time.monotonic()
             poller = select.poll()
             for descriptor in listener.to_read():
                 poller.register(descriptor, select.POLLIN)
@@ -127,6 +136,13 @@ class HostProcesses(Processes):
             listener.drop_silent()
             if (code := self.code()) is not None:
                 raise RankError("no ranks were started; the messages above say why", code or 1)
+            if self._found:  # before that they may wait in the queue of a cluster
+                left -= min(time.monotonic() - start, _SLICE_MS / 1000)
+            if left < 0:
+                names = ", ".join(name for rank, name in enumerate(self.names) if rank not in self._found)
+                raise RankError(
+                    f"{names} did not start within {limit:g} s of the others (ANYACCEL_COMM_TIMEOUT); is it stopped?"
+                )
 
 
 def call_command() -> Channel:

@@ -14,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anyaccel import env
+from anyaccel import _native, env
 from anyaccel.errors import AnyAccelError, PeerLostError, UsageError
 from anyaccel.inference.ranks.options import ModelOptions
+from anyaccel.inference.ranks.patience import STARTING
 from anyaccel.inference.ranks.wire import Channel
 from anyaccel.terminal import marked
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     Model = NativeBackend | EngineBackend
 
 _PROGRESS_SECONDS = 0.05
+_BEAT_SECONDS = 1.0  # or a quarter of the deadline, if that is less
 
 
 def main(
@@ -57,9 +59,14 @@ def main(
     rank = int(os.environ["RANK"])
     try:
         try:
-            # The command sends the first message after it has started all ranks.
-            told = channel.receive(env.ANYACCEL_COMM_TIMEOUT.get())
-            model = _open(channel, rank, ModelOptions(**told["options"]), told["summary"], lacking)
+            patience = env.ANYACCEL_COMM_TIMEOUT.get()
+            # The command sends the first message after it has started all ranks, for which it has deadlines.
+            told = channel.receive(2 * max(patience, STARTING))
+            beats = _native.Heartbeat(channel.descriptor, min(_BEAT_SECONDS, patience / 4))
+            try:
+                model = _open(channel, rank, ModelOptions(**told["options"]), told["summary"], lacking)
+            finally:
+                beats.stop()  # while a chat waits for its user, nobody reads them
             (serve or _serve)(channel, rank, model)
         except (AnyAccelError, OSError, MemoryError) as error:
             _send_error(channel, error)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a command and its ranks over a socket pair: one JSON object per line."""
+"""Messages between a command and its ranks over a socket pair: one JSON object per line.
+
+A rank that loads sends single bytes between them, as `_native.Heartbeat` does; they are no part of JSON.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from typing import Any
 from anyaccel.errors import CommTimeoutError
 
 _CHUNK = 1 << 16
+# Bytes of csrc/common/heartbeat.h. They may come anywhere, also within a message.
+_WORKED = b"\1"
+_BEATS = b"\0" + _WORKED
 
 
 class Channel:
@@ -20,13 +26,18 @@ class Channel:
 
     Args:
         patience: seconds in which a peer must read a message.
+
+    Attributes:
+        heard: whether the peer has sent anything since this was set to False.
+        worked: the same of its having worked, which its heartbeat tells.
     """
 
     def __init__(self, descriptor: int, patience: float) -> None:
         self.descriptor = descriptor
         self._patience = patience
         self._messages: deque[dict[str, Any]] = deque()
-        self._rest = bytearray()
+        self._rest = b""
+        self.heard = self.worked = False
         os.set_blocking(descriptor, False)
         os.set_inheritable(descriptor, False)
 
@@ -85,8 +96,9 @@ class Channel:
             data = b""
         if not data:
             raise EOFError
-        *whole, rest = (self._rest + data).split(b"\n")
-        self._rest = rest
+        self.heard = True
+        self.worked |= _WORKED in data
+        *whole, self._rest = (self._rest + data.translate(None, _BEATS)).split(b"\n")
         self._messages.extend(json.loads(line) for line in whole)
         return True
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A residual with what a block adds to it, and the norm of that. `parts.Normed.of_sum` is the same in torch."""
+"""Norms, and a residual with what a block adds to it and the norm of that. `parts.Normed` has the same in torch."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def _add_norm(
     scale,
     eps,
     WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
     LAYER: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
@@ -32,10 +33,11 @@ def _add_norm(
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
     h = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0).to(tl.float32)
-    h += scale * tl.load(y + row * y_stride + at, mask=inside, other=0.0).to(tl.float32)
-    kept = h.to(total.dtype.element_ty)  # the norm is of the residual as the next layer reads it
-    tl.store(total + row * WIDTH + at, kept, mask=inside)
-    h = kept.to(tl.float32)
+    if ADD:
+        h += scale * tl.load(y + row * y_stride + at, mask=inside, other=0.0).to(tl.float32)
+        kept = h.to(total.dtype.element_ty)  # the norm is of the residual as the next layer reads it
+        tl.store(total + row * WIDTH + at, kept, mask=inside)
+        h = kept.to(tl.float32)
     if LAYER:
         h = tl.where(inside, h - tl.sum(h, 0) / WIDTH, 0.0)
     x = h * tl.rsqrt(tl.sum(h * h, 0) / WIDTH + eps)
@@ -61,13 +63,34 @@ def add_norm(
         residual, y: [tokens, width] of one dtype, the values of a token neighbours in memory; width up to WIDEST.
         weight, bias: [width].
     """
+    total = residual.new_empty(residual.shape)
+    return total, _run(residual, y, total, scale, weight, bias, eps, layer)
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, layer: bool
+) -> torch.Tensor:
+    """The norm of x, as `add_norm` has it."""
+    return _run(x, x, None, 0.0, weight, bias, eps, layer)
+
+
+def _run(
+    residual: torch.Tensor,
+    y: torch.Tensor,
+    total: torch.Tensor | None,
+    scale: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    layer: bool,
+) -> torch.Tensor:
     rows, width = residual.shape
-    total, out = residual.new_empty(rows, width), residual.new_empty(rows, width)
+    out = residual.new_empty(rows, width)
     if rows:
         _add_norm[(rows,)](
             residual,
             y,
-            total,
+            out if total is None else total,
             out,
             residual if weight is None else weight,
             residual if bias is None else bias,
@@ -76,9 +99,10 @@ def add_norm(
             scale,
             eps,
             WIDTH=width,
+            ADD=total is not None,
             LAYER=layer,
             WEIGHT=weight is not None,
             BIAS=bias is not None,
             BLOCK=triton.next_power_of_2(width),
         )
-    return total, out
+    return out

@@ -26,7 +26,12 @@ class Kernels(NamedTuple):
     gated: Callable[..., torch.Tensor]
     turn: Callable[..., None]
     add_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    widest: int
+    norm: Callable[..., torch.Tensor]
+    product: Callable[..., torch.Tensor]
+    dequantised: Callable[..., torch.Tensor]
+    attend: Callable[..., torch.Tensor]
+    widest: int  # values of a row, of norms
+    most_tokens: dict[torch.dtype, int]  # of a product
 
 
 @functools.cache
@@ -42,7 +47,7 @@ def kernels_of(device: torch.device) -> Kernels | None:
         logger.warning("Triton cannot be used (%s: %s): torch's own operators run", type(error).__name__, error)
         return None
     if wrong:
-        logger.warning("Triton's %s is wrong on %s: torch's own operators run", " and ".join(wrong), device)
+        logger.warning("Triton's %s: wrong on %s, torch's own operators run", ", ".join(wrong), device)
         return None
     return found
 
@@ -53,11 +58,13 @@ def load() -> Kernels:
     Raises:
         ImportError: there is no Triton.
     """
-    from anyaccel.inference.device.kernels.add_norm import WIDEST, add_norm
+    from anyaccel.inference.device.kernels.add_norm import WIDEST, add_norm, norm
+    from anyaccel.inference.device.kernels.attend import attend
     from anyaccel.inference.device.kernels.gated import gated
+    from anyaccel.inference.device.kernels.product import MOST_TOKENS, dequantised, product
     from anyaccel.inference.device.kernels.rotary import turn
 
-    return Kernels(gated, turn, add_norm, WIDEST)
+    return Kernels(gated, turn, add_norm, norm, product, dequantised, attend, WIDEST, MOST_TOKENS)
 
 
 def errors_of(kernels: Kernels, device: torch.device) -> dict[str, float]:
@@ -70,6 +77,17 @@ def errors_of(kernels: Kernels, device: torch.device) -> dict[str, float]:
     made = kernels.add_norm(x.to(device), y.to(device), 0.5, weight.to(device), None, 1e-5, False)
     whole = x + 0.5 * y
     found["add_norm"] = torch.cat(made).cpu() - torch.cat([whole, F.rms_norm(whole, (60,), weight, 1e-5)])
+    normed = kernels.norm(x.to(device), None, None, 1e-5, True)
+    found["norm"] = normed.cpu() - F.layer_norm(x, (60,), eps=1e-5)
+    found["product"] = kernels.product(x[:1].to(device), y.to(device)).cpu() - x[:1] @ y.t()
+
+    # Two heads of one key/value head over 70 keys, in pages 2 and 1 of the cache.
+    q, cache = torch.randn(1, 2, 16, generator=generator), torch.randn(3, 64, 32, generator=generator)
+    pages, at = torch.tensor([[2, 1]]).to(device), torch.tensor([69]).to(device)
+    seen = kernels.attend(q.to(device), cache.to(device), pages, 0, 2, at, 1, 16, 0.25)
+    rows = torch.cat([cache[2], cache[1]])[:70]
+    k, v = rows[:, :16], rows[:, 16:]
+    found["attend"] = seen.cpu() - ((q[0] @ k.t() * 0.25).softmax(-1) @ v).flatten()
 
     heads, angles = x.view(3, 4, 15), torch.randn(3, 7, generator=generator)
     on_device = heads.clone().to(device)

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of few tokens with a matrix as it is stored, floats or whole numbers with scales: x Wᵀ, with what is added.
+
+Reading the matrix is what such a product costs, so it is read once, in its own bits. One token is multiplied by fused
+multiply-adds in float32; several share the matrix units, with the weights rounded to the dtype of x. More tokens are
+multiplied by the vendor's product, of floats that `dequantised` writes where the matrix has none.
+
+Letters: M tokens, N rows of the matrix, K columns, G columns of a group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+# Of a product, by the matrix' dtype (uint8: two values of four bits). On an H200, more of them are sooner done by the
+# vendor's product, of four bits after dequantising.
+MOST_TOKENS = {torch.int8: 64, torch.uint8: 1}
+
+
+@triton.jit
+def _numbers(q, row, k, rows, cols, stored, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_N, BLOCK_K] values of the matrix from column k on, without scales; 0 beyond it."""
+    start = q + row.to(tl.int64)[:, None] * stored
+    if BITS == 4:
+        at = k // 2 + tl.arange(0, BLOCK_K // 2)
+        both = tl.load(start + at[None, :], mask=(row < rows)[:, None] & (2 * at < cols)[None, :], other=0)
+        return tl.reshape(tl.join(both >> 4, both & 15), (row.shape[0], BLOCK_K))
+    at = k + tl.arange(0, BLOCK_K)
+    return tl.load(start + at[None, :], mask=(row < rows)[:, None] & (at < cols)[None, :], other=0)
+
+
+@triton.jit
+def _scaled(values, scales, minima, row, k, rows, groups, G: tl.constexpr, MINIMA: tl.constexpr):
+    """Whole numbers in float32 with the scales and minima of their groups."""
+    n: tl.constexpr = values.shape[0]
+    width: tl.constexpr = values.shape[1]
+    group = k // G + tl.arange(0, width // G)
+    there = (row < rows)[:, None] & (group < groups)[None, :]
+    at = row[:, None] * groups + group[None, :]
+    y = tl.reshape(values.to(tl.float32), (n, width // G, G)) * tl.load(scales + at, mask=there, other=0.0)[:, :, None]
+    if MINIMA:
+        y += tl.load(minima + at, mask=there, other=0.0)[:, :, None]
+    return tl.reshape(y, (n, width))
+
+
+@triton.jit
+def _one_token(
+    x,
+    q,
+    scales,
+    minima,
+    bias,
+    residual,
+    out,
+    rows,
+    stored,
+    groups,
+    factor,
+    COLS: tl.constexpr,
+    SCALES: tl.constexpr,
+    G: tl.constexpr,
+    MINIMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Floats, and whole numbers of 8 bits."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < rows
+    start = q + row.to(tl.int64)[:, None] * stored
+    if G:
+        sums = tl.zeros((BLOCK_N, BLOCK_K // G), tl.float32)
+    else:
+        sums = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    of_x = tl.zeros((BLOCK_K,), tl.float32)
+    for k in range(0, COLS, BLOCK_K):
+        at = k + tl.arange(0, BLOCK_K)
+        values = tl.load(start + at[None, :], mask=inside[:, None] & (at < COLS)[None, :], other=0)
+        whole = tl.load(x + at, mask=at < COLS, other=0.0).to(tl.float32)
+        part = values.to(tl.float32) * whole[None, :]
+        if G:
+            group = k // G + tl.arange(0, BLOCK_K // G)
+            there = inside[:, None] & (group < groups)[None, :]
+            of_group = row[:, None] * groups + group[None, :]
+            part = tl.sum(tl.reshape(part, (BLOCK_N, BLOCK_K // G, G)), 2)
+            sums += part * tl.load(scales + of_group, mask=there, other=0.0)
+            if MINIMA:
+                totals = tl.sum(tl.reshape(whole, (BLOCK_K // G, G)), 1)
+                sums += tl.load(minima + of_group, mask=there, other=0.0) * totals[None, :]
+        else:
+            sums += part
+            if MINIMA:
+                of_x += whole
+    y = tl.sum(sums, 1)
+    if SCALES and not G:
+        y *= tl.load(scales + row, mask=inside, other=0.0)
+        if MINIMA:
+            y += tl.load(minima + row, mask=inside, other=0.0) * tl.sum(of_x, 0)
+    if BIAS:
+        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        y = tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + factor * y
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _floats_of(word, i: tl.constexpr):
+    """1 + u / 16 of the values u of four bits that words have at place i, counted from the low end.
+
+    The bits become the highest of a float's mantissa, which takes two instructions; a conversion is four times as slow.
+    """
+    left: tl.constexpr = 19 - 4 * i
+    if left >= 0:
+        moved = word << left
+    else:
+        moved = word >> -left
+    return ((moved & 0x780000) | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _one_token_words(
+    x,
+    q,
+    scales,
+    minima,
+    bias,
+    residual,
+    out,
+    rows,
+    words,
+    groups,
+    factor,
+    COLS: tl.constexpr,
+    G: tl.constexpr,
+    MINIMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    """Whole numbers of 4 bits, in words of 32."""
+    EACH: tl.constexpr = 8
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = row < rows
+    start = q + row.to(tl.int64)[:, None] * words
+    sums = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
+    of_x = tl.zeros((BLOCK_W,), tl.float32)
+    for w in range(0, (COLS + EACH - 1) // EACH, BLOCK_W):
+        at = w + tl.arange(0, BLOCK_W)
+        there = inside[:, None] & (EACH * at < COLS)[None, :]
+        word = tl.load(start + at[None, :], mask=there, other=0)
+        part = tl.zeros((BLOCK_N, BLOCK_W), tl.float32)
+        whole = tl.zeros((BLOCK_W,), tl.float32)
+        for i in tl.static_range(EACH):
+            col = EACH * at + (i ^ 1)  # the high half of an octet is the even column
+            of_col = tl.load(x + col, mask=col < COLS, other=0.0).to(tl.float32)
+            part += _floats_of(word, i) * of_col[None, :]
+            whole += of_col
+        part = 16.0 * (part - whole[None, :])
+        if G:
+            of_group = row[:, None] * groups + (EACH * at // G)[None, :]
+            part *= tl.load(scales + of_group, mask=there, other=0.0)
+            if MINIMA:
+                part += tl.load(minima + of_group, mask=there, other=0.0) * whole[None, :]
+        elif MINIMA:
+            of_x += whole
+        sums += part
+    y = tl.sum(sums, 1)
+    if not G:
+        y *= tl.load(scales + row, mask=inside, other=0.0)
+        if MINIMA:
+            y += tl.load(minima + row, mask=inside, other=0.0) * tl.sum(of_x, 0)
+    if BIAS:
+        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        y = tl.load(residual + row, mask=inside, other=0.0).to(tl.float32) + factor * y
+    tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _few_tokens(
+    x,
+    q,
+    scales,
+    minima,
+    bias,
+    residual,
+    out,
+    tokens,
+    rows,
+    stored,
+    groups,
+    x_stride,
+    residual_stride,
+    factor,
+    COLS: tl.constexpr,
+    G: tl.constexpr,
+    MINIMA: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Whole numbers of 8 bits."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.arange(0, BLOCK_M)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    of_x = tl.zeros((BLOCK_M,), tl.float32)
+    for k in range(0, COLS, BLOCK_K):
+        at = k + tl.arange(0, BLOCK_K)
+        values = tl.load(
+            x + token[:, None] * x_stride + at[None, :],
+            mask=(token < tokens)[:, None] & (at < COLS)[None, :],
+            other=0.0,
+        )
+        weights = _numbers(q, row, k, rows, COLS, stored, 8, BLOCK_K)
+        if G:
+            weights = _scaled(weights, scales, minima, row, k, rows, groups, G, MINIMA)
+        elif MINIMA:
+            of_x += tl.sum(values.to(tl.float32), 1)
+        sums = tl.dot(values, tl.trans(weights.to(values.dtype)), sums, input_precision="ieee")
+    inside = row < rows
+    y = sums
+    if not G:
+        y *= tl.load(scales + row, mask=inside, other=0.0)[None, :]
+        if MINIMA:
+            y += of_x[:, None] * tl.load(minima + row, mask=inside, other=0.0)[None, :]
+    if BIAS:
+        y += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)[None, :]
+    both = (token < tokens)[:, None] & inside[None, :]
+    if RESIDUAL:
+        y = tl.load(residual + token[:, None] * residual_stride + row[None, :], mask=both, other=0.0) + factor * y
+    tl.store(out + token[:, None] * rows + row[None, :], y.to(out.dtype.element_ty), mask=both)
+
+
+@triton.jit
+def _dequantise(
+    q,
+    scales,
+    minima,
+    out,
+    rows,
+    cols,
+    stored,
+    groups,
+    BITS: tl.constexpr,
+    G: tl.constexpr,
+    MINIMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K
+    weights = _numbers(q, row, k, rows, cols, stored, BITS, BLOCK_K)
+    inside = row < rows
+    if G:
+        y = _scaled(weights, scales, minima, row, k, rows, groups, G, MINIMA)
+    else:
+        y = weights.to(tl.float32) * tl.load(scales + row, mask=inside, other=0.0)[:, None]
+        if MINIMA:
+            y += tl.load(minima + row, mask=inside, other=0.0)[:, None]
+    at = k + tl.arange(0, BLOCK_K)
+    there = inside[:, None] & (at < cols)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * cols + at[None, :], y.to(out.dtype.element_ty), mask=there)
+
+
+def product(
+    x: torch.Tensor,
+    q: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    minima: torch.Tensor | None = None,
+    group: int = 0,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    factor: float = 1.0,
+) -> torch.Tensor:
+    """x Wᵀ + bias, or with a residual: residual + factor * (x Wᵀ + bias).
+
+    Args:
+        x: [M, K], the values of a token neighbours in memory; M up to MOST_TOKENS, of floats 1.
+        q: [N, K] floats; or int8; or uint8 [N, K / 2] in fours, whose high four bits are the value of the even column.
+        scales, minima: float32 [N, groups]; none of floats.
+        group: columns of a group, a power of two from 16 to 256, where a row has several.
+        residual: [M, N], the values of a token neighbours in memory.
+    """
+    tokens, cols = x.shape
+    rows, stored = q.shape
+    groups = 0 if scales is None else scales.shape[-1]
+    out = x.new_empty(tokens, rows)
+    given = (x, q, x if scales is None else scales, x if minima is None else minima, x if bias is None else bias)
+    to = x if residual is None else residual
+    form = {"G": group if groups > 1 else 0, "MINIMA": minima is not None, "BIAS": bias is not None}
+    form["RESIDUAL"] = residual is not None
+    if tokens == 1 and q.dtype is torch.uint8:
+        words = q.view(torch.int32)
+        sizes = {"COLS": cols, "BLOCK_N": 4, "BLOCK_W": 256, "num_warps": 2}
+        _one_token_words[(triton.cdiv(rows, 4),)](
+            x, words, *given[2:], to, out, rows, words.shape[1], groups, factor, **form, **sizes
+        )
+    elif tokens == 1:
+        block_n = 1 if rows <= 4096 else 4  # what keeps an H200 busiest
+        sizes = {"COLS": cols, "SCALES": scales is not None, "BLOCK_N": block_n, "BLOCK_K": 1024, "num_warps": 4}
+        _one_token[(triton.cdiv(rows, block_n),)](*given, to, out, rows, stored, groups, factor, **form, **sizes)
+    elif tokens:
+        exact = x.dtype is torch.float32
+        stages = 2 if exact else 5 if rows <= 16384 else 3
+        sizes = {"BLOCK_M": max(16, triton.next_power_of_2(tokens)), "BLOCK_N": 32, "num_warps": 4}
+        sizes |= {"BLOCK_K": max(64 if exact else 128, form["G"]), "num_stages": stages}
+        others = (to, out, tokens, rows, stored, groups, x.stride(0), to.stride(0), factor)
+        _few_tokens[(triton.cdiv(rows, 32),)](*given, *others, COLS=cols, **form, **sizes)
+    return out
+
+
+def dequantised(
+    q: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None, group: int, cols: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[N, K] of whole numbers as `product` takes them, computed in float32 and rounded once."""
+    rows, stored = q.shape
+    groups = scales.shape[-1]
+    out = torch.empty(rows, cols, dtype=dtype, device=q.device)
+    block_n, block_k = 8, 512
+    _dequantise[(triton.cdiv(rows, block_n), triton.cdiv(cols, block_k))](
+        q,
+        scales,
+        scales if minima is None else minima,
+        out,
+        rows,
+        cols,
+        stored,
+        groups,
+        BITS=4 if q.dtype is torch.uint8 else 8,
+        G=group if groups > 1 else 0,
+        MINIMA=minima is not None,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+    )
+    return out
