@@ -105,7 +105,7 @@ collected: $(STAMP)-dev $(STAMP)-build
 # Several processes run the tests (tests/workers.py), in the order in which they are collected.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-test: ready ## lint, the native tests, those of arm64's optimizers with qemu, and the tests without the slow ones
+test: ready ## lint, the native tests, in short those of arm64 with qemu, and the tests without the slow ones
 	$(PYTEST) -m "not slow"
 
 test-all: ready sanitize test-arm64 arm64-package ## lint, the native tests with and without sanitizers and for arm64, and every test
@@ -139,13 +139,13 @@ sanitize: $(STAMP)-demo ## build the native tests with address and thread saniti
 # Processors as qemu calls them. Every 64-bit Arm has neon; a Graviton 2 has neon_dot too; the nearest to a Graviton 3
 # has all, with vectors of 256 bits. The tests run each variant that a processor has.
 ARM64 := cortex-a72 neoverse-n1 max,sve-max-vq=2 max/portable
-# What compiles in seconds: `make test` runs these. The decoder takes minutes.
-ARM64_SHORT ?= optim
+# What `make test` runs of them: the kernels of the newest processor, compiled quickly, with a few cases of each kind.
+ARM64_SHORT ?= comm|optim|llm_(ops|pack|matrix|gemm|attention)
 test-arm64: $(STAMP)-demo ## build the native tests for arm64 and run them with qemu, as several processors
 	tools/test_cross.sh aarch64 '$(TEST)' $(ARM64)
 
-test-arm64-short: $(STAMP)-compiling ## those of the optimizers, as the newest processor
-	@tools/test_cross.sh aarch64 '$(ARM64_SHORT)' max
+test-arm64-short: $(STAMP)-compiling ## those of kernels and collectives in short, as the newest processor
+	@QUICK=ON tools/test_cross.sh aarch64 '$(ARM64_SHORT)' max,sve-max-vq=2
 
 arm64-package: $(STAMP)-demo
 	tools/arm64_package.sh

@@ -3,14 +3,15 @@
 # Compiles the native tests for another machine and runs them with qemu:
 #   tools/test_cross.sh MACHINE TESTS PROCESSOR[/ISA]...
 # MACHINE as uname -m calls it, TESTS a regular expression of their names, PROCESSOR a model of qemu's (-cpu), ISA what
-# ANYACCEL_ISA is. Where the compiler or qemu cannot be had it says so, and that these tests are skipped.
+# ANYACCEL_ISA is. With QUICK=ON only the newest variants are compiled, and tests have a few cases of each kind
+# (tests/native/check.h). Where the compiler or qemu cannot be had it says so, and that these tests are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 machine=$1 tests=$2
 shift 2
 bin=$PWD/.venv/bin
-folder=build/cross/$machine
+folder=build/cross/$machine${QUICK:+-quick}
 
 tools/install_test_tools.sh cross "$machine"
 for program in "${machine/ppc64le/powerpc64le}-linux-gnu-g++" "qemu-$machine"; do
@@ -22,7 +23,7 @@ done
 
 "$bin/cmake" -S . -B "$folder" -G Ninja -DCMAKE_MAKE_PROGRAM="$bin/ninja" -DPython_EXECUTABLE="$bin/python" \
   -DCMAKE_TOOLCHAIN_FILE="$PWD/tools/cross.cmake" -DANYACCEL_CROSS="$machine" -DANYACCEL_TESTS=ON \
-  -DANYACCEL_TEST_TIMEOUT=1800 >/dev/null
+  -DANYACCEL_QUICK="${QUICK:-OFF}" -DANYACCEL_TEST_TIMEOUT=1800 >/dev/null
 programs=$(cd tests/native && printf '%s\n' *_test.cpp | sed 's/_test\.cpp$//' | { grep -xE "$tests" || true; })
 if [ -z "$programs" ]; then
   echo "test_cross: no test is called $tests" >&2

@@ -41,6 +41,16 @@ void settle(double& known, double seconds) {
   known += (seconds < known ? 0.5 : 0.02) * (std::min(seconds, 2 * known) - known);
 }
 
+// The time that was measured `count` times before.
+void learn(double& known, int64_t count, double seconds) {
+  if (count == 0)
+    known = seconds;
+  else if (count < kFirst)
+    known = std::min(known, seconds);
+  else
+    settle(known, seconds);
+}
+
 void keep(double& known, double seconds) {
   known = known == 0 ? seconds : known + 0.3 * (std::min(seconds, 2 * known) - known);
 }
@@ -53,16 +63,8 @@ void DraftChance::report(int64_t drafted, int64_t accepted) {
 }
 
 void DraftPace::Times::add(int64_t tokens, double seconds) {
-  if (tokens < 1 || tokens > kGemvTokens) return;
-  double& known = seconds_[static_cast<size_t>(tokens)];
-  int64_t& count = counts_[static_cast<size_t>(tokens)];
-  if (count == 0)
-    known = seconds;
-  else if (count < kFirst)
-    known = std::min(known, seconds);
-  else
-    settle(known, seconds);
-  ++count;
+  if (tokens >= 1 && tokens <= kGemvTokens)
+    learn(seconds_[static_cast<size_t>(tokens)], counts_[static_cast<size_t>(tokens)]++, seconds);
 }
 
 double DraftPace::Times::of(int64_t tokens) const {
@@ -81,9 +83,40 @@ double DraftPace::Times::of(int64_t tokens) const {
   return at(below) + slope * distance;
 }
 
-int64_t DraftPace::Times::known() const {
+bool DraftPace::Times::any() const {
+  return std::any_of(counts_.begin(), counts_.end(), [](int64_t count) { return count > 0; });
+}
+
+void DraftPace::Extras::add(int64_t drafts, double seconds, double plain) {
+  const auto at = static_cast<size_t>(drafts);
+  learn(seconds_[at], counts_[at], seconds);
+  learn(plain_[at], counts_[at]++, plain);
+}
+
+double DraftPace::Extras::at(int64_t drafts) const {
+  return std::max(seconds_[static_cast<size_t>(drafts)] - plain_[static_cast<size_t>(drafts)], 0.0);
+}
+
+double DraftPace::Extras::of(int64_t drafts, double plain) const {
+  const auto is_known = [this](int64_t n) { return counts_[static_cast<size_t>(n)] > 0; };
+  int64_t below = std::min<int64_t>(drafts, kGemvTokens), above = drafts;  // none cost nothing
+  while (below > 0 && !is_known(below)) --below;
+  while (above <= kGemvTokens && !is_known(above)) ++above;
+  if (below == drafts) return at(below);
+  const auto distance = static_cast<double>(drafts - below);
+  if (above <= kGemvTokens) return at(below) + (at(above) - at(below)) * distance / static_cast<double>(above - below);
+  double slope = kMore * plain;
+  if (below > 0) {
+    int64_t before = below - 1;
+    while (before > 0 && !is_known(before)) --before;
+    slope = std::max(slope / 2, (at(below) - at(before)) / static_cast<double>(below - before));
+  }
+  return at(below) + slope * distance;
+}
+
+int64_t DraftPace::Extras::known() const {
   int64_t most = kGemvTokens;
-  while (most > 0 && count(most) == 0) --most;
+  while (most > 0 && counts_[static_cast<size_t>(most)] == 0) --most;
   return most;
 }
 
@@ -94,36 +127,43 @@ void DraftPace::set_cost(double pass, double reading) {
   can_pay_ = (most + 1) / (1 + most * (kMore + pass)) >= kLeastGain;
 }
 
+double DraftPace::pass_seconds(int64_t requests, int64_t tokens) const {
+  if (tokens <= requests) return plain_.of(tokens);  // some answers have tokens from the pass before
+  const double plain = plain_.of(requests);
+  return plain + extras_.of(tokens - requests, plain);
+}
+
 double DraftPace::draft_seconds(int64_t requests) const {
-  return drafts_.known() > 0 ? drafts_.of(requests) : pass_cost_ * passes_.of(requests);
+  return drafts_.any() ? drafts_.of(requests) : pass_cost_ * plain_.of(requests);
 }
 
 // The pass that reads the last token makes the first draft.
 double DraftPace::reading_seconds(int64_t requests, int64_t unread, bool dear) const {
   if (unread <= 2 * requests) return 0;
-  const double plain = passes_.of(requests), tokens = static_cast<double>(unread);
+  const double plain = plain_.of(requests), tokens = static_cast<double>(unread);
   const double token = prompt_token_ > 0 ? prompt_token_ : kPromptToken * plain;
   const double reading = read_token_ > 0 ? read_token_ : token * reading_cost_ * (dear ? kDearReading : 1);
   return std::max(reading * tokens - draft_seconds(requests), 0.0);
 }
 
 double DraftPace::seconds(const Ask& ask, int64_t width) const {
-  return passes_.of(ask.requests * (width + 1)) + static_cast<double>(width) * draft_seconds(ask.requests);
+  return pass_seconds(ask.requests, ask.requests * (width + 1)) +
+         static_cast<double>(width) * draft_seconds(ask.requests);
 }
 
 double DraftPace::risk(const Ask& ask, const Way& way, int64_t width) const {
-  const double plain = passes_.of(ask.requests);
-  const int64_t tokens = ask.requests * (width + 1), known = passes_.known();
-  double pass = passes_.of(tokens);
-  if (tokens > known)
-    pass = std::max(pass, passes_.of(known) + kDearMore * plain * static_cast<double>(tokens - known));
+  const double plain = plain_.of(ask.requests);
+  const int64_t drafts = ask.requests * width, known = extras_.known();
+  double extra = extras_.of(drafts, plain);
+  if (drafts > known)
+    extra = std::max(extra, extras_.of(known, plain) + kDearMore * plain * static_cast<double>(drafts - known));
   double draft = draft_seconds(ask.requests);
-  if (drafts_.known() == 0 && pass_cost_ > 0) draft = kDearDraft * draft + kDearBeside * plain;
-  return pass - plain + static_cast<double>(width) * draft + reading_seconds(ask.requests, way.unread, true);
+  if (!drafts_.any() && pass_cost_ > 0) draft = kDearDraft * draft + kDearBeside * plain;
+  return extra + static_cast<double>(width) * draft + reading_seconds(ask.requests, way.unread, true);
 }
 
 DraftPace::Odds DraftPace::best(const Ask& ask, const Way& way, double purse) const {
-  const double plain = passes_.of(ask.requests);
+  const double plain = plain_.of(ask.requests);
   Odds best{0, 1 / plain, 0};
   double expected = 1, all = 1;
   for (int64_t width = 1; width <= ask.most; ++width) {
@@ -142,7 +182,7 @@ DraftPace::Choice DraftPace::choose(const Ask& asked) {
   Choice choice;
   if (!can_pay_)
     choice.quiet = kMostQuiet;
-  else if (ask.most > 0 && passes_.count(ask.requests) >= kLeastPlain && since_plain_ < kMostPlain)
+  else if (ask.most > 0 && plain_.count(ask.requests) >= kLeastPlain && since_plain_ < kMostPlain)
     choice = decide(ask);
   since_plain_ = choice.width > 0 ? since_plain_ + 1 : 0;
   return choice;
@@ -154,7 +194,7 @@ int64_t DraftPace::wait_for(double seconds, double plain) const {
 }
 
 DraftPace::Choice DraftPace::decide(const Ask& ask) {
-  const double plain = passes_.of(ask.requests);
+  const double plain = plain_.of(ask.requests);
   const double purse = balance_ + (ask.proven ? kAdvance * plain : 0);
   const double own = plain * (kMostOfAnswer + kShare * static_cast<double>(ask.answered)) - ask.lost;
   const double rest =
@@ -216,7 +256,12 @@ void DraftPace::report(int64_t drafted, int64_t accepted, bool part) {
   (part ? end_prior_ : prior_).report(drafted, accepted);
 }
 
-void DraftPace::passed(int64_t tokens, double seconds) { passes_.add(tokens, seconds); }
+void DraftPace::passed(int64_t requests, int64_t tokens, double seconds) {
+  if (tokens <= requests)
+    plain_.add(tokens, seconds);
+  else if (tokens <= kGemvTokens && plain_.count(requests) > 0)
+    extras_.add(tokens - requests, seconds, plain_.of(requests));
+}
 
 void DraftPace::prompted(int64_t tokens, double seconds) {
   if (tokens >= kLeastPrompt) keep(prompt_token_, seconds / static_cast<double>(tokens));
@@ -229,11 +274,11 @@ void DraftPace::read(int64_t tokens, double seconds) {
 }
 
 double DraftPace::stepped(const Step& step) {
-  if (step.requests > kGemvTokens || passes_.count(step.requests) == 0) return 0;
+  if (step.requests > kGemvTokens || plain_.count(step.requests) == 0) return 0;
   ++waited_;
-  const double plain = passes_.of(step.requests);
+  const double plain = plain_.of(step.requests);
   // Times of passes are what they usually are, since other work on the machine makes single ones late.
-  double cost = (step.tokens > 0 ? passes_.of(step.tokens) : 0) - plain;
+  double cost = (step.tokens > 0 ? pass_seconds(step.requests, step.tokens) : 0) - plain;
   cost +=
       std::min(step.drafting, kDearBeside * plain + 2 * static_cast<double>(step.passes) * drafts_.of(step.requests));
   balance_ = std::min(balance_ + kShare * plain - cost - step.reading, kMostSaved * plain);

@@ -69,9 +69,9 @@ class DraftPace {
   double prior(bool part) const { return part ? end_prior_.value() : prior_.value(); }
   void report(int64_t drafted, int64_t accepted, bool part);
 
-  // What took how long: a pass of the model over the next tokens of answers, drafts among them; one over tokens of
-  // prompts; a pass of the draft model for each of `requests` answers; and what it took to read.
-  void passed(int64_t tokens, double seconds);
+  // What took how long: a pass of the model over the next tokens of `requests` answers, drafts among them; one over
+  // tokens of prompts; a pass of the draft model for each of `requests` answers; and what it took to read.
+  void passed(int64_t requests, int64_t tokens, double seconds);
   void prompted(int64_t tokens, double seconds);
   void drafted(int64_t requests, double seconds);
   void read(int64_t tokens, double seconds);
@@ -97,11 +97,26 @@ class DraftPace {
     int64_t count(int64_t tokens) const { return counts_[static_cast<size_t>(tokens)]; }
     // Between those that are known, along a line; beyond them a little more for each token. 0: nothing is known.
     double of(int64_t tokens) const;
-    // The most tokens of which a time is known; 0: none.
-    int64_t known() const;
+    bool any() const;
 
    private:
     std::array<double, kGemvTokens + 1> seconds_ = {};
+    std::array<int64_t, kGemvTokens + 1> counts_ = {};
+  };
+  // What drafts make a pass take longer, by their number. A plain pass takes longer behind a long text, so it is kept
+  // with each time what one took then: times of passes with drafts from behind a short text would seem to cost nothing.
+  class Extras {
+   public:
+    void add(int64_t drafts, double seconds, double plain);
+    // As Times::of(); `plain`: what a plain pass takes now.
+    double of(int64_t drafts, double plain) const;
+    // The most drafts of which it is known.
+    int64_t known() const;
+
+   private:
+    double at(int64_t drafts) const;
+
+    std::array<double, kGemvTokens + 1> seconds_ = {}, plain_ = {};
     std::array<int64_t, kGemvTokens + 1> counts_ = {};
   };
 
@@ -122,6 +137,8 @@ class DraftPace {
     int64_t width = 0;
     double rate = 0, saved = 0;
   };
+  // A pass over so many tokens of `requests` answers.
+  double pass_seconds(int64_t requests, int64_t tokens) const;
   double draft_seconds(int64_t requests) const;
   // `dear`: what it may be where nobody knows.
   double reading_seconds(int64_t requests, int64_t unread, bool dear) const;
@@ -133,7 +150,8 @@ class DraftPace {
   Choice decide(const Ask& ask);
   int64_t wait_for(double seconds, double plain) const;
 
-  Times passes_, drafts_;
+  Times plain_, drafts_;  // passes of the model without drafts, and of the draft model
+  Extras extras_;
   double pass_cost_ = 0, reading_cost_ = 0;
   double prompt_token_ = 0, read_token_ = 0;  // seconds; 0: not known
   bool can_pay_ = true;

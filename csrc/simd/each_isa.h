@@ -27,9 +27,11 @@
 #include ANYACCEL_EACH_ISA
 #undef ANYACCEL_ISA_VARIANT
 
+#ifndef ANYACCEL_NEWEST_ONLY  // see pick.h
 #define ANYACCEL_ISA_VARIANT portable
 #include ANYACCEL_EACH_ISA
 #undef ANYACCEL_ISA_VARIANT
+#endif
 
 #ifdef ANYACCEL_X86
 

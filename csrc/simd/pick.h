@@ -21,12 +21,22 @@ const Table& variant();
 // Whether a table has a variant for a row: all have those of more than `some_kernels`; a table that has others, or
 // fewer, says so by a member compiled_for().
 template <class Table>
-constexpr bool compiled_for(const IsaRow& row) {
+constexpr bool written_for(const IsaRow& row) {
   if (!exists_here(row)) return false;
   if constexpr (requires { Table::compiled_for(row); })
     return Table::compiled_for(row);
   else
     return row.variants != Variants::some_kernels;
+}
+
+template <class Table>
+constexpr bool compiled_for(const IsaRow& row) {
+#ifdef ANYACCEL_NEWEST_ONLY  // for tests in a hurry: scalar, and what the newest processor runs
+  for (const IsaRow& other : kIsaRows)
+    if (row.isa != Isa::scalar && other.isa > row.isa && includes(other.isa, row.isa) && written_for<Table>(other))
+      return false;
+#endif
+  return written_for<Table>(row);
 }
 
 // The table of the last instruction set that `isa` includes, or null when it includes none of those that there are.

@@ -70,8 +70,12 @@ inline void store_bf16(uint16_t* p, Vec v) { *p = to_bf16(v); }
 inline void store_f16(uint16_t* p, Vec v) { *p = to_f16(v); }
 inline Vec even_bf16(const void* p) { return from_bf16(half_at(p)); }
 inline Vec odd_bf16(const void* p) { return from_bf16(half_at(static_cast<const char*>(p) + 2)); }
-inline IVec pair_of(uint16_t low, uint16_t high) {
-  return static_cast<int32_t>(static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16);
+// As they lie in memory, whatever the order of a number's bytes.
+inline IVec pair_of(uint16_t first, uint16_t second) {
+  const uint16_t halves[2] = {first, second};
+  IVec pair;
+  std::memcpy(&pair, halves, sizeof pair);
+  return pair;
 }
 [[gnu::always_inline]] inline IVec pack_bf16(Vec a, Vec b) { return pair_of(to_bf16(a), to_bf16(b)); }
 [[gnu::always_inline]] inline IVec pack_f16(Vec a, Vec b) { return pair_of(to_f16(a), to_f16(b)); }

@@ -13,6 +13,12 @@
     }                                                                      \
   } while (false)
 
+// For `make test`, with the kernels of one instruction set and a few cases of each kind: the others run elsewhere.
+#ifdef ANYACCEL_QUICK
+inline constexpr bool kQuick = true;
+#else
+inline constexpr bool kQuick = false;
+#endif
 // With a sanitizer all takes ten times as long, and lengths matter less than kinds: tests with much to do do a part.
 #ifdef ANYACCEL_SLOW
 inline constexpr bool kEmulated = true;  // qemu runs them, which is slower still

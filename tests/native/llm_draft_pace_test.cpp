@@ -123,7 +123,7 @@ Told answer(DraftPace& pace, const Machine& machine, int64_t prompt, int64_t tok
     step.tokens = waiting + choice.width * count;
     if (step.tokens > 0) {
       const double pass = machine.pass(std::max(step.tokens, count));
-      pace.passed(step.tokens, machine.measured(pass));
+      pace.passed(count, step.tokens, machine.measured(pass));
       now += pass;
     }
     for (size_t i = 0; i < ahead.size(); ++i) {
@@ -277,6 +277,28 @@ void test_drafts_that_pay() {
   }
 }
 
+// Passes take longer behind a long text: what drafts cost behind a short one must not be compared with that.
+void test_long_texts_behind_short_ones() {
+  const Machine small{.more = 0.15, .draft = 0.02};
+  Machine large = small;
+  large.plain = 1.5;
+  large.more = small.more / large.plain;  // a draft costs what it did
+  large.draft = small.draft / large.plain;
+  DraftPace pace = pace_for(small);
+  std::mt19937 generator(3);
+  for (int i = 0; i < 20; ++i) answer(pace, small, 16, 200, chance_of(0.6, generator));
+  // What those have saved may be spent, one step of an answer at once.
+  for (int i = 0; i < 30; ++i) answer(pace, small, 16, 400, none_right);
+  for (int i = 0; i < 100; ++i) pace.passed(1, 1, large.plain);  // of an answer that takes no drafts
+  double all = 0, plain = 0;
+  for (int i = 0; i < 10; ++i) {
+    const Told told = answer(pace, large, 2000, 32, none_right);
+    all += told.seconds.back();
+    plain += large.plain * static_cast<double>(told.seconds.size());
+  }
+  CHECK(all <= (1 + kMostLoss) * plain);
+}
+
 // Lookup: what came before is drafted, further where more of the text came before, and less often where it was wrong.
 void test_lookup() {
   NgramDrafts drafts;
@@ -304,6 +326,7 @@ void test_lookup() {
 
 int main() {
   test_lookup();
+  test_long_texts_behind_short_ones();
   test_a_busy_machine();
   test_drafts_that_pay();
   test_drafts_that_are_never_right();

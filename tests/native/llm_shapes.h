@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "llm/matrix.h"
 #include "llm_matrices.h"
 #include "simd/isa.h"
@@ -23,15 +24,18 @@ using anyaccel::Isa;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
+constexpr Isa kIsas[] = {Isa::scalar, Isa::portable,    Isa::avx2, Isa::avx_vnni,
+                         Isa::avx512, Isa::avx512_vnni, Isa::neon, Isa::neon_dot};
 // Whether what is compiled for it runs here; emulated, it takes no more than the instruction set that it builds on.
 inline bool supported(Isa isa) {
+  if (kQuick)
+    for (const Isa other : kIsas)
+      if (other > isa && anyaccel::can_run(other)) return false;
 #ifdef ANYACCEL_EMULATE
   isa = anyaccel::highest_of_every_kernel(isa);
 #endif
   return anyaccel::can_run(isa);
 }
-constexpr Isa kIsas[] = {Isa::scalar, Isa::portable,    Isa::avx2, Isa::avx_vnni,
-                         Isa::avx512, Isa::avx512_vnni, Isa::neon, Isa::neon_dot};
 
 // Exactly as much memory as is used, aligned: reads beyond are seen by the sanitizer.
 struct Aligned {

@@ -131,9 +131,13 @@ void every_dtype_and_size() {
   sizes.insert(sizes.end(), {1000, 4095, 4096, 4097, 0, 40001, 0});
   for (const Step& step : kSteps)
     for (const Dtypes& dtypes : kDtypes)
-      for (const DType state : {DType::f32, DType::bf16})
+      for (const DType state : {DType::f32, DType::bf16}) {
+        Batch scalar(sizes, dtypes.param, dtypes.grad, state, true);
+        const AnyaccelTensors reference = scalar.tensors(1, static_cast<int>(anyaccel::Isa::scalar));
+        CHECK(step(&reference) == 0);
         for (const anyaccel::IsaRow& row : anyaccel::kIsaRows) {
           if (!anyaccel::can_run(row.isa) || row.variants == anyaccel::Variants::some_kernels) continue;
+          if (kQuick && row.isa != anyaccel::highest_of_every_kernel(anyaccel::selected_isa())) continue;
           const int isa = static_cast<int>(row.isa);
           Batch one(sizes, dtypes.param, dtypes.grad, state, true),
               other(sizes, dtypes.param, dtypes.grad, state, true);
@@ -141,8 +145,10 @@ void every_dtype_and_size() {
           CHECK(step(&a) == 0);
           CHECK(step(&b) == 0);
           same(one, other);
+          same(one, scalar);
           CHECK(one.counts[0] == 3.0f);
         }
+      }
 }
 
 void several_callers_at_once() {
@@ -152,7 +158,7 @@ void several_callers_at_once() {
       Batch batch({50000, 3, 20000}, DType::f32, DType::f32, DType::f32, caller % 2 == 0);
       Batch alone({50000, 3, 20000}, DType::f32, DType::f32, DType::f32, caller % 2 == 0);
       const AnyaccelTensors tensors = batch.tensors(3, -1), single = alone.tensors(1, -1);
-      for (int i = 0; i < 20; ++i) {
+      for (int i = 0; i < (kQuick ? 3 : 20); ++i) {
         CHECK(kSteps[caller](&tensors) == 0);
         CHECK(kSteps[caller](&single) == 0);
       }

@@ -105,6 +105,8 @@ def quantize(
         raise UsageError("--bits: what each matrix needs is measured on a text; give --calibrate too")
     if size is not None and (format != "gguf" or bits is not None):
         raise UsageError("--size is that of a GGUF file: give --format gguf and --calibrate too, and no --bits")
+    if format == "gguf" and (asymmetric or group != 32):
+        raise UsageError("--group-size and --asymmetric are for folders; types of GGUF have groups of their own")
     if asymmetric and dtype != "int4":
         raise UsageError("asymmetric is for int4 only; int8 does not need it")
     if not source.exists():

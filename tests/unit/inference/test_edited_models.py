@@ -256,6 +256,24 @@ def test_weights_whose_memory_is_repeated_are_read_as_they_are(
     torch.testing.assert_close(_logits(engine), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("case", ["llama", "gpt_neox"])
+def test_rotary_frequencies_that_a_conversion_has_rounded_are_used(case: str, back: bool) -> None:
+    """As `model.to(torch.bfloat16)` leaves them, also after `.float()`: at later positions that is visible."""
+    model = copy.deepcopy(_built(case))
+    if back:
+        model = model.to(torch.bfloat16).float()
+    else:
+        for module in model.modules():
+            if "RotaryEmbedding" in type(module).__name__:
+                module.to(torch.bfloat16)
+    ids = torch.randint(3, 131, (1, 63), generator=torch.Generator().manual_seed(1))
+    expected = _logits(model, ids)
+    engine = anyaccel.init_inference(model, dtype="fp32")
+    assert engine.runtime == "native"
+    assert float((_logits(engine, ids) - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
 def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(*args, **kwargs) * 2
 

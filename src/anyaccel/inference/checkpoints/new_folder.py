@@ -75,7 +75,7 @@ def check_room(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size > free:
         raise UsageError(
-            f"{folder}: {free / 2**20:.0f} MiB are free, {size / 2**20:.0f} MiB are needed; "
+            f"{folder}: {free / 2**20:.1f} MiB are free, {size / 2**20:.1f} MiB are needed; "
             "make room, or give a folder elsewhere"
         )
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,18 @@ from anyaccel.outside import read_json
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors under Hugging Face's names and the configs that go with them."""
+    """Tensors under Hugging Face's names and the configs that go with them.
+
+    Attributes:
+        check_all_used: called with the names of the source's tensors that the model reads.
+        rounded: what a model in memory has made of the frequencies of its rotary positions; None: they are as computed.
+    """
 
     source: TensorSource
     config: dict[str, Any]
     generation_config: dict[str, Any]
-    check_all_used: Callable[[Iterable[str]], None] | None = None  # of the source's tensors: those that a model reads
+    check_all_used: Callable[[Iterable[str]], None] | None = None
+    rounded: Callable[[Sequence[float]], tuple[float, ...]] | None = None
 
 
 def checkpoint_of(path: Path) -> Checkpoint:

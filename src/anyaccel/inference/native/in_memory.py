@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anyaccel.errors import ModelError
@@ -34,4 +34,23 @@ def checkpoint_in_memory(model: Any, config: Mapping[str, Any] | None, release: 
             raise Unsupported(f"code for this model's weights ({error})") from error
     values = dict(own) if isinstance(own, Mapping) else own.to_dict()
     generation = getattr(model, "generation_config", None)
-    return Checkpoint(ModuleSource(model, release), values, generation.to_dict() if generation is not None else {})
+    generation_values = generation.to_dict() if generation is not None else {}
+    return Checkpoint(ModuleSource(model, release), values, generation_values, rounded=_rounded(model))
+
+
+def _rounded(model: Any) -> Callable[[Sequence[float]], tuple[float, ...]] | None:
+    """What `model.to(torch.bfloat16)` has done to the frequencies of rotary positions, which are no weights.
+
+    Raises:
+        Unsupported: to some of them only.
+    """
+    import torch
+
+    kept = [each for name, each in model.named_buffers() if name.endswith("inv_freq") and not each.is_meta]
+    for kind in (torch.bfloat16, torch.float16):
+        rounded = [torch.equal(each.to(kind).to(each.dtype), each) for each in kept]
+        if rounded and all(rounded):
+            return lambda values: tuple(torch.tensor(values, dtype=torch.float32).to(kind).double().tolist())
+        if any(each.dtype is kind for each in kept):
+            raise Unsupported(f"code for frequencies of rotary positions of which some are {kind}")
+    return None

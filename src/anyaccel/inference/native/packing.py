@@ -77,6 +77,13 @@ class Plan:
         self.config = checkpoint.config
         self.family = family_of(checkpoint.config)
         self.whole = whole or self.family.spec(checkpoint.config)
+        if checkpoint.rounded is not None and not whole:
+            ropes = [
+                # longrope's are computed anew in each call
+                rope if rope.long_inv_freq else replace(rope, inv_freq=checkpoint.rounded(rope.inv_freq))
+                for rope in self.whole.ropes
+            ]
+            self.whole = replace(self.whole, ropes=tuple(ropes))
         # Tensors of an embedding and a head that the config ties and the checkpoint has with different values.
         self.untied = None if whole else own_head(self.source, self.family, self.whole)
         if self.untied:
