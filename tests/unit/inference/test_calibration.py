@@ -546,6 +546,23 @@ def test_impossible_targets_are_refused_before_the_text_is_run(
         quantize(file, tmp_path / "b.gguf", calibrate=given, size=least - 20_000, format="gguf")
 
 
+def test_embedding_and_head_of_a_gguf_file_of_so_many_bits(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have their usual types, are not counted, and have their errors made up for."""
+    monkeypatch.setattr("anyaccel.inference.calibration.text.load_text_tokenizer", lambda *_: Octets())
+    file, out = gguf_model(model, tmp_path / "model.gguf"), tmp_path / "out.gguf"
+    summary = quantize(file, out, calibrate=text(tmp_path), bits=5.2, format="gguf")
+    weights = sum(each.rows * each.cols for each in summary.matrices)
+    assert 4.9 < 8 * sum(each.bytes for each in summary.matrices) / weights <= 5.2
+    before, after = GgufSource(file), GgufSource(out)
+    infos = after.file_of("output.weight").infos
+    assert (infos["output.weight"].type, infos["token_embd.weight"].type) == ("q8_0", "q4_1")
+    given, found = (torch.from_numpy(floats_of(each.tensor("token_embd.weight"))) for each in (before, after))
+    plain = nearest(given, GRIDS["q4_1"]).values()
+    assert 1.01 < float((found - given).norm() / (plain - given).norm()) < 2.5
+
+
 @pytest.mark.parametrize("share", [0.45, 0.5])
 def test_a_gguf_file_of_a_size(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Embedding and head get types of their own too, and the file is as large as it may be or a little smaller."""

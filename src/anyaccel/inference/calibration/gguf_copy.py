@@ -87,13 +87,17 @@ class GgufCopy:
             for name, (stored, _) in own.items()
             if len(infos[stored].shape) == 2 and infos[stored].shape[1] % 32 == 0
         }
-        outside = None
+        outside = None if bits is None and size is None else _outside(infos, own, menus)
         if size is not None:
-            outside = _outside(infos, own, menus)
             taken = calibration.linears().keys() & menus.keys()
             if outside is not None:
                 taken |= {outside.embedding, outside.head}
             bits = self._bits_for(size, infos, {own[name][0]: menus[name][0] for name in taken})
+        elif outside is not None:  # they have their usual types
+            for name in {outside.embedding, outside.head}:
+                stored = own[name][0]
+                usual = self._planned(stored, infos[stored], None, {}, "output.weight" in infos)
+                menus[name] = [GRIDS[usual.type]]
         norms = {
             stored: name
             for name, (stored, order) in own.items()

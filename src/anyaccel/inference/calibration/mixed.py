@@ -46,7 +46,7 @@ def mixed(
 
     Args:
         menus: the grids that each matrix can have, the smallest first.
-        outside: embedding and head, whose grids are chosen too.
+        outside: embedding and head, whose grids are chosen too; one that has a single grid is not counted in `bits`.
         squares: takes what errors of the columns of these two count with each other, see `damages`.
 
     Raises:
@@ -59,7 +59,10 @@ def mixed(
     for names, each in damage.items():
         if names[0] not in squares:
             damage[names] = [_SPARED * value for value in each]
+    settled = {names for names in damage if names[0] in squares and len(menus[names[0]]) == 1}
+    damage = {names: each for names, each in damage.items() if names not in settled}
     chosen = spent(damage, {names: [grid.bits for grid in menus[names[0]]] for names in damage}, sizes, bits)
+    chosen |= dict.fromkeys(settled, 0)
     return {name: menus[name][number] for names, number in chosen.items() for name in names}
 
 
@@ -67,7 +70,8 @@ def least_bits(menus: Mapping[str, Sequence[Grid]], weights: Mapping[str, int], 
     """Bits a weight when each matrix has its smallest grid; `weights` of each matrix of the blocks."""
     sizes = {name: weights[name] for name in menus if name in weights}
     if outside is not None:
-        sizes |= dict.fromkeys((outside.embedding, outside.head), outside.weights)
+        counted = (name for name in (outside.embedding, outside.head) if len(menus[name]) > 1)
+        sizes |= dict.fromkeys(counted, outside.weights)
     return sum(menus[name][0].bits * size for name, size in sizes.items()) / sum(sizes.values())
 
 
@@ -194,7 +198,7 @@ def spent(
 ) -> dict[Set, int]:
     """Which entry each set takes: bits go, step by step, to where one spares most damage."""
     chosen = dict.fromkeys(damage, 0)
-    total = sum(sizes.values())
+    total = sum(sizes[names] for names in damage)
     left = target * total - sum(bits[names][0] * sizes[names] for names in damage)
     while True:
         best: tuple[float, Set, int, float] | None = None
