@@ -88,7 +88,9 @@ def test_stages_have_the_bits_of_one_process(size: int, cases: list[tuple[str, i
         vocab = native_models.whole(name)[1].vocab
         logits, answers, others = _logits(model, vocab), native_models.answers_of(model), _others(model)
         for found, tokens, more in (of_rank[index] for of_rank in results):
-            if size == pp:
+            # How many tokens an expert has depends on the micro-batches, and AVX-512 multiplies few and many otherwise.
+            experts = name in ("deepseek_v3", "qwen3_moe")
+            if size == pp and not experts:
                 assert torch.equal(found, logits), name
                 assert more == others, name
             else:
