@@ -36,7 +36,7 @@ def arm64(*command: str, isa: str = "", processor: str = "max", **more: str) -> 
         **more,
     }
     python = [str(QEMU), "-L", str(PYTHON / "root"), str(PYTHON / "root/usr/bin/python3.11")]
-    done = subprocess.run([*python, *command], env=environ, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([*python, *command], env=environ, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -92,7 +92,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("packed")
 
 
-# 26 tokens, so that the products of many tokens run too. What follows is as sure as a text that
+# 26 tokens, so that the products of many tokens (sdot, bfmmla, smmla) run too. What follows is as sure as a text that
 # repeats itself: float32, bfloat16, int8 and int4 all have the same five tokens, " Berlin. The capital of".
 CAPITALS = (
     "The capital of Spain is Madrid. The capital of Italy is Rome. The capital of France is Paris. "
@@ -100,9 +100,9 @@ CAPITALS = (
 )
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "int4", "auto"])  # auto: the file's own blocks of four bits
-@pytest.mark.parametrize("isa", ["neon_dot"])
+@pytest.mark.parametrize("isa", ["neon_dot", "neon_bf16_i8mm"])
 def test_a_prompt_of_many_tokens_gives_the_tokens_of_this_machine(isa: str, dtype: str, packed: Path) -> None:
     here = generated(CAPITALS, dtype, 5, packed)
     assert here == generated(CAPITALS, dtype, 5, packed, isa)
