@@ -365,7 +365,7 @@ def test_truncated_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a GGUF file"):
         gguf_file.GgufFile(file)
     file.write_bytes(whole[:4] + struct.pack("<I", 1) + whole[8:])
-    with pytest.raises(Unsupported, match="version 1"):
+    with pytest.raises(ModelError, match="GGUF of version 1, and 2 and 3 are known"):
         gguf_file.GgufFile(file)
 
 
