@@ -45,10 +45,18 @@ size_t total_bytes(const std::vector<iovec>& pieces) {
   return sum;
 }
 
+// What a carrier that did not come to its end may still use.
+struct Abandoned {
+  Carrier::Bytes own;
+  std::vector<Carrier::Bytes> others;
+  std::unique_ptr<Carrier> carrier;
+};
+
 // Those that have a carrier.
 struct Carried {
   std::mutex mutex;
   std::set<BetweenHosts*> hosts;
+  std::vector<Abandoned> abandoned;
 };
 
 Carried& with_carriers() {
@@ -117,15 +125,11 @@ void BetweenHosts::set_timeout(double timeout_s) {
 }
 
 BetweenHosts::~BetweenHosts() {
-  {
-    const std::lock_guard<std::mutex> lock(with_carriers().mutex);
-    with_carriers().hosts.erase(this);
-  }
-  if (carrier_ &&
-      !broken_.empty()) {  // something may be under way, which reads and writes its memory whenever it comes
-    new std::pair(std::move(own_), std::move(others_));
-    static_cast<void>(carrier_.release());
-  }
+  Carried& all = with_carriers();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  all.hosts.erase(this);
+  // Something may be under way, which reads and writes its memory whenever it comes.
+  if (carrier_ && !broken_.empty()) all.abandoned.push_back({std::move(own_), std::move(others_), std::move(carrier_)});
 }
 
 void BetweenHosts::connect(const std::vector<std::string>& cards, const std::vector<std::string>& ranks,

@@ -86,7 +86,7 @@ size_t encoded_bytes(WireFormat format, size_t count) {
 
 void encode(WireFormat format, const float* in, size_t count, uint8_t* out) {
   if (format == WireFormat::f32) {
-    std::memcpy(out, in, count * sizeof(float));
+    if (count > 0) std::memcpy(out, in, count * sizeof(float));  // of nothing, an address may be null
   } else if (format == WireFormat::bf16) {
     auto* to = reinterpret_cast<uint16_t*>(out);
     for (size_t i = 0; i < count; ++i) to[i] = simd::to_bf16(in[i]);
@@ -98,7 +98,7 @@ void encode(WireFormat format, const float* in, size_t count, uint8_t* out) {
 
 void decode(WireFormat format, const uint8_t* in, size_t count, float* out) {
   if (format == WireFormat::f32) {
-    std::memcpy(out, in, count * sizeof(float));
+    if (count > 0) std::memcpy(out, in, count * sizeof(float));  // of nothing, an address may be null
   } else if (format == WireFormat::bf16) {
     const auto* from = reinterpret_cast<const uint16_t*>(in);
     for (size_t i = 0; i < count; ++i) out[i] = simd::from_bf16(from[i]);
