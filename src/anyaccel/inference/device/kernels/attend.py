@@ -18,7 +18,7 @@ _PROGRAMS = 512  # as many as keep a large device busy
 _LEAST_PAGES = 2  # of a part: smaller ones cost more to put together than they save
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["page_stride", "begin"])  # they change from step to step, and must not compile it anew
 def _parts(
     q,
     cache,

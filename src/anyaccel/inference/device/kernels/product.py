@@ -180,7 +180,7 @@ def _one_token_words(
     tl.store(out + row, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # a batch of another size must not compile it anew
 def _few_tokens(
     x,
     q,
