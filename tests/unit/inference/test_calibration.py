@@ -102,8 +102,10 @@ def test_parts_of_the_rows_are_rounded_as_the_whole(grid: Grid, monkeypatch: pyt
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     found = compensated(w, grid, inputs)
     torch.set_num_threads(threads)
-    assert float((found.q == whole.q).float().mean()) > 0.99  # sums can be of another order
-    assert float((found.values() - whole.values()).norm() / whole.values().norm()) < 0.01
+    # Sums can be of another order, and one value that is rounded the other way changes what follows it in its row.
+    assert int((found.q == whole.q).flatten(1).all(dim=1).sum()) >= 20
+    errors = [float(((each.values() - w) @ x.T).norm()) for each in (found, whole)]
+    assert errors[0] == pytest.approx(errors[1], rel=0.01)
     for part, rows in zip(found.split([4, 20]), (slice(4), slice(4, 24)), strict=True):
         torch.testing.assert_close(part.values(), found.values()[rows])
         for name, codes in found.fitted[0].codes.items():
