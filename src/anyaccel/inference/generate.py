@@ -205,7 +205,7 @@ class _Sampler:
 
 def generate_tokens(
     engine: InferenceEngine,
-    input_ids: torch.Tensor,
+    input_ids: torch.Tensor | Sequence[int],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -220,7 +220,7 @@ def generate_tokens(
     """Generate from one prompt and yield each token id as it comes; every rank of the engine must iterate.
 
     Args:
-        input_ids: [prompt length], integer.
+        input_ids: of one prompt: a list of whole numbers, or a tensor [prompt length] or [1, prompt length].
         max_new_tokens: upper limit; generation also ends after one of the model's end-of-text tokens.
         temperature: 0 for greedy, else the softmax temperature.
         top_p: sample from the most likely tokens that together have this probability.
@@ -239,9 +239,7 @@ def generate_tokens(
     by_model = engine.native is not None and engine.native.draft is not None
     drafts = (MOST_DRAFTS if by_model else 0) if draft_tokens is None else draft_tokens
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed, drafts, by_model)
-    if input_ids.dim() != 1:
-        raise UsageError(f"the prompt must be a list of at least one token, got shape {tuple(input_ids.shape)}")
-    ids = [whole_number("a token of the prompt", token) for token in input_ids.tolist()]
+    ids = _one_prompt(input_ids)
     vocabulary, limit = _sizes(engine)
     check_prompt(ids, max_new_tokens, vocabulary, limit)
     result = Generation() if result is None else result
@@ -253,6 +251,17 @@ def generate_tokens(
         options = sampling.native() | {"max_new_tokens": max_new_tokens, "end_tokens": sorted(_end_tokens(engine))}
         return native_steps(engine.native, ids, options, result)
     return _steps(engine, ids, max_new_tokens, _Sampler(engine, sampling), result)
+
+
+def _one_prompt(input_ids: Any) -> list[int]:
+    """The tokens of a list, or of a tensor or array with a prompt or a row with one."""
+    told = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
+    if isinstance(told, list | tuple) and len(told) == 1 and isinstance(told[0], list | tuple):
+        told = told[0]
+    if not isinstance(told, list | tuple) or any(isinstance(token, list | tuple) for token in told):
+        shape = f"of shape {list(input_ids.shape)}" if hasattr(input_ids, "shape") else f"{input_ids!r:.80}"
+        raise UsageError(f"input_ids {shape}: must be the token ids of one prompt, such as [1, 2, 3]")
+    return [whole_number("a token of the prompt", token) for token in told]
 
 
 def native_steps(native: NativeModel, ids: list[int], options: dict[str, Any], result: Generation) -> Iterator[int]:

@@ -139,3 +139,18 @@ def test_narrow_tokens_give_the_same_answer(dtype: torch.dtype, native: Inferenc
 def test_the_logits_to_keep_are_a_number_or_positions(value: Any, native: InferenceEngine) -> None:
     with pytest.raises(UsageError, match=r"^logits_to_keep="):
         native(IDS, logits_to_keep=value)
+
+
+def test_one_prompt_is_a_list_a_tensor_or_a_row(engine: InferenceEngine) -> None:
+    ids = IDS[0]
+    wanted = engine.generate(IDS[:1], max_new_tokens=4, do_sample=False, eos_token_id=[])[0, 5:].tolist()
+    for prompt in (ids, ids[None], ids.tolist(), tuple(ids.tolist()), [ids.tolist()], ids.numpy()):
+        assert list(anyaccel.inference.generate_tokens(engine, prompt, max_new_tokens=4)) == wanted
+    told: Any
+    for told, said in (("abc", "'abc'"), (None, "None"), (IDS, r"shape \[2, 5\]"), ([[1], [2]], r"\[\[1\], \[2\]\]")):
+        with pytest.raises(UsageError, match=f"^input_ids (of )?{said}: must be the token ids of one prompt"):
+            anyaccel.inference.generate_tokens(engine, told, max_new_tokens=4)
+    with pytest.raises(UsageError, match="must be a whole number"):
+        anyaccel.inference.generate_tokens(engine, ids.double(), max_new_tokens=4)
+    with pytest.raises(UsageError, match="at least one token"):
+        anyaccel.inference.generate_tokens(engine, [], max_new_tokens=4)

@@ -355,7 +355,7 @@ def _check_positions(cache: NativeCache, position_ids: torch.Tensor | None, new_
     if not fits or bool((given.expand_as(new_BT) != natural_BT)[new_BT].any()):
         raise UsageError(
             "position_ids differ from 0, 1, 2, ... of the tokens that attention_mask shows; "
-            f"the native runtime has only those: leave them out, or {_ADVICE}"
+            f"the native runtime has only those: leave them out, pad prompts on the left, or {_ADVICE}"
         )
 
 
