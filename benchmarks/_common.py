@@ -18,10 +18,13 @@ def machine() -> str:
     from anyaccel import __version__, _native
     from anyaccel.topology import read_machine
 
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.machine(),
-    )
+    told = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        told.setdefault(name.strip(), value.strip())
+    model = told.get("model name", platform.machine())
+    if "cpu family" in told:  # virtual machines often give processors of different kinds one name
+        model += f", family {told['cpu family']}"
     features = [name for name, there in _native.cpu_features().items() if there and name.startswith(("amx", "avx512_"))]
     extra = ", ".join(features) or "no AMX, no AVX-512 BF16"
     return (

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How fast products with few tokens (gemv) read their weights, beside a plain loop that reads the same memory.
+// How fast products with few tokens (gemv) read their weights, beside the fastest of the loops of llm/bandwidth.h that
+// only read as much memory.
 //
 //   gemv [--cached | --model] [format ...]     formats: f32 f16 bf16 i8 i8g16 i8g32 i4g32 i4g64 i4g128 i4g32m
 //                                                   i6g16 i5g32m i3g16 i2g16m nl4g32 fp4g32
@@ -20,6 +21,7 @@
 #include <vector>
 
 #include "common/team.h"
+#include "llm/bandwidth.h"
 #include "llm/matrix.h"
 #include "simd/isa.h"
 
@@ -76,19 +78,6 @@ std::vector<Matrix> matrices(const Shape& shape, size_t count) {
   return result;
 }
 
-// A plain loop that the compiler vectorises, with enough sums to wait for memory only.
-uint64_t read_all(const uint8_t* data, size_t bytes) {
-  uint64_t sums[16] = {};
-  const auto* words = reinterpret_cast<const uint64_t*>(data);
-  for (size_t i = 0; i + 16 <= bytes / 8; i += 16)
-    for (size_t j = 0; j < 16; ++j) sums[j] += words[i + j];
-  uint64_t total = 0;
-  for (uint64_t sum : sums) total += sum;
-  return total;
-}
-
-volatile uint64_t sink;
-
 // Best bytes a second of fn(matrix, thread), which all threads call for one matrix at a time.
 double best_rate(Team& team, const std::vector<Matrix>& weights, int passes,
                  const std::function<void(const Matrix&, int)>& fn) {
@@ -113,11 +102,7 @@ void run(const Kind& kind, int64_t rows, int64_t cols, bool cached) {
   for (int threads : {1, 2}) {
     Team team(threads);
     const int passes = cached ? std::max<int>(20, static_cast<int>((size_t{200} << 20) / shape.bytes())) : 3;
-    const double plain = best_rate(team, weights, passes, [&](const Matrix& w, int thread) {
-      const Blocks blocks = blocks_of(w.shape(), thread, threads);
-      sink = sink +
-             read_all(w.block(blocks.begin), static_cast<size_t>(blocks.end - blocks.begin) * w.shape().block_bytes());
-    });
+    const double plain = read_bandwidth(std::max(cached ? shape.bytes() : kTotal, size_t{1} << 16), threads, passes);
     std::printf("%-7s %5ldx%-5ld %d thread%s read %5.1f GB/s;", kind.name, static_cast<long>(shape.rows),
                 static_cast<long>(cols), threads, threads == 1 ? " " : "s", plain * 1e-9);
     for (int tokens : {1, 4, 8, 16}) {
@@ -172,11 +157,9 @@ void run_model(const Kind& kind, const char* name, int layers, const std::vector
       }
       return best;
     };
-    const size_t half = bytes / static_cast<size_t>(threads) / 64 * 64;
-    const double plain =
-        best_of([&](int thread) { sink = sink + read_all(start + half * static_cast<size_t>(thread), half); });
+    const double plain = read_bandwidth(kTotal, threads, 3);
     std::printf("%-7s %-8s %6.1f MB %d thread%s read %5.1f GB/s;", kind.name, name, static_cast<double>(bytes) * 1e-6,
-                threads, threads == 1 ? " " : "s", static_cast<double>(bytes) / plain * 1e-9);
+                threads, threads == 1 ? " " : "s", plain * 1e-9);
     for (int tokens : {1, 2, 4, 8}) {
       std::vector<Input> inputs(static_cast<size_t>(threads));
       for (Input& input : inputs)
@@ -189,8 +172,8 @@ void run_model(const Kind& kind, const char* name, int layers, const std::vector
           if (threads > 1) team.barrier();
         }
       });
-      std::printf("  m=%d %5.1f GB/s (%3.0f %%)", tokens, static_cast<double>(bytes) / seconds * 1e-9,
-                  100 * plain / seconds);
+      const double rate = static_cast<double>(bytes) / seconds;
+      std::printf("  m=%d %5.1f GB/s (%3.0f %%)", tokens, rate * 1e-9, 100 * rate / plain);
       if (tokens == 1) std::printf(" %5.1f token/s", 1 / seconds);
     }
     std::printf("\n");
@@ -211,7 +194,7 @@ int main(int argc, char** argv) {
     else
       names.push_back(argv[i]);
   }
-  std::printf("kernels: %s; GB/s of weights, and as part of what a plain loop reads\n",
+  std::printf("kernels: %s; GB/s of weights, and as part of what loops that only read reach\n",
               anyaccel::isa_name(anyaccel::selected_isa()));
   for (const Kind& kind : kKinds) {
     if (!names.empty() && std::find(names.begin(), names.end(), kind.name) == names.end()) continue;

@@ -56,7 +56,7 @@ struct Product {
 // R rows and N vectors of columns. The order of the additions to a result is that of k, whatever R and N are.
 template <class B, int R, int N>
 void tile(const Product& p) {
-  constexpr size_t kStepBytes = N * B::kPairBytes * kLanes / 16;
+  constexpr int kBlocks = N * kLanes / 16;
   const uint8_t* column[N];
   Vec sums[R][N];
 #pragma GCC unroll 16
@@ -77,9 +77,12 @@ void tile(const Product& p) {
   const int64_t stride = p.a_stride;
   const uint8_t* ahead = p.ahead;
   for (int pairs = p.k / 2; pairs > 0; --pairs) {
-    if (ahead != nullptr) {
-      for (size_t line = 0; line < (kStepBytes + 63) / 64; ++line) __builtin_prefetch(ahead + 64 * line);
-      ahead += kStepBytes;
+    if (ahead != nullptr) {  // in the order in which blocks are read: in turn
+#pragma GCC unroll 4
+      for (int block = 0; block < kBlocks; ++block)
+        for (size_t line = 0; line < B::kPairBytes; line += 64)
+          __builtin_prefetch(ahead + static_cast<size_t>(block) * p.block_bytes + line);
+      ahead += B::kPairBytes;
     }
     Vec even[N], odd[N];
 #pragma GCC unroll 16

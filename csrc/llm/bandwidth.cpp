@@ -41,8 +41,9 @@ struct Pattern {
   uint64_t (*read)(const uint8_t* data, size_t lines, size_t ahead);
   size_t ahead;  // bytes that are asked for before they are read
 };
-constexpr Pattern kPatterns[] = {
-    {read_lines<1>, 2048}, {read_lines<2>, 0}, {read_lines<4>, 1024}, {read_lines<8>, 0}, {read_lines<8>, 512}};
+constexpr Pattern kPatterns[] = {{read_lines<1>, 2048}, {read_lines<1>, 8192}, {read_lines<2>, 0},
+                                 {read_lines<2>, 4096}, {read_lines<4>, 1024}, {read_lines<8>, 0},
+                                 {read_lines<8>, 512}};
 
 // Seconds that the threads take together.
 template <class Work>

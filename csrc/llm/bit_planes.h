@@ -9,7 +9,6 @@
 namespace anyaccel::llm {
 namespace {
 
-constexpr int kPlaneColumns = 32;
 constexpr int kPlaneLine = 64;
 
 struct PlaneBits {
@@ -23,9 +22,10 @@ struct PlaneBits {
 }
 
 // Value k of row r of a block, 0 to 2^bits - 1.
-[[maybe_unused]] inline int get_bits(const FormatRow& format, const uint8_t* block, int64_t k, int r) {
-  const uint8_t* unit = block + k / kPlaneColumns * kPlaneLine * format.bits;
-  const auto column = static_cast<int>(k % kPlaneColumns);
+[[maybe_unused]] inline int get_bits(const BlockLayout& layout, const uint8_t* block, int64_t k, int r) {
+  const FormatRow& format = row_of(layout.format);
+  const uint8_t* unit = block + layout.unit_at(k);
+  const auto column = static_cast<int>(k % kUnitColumns);
   const PlaneBits low = plane_bits(format.low, column, r);
   int value = unit[low.byte] >> low.shift & low.mask;
   if (format.bits > format.low) {
@@ -34,10 +34,11 @@ struct PlaneBits {
   }
   return value;
 }
-[[maybe_unused]] inline void put_bits(const FormatRow& format, uint8_t* block, int64_t k, int r, int value) {
-  uint8_t* unit = block + k / kPlaneColumns * kPlaneLine * format.bits;
+[[maybe_unused]] inline void put_bits(const BlockLayout& layout, uint8_t* block, int64_t k, int r, int value) {
+  const FormatRow& format = row_of(layout.format);
+  uint8_t* unit = block + layout.unit_at(k);
   const auto put = [&](uint8_t* plane, int bits, int part) {
-    const PlaneBits at = plane_bits(bits, static_cast<int>(k % kPlaneColumns), r);
+    const PlaneBits at = plane_bits(bits, static_cast<int>(k % kUnitColumns), r);
     plane[at.byte] = static_cast<uint8_t>((plane[at.byte] & ~(at.mask << at.shift)) | (part & at.mask) << at.shift);
   };
   put(unit, format.low, value);
@@ -47,7 +48,7 @@ struct PlaneBits {
 // A unit as 8 lines [16 rows][4 columns] of bytes, as those of i8: what codes stand for, or values with `plus` added.
 [[maybe_unused]] inline void expand_unit(const FormatRow& format, const uint8_t* unit, int plus, uint8_t* lines) {
   const int high_bits = format.bits - format.low;
-  for (int quad = 0; quad < kPlaneColumns / 4; ++quad, lines += kPlaneLine) {
+  for (int quad = 0; quad < kUnitColumns / 4; ++quad, lines += kPlaneLine) {
     const PlaneBits low = plane_bits(format.low, 4 * quad, 0);
     const uint8_t* from = unit + low.byte;
     if (format.codes != nullptr) {

@@ -45,14 +45,9 @@ struct Scales {
 };
 // The scales of the group that `column` is in.
 inline Scales scales_of(const BlockLayout& layout, const uint8_t* block, int64_t column) {
-  const uint8_t* scales = block + layout.scales_offset;
+  const uint8_t* scales = block + layout.scales_at(column);
   Scales result;
-  if (layout.group == 0) {
-    result.scale = load(reinterpret_cast<const float*>(scales));
-  } else {
-    scales += static_cast<size_t>(column / layout.group) * layout.scale_stride;
-    result.scale = load_f16(scales);
-  }
+  result.scale = layout.group == 0 ? load(reinterpret_cast<const float*>(scales)) : load_f16(scales);
   const bool bytes = layout.format == Format::i8;
   const Vec stored = layout.minimum ? load_f16(scales + 32) : broadcast(0.0f);
   const float zero = bytes ? -128.0f : layout.minimum ? 0.0f : -8.0f;
@@ -63,13 +58,12 @@ inline Scales scales_of(const BlockLayout& layout, const uint8_t* block, int64_t
 // The unit's columns four at a time, as unsigned bytes [16 rows][4 columns]: put(index of the four, bytes).
 template <class Put>
 inline void for_quads(const BlockLayout& layout, const uint8_t* block, int64_t unit, const Put& put) {
+  const uint8_t* from = block + layout.unit_at(unit * kUnit);
   if (layout.format == Format::i8) {
-    const uint8_t* from = block + unit * kUnit * 16;
     for (int i = 0; i < 8; ++i)
       put(i, _mm512_xor_si512(load_ints(from + i * 64), _mm512_set1_epi8(static_cast<char>(0x80))));
     return;
   }
-  const uint8_t* from = block + unit * kUnit * 8;
   const IVec mask = _mm512_set1_epi8(15);
   for (int i = 0; i < 4; ++i) {
     const IVec line = load_ints(from + i * 64);

@@ -48,9 +48,8 @@ struct RowScales {
   Vec scale, minimum;
 };
 inline RowScales row_scales(const BlockLayout& layout, const uint8_t* block, int64_t column, int row) {
-  const uint8_t* scales = block + layout.scales_offset;
+  const uint8_t* scales = block + layout.scales_at(column);
   if (layout.group == 0) return {load(reinterpret_cast<const float*>(scales) + row), broadcast(0.0f)};
-  scales += static_cast<size_t>(column / layout.group) * layout.scale_stride;
   return {load_f16(scales + 2 * row), layout.minimum ? load_f16(scales + 2 * (kRows + row)) : broadcast(0.0f)};
 }
 

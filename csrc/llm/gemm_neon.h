@@ -20,7 +20,7 @@ constexpr int kRowVecs = kTileRows / kLanes;
 // without minima have what stands for zero subtracted.
 inline const uint8_t* signed_unit(const BlockLayout& layout, const uint8_t* block, int64_t unit, uint8_t* lines) {
   const FormatRow& format = row_of(layout.format);
-  const uint8_t* from = block + unit * kPlaneLine * format.bits;
+  const uint8_t* from = block + layout.unit_at(unit * kUnit);
   if (layout.format == Format::i8) return from;
   const int plus = format.codes != nullptr || layout.minimum ? 0 : -(1 << (format.bits - 1));
   if (layout.format != Format::i4) {

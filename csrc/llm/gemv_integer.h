@@ -53,13 +53,14 @@ inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
   const auto* x = reinterpret_cast<const Q8*>(x_bytes);
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
   const uint8_t* scales[S];
-  for (int s = 0; s < S; ++s) scales[s] = w[s] + layout.scales_offset;
   for (int s = 0; s < S; ++s)
     for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
+    const bool begins = layout.in_section(k) == 0;
     const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
+      if (begins) begin_section<S, 1>(w[s], scales[s]);
       Ints sums[M];
 #pragma GCC unroll kUnroll
       for (int t = 0; t < M; ++t) sums[t] = all(broadcast(kShift8 ? params[t].sum_128 : int32_t{0}));
@@ -73,7 +74,6 @@ inline void i8_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
       }
       if constexpr (kGrouped) {
         const Floats scale = load_rows_f16(scales[s]);
-        __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t)
           out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);
@@ -109,12 +109,12 @@ inline void i8_halves_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], 
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
   const auto* first_sums = reinterpret_cast<const int32_t*>(params + layout.padded_cols / kActivationGroup * M);
   const uint8_t* scales[S];
-  for (int s = 0; s < S; ++s) scales[s] = w[s] + layout.scales_offset;
   for (int s = 0; s < S; ++s)
     for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
+      begin_section<S, kMinimum ? 2 : 1>(w[s], scales[s]);  // of one unit
       for (int half = 0; half < 2; ++half) {
         const auto columns = columns_of<M>(x + half * kHalf);
         Ints sums[M];
@@ -132,7 +132,6 @@ inline void i8_halves_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], 
           for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, columns.of(t) + j);
         }
         const Floats scale = load_rows_f16(scales[s]);
-        __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t)
           out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);
@@ -158,14 +157,15 @@ inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
   const auto* x = reinterpret_cast<const int8_t*>(x_bytes);
   const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
   const uint8_t* scales[S];
-  for (int s = 0; s < S; ++s) scales[s] = w[s] + layout.scales_offset;
   const int64_t last = layout.group - kActivationGroup;  // where in its group the last part of it starts
   for (int s = 0; s < S; ++s)
     for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
   for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
+    const bool begins = layout.in_section(k) == 0;
     const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
     for (int s = 0; s < S; ++s) {
+      if (begins) begin_section<S, 1>(w[s], scales[s]);
       Many<NibbleSum, kVecs> sums[M];
 #pragma GCC unroll kUnroll
       for (int t = 0; t < M; ++t) sums[t] = all(NibbleSum::zero());
@@ -178,8 +178,6 @@ inline void i4_blocks(const BlockLayout& layout, const uint8_t* (&w)[S], const u
         for (int t = 0; t < M; ++t) sums[t] = dot(sums[t], line, columns.of(t) + j);
       }
       const Floats scale = load_rows_f16(scales[s]);
-      // The next block's: they come after its values, which ask_for() is far from.
-      __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
       if constexpr (kMinimum) {
         const Floats minimum = load_rows_f16(scales[s] + kLine / 2);
 #pragma GCC unroll kUnroll

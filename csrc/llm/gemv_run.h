@@ -47,12 +47,20 @@ inline void store_rows(float* p, const Floats& v) {
 // With more tokens one block is enough, or as many do not fit the registers.
 constexpr int kStreams = kWide ? 4 : kLanes == 4 ? 2 : 1;
 // How far ahead of the product weights are asked for, all streams together: hardware prefetchers stop at the ends of
-// 4 KiB pages.
-constexpr size_t kAhead = 2048;
+// 4 KiB pages, and what is asked for has to be on its way for as long as memory takes to answer.
+constexpr size_t kAhead = 8192;
 
 template <int S>
 inline void ask_for(const uint8_t* p) {
   __builtin_prefetch(p + kAhead / S, 0, 3);
+}
+
+// Where a section of a block begins (grouped.h): its scales, in kScaleLines lines, and then its values.
+template <int S, int kScaleLines>
+inline void begin_section(const uint8_t*& w, const uint8_t*& scales) {
+  scales = w;
+#pragma GCC unroll 2
+  for (int line = 0; line < kScaleLines; ++line, w += kLine) ask_for<S>(w);
 }
 
 using Q8 = std::conditional_t<kPairs8, int16_t, int8_t>;

@@ -160,6 +160,8 @@ void attend_rows(const AttendTask& task) {
       const uint8_t* const values = keys + layout.values;
       const uint8_t* const after_keys = stream ? values : nullptr;
       const uint8_t* const after_values = stream && more ? task.pages[page + 1] + task.offset : nullptr;
+      if (after_values != nullptr)
+        for (size_t at = layout.scales; at < layout.bytes; at += 64) __builtin_prefetch(after_values + at);
       if constexpr (kNibbles)
         score_nibbles(layout, keys, rounded, first, count, tokens, scores, after_keys);
       else

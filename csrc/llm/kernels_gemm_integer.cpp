@@ -45,14 +45,13 @@ void pack(const float* x, int64_t stride, const int32_t* rows, int tokens, int64
 
 void unpack(const BlockLayout& layout, const uint8_t* block, int64_t unit, int64_t units, uint8_t* to) {
   for (int64_t u = unit; u < unit + units; ++u, to += kWeightUnit) {
+    const uint8_t* from = block + layout.unit_at(u * kUnit);
     if (layout.format == Format::i8) {
-      const uint8_t* from = block + u * kUnit * kRows;
       for (int b = 0; b < kLines * 64; ++b) to[b] = from[b] ^ kAdded;
     } else if (layout.format != Format::i4) {
       const FormatRow& format = row_of(layout.format);
-      expand_unit(format, block + u * kPlaneLine * format.bits, format.codes != nullptr ? kAdded : 0, to);
+      expand_unit(format, from, format.codes != nullptr ? kAdded : 0, to);
     } else {
-      const uint8_t* from = block + u * kUnit * kRows / 2;
       for (int i = 0; i < kLines; i += 2, from += 64)
         for (int64_t b = 0; b < 64; b += kVecBytes) {
           const Nibbles line = load_nibbles(from + b);

@@ -57,13 +57,14 @@ struct PlanesKernel {
     const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
     const auto* first_sums = reinterpret_cast<const int32_t*>(params + layout.padded_cols / kActivationGroup * M);
     const uint8_t* scales[S];
-    for (int s = 0; s < S; ++s) scales[s] = w[s] + layout.scales_offset;
     for (int s = 0; s < S; ++s)
       for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
     for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
+      const bool begins = kHalves || layout.in_section(k) == 0;
       const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
       for (int s = 0; s < S; ++s) {
+        if (begins) begin_section<S, kHalves && kMinimum ? 2 : 1>(w[s], scales[s]);
 #pragma GCC unroll 8
         for (int line = 0; line < kLines; ++line) ask_for<S>(w[s] + line * kPlaneLine);
         const auto part = [&]<int kFirst>(std::integral_constant<int, kFirst>) {
@@ -83,7 +84,6 @@ struct PlanesKernel {
             for (int t = 0; t < M; ++t) sums[t] = add(sums[t], total(products[t]));
           });
           const Floats scale = load_rows_f16(scales[s]);
-          __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
 #pragma GCC unroll kUnroll
           for (int t = 0; t < M; ++t) {
             Floats sum = convert(sums[t]);
@@ -119,13 +119,14 @@ struct CodesKernel {
     const auto* x = reinterpret_cast<const Q8*>(x_bytes);
     const auto* params = reinterpret_cast<const GroupParams*>(x + layout.padded_cols * M);
     const uint8_t* scales[S];
-    for (int s = 0; s < S; ++s) scales[s] = w[s] + layout.scales_offset;
     for (int s = 0; s < S; ++s)
       for (int t = 0; t < M; ++t) out[s][t] = all(broadcast(0.0f));
     for (int64_t k = 0; k < layout.padded_cols; k += kActivationGroup) {
+      const bool begins = layout.in_section(k) == 0;
       const auto columns = columns_of<M>(x);
 #pragma GCC unroll kStreams
       for (int s = 0; s < S; ++s) {
+        if (begins) begin_section<S, 1>(w[s], scales[s]);
         Ints sums[M];
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t) sums[t] = all(broadcast(kShift8 ? params[t].sum_128 : int32_t{0}));
@@ -144,7 +145,6 @@ struct CodesKernel {
           w[s] += kLine;
         }
         const Floats scale = load_rows_f16(scales[s]);
-        __builtin_prefetch(scales[s] + layout.block_bytes, 0, 3);
 #pragma GCC unroll kUnroll
         for (int t = 0; t < M; ++t)
           out[s][t] = fma(convert(sums[t]), mul(scale, broadcast(params[t].scale)), out[s][t]);

@@ -196,16 +196,16 @@ void for_float_columns(const uint8_t* block, int64_t k0, int64_t k1, const Put& 
 
 template <class Put>
 void for_i8_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
-  const uint8_t* scales = block + layout.scales_offset;
-  Floats scale = layout.group == 0 ? load_rows(reinterpret_cast<const float*>(scales)) : all(broadcast(0.0f));
+  Floats scale =
+      layout.group == 0 ? load_rows(reinterpret_cast<const float*>(block + layout.scales_at(0))) : all(broadcast(0.0f));
   Floats minimum = all(broadcast(0.0f));
   for (int64_t k = k0; k < k1; k += 4) {
     if (layout.group != 0 && (k == k0 || k % layout.group == 0)) {
-      const uint8_t* group = scales + static_cast<size_t>(k / layout.group) * layout.scale_stride;
+      const uint8_t* group = block + layout.scales_at(k);
       scale = load_rows_f16(group);
       if (layout.minimum) minimum = load_rows_f16(group + kLine / 2);
     }
-    const uint8_t* line = block + static_cast<size_t>(k / 4) * kLine;
+    const uint8_t* line = block + layout.unit_at(k) + static_cast<size_t>(k % kUnitColumns / 4) * kLine;
     const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
     put(k, value(column8_rows<0>(line)), value(column8_rows<1>(line)));
     put(k + 2, value(column8_rows<2>(line)), value(column8_rows<3>(line)));
@@ -217,12 +217,11 @@ void for_i4_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0,
   Floats scale = all(broadcast(0.0f)), minimum = all(broadcast(0.0f));
   for (int64_t k = k0; k < k1; k += 8) {
     if (k == k0 || k % layout.group == 0) {
-      const uint8_t* scales =
-          block + layout.scales_offset + static_cast<size_t>(k / layout.group) * layout.scale_stride;
+      const uint8_t* scales = block + layout.scales_at(k);
       scale = load_rows_f16(scales);
       minimum = layout.minimum ? load_rows_f16(scales + kLine / 2) : mul(scale, broadcast(-8.0f));
     }
-    const uint8_t* line = block + static_cast<size_t>(k / 8) * kLine;
+    const uint8_t* line = block + layout.unit_at(k) + static_cast<size_t>(k % kUnitColumns / 8) * kLine;
     const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
     put(k, value(column4_rows<0>(line)), value(column4_rows<1>(line)));
     put(k + 2, value(column4_rows<2>(line)), value(column4_rows<3>(line)));
@@ -236,18 +235,17 @@ template <class Put>
 void for_bits_columns(const BlockLayout& layout, const uint8_t* block, int64_t k0, int64_t k1, const Put& put) {
   const FormatRow& format = row_of(layout.format);
   const bool zero = !layout.minimum && format.codes == nullptr;
-  alignas(64) uint8_t lines[kPlaneColumns / 4 * kPlaneLine];
+  alignas(64) uint8_t lines[kUnitColumns / 4 * kPlaneLine];
   Floats scale = all(broadcast(0.0f)), minimum = scale;
   for (int64_t k = k0; k < k1; k += 4) {
-    if (k == k0 || k % kPlaneColumns == 0)
-      expand_unit(format, block + k / kPlaneColumns * kPlaneLine * format.bits, zero ? -(1 << (format.bits - 1)) : 0,
-                  lines);
+    if (k == k0 || k % kUnitColumns == 0)
+      expand_unit(format, block + layout.unit_at(k), zero ? -(1 << (format.bits - 1)) : 0, lines);
     if (k == k0 || k % layout.group == 0) {
-      const uint8_t* group = block + layout.scales_offset + static_cast<size_t>(k / layout.group) * layout.scale_stride;
+      const uint8_t* group = block + layout.scales_at(k);
       scale = load_rows_f16(group);
       if (layout.minimum) minimum = load_rows_f16(group + kLine / 2);
     }
-    const uint8_t* line = lines + k % kPlaneColumns / 4 * kPlaneLine;
+    const uint8_t* line = lines + k % kUnitColumns / 4 * kPlaneLine;
     const auto value = [&](const Ints& q) { return fma(convert(q), scale, minimum); };
     put(k, value(column8_rows<0>(line)), value(column8_rows<1>(line)));
     put(k + 2, value(column8_rows<2>(line)), value(column8_rows<3>(line)));

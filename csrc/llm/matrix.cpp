@@ -53,16 +53,20 @@ BlockLayout layout_of(const Shape& shape) {
   layout.group = shape.group;
   layout.cols = shape.cols;
   layout.padded_cols = shape.padded_cols();
-  layout.scales_offset =
-      static_cast<size_t>(layout.padded_cols * kBlockRows) * static_cast<size_t>(row_of(shape.format).bits) / 8;
-  size_t scales = 0;
-  if (shape.format == Format::i8 && shape.group == 0) {
-    scales = kBlockRows * sizeof(float);
-  } else if (is_quantised(shape.format)) {
+  layout.unit_bytes = static_cast<size_t>(kUnitColumns * kBlockRows * row_of(shape.format).bits) / 8;
+  layout.section_shift = 62;
+  if (shape.group != 0) {
     layout.scale_stride = kBlockRows * sizeof(uint16_t) * (shape.minimum ? 2 : 1);
-    scales = padded(static_cast<size_t>(layout.padded_cols / shape.group) * layout.scale_stride, kLine);
+    const int64_t filling = static_cast<int64_t>(kLine / layout.scale_stride) * shape.group;
+    const auto columns = static_cast<uint64_t>(std::max<int64_t>(filling, kUnitColumns));
+    layout.section_shift = std::countr_zero(columns);
+    layout.section_scales = columns / static_cast<size_t>(shape.group) * layout.scale_stride;
+    layout.section_bytes = layout.section_scales + columns / kUnitColumns * layout.unit_bytes;
+  } else if (is_quantised(shape.format)) {
+    layout.section_scales = kBlockRows * sizeof(float);
   }
-  layout.block_bytes = layout.scales_offset + scales;
+  // Where the last section ends, which may have fewer units.
+  layout.block_bytes = layout.unit_at(layout.padded_cols - kUnitColumns) + layout.unit_bytes;
   return layout;
 }
 

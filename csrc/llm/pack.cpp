@@ -27,18 +27,18 @@ void put(uint8_t* to, T value) {
   std::memcpy(to, &value, sizeof value);
 }
 
-// Where things are in a block.
+// Where things are in a block of floats, or in a unit (without groups: the whole block) of quantised values.
 size_t i8_at(int64_t k, int r) { return static_cast<size_t>((k / 4 * kLanes + r) * 4 + k % 4); }
 size_t i4_at(int64_t k, int r) { return static_cast<size_t>((k / 8 * kLanes + r) * 4 + k % 4); }
 bool i4_high(int64_t k) { return k % 8 >= 4; }
 size_t pair_at(int64_t k, int r) { return static_cast<size_t>((k / 2 * kLanes + r) * 2 + k % 2) * 2; }
 
-void put_i4(uint8_t* block, int64_t k, int r, int q) {
-  uint8_t& byte = block[i4_at(k, r)];
+void put_i4(uint8_t* values, int64_t k, int r, int q) {
+  uint8_t& byte = values[i4_at(k, r)];
   byte = static_cast<uint8_t>(i4_high(k) ? (byte & 0x0f) | q << 4 : (byte & 0xf0) | q);
 }
 uint8_t* scale_at(const BlockLayout& layout, uint8_t* block, int64_t group, int r) {
-  return block + layout.scales_offset + static_cast<size_t>(group) * layout.scale_stride + static_cast<size_t>(r) * 2;
+  return block + layout.scales_at(group * layout.group) + static_cast<size_t>(r) * 2;
 }
 uint8_t* minimum_at(const BlockLayout& layout, uint8_t* block, int64_t group, int r) {
   return scale_at(layout, block, group, r) + kLanes * 2;
@@ -145,20 +145,20 @@ void magnitudes(const float* panel, int count, float* most) {
 
 float inverse(float scale) { return std::fabs(scale) > 1e-30f ? 1.0f / scale : 0.0f; }
 
-void put_i8(uint8_t* block, int64_t k0, int count, const float* panel, const float* inv, const Lanes& lanes) {
+// values: those of column k0 and row 0.
+void put_i8(uint8_t* values, int count, const float* panel, const float* inv, const Lanes& lanes) {
   const auto rounded = [&](int k, int r) {
     const float value = panel[k * kLanes + r] * inv[r] + 12582912.0f - 12582912.0f;  // to the nearest, ties to even
     const float low = value > -127.0f ? value : -127.0f;
     return static_cast<uint32_t>(static_cast<int32_t>(low < 127.0f ? low : 127.0f)) & 0xffu;
   };
   if (!lanes.all) {
-    for_values(lanes, count, [&](int k, int r) { block[i8_at(k0 + k, r)] = static_cast<uint8_t>(rounded(k, r)); });
+    for_values(lanes, count, [&](int k, int r) { values[i8_at(k, r)] = static_cast<uint8_t>(rounded(k, r)); });
     return;
   }
-  uint8_t* to = block + i8_at(k0, 0);
-  for (int k = 0; k < count; k += 4, to += kLanes * 4)
+  for (int k = 0; k < count; k += 4, values += kLanes * 4)
     for (int r = 0; r < kLanes; ++r)
-      put(to + r * 4, rounded(k, r) | rounded(k + 1, r) << 8 | rounded(k + 2, r) << 16 | rounded(k + 3, r) << 24);
+      put(values + r * 4, rounded(k, r) | rounded(k + 1, r) << 8 | rounded(k + 2, r) << 16 | rounded(k + 3, r) << 24);
 }
 
 // One group of columns from k0 on, of which `valid` exist. With a minimum, values are taken from the middle of the
@@ -188,7 +188,7 @@ void pack_i8_group(const BlockLayout& layout, const Lanes& lanes, int64_t k0, in
     inv[r] = inverse(from_f16(scale));
     if (lanes.row[r] != nullptr) put(scale_at(layout, block, k0 / layout.group, r), scale);
   }
-  put_i8(block, k0, layout.group, panel, inv, lanes);
+  put_i8(block + layout.unit_at(k0) + i8_at(k0 % kUnitColumns, 0), layout.group, panel, inv, lanes);
 }
 
 void pack_i8(const BlockLayout& layout, const Source& source, const Lanes& lanes, int64_t cols, uint8_t* block) {
@@ -203,16 +203,20 @@ void pack_i8(const BlockLayout& layout, const Source& source, const Lanes& lanes
     for (int r = 0; r < kLanes; ++r) {
       const float scale = most[r] / 127.0f;
       inv[r] = inverse(scale);
-      if (lanes.row[r] != nullptr) put(block + layout.scales_offset + static_cast<size_t>(r) * 4, scale);
+      if (lanes.row[r] != nullptr) put(block + layout.scales_at(0) + static_cast<size_t>(r) * 4, scale);
     }
+    uint8_t* values = block + layout.unit_at(0);
     int64_t done = 0;
     if (rows)
-      done = pack_lines<64>(source, lanes, cols, block, [&](int r, const uint8_t* from, uint8_t* line) {
+      done = pack_lines<64>(source, lanes, cols, values, [&](int r, const uint8_t* from, uint8_t* line) {
         selected().as_i8(source.type, from, inv[r], reinterpret_cast<int8_t*>(line));
       });
     for_panels(
         source, lanes, cols, layout.padded_cols, kMostColumns,
-        [&](int64_t k0, int count, int, const float* panel) { put_i8(block, k0, count, panel, inv, lanes); }, done);
+        [&](int64_t k0, int count, int, const float* panel) {
+          put_i8(values + i8_at(k0, 0), count, panel, inv, lanes);
+        },
+        done);
     return;
   }
   for_panels(
@@ -226,6 +230,7 @@ void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes
   const PackKernels& kernels = selected();
   for_panels(source, lanes, cols, layout.padded_cols, layout.group,
              [&](int64_t k0, int count, int valid, const float* panel) {
+               uint8_t* values = block + layout.unit_at(k0);
                alignas(64) uint32_t lines[kMostColumns / 8 * kLanes] = {};
                uint16_t scales[kLanes], minima[kLanes];
                kernels.quantise4(panel, valid, lines, scales, layout.minimum ? minima : nullptr);
@@ -234,9 +239,9 @@ void pack_i4(const BlockLayout& layout, const Source& source, const Lanes& lanes
                  put(scale_at(layout, block, k0 / layout.group, r), scales[r]);
                  if (layout.minimum) put(minimum_at(layout, block, k0 / layout.group, r), minima[r]);
                  for (int k = 0; k < valid && !lanes.all; ++k)
-                   put_i4(block, k0 + k, r, lines[k / 8 * kLanes + r] >> (k % 4 * 8 + k % 8 / 4 * 4) & 15);
+                   put_i4(values, k, r, lines[k / 8 * kLanes + r] >> (k % 4 * 8 + k % 8 / 4 * 4) & 15);
                }
-               if (lanes.all) std::memcpy(block + i4_at(k0, 0), lines, static_cast<size_t>(count / 8 * kLanes * 4));
+               if (lanes.all) std::memcpy(values, lines, static_cast<size_t>(count / 8 * kLanes * 4));
              });
 }
 
@@ -257,9 +262,9 @@ void keep_quantised(const BlockLayout& layout, SourceType type, const Lanes& lan
       }
       for (int i = 0; i < kSourceGroup; ++i) {
         if (bytes)
-          block[i8_at(k0 + i, r)] = static_cast<uint8_t>(from.q[i] - zero);
+          block[layout.unit_at(k0) + i8_at(i, r)] = static_cast<uint8_t>(from.q[i] - zero);
         else
-          put_bits(row_of(layout.format), block, k0 + i, r, from.q[i] + more);
+          put_bits(layout, block, k0 + i, r, from.q[i] + more);
       }
     }
   }
@@ -377,7 +382,7 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
     for (int64_t g = 0; g < groups; ++g) {
       const float scale = scales[i * groups + g];
       if (layout.group == 0) {
-        put(block + layout.scales_offset + static_cast<size_t>(r) * 4, scale);
+        put(block + layout.scales_at(0) + static_cast<size_t>(r) * 4, scale);
         continue;
       }
       put(scale_at(layout, block, g, r), half_of(scale));
@@ -386,9 +391,9 @@ void Matrix::set_quantised_rows(int64_t first, int64_t count, const uint8_t* q, 
     for (int64_t k = 0; k < shape_.cols; ++k) {
       const uint8_t value = q[i * shape_.cols + k];
       if (shape_.format == Format::i8)
-        block[i8_at(k, r)] = value;
+        block[layout.unit_at(k) + i8_at(k % kUnitColumns, r)] = value;
       else
-        put_bits(format, block, k, r, value);
+        put_bits(layout, block, k, r, value);
     }
   }
 }
@@ -397,9 +402,8 @@ void Matrix::row(int64_t row, float* out) const {
   const BlockLayout layout = layout_of(shape_);
   const uint8_t* from = block(row / kBlockRows);
   const int r = static_cast<int>(row % kBlockRows);
-  const auto half_at = [&](int64_t group, size_t offset) {
-    return from_f16(read<uint16_t>(from + layout.scales_offset + static_cast<size_t>(group) * layout.scale_stride +
-                                   offset + static_cast<size_t>(r) * 2));
+  const auto half_at = [&](int64_t k, size_t offset) {
+    return from_f16(read<uint16_t>(from + layout.scales_at(k) + offset + static_cast<size_t>(r) * 2));
   };
   const int64_t cols = shape_.cols;
   switch (shape_.format) {
@@ -415,10 +419,9 @@ void Matrix::row(int64_t row, float* out) const {
     case Format::i8: {
       const int64_t group = layout.group == 0 ? cols : layout.group;
       for (int64_t k0 = 0; k0 < cols; k0 += group) {
-        const float scale =
-            layout.group == 0 ? read<float>(from + layout.scales_offset + r * 4) : half_at(k0 / group, 0);
-        const float minimum = layout.minimum ? half_at(k0 / group, kLanes * 2) : 0.0f;
-        const uint8_t* q = from + i8_at(k0, r);
+        const float scale = layout.group == 0 ? read<float>(from + layout.scales_at(0) + r * 4) : half_at(k0, 0);
+        const float minimum = layout.minimum ? half_at(k0, kLanes * 2) : 0.0f;
+        const uint8_t* q = from + layout.unit_at(k0) + i8_at(k0 % kUnitColumns, r);
         for (int64_t k = 0; k < std::min(group, cols - k0); ++k)
           out[k0 + k] = scale * static_cast<float>(static_cast<int8_t>(q[i8_at(k, 0)])) + minimum;
       }
@@ -428,9 +431,9 @@ void Matrix::row(int64_t row, float* out) const {
       const FormatRow& format = row_of(shape_.format);
       const int zero = layout.minimum ? 0 : 1 << (format.bits - 1);
       for (int64_t k = 0; k < cols; ++k) {
-        const float scale = half_at(k / layout.group, 0);
-        const float minimum = layout.minimum ? half_at(k / layout.group, kLanes * 2) : 0.0f;
-        const int q = get_bits(format, from, k, r);
+        const float scale = half_at(k, 0);
+        const float minimum = layout.minimum ? half_at(k, kLanes * 2) : 0.0f;
+        const int q = get_bits(layout, from, k, r);
         out[k] = scale * static_cast<float>(format.codes != nullptr ? format.codes[q] : q - zero) + minimum;
       }
       return;

@@ -32,19 +32,21 @@ float half_at(const uint8_t* from) {
 // Row r of a packed block as plain arrays; the layout is described in grouped.h.
 void unpack_row(const BlockLayout& layout, const uint8_t* block, int r, int64_t cols, const Arrays& to) {
   for (int64_t k = 0; k < cols; ++k) {
+    const uint8_t* unit = block + layout.unit_at(k);
+    const int64_t column = k % kUnitColumns;
     if (layout.format == Format::i8) {
-      to.q[k] = block[(k / 4 * kBlockRows + r) * 4 + k % 4];
+      to.q[k] = unit[(column / 4 * kBlockRows + r) * 4 + k % 4];
     } else {
-      const uint8_t byte = block[(k / 8 * kBlockRows + r) * 4 + k % 4];
+      const uint8_t byte = unit[(column / 8 * kBlockRows + r) * 4 + k % 4];
       to.q[k] = k % 8 >= 4 ? byte >> 4 : byte & 15;
     }
   }
-  const uint8_t* scales = block + layout.scales_offset;
   if (layout.group == 0) {
-    std::memcpy(to.scales, scales + r * 4, sizeof(float));
+    std::memcpy(to.scales, block + layout.scales_at(0) + r * 4, sizeof(float));
     return;
   }
-  for (int64_t g = 0; g * layout.group < cols; ++g, scales += layout.scale_stride) {
+  for (int64_t g = 0; g * layout.group < cols; ++g) {
+    const uint8_t* scales = block + layout.scales_at(g * layout.group);
     to.scales[g] = half_at(scales + r * 2);
     if (layout.minimum) to.minima[g] = half_at(scales + (kBlockRows + r) * 2);
   }
