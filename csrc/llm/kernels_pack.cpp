@@ -24,12 +24,12 @@ struct Row {
   float v[kRows];
 };
 
-// To the nearest integer, ties to even, of |x| < 2^22.
-constexpr float kMagic = 12582912.0f;
-float rounded(float x) { return (x + kMagic) - kMagic; }
-float clamped(float x, float low, float high) {
-  const float above = x > low ? x : low;
-  return above < high ? above : high;
+// The nearest integer to x, ties to even, from low to high: in the low bits of the result. A NaN becomes `low`. Added
+// to 1.5 * 2^23, a float has no bits for fractions; limits that are added to it too keep the order.
+uint32_t whole(float x, float low, float high) {
+  constexpr float kMagic = 12582912.0f;
+  const float sum = x + kMagic, above = sum > kMagic + low ? sum : kMagic + low;
+  return bits_of(above < kMagic + high ? above : kMagic + high);
 }
 // 1 / x, or zero for what has no finite inverse.
 float inverse(float x) {
@@ -174,8 +174,7 @@ void quantise4(const float* x, int count, uint32_t* lines, uint16_t* scales, uin
   }
   // Four bits of column k + i of a row, where its word has them.
   const auto bits_of_word = [&](int k, int i, int r) {
-    const float value = rounded(x[(k + i) * kRows + r] * inv.v[r] + offset.v[r]);
-    return static_cast<uint32_t>(static_cast<int32_t>(clamped(value, 0.0f, 15.0f))) << (i % 4 * 8 + i / 4 * 4);
+    return (whole(x[(k + i) * kRows + r] * inv.v[r] + offset.v[r], 0.0f, 15.0f) & 15u) << (i % 4 * 8 + i / 4 * 4);
   };
   int k = 0;
   for (; k + kColumns <= count; k += kColumns, lines += kRows)
@@ -236,9 +235,8 @@ void as_bf16(SourceType type, const uint8_t* x, uint16_t* to) {
 }
 
 void as_i8(SourceType type, const uint8_t* x, float inverse, int8_t* to) {
-  for_row<64>(type, x, [&](int i, float value) {
-    to[i] = static_cast<int8_t>(static_cast<int32_t>(clamped(rounded(value * inverse), -127.0f, 127.0f)));
-  });
+  for_row<64>(type, x,
+              [&](int i, float value) { to[i] = static_cast<int8_t>(whole(value * inverse, -127.0f, 127.0f)); });
 }
 
 constexpr PackKernels kKernels{quantise4, largest, as_bf16, as_i8};
