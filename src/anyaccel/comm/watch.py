@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 1.0  # or a quarter of the deadline, if that is less
-# A rank counts as silent after half the deadline, but not longer than that; a second is what the end of a process, or
-# the connection that it had, may take until it is seen.
+# A rank counts as silent after half the deadline, but not longer than that, and not before beats have been left out; a
+# second is what the end of a process, or the connection that it had, may take until it is seen.
 _SILENT_SECONDS = 10.0
+_SILENT_BEATS = 2.5
 _NOTICE_SECONDS = 1.0
 
 # Those of this process by a name that all of their ranks have, and its rank in each. Groups of the same ranks share
 # one.
 _connected: WeakValueDictionary[str, _native.RankWatch] = WeakValueDictionary()
 _own_rank: dict[str, int] = {}
+_beat: dict[str, float] = {}  # seconds
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Watch | None] = WeakKeyDictionary()
 
 
@@ -42,7 +44,7 @@ class Watch:
     """
 
     def __init__(self, native: _native.RankWatch, numbers: Sequence[int], rank: int, name: str, limit_s: float) -> None:
-        """`numbers`: of the group's ranks in `native`; `limit_s`: after which a rank is said to be silent."""
+        """`numbers`: of the group's ranks in `native`; `limit_s`: after which a rank counts as silent."""
         self._native, self._numbers, self._rank = native, tuple(numbers), rank
         self.name = name
         self._limit_s = limit_s
@@ -75,11 +77,10 @@ class Watch:
         """
         end = time.monotonic() + notice_s
         names, others = self.names(), [rank for rank in ranks or range(len(self._numbers)) if rank != self._rank]
-        limit_s = min(self._limit_s / 2, _SILENT_SECONDS)
         while True:
             seen = self.look()
             # Those that time out themselves leave, so whoever is silent is the cause; else who has left first.
-            silent = [rank for rank in others if seen[rank].left_s < 0 and seen[rank].silent_s > limit_s]
+            silent = [rank for rank in others if seen[rank].left_s < 0 and seen[rank].silent_s > self._limit_s]
             left = sorted((rank for rank in others if seen[rank].left_s >= 0), key=lambda rank: -seen[rank].left_s)
             if silent:
                 listed = ", ".join(names[rank] for rank in silent)
@@ -141,10 +142,10 @@ def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_
     tag = cards[0]["nonce"]
     common = sorted(set.intersection(*(set(card["known"]) for card in cards)))
     if common:
-        return Watch(held[common[0]], [card["known"][common[0]] for card in cards], rank, tag, timeout_s)
-    error, made = "", None
+        numbers = [card["known"][common[0]] for card in cards]
+        return Watch(held[common[0]], numbers, rank, tag, _silence(timeout_s, _beat[common[0]]))
+    error, made, beat_s = "", None, min(_BEAT_SECONDS, timeout_s / 4)
     try:
-        beat_s = min(_BEAT_SECONDS, timeout_s / 4)
         made = _native.RankWatch(rank, size, addresses_for_others(), beat_s)
     except (OSError, ValueError, AnyAccelError) as problem:
         error = str(problem)
@@ -158,8 +159,8 @@ def connect(exchange: Callable[[str], list[str]], rank: int, size: int, timeout_
     except (OSError, ValueError) as problem:
         raise CommError(f"the ranks of a group cannot be connected: {problem}") from problem
     name = hashlib.blake2b("\n".join(card for card, _ in told).encode(), digest_size=16).hexdigest()
-    _connected[name], _own_rank[name] = made, rank
-    return Watch(made, range(size), rank, tag, timeout_s)
+    _connected[name], _own_rank[name], _beat[name] = made, rank, beat_s
+    return Watch(made, range(size), rank, tag, _silence(timeout_s, beat_s))
 
 
 def watch_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Watch | None:
@@ -190,6 +191,10 @@ def watch_of(group: dist.ProcessGroup, hosts: Sequence[str]) -> Watch | None:
 def known_watch(group: dist.ProcessGroup) -> Watch | None:
     """The watch that `watch_of` has made of a group."""
     return _of_group.get(group)
+
+
+def _silence(timeout_s: float, beat_s: float) -> float:
+    return max(min(timeout_s / 2, _SILENT_SECONDS), _SILENT_BEATS * beat_s)
 
 
 def _number(text: str) -> int:
