@@ -174,15 +174,15 @@ void gemm_multiply(const Matrix& w, const uint8_t* data, int tokens, const Outpu
 const GemmKernels& gemm_kernels(Isa isa, const Shape& shape) {
   const Format format = shape.format;
   // Halves have more bits than bfloat16: they are multiplied as floats.
-  if (format != Format::f32 && format != Format::f16) {
+  const bool fits_pairs = format != Format::f32 && format != Format::f16;
+  if (fits_pairs)
     if (const auto* tiles = find_variant<TileGemmKernels>(isa)) return *tiles;
-    if (const auto* pairs = find_variant<PairGemmKernels>(isa))
-      if (pairs->quantised || format == Format::bf16) return *pairs;
-  }
   // Sums of integers need one scale a unit.
   if (is_quantised(format) && shape.group != kUnit / 2)
     if (const auto* kernels = find_variant<IntegerGemmKernels>(isa))
       if (format == Format::i4 || kernels->eight_bits) return *kernels;
+  if (fits_pairs)
+    if (const auto* pairs = find_variant<PairGemmKernels>(isa)) return *pairs;
   return pick<GemmKernels>(isa);
 }
 

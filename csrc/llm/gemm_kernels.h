@@ -65,8 +65,6 @@ struct IntegerGemmKernels : GemmKernels {
   }
 };
 struct PairGemmKernels : GemmKernels {
-  bool quantised;  // whether they are for quantised weights too, or those have kernels that are faster
-
   static constexpr bool compiled_for(const IsaRow& row) {
     return row.isa == Isa::avx512_bf16 || row.isa == Isa::neon_bf16_i8mm;
   }

@@ -94,8 +94,7 @@ constexpr PairGemmKernels kKernels{{.operands = GemmKernels::Operands::pairs,
                                     .unpack = nullptr,
                                     .multiply = multiply,
                                     .begin = nullptr,
-                                    .end = nullptr},
-                                   false};
+                                    .end = nullptr}};
 
 }  // namespace
 }  // namespace anyaccel::llm

@@ -17,8 +17,8 @@ struct Pairs {
   static IVec lanes(const float* p, int64_t count) { return pairs_of(p, count); }
 };
 
-constexpr PairGemmKernels kKernels{kernels_of<Pairs>(GemmKernels::Operands::pairs, 32, size_t{512} << 10, unpack_pairs),
-                                   true};
+constexpr PairGemmKernels kKernels{
+    kernels_of<Pairs>(GemmKernels::Operands::pairs, 32, size_t{512} << 10, unpack_pairs)};
 
 }  // namespace
 }  // namespace anyaccel::llm
