@@ -11,12 +11,14 @@
 
 #include "bindings/translate.h"
 #include "comm/messages.h"
+#include "comm/rank_watch.h"
 #include "comm/shm_group.h"
 
 namespace anyaccel::bindings {
 namespace {
 
 using comm::DType;
+using comm::RankWatch;
 using comm::ReduceOp;
 using comm::ShmGroup;
 using Addresses = std::vector<uintptr_t>;
@@ -152,6 +154,28 @@ void bind_comm(nb::module_& m) {
           no_gil);
 
   // The symmetric memory of one rank, and the addresses of its peers' memory.
+  nb::class_<RankWatch::Seen>(m, "Seen")
+      .def_ro("beats", &RankWatch::Seen::beats)
+      .def_ro("works", &RankWatch::Seen::works)
+      .def_ro("silent_s", &RankWatch::Seen::silent_s)
+      .def_ro("left_s", &RankWatch::Seen::left_s);
+
+  nb::class_<RankWatch>(m, "RankWatch", nb::is_weak_referenceable())
+      .def(nb::init<int, int, const std::vector<std::string>&, double>(), nb::arg("rank"), nb::arg("size"),
+           nb::arg("addresses"), nb::arg("beat_s"))
+      .def_prop_ro("card", &RankWatch::card)
+      .def(
+          "connect",
+          [](RankWatch& self, const std::vector<std::string>& cards, double timeout_s) {
+            self.connect(cards, timeout_s, check_signals);
+          },
+          nb::arg("cards"), nb::arg("timeout_s"), no_gil)
+      .def("name", &RankWatch::name, nb::arg("rank"))
+      .def("look", &RankWatch::look)
+      .def("arrive", &RankWatch::arrive, nb::arg("place"))
+      .def("arrived", &RankWatch::arrived, nb::arg("rank"), nb::arg("place"))
+      .def("close", &RankWatch::close, no_gil);
+
   nb::class_<comm::ShmSegment>(m, "ShmSegment")
       .def_static(
           "create",

@@ -20,20 +20,17 @@ double seconds_of(clockid_t clock) {
   return static_cast<double>(found.tv_sec) + 1e-9 * static_cast<double>(found.tv_nsec);
 }
 
-// What the process has done until now, apart from the calling thread.
-struct Work {
-  double processor_s;
-  long read;  // pages and blocks that it had to wait for
-
-  static Work now() {
-    rusage used{};
-    getrusage(RUSAGE_SELF, &used);
-    return {seconds_of(CLOCK_PROCESS_CPUTIME_ID) - seconds_of(CLOCK_THREAD_CPUTIME_ID),
-            used.ru_majflt + used.ru_inblock};
-  }
-};
-
 }  // namespace
+
+Work Work::now() {
+  rusage used{};
+  getrusage(RUSAGE_SELF, &used);
+  return {seconds_of(CLOCK_PROCESS_CPUTIME_ID) - seconds_of(CLOCK_THREAD_CPUTIME_ID), used.ru_majflt + used.ru_inblock};
+}
+
+bool Work::exceeds(const Work& before) const {
+  return processor_s - before.processor_s > kLeastWork_s || read != before.read;
+}
 
 Heartbeat::Heartbeat(int socket, double seconds) {
   // Signals are for the threads that wait for them.
@@ -68,7 +65,7 @@ void Heartbeat::run(int socket, double seconds) {
   std::unique_lock lock(mutex_);
   do {
     const Work now = Work::now();
-    const bool worked = now.processor_s - before.processor_s > kLeastWork_s || now.read != before.read;
+    const bool worked = now.exceeds(before);
     const char told = worked ? kWorked : kIdle;
     const ssize_t sent = send(socket, &told, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR) return;  // nobody listens any more

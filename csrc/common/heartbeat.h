@@ -9,6 +9,15 @@
 
 namespace anyaccel {
 
+// What this process has done until now, apart from the calling thread.
+struct Work {
+  double processor_s;
+  long read;  // pages and blocks that it had to wait for
+
+  static Work now();
+  bool exceeds(const Work& before) const;
+};
+
 // A thread that tells the other end of a socket, every so many seconds, that this process is not stopped, with one
 // byte: kWorked if the process has computed or read since the byte before, else kIdle. Bytes for which the socket has
 // no room are left out. The thread takes no lock of its caller, so it goes on while Python waits for a page of a file.

@@ -17,8 +17,13 @@ constexpr double kAdvance = 2;       // steps in advance, where drafts have been
 constexpr double kMostOfAnswer = 1;  // steps that an answer may lose, and its share, whatever others have saved
 constexpr double kLeastGain = 1.05;  // times as fast as plain steps: below it drafts cannot pay
 
-// Reading a text pays in the rest of its answer, which is taken to be as long as what there is of it, or so long.
+// An answer is taken to get as long again as it is, and at least so long: in the rest of it, reading its text pays. Its
+// share of so many steps may be spent in advance.
 constexpr double kUsualAnswer = 128;
+// The tokens of an end that is read; one is read anew where it is that many times what is known.
+constexpr std::array<int64_t, 3> kEnds = {16, 64, 256};
+constexpr int64_t kLeastGrowth = 2;
+constexpr double kHoped = 0.5;  // of wrong drafts, which are right where more is known of the text, until that is tried
 constexpr double kMostOfTry = 0.25;  // of an answer's time: what reading may take when drafts do not seem to pay
 
 constexpr int64_t kLeastPlain = 4;   // steps whose time is known before there are drafts
@@ -60,6 +65,17 @@ void keep(double& known, double seconds) {
 void DraftChance::report(int64_t drafted, int64_t accepted) {
   right_ = kForget * right_ + static_cast<double>(accepted);
   tried_ = kForget * tried_ + static_cast<double>(accepted + (accepted < drafted ? 1 : 0));
+}
+
+int64_t DraftPace::end_tokens(Reads reads) {
+  return kEnds[static_cast<size_t>(reads) - static_cast<size_t>(Reads::end)];
+}
+
+size_t DraftPace::level_of(int64_t tokens, bool part) {
+  if (!part) return kWhole;
+  size_t level = 0;
+  while (level + 1 < kEnds.size() && tokens >= kEnds[level + 1]) ++level;
+  return level;
 }
 
 void DraftPace::Times::add(int64_t tokens, double seconds) {
@@ -193,18 +209,30 @@ int64_t DraftPace::wait_for(double seconds, double plain) const {
   return static_cast<int64_t>(std::clamp(steps, 0.0, static_cast<double>(kMostQuiet)));
 }
 
+// How long the shortest answer is taken to get.
+double DraftPace::length_of(const Ask& ask) {
+  const auto answered = static_cast<double>(ask.answered);
+  return std::min(answered + static_cast<double>(ask.left), std::max(answered, kUsualAnswer));
+}
+
 DraftPace::Choice DraftPace::decide(const Ask& ask) {
-  const double plain = plain_.of(ask.requests);
-  const double purse = balance_ + (ask.proven ? kAdvance * plain : 0);
-  const double own = plain * (kMostOfAnswer + kShare * static_cast<double>(ask.answered)) - ask.lost;
-  const double rest =
-      std::min(static_cast<double>(ask.left), std::max(static_cast<double>(ask.answered), kUsualAnswer));
-  std::array<Way, 3> ways;
+  const double plain = plain_.of(ask.requests), length = length_of(ask), answered = static_cast<double>(ask.answered);
+  const double advance = pass_cost_ > 0 ? kShare * (length - answered) : 0;  // lookup has nothing to read
+  const double purse = balance_ + plain * std::max(advance, ask.proven ? kAdvance : 0);
+  const double own = plain * (kMostOfAnswer + advance + kShare * answered) - ask.lost;
+  const double rest = std::min(static_cast<double>(ask.left), std::max(answered, kUsualAnswer));
+  std::array<Way, 2 + kEnds.size()> ways;
   size_t count = 0;
   if (ask.unread >= 0) ways[count++] = {Reads::on, ask.unread, ask.chance};
-  if (ask.unread < 0 || ask.part) ways[count++] = {Reads::all, ask.tokens, ask.all};
-  const int64_t end = kEnd * ask.requests;
-  if (ask.tokens > 2 * end && (ask.unread < 0 || ask.unread > end)) ways[count++] = {Reads::end, end, ask.end};
+  if (ask.unread < 0 || ask.part) ways[count++] = {Reads::all, ask.tokens, ask.again[kWhole]};
+  for (size_t level = 0; level < kEnds.size(); ++level) {
+    const int64_t end = kEnds[level] * ask.requests;
+    const auto reads = static_cast<Reads>(static_cast<size_t>(Reads::end) + level);
+    // A text that is little longer may as well be read as a whole. What has been read is left for an end where the text
+    // has gone on far beyond it, or where that end is longer.
+    const bool better = ask.unread < 0 || ask.unread > end || (ask.part && kEnds[level] >= kLeastGrowth * ask.known);
+    if (ask.tokens > 2 * end && better) ways[count++] = {reads, end, ask.again[level]};
+  }
 
   const Way* cheapest = nullptr;
   bool likely = false;
@@ -233,9 +261,10 @@ DraftPace::Choice DraftPace::decide(const Ask& ask) {
     return choice;
   }
   const double reading = reading_seconds(ask.requests, cheapest->unread, true);
-  if (reading > kMostOfTry * plain * static_cast<double>(std::min(ask.answered, ask.left))) return choice;
+  if (reading > kMostOfTry * plain * std::min(length, static_cast<double>(ask.left))) return choice;
   int64_t width = std::min(kTry, ask.most);
-  while (width > 0 && risk(ask, *cheapest, width) > std::min(balance_, own + reading)) --width;
+  const double most_of_try = std::min(balance_ + plain * advance, own + reading);
+  while (width > 0 && risk(ask, *cheapest, width) > most_of_try) --width;
   if (width == 0) {
     choice.quiet = wait_for(risk(ask, *cheapest, 1), plain);
     return choice;
@@ -248,13 +277,17 @@ DraftPace::Choice DraftPace::decide(const Ask& ask) {
 }
 
 void DraftPace::Prior::report(int64_t drafted, int64_t accepted) {
+  known = true;
   right = kForgetOfAll * right + static_cast<double>(accepted);
   tried = kForgetOfAll * tried + static_cast<double>(accepted + (accepted < drafted ? 1 : 0));
 }
 
-void DraftPace::report(int64_t drafted, int64_t accepted, bool part) {
-  (part ? end_prior_ : prior_).report(drafted, accepted);
+double DraftPace::with_more(double chance, size_t level) const {
+  const Prior& prior = priors_[level];
+  return std::max(chance, prior.known ? (chance + prior.value()) / 2 : chance + kHoped * (1 - chance));
 }
+
+void DraftPace::report(int64_t drafted, int64_t accepted, size_t level) { priors_[level].report(drafted, accepted); }
 
 void DraftPace::passed(int64_t requests, int64_t tokens, double seconds) {
   if (tokens <= requests)

@@ -27,8 +27,9 @@ class DraftChance {
 // saves a pass only where those of all answers are right. Times are of this rank: the caller tells the others.
 //
 // It keeps an account: a small share of what steps would take without drafts comes in, and what drafts save; what they
-// cost goes out. Nothing is drafted that the account could not pay if all of it were wrong, so that answers with drafts
-// never take longer than the share allows, whatever the draft model is.
+// cost goes out. An answer may spend in advance what would come in while it gets as long as answers usually are.
+// Nothing else is drafted that the account could not pay if all of it were wrong, so that answers of that length never
+// take longer than the share allows, whatever the draft model is, and shorter ones lose no more time than those may.
 class DraftPace {
  public:
   // What a pass of the draft model takes of the model's, by the bytes that both read a token, and what reading a text
@@ -38,22 +39,27 @@ class DraftPace {
   bool can_pay() const { return can_pay_; }
 
   // What the draft model knows of a text when it drafts: what it has read before and what has come since, all of it, or
-  // its end only, which costs little to read and makes worse drafts.
-  enum class Reads : uint8_t { on, all, end };
-  // A text of which that many tokens are unread may as well be read as a whole, and is of no use from its end on.
-  static constexpr int64_t kEnd = 16;
+  // its end only, which costs less to read and makes worse drafts: so many tokens (end_tokens()).
+  enum class Reads : uint8_t { on, all, end, more, most };
+  static int64_t end_tokens(Reads reads);
+  static bool is_end(Reads reads) { return reads >= Reads::end; }
+  // How much of a text a draft model knows: its drafts are the better, the more. The last level: all of it.
+  static constexpr size_t kLevels = 4;
+  static constexpr size_t kWhole = kLevels - 1;
+  static size_t level_of(int64_t tokens, bool part);
 
   // Answers that could have drafts in the next pass.
   struct Ask {
     int64_t requests = 1;
-    int64_t most = 0;         // drafts of each
-    double chance = 0;        // that the next drafts of all of them are right, if it reads on
-    double all = 0, end = 0;  // if it reads all; if it reads their ends
-    bool proven = false;      // DraftChance::proven() of all of them
+    int64_t most = 0;                        // drafts of each
+    double chance = 0;                       // that the next drafts of all of them are right, if it reads on
+    std::array<double, kLevels> again = {};  // if it reads them anew, as ends or all of them
+    bool proven = false;                     // DraftChance::proven() of all of them
     // Tokens that it has to read, of all together, to go on from what it has read, below 0 where it has read nothing of
     // one of them; and to know all. Both 0: drafts are not made by reading.
     int64_t unread = 0, tokens = 0;
     bool part = false;         // it has read only a part of one of them
+    int64_t known = 0;         // then: of how many tokens, at least
     double lost = 0;           // seconds that drafts have cost one of these answers more than saved, but for reading
     int64_t answered = 0;      // tokens of the shortest answer so far
     int64_t left = INT32_MAX;  // tokens that each of them has to come, at most
@@ -65,9 +71,11 @@ class DraftPace {
   };
   Choice choose(const Ask& ask);
 
-  // How likely a draft is right of an answer that has had none yet, where the draft model knows all of it or its end.
-  double prior(bool part) const { return part ? end_prior_.value() : prior_.value(); }
-  void report(int64_t drafted, int64_t accepted, bool part);
+  // How likely a draft is right of an answer that has had none yet, where the draft model knows so much of it.
+  double prior(size_t level) const { return priors_[level].value(); }
+  // The same of an answer whose drafts have that chance so far, if the draft model read so much more of it.
+  double with_more(double chance, size_t level) const;
+  void report(int64_t drafted, int64_t accepted, size_t level);
 
   // What took how long: a pass of the model over the next tokens of `requests` answers, drafts among them; one over
   // tokens of prompts; a pass of the draft model for each of `requests` answers; and what it took to read.
@@ -123,6 +131,7 @@ class DraftPace {
   // The share of right ones among the latest drafts.
   struct Prior {
     double right, tried;
+    bool known = false;
     double value() const { return right / tried; }
     void report(int64_t drafted, int64_t accepted);
   };
@@ -148,6 +157,7 @@ class DraftPace {
   // The best width of those that lose at most `purse`.
   Odds best(const Ask& ask, const Way& way, double purse) const;
   Choice decide(const Ask& ask);
+  static double length_of(const Ask& ask);
   int64_t wait_for(double seconds, double plain) const;
 
   Times plain_, drafts_;  // passes of the model without drafts, and of the draft model
@@ -155,7 +165,7 @@ class DraftPace {
   double pass_cost_ = 0, reading_cost_ = 0;
   double prompt_token_ = 0, read_token_ = 0;  // seconds; 0: not known
   bool can_pay_ = true;
-  Prior prior_{2.8, 4}, end_prior_{2, 4};
+  std::array<Prior, kLevels> priors_{{{2, 4}, {2.4, 4}, {2.6, 4}, {2.8, 4}}};
   double balance_ = 0;
   int64_t since_plain_ = 0;        // passes with drafts since the last one without
   int64_t wait_ = 4, waited_ = 0;  // steps between two tries of drafts that do not seem to pay

@@ -70,16 +70,20 @@ DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, in
     --quiet_;
     return {};
   }
-  DraftPace::Ask ask{.requests = static_cast<int64_t>(requests.size()), .most = most, .chance = 1, .all = 1, .end = 1};
+  DraftPace::Ask ask{.requests = static_cast<int64_t>(requests.size()), .most = most, .chance = 1};
+  ask.again.fill(1);
   ask.proven = true;
-  ask.answered = INT64_MAX;
+  ask.answered = ask.known = INT64_MAX;
   for (const Request* request : requests) {
     const auto length = static_cast<int64_t>(request->tokens_.size()), answered = length - request->prompt_;
     const bool part = request->draft_from_ > 0;
-    const double whole = pace.prior(false), chance = request->chance_.value(pace.prior(part));
+    const size_t level = request->draft_level();
+    const double chance = request->chance_.value(pace.prior(level));
     ask.chance *= chance;
-    ask.all *= part ? std::max(chance, (chance + whole) / 2) : chance;
-    ask.end *= part ? chance : std::min(chance, request->chance_.value(pace.prior(true)));
+    for (size_t other = 0; other < ask.again.size(); ++other) {
+      const double prior = request->chance_.value(pace.prior(other));
+      ask.again[other] *= other > level ? pace.with_more(chance, other) : std::min(chance, prior);
+    }
     ask.proven = ask.proven && request->chance_.proven();
     ask.lost = request == requests.front() ? request->draft_lost_ : std::max(ask.lost, request->draft_lost_);
     ask.answered = std::min(ask.answered, answered);
@@ -87,6 +91,7 @@ DraftPace::Choice Model::choose_drafts(const std::vector<Request*>& requests, in
       ask.left = std::min(ask.left, limit - answered);
     if (!by_model) continue;
     ask.part = ask.part || part;
+    ask.known = std::min(ask.known, length - request->draft_from_);
     const int64_t unread = request->follows(draft_) ? length - request->read_ : length;
     ask.tokens += part ? length : unread;
     if (ask.unread >= 0) ask.unread = request->follows(draft_) ? ask.unread + unread : -1;
@@ -126,8 +131,8 @@ void Model::draft_by_text(const std::vector<Request*>& requests, bool always) {
 Request* Model::drafter_of(Request& request, int64_t most, DraftPace::Reads reads) {
   const auto all = static_cast<int64_t>(request.tokens_.size());
   if (reads != DraftPace::Reads::on || !request.follows(draft_)) {
-    if (request.draft_from_ > 0 && reads == DraftPace::Reads::all) request.chance_ = {};  // its drafts are others then
-    request.draft_from_ = reads == DraftPace::Reads::end ? std::max<int64_t>(all - DraftPace::kEnd, 0) : 0;
+    if (request.draft_from_ > 0 && reads != DraftPace::Reads::on) request.chance_ = {};  // its drafts are others then
+    request.draft_from_ = DraftPace::is_end(reads) ? std::max<int64_t>(all - DraftPace::end_tokens(reads), 0) : 0;
   }
   std::vector<int64_t> tokens(request.tokens_.begin() + request.draft_from_, request.tokens_.end());
   if (translation_.to_draft) tokens = translation_.to_draft(tokens);

@@ -241,7 +241,7 @@ void Request::check_foreseen() {
   const int64_t right = tokens_.back() == foreseen_ ? 1 : 0;
   ngrams_.report(1, right);
   chance_.report(1, right);
-  model_->pace_of(*this).report(1, right, false);
+  model_->pace_of(*this).report(1, right, DraftPace::kWhole);
 }
 
 void Request::drop_drafts() {
@@ -254,7 +254,7 @@ void Request::take(std::vector<ChosenToken> chosen) {
     const auto accepted = static_cast<int64_t>(chosen.size()) - 1;
     if (!options_.draft_model) ngrams_.report(drafted_, accepted);
     chance_.report(drafted_, accepted);
-    model_->pace_of(*this).report(drafted_, accepted, draft_from_ > 0);
+    model_->pace_of(*this).report(drafted_, accepted, draft_level());
     drafted_in_all_ += drafted_;
     accepted_in_all_ += accepted;
     drop_drafts();

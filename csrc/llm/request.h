@@ -140,6 +140,10 @@ class Request {
   std::shared_ptr<Request> drafter_;  // of the draft model, once it has drafted
   int64_t draft_from_ = 0,
           read_ = 0;  // the first one of tokens_ that it knows, and the first that it did not know then
+  // How much the draft model knows when it drafts.
+  size_t draft_level() const {
+    return DraftPace::level_of(static_cast<int64_t>(tokens_.size()) - draft_from_, draft_from_ > 0);
+  }
   int64_t foreseen_ = 0, foreseen_at_ = -1;
   DraftChance chance_;
   double draft_lost_ = 0;  // seconds that its steps took more for its drafts, but for reading

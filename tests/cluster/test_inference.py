@@ -168,3 +168,48 @@ def test_a_host_that_is_lost_is_named(hosts: Hosts, tmp_path: Path, how: str, pp
         assert said in errors[1]
     for host in hosts.cluster:
         assert host.run(["ls", "/dev/shm"]).stdout.split() == []
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed", "cut off"])
+@pytest.mark.parametrize("phase", ["loads", "answers"])
+def test_a_rank_of_a_script_that_is_lost_is_named(
+    hosts: Hosts, tmp_path: Path, how: str, phase: str, cache: dict[str, str]
+) -> None:
+    """Through `anyaccel run`, as `anyaccel generate --hostfile` names it; nothing is left anywhere."""
+    file = hosts.hostfile(tmp_path)
+    variables = cache | {"ANYACCEL_COMM_TIMEOUT": "10"}
+    if phase == "loads":
+        variables["ANYACCEL_PACKED_CACHE_BYTES"] = "0"  # so that loading takes a second or more
+    words = ("--bind_cores_to_rank", GENERATING, "--rounds", "100000", "--warm", tmp_path)
+    child = hosts.start("ssh", file, *words, variables=variables)
+    try:
+        if phase == "loads":
+            wait_for(lambda: bool(loading_on(hosts, "node2")), "rank 1 loads", 100)
+            victim = loading_on(hosts, "node2")[0]
+        else:
+            wait_for(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)), "both ranks answer", 100)
+            victim = int((tmp_path / "rank1").read_text())
+        begin = time.monotonic()
+        if how == "cut off":
+            hosts[1].disconnect()
+        else:
+            os.kill(victim, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        _, errors = child.communicate(timeout=100)
+        took = time.monotonic() - begin
+    finally:
+        hosts[1].reconnect()
+        child.kill()
+        child.communicate()
+    assert child.returncode != 0
+    assert "node2" in errors and "gloo" not in errors, errors
+    if how == "stopped":
+        assert "rank 1 on node2" in errors, errors
+    assert took < (20 if how == "stopped" else 15), f"{took:.1f} s\n{errors}"
+    assert not hosts.wait_idle(30)
+
+
+def loading_on(hosts: Hosts, name: str) -> list[int]:
+    """Process ids of the ranks on a host that have mapped the model's weights."""
+    found = hosts.cluster.processes().get(name, {})
+    ranks = [pid for pid, command in found.items() if GENERATING.name in command]
+    return [pid for pid in ranks if ".gguf" in Path(f"/proc/{pid}/maps").read_text()]

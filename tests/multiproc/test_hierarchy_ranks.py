@@ -7,7 +7,9 @@ Those of tests/cluster are real.
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,6 +20,9 @@ import torch.distributed as dist
 import ranks
 from anyaccel import errors
 from anyaccel.comm import hierarchy, shm
+from anyaccel.comm import watch as watch_module
+from anyaccel.inference.hf.group import hosts_of
+from anyaccel.inference.native.loading_watch import LoadingRanks
 from collective_cases import CASES, oneccl_folder, run_cases
 
 QUICK = [
@@ -96,3 +101,74 @@ def test_a_dead_rank_is_an_error_on_every_host(tmp_path: Path, victim: int) -> N
     outcome = ranks.finish(ranks.start(until_error, 3, (victim,), tmp_path), tmp_path, 60)
     assert [code for rank, (code, _) in enumerate(outcome) if rank != victim] == [17, 17], outcome
     assert all("told: " in output for rank, (_, output) in enumerate(outcome) if rank != victim)
+    elsewhere = [output for rank, (_, output) in enumerate(outcome) if (rank == 2) != (victim == 2)]
+    assert any(f"PeerLostError: rank {0 if victim == 2 else 2} of 3: between hosts: rank {victim} on " in output
+               for output in elsewhere), outcome  # fmt: skip
+
+
+def until_silent(folder: Path) -> None:
+    pretend((0, 0, 1))
+    group = dist.new_group(backend="shm", timeout=timedelta(seconds=2))
+    dist.all_reduce(torch.ones(10), group=group)
+    if dist.get_rank() == 2:
+        ranks.mark(folder)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with pytest.raises(errors.CommTimeoutError) as caught:
+        dist.all_reduce(torch.ones(10), group=group)
+    os.write(1, f"told: {caught.value}\n".encode())
+    os._exit(17)
+
+
+def test_a_stopped_rank_is_named_with_its_host(tmp_path: Path) -> None:
+    processes = ranks.start(until_silent, 3, (tmp_path,), tmp_path)
+    for process in processes[:2]:
+        process.join(60)
+    processes[2].kill()
+    outcome = ranks.finish(processes, tmp_path, 10)
+    host = os.uname().nodename
+    told = f"rank 2 on {host} has not been heard of for [23] s; is it, or its host, stopped or cut off?"
+    assert all(re.search(told, output) for _, output in outcome[:2]), outcome
+
+
+def load_apart(victim: str) -> str:
+    """Ranks that load, of which the last one takes longer than the deadline, or does not come."""
+    pretend((0, 0, 1))
+    watch_module._BEAT_SECONDS = 0.2
+    group = dist.new_group(backend="shm")
+    watch = watch_module.watch_of(group, hosts_of(group))
+    assert watch is not None and watch.names()[2] == f"rank 2 on {os.uname().nodename}"
+    loading = LoadingRanks(watch, dist.get_rank(), 2)
+    if dist.get_rank() == 2:
+        if victim == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif victim == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        end = time.monotonic() + 3.5
+        while time.monotonic() < end:  # it works
+            loading.progress(None)(1, 2)
+    try:
+        loading.meet()
+    except errors.CommError as error:
+        os.write(1, f"told: {type(error).__name__}: {error}\n".encode())
+        os._exit(17)
+    return "met"
+
+
+def test_a_load_may_take_longer_than_the_deadline() -> None:
+    assert ranks.run(load_apart, 3, "slow") == ["met"] * 3
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("stopped", "CommTimeoutError: rank 2 on {} has not been heard of for 2 s while the model is loaded"),
+        ("killed", "PeerLostError: rank 2 on {} ended or left, while this rank waited for it"),
+    ],
+)
+def test_a_rank_that_is_lost_while_it_loads_is_named(tmp_path: Path, how: str, told: str) -> None:
+    processes = ranks.start(load_apart, 3, (how,), tmp_path)
+    for process in processes[:2]:
+        process.join(60)
+    processes[2].kill()
+    outcome = ranks.finish(processes, tmp_path, 10)
+    assert all(told.format(os.uname().nodename) in output for _, output in outcome[:2]), outcome

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -22,6 +23,7 @@
 #include "check.h"
 #include "comm/between_hosts.h"
 #include "comm/errors.h"
+#include "comm/rank_watch.h"
 #include "comm/wire_format.h"
 #include "common/descriptor.h"
 #include "llm/errors.h"
@@ -561,9 +563,40 @@ void test_wrong_hosts() {
   }
 }
 
+void until(const std::function<bool()>& done) {
+  for (int i = 0; i < 6000 && !done(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  CHECK(done());
+}
+
+// Ranks hear of each other, come to the same place, and see who leaves.
+void test_ranks_watch_each_other() {
+  std::vector<std::unique_ptr<RankWatch>> ranks;
+  std::vector<std::string> cards;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.push_back(std::make_unique<RankWatch>(rank, 3, kLoopback, 0.05));
+    cards.push_back(ranks.back()->card());
+  }
+  together(3, [&](int rank) { ranks[static_cast<size_t>(rank)]->connect(cards, kTimeout, nullptr); });
+  CHECK(has(ranks[0]->name(2), "rank 2 on "));
+  until([&] { return ranks[0]->look()[1].beats >= 3 && ranks[2]->look()[1].beats >= 3; });
+  CHECK(ranks[0]->look()[0].silent_s == 0 && ranks[0]->look()[1].left_s < 0);
+  for (const uint64_t place : {7, 8}) {
+    ranks[1]->arrive(place);
+    until([&] { return ranks[0]->arrived(1, place) && ranks[2]->arrived(1, place); });
+    CHECK(!ranks[0]->arrived(2, place) && !ranks[0]->arrived(0, place));
+  }
+  CHECK(ranks[0]->arrived(1, 7));  // who is further has been there
+  ranks[1]->close();
+  until([&] { return ranks[0]->look()[1].left_s >= 0 && ranks[2]->look()[1].left_s >= 0; });
+  const double silent_s = ranks[0]->look()[1].silent_s;
+  until([&] { return ranks[0]->look()[1].silent_s > silent_s; });
+  CHECK(ranks[0]->look()[2].left_s < 0);
+}
+
 }  // namespace
 
 int main() {
+  test_ranks_watch_each_other();
   test_exchanges();
   test_strangers();
   test_who_does_not_come();

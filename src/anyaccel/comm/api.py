@@ -20,6 +20,7 @@ from anyaccel.comm.dtypes import code_of, op_code
 from anyaccel.comm.hierarchy import HierarchicalGroup
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.comm.tensors import Values, values
+from anyaccel.comm.watch import known_watch
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
 _SUM = ReduceOp.SUM
@@ -29,14 +30,16 @@ _transports: WeakKeyDictionary[dist.ProcessGroup, Collectives | None] = WeakKeyD
 
 
 @contextmanager
-def _errors_as_comm_error(what: str) -> Iterator[None]:
+def _errors_as_comm_error(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Turn torch.distributed's errors into CommError; it raises RuntimeError for all of them."""
     try:
         yield
     except AnyAccelError:
         raise
     except RuntimeError as error:
-        raise CommError(f"{what}: {error}") from error
+        watch = known_watch(group)
+        cause = None if watch is None else watch.explain(what, error)
+        raise cause or CommError(f"{what}: {error}") from error
 
 
 def _shared_memory_of(group: dist.ProcessGroup) -> Collectives | None:
@@ -49,7 +52,7 @@ def _shared_memory_of(group: dist.ProcessGroup) -> Collectives | None:
     if isinstance(group, ShmProcessGroup):
         made = group.collectives
     else:
-        with _errors_as_comm_error("setting up shared memory for a group"):
+        with _errors_as_comm_error("setting up shared memory for a group", group):
             native = shm.connect(group)
         made = None if native is None else Collectives(native, group.rank(), group.size())
     _transports[group] = made
@@ -105,7 +108,7 @@ def _inference_all_reduce(
     if tensor.numel() == 0 or world.size() == 1:
         return tensor
     dense = values(tensor) if tensor.is_cpu else tensor.detach().contiguous()
-    with _errors_as_comm_error("all_reduce through torch.distributed"):
+    with _errors_as_comm_error("all_reduce through torch.distributed", world):
         if op == ReduceOp.AVG:  # gloo has none
             dist.all_reduce(dense, op=ReduceOp.SUM, group=world)
             dense.div_(world.size())
@@ -133,7 +136,7 @@ def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessG
         _run_in_order(world, "broadcast", tensor, lambda: transport.broadcast(tensor, src))
         return tensor
     dense = values(tensor) if tensor.is_cpu else tensor.detach().contiguous()
-    with _errors_as_comm_error("broadcast through torch.distributed"):
+    with _errors_as_comm_error("broadcast through torch.distributed", world):
         dist.broadcast(dense, src=dist.get_global_rank(world, src), group=world)
     return _copy_back(tensor, dense)
 

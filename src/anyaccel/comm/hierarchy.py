@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ from anyaccel import env
 from anyaccel.comm import agreement, shm
 from anyaccel.comm.between_hosts import HostMessage, narrow, reduce_hosts, widen
 from anyaccel.comm.dtypes import AVG, SUM, Lowered, lower, op_code
+from anyaccel.comm.meeting import Meeting
 from anyaccel.comm.python_group import OPS, PythonGroup
 from anyaccel.comm.python_messages import Message
 from anyaccel.comm.python_operations import Disagreement, Wait, done
 from anyaccel.comm.tensors import as_bytes, same_dtype
 from anyaccel.comm.torch_backend import SYNCHRONOUS
+from anyaccel.comm.watch import Watch, connect
 from anyaccel.errors import AnyAccelError, CommError, CommTimeoutError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -47,13 +49,15 @@ def create(store: Store, rank: int, size: int, timeout: timedelta, hosts: list[s
     number = list(members).index(hosts[rank])
     local = shm.create_local(PrefixStore(f"host{number}", store), own.index(rank), len(own), timeout)
     local.is_part = True
+    seconds = timeout.total_seconds()
+    watch = connect(Meeting(PrefixStore("watch", store), rank, size, timeout), rank, size, seconds)
     between = env.ANYACCEL_BETWEEN_HOSTS.get()
     flat = _second_backend(between, PrefixStore("flat", store), rank, size, timeout)
     leaders = None
     if rank == own[0]:
         leaders = _second_backend(between, PrefixStore("leaders", store), number, len(members), timeout)
     logger.info("%d ranks on %d hosts: shared memory inside, %s between them", size, len(members), between)
-    return HierarchicalGroup(rank, timeout, list(members.values()), local, leaders, flat)
+    return HierarchicalGroup(rank, timeout, list(members.values()), local, leaders, flat, watch)
 
 
 def _second_backend(name: str, store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -71,16 +75,24 @@ class HierarchicalGroup(PythonGroup):
     """Ranks of several hosts.
 
     `hosts`: the ranks of each host in order, whose first is its leader. `local`: shared memory of this rank's host.
-    `leaders`: a group of the leaders; None on other ranks. `flat`: a group of all ranks.
+    `leaders`: a group of the leaders; None on other ranks. `flat`: a group of all ranks. `watch`: tells which ranks
+    live.
     """
 
     NAME = "shm"
 
     def __init__(
-        self, rank: int, timeout: timedelta, hosts: list[list[int]], local: Any, leaders: Any, flat: Any
+        self,
+        rank: int,
+        timeout: timedelta,
+        hosts: list[list[int]],
+        local: Any,
+        leaders: Any,
+        flat: Any,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__(rank, sum(map(len, hosts)), timeout)
-        self.hosts, self.local, self.leaders, self.flat = hosts, local, leaders, flat
+        self.hosts, self.local, self.leaders, self.flat, self.watch = hosts, local, leaders, flat, watch
         self._host_ranks = next(members for members in hosts if rank in members)
 
     # Collectives ---------------------------------------------------------------------------------------------
@@ -197,13 +209,14 @@ class HierarchicalGroup(PythonGroup):
 
     def start_send(self, tensor: torch.Tensor, peer: int, tag: int) -> Message:
         self._check_peer(peer, "send to")
-        return HostMessage(self.flat.send([as_bytes(tensor)], peer, tag), -1, self._wait_for)
+        return HostMessage(self.flat.send([as_bytes(tensor)], peer, tag), -1, partial(self._wait_for, ranks=[peer]))
 
     def start_recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
         if peer is None:
             return HostMessage(self.flat.recv_anysource([as_bytes(tensor)], tag), None, self._wait_for)
         self._check_peer(peer, "receive from")
-        return HostMessage(self.flat.recv([as_bytes(tensor)], peer, tag), peer, self._wait_for)
+        work = self.flat.recv([as_bytes(tensor)], peer, tag)
+        return HostMessage(work, peer, partial(self._wait_for, ranks=[peer]))
 
     def start_barrier(self) -> Wait:
         self._check_same_call("barrier")  # no rank has all signatures before all ranks have come
@@ -233,14 +246,17 @@ class HierarchicalGroup(PythonGroup):
 
     # What the collectives are made of --------------------------------------------------------------------------
 
-    def _wait_for(self, work: Any, timeout: timedelta | None = None) -> None:
-        """Wait for an operation of the second backend."""
+    def _wait_for(self, work: Any, timeout: timedelta | None = None, ranks: Sequence[int] | None = None) -> None:
+        """Wait for an operation of the second backend. `ranks`: those without which it cannot end; default: all."""
         limit = timeout or self.timeout
         try:
             work.wait(limit)
         except AnyAccelError:
             raise
         except RuntimeError as error:
+            doing = f"rank {self._rank} of {self._size}: between hosts"
+            if self.watch is not None and (cause := self.watch.explain(doing, error, ranks)) is not None:
+                raise cause from error
             late = "timed out" in str(error).lower()
             what = f"not done within the timeout of {limit.total_seconds():g} s: {error}" if late else error
             kind = CommTimeoutError if late else CommError
@@ -252,6 +268,10 @@ class HierarchicalGroup(PythonGroup):
             operation().wait()
         except CommError as error:
             text = re.sub(r"\brank (\d+)", lambda found: f"rank {self._host_ranks[int(found[1])]}", str(error))
+            # The leader may wait for another host, and the others of this host for their leader.
+            doing = f"rank {self._rank} of {self._size}"
+            if self.watch is not None and (cause := self.watch.explain(doing, error, notice_s=0)) is not None:
+                raise cause from error
             raise type(error)(text) from error
 
     def failed(self) -> None:
@@ -349,6 +369,7 @@ class HierarchicalGroup(PythonGroup):
         for group in (self.local, self.leaders, self.flat):
             if group is not None:
                 group.shutdown()
+        self.watch = None  # other groups may have it too
 
 
 def _check_alike(what: str, tensors: list[torch.Tensor]) -> None:

@@ -309,16 +309,20 @@ def _decoder_engine(
     try:
         native = together(
             group,
-            lambda: load_decoder(model, settings, rank, on_host, progress, executor, group),
+            lambda told: load_decoder(model, settings, rank, on_host, told, executor, group),
             hosts,
             None if isinstance(model, nn.Module) else Path(model).expanduser(),
             settings.tensor_parallel.wire_dtype,
+            progress,
         )
         if settings.draft is not None:
             from anyaccel.inference.hf.drafting import draft_for
 
             draft_for(
-                native, model, settings, lambda load, path: together(group, lambda: load(rank, on_host), hosts, path)
+                native,
+                model,
+                settings,
+                lambda load, path: together(group, lambda told: load(rank, on_host, told), hosts, path),
             )
     except BaseException:
         if isinstance(model, nn.Module):

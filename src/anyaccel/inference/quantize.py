@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -111,10 +112,14 @@ def quantize(
         raise UsageError("asymmetric is for int4 only; int8 does not need it")
     if not source.exists():
         raise UsageError(no_such_model(model))
-    if format == "gguf":
-        _check_gguf(source, target, calibrate, force)
-    else:
-        _check_target(source, target, force)
+
+    def check() -> None:
+        if format == "gguf":
+            _check_gguf(source, target, calibrate, force)
+        else:
+            _check_target(source, target, force)
+
+    check()
     checkpoint = checkpoint_of(source)
     if checkpoint.config.get("quantization_config"):
         raise ModelError(
@@ -124,14 +129,14 @@ def quantize(
     if format == "gguf":
         from anyaccel.inference.calibration.gguf_copy import copy_gguf
 
-        copy_gguf(source, target, checkpoint, summary, str(calibrate), tokens, bits, size, progress, announce)
+        copy_gguf(source, target, check, checkpoint, summary, str(calibrate), tokens, bits, size, progress, announce)
         summary.seconds = time.perf_counter() - start
         return summary
     work = _Work(checkpoint, summary, progress)
     check_room(target.parent, work.bytes_after)
     if calibrate is not None:
         work.calibrate(source, str(calibrate), tokens, bits, announce)
-    with new_folder(target) as beside:
+    with new_folder(target, check) as beside:
         work.write(beside)
         _write_configs(source, beside, checkpoint, work, announce)
     summary.seconds = time.perf_counter() - start
@@ -149,12 +154,12 @@ def _check_gguf(source: Path, target: Path, calibrate: Any, force: bool) -> None
         raise UsageError(f"{target}: call the new file NAME.gguf")
     if not target.parent.is_dir():
         raise UsageError(f"{target}: there is no such folder as {target.parent}; make it first")
-    if target.exists() and (not force or not target.is_file() or target.samefile(source)):
+    if os.path.lexists(target) and (not force or not target.is_file() or target.samefile(source)):
         raise UsageError(f"{target}: exists already; give another name, or --force to replace another model's file")
 
 
 def _check_target(source: Path, target: Path, force: bool) -> None:
-    if target.exists() and not force:
+    if os.path.lexists(target) and not force:
         raise UsageError(f"{target}: exists already; give another folder, or --force to replace it")
     if target.exists() and (not target.is_dir() or target.resolve() in (source.resolve(), *source.resolve().parents)):
         raise UsageError(f"{target}: is the model itself, or no folder; give another one")

@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Sequence
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import CommError, UsageError
 
 _SIOCGIFADDR = 0x8915
 _RESOLVING = 32  # names that are resolved at the same time
@@ -91,6 +91,24 @@ def addresses_of_interface(name: str) -> list[str]:
             return [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])]
         except OSError:
             return []
+
+
+def addresses_for_others() -> list[str]:
+    """Where ranks of other hosts reach this host.
+
+    At the interfaces of GLOO_SOCKET_IFNAME; else at the address from which it reaches rank 0, as all hosts do.
+
+    Raises:
+        CommError: there is none.
+    """
+    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME", ""):
+        found = [address for name in interfaces.split(",") for address in addresses_of_interface(name.strip())]
+        if not found:
+            raise CommError(
+                f"GLOO_SOCKET_IFNAME={interfaces}: there is no such interface here that has an IPv4 address"
+            )
+        return found
+    return own_addresses([os.environ.get("MASTER_ADDR") or socket.gethostname()])
 
 
 def interface_towards(address: str) -> str | None:

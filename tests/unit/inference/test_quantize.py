@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 
 from anyaccel.cli import main
 from anyaccel.errors import ModelError, UsageError
+from anyaccel.inference.checkpoints.new_folder import new_file
 from anyaccel.inference.native.checkpoint import checkpoint_of
 from anyaccel.inference.native.formats import Precision
 from anyaccel.inference.native.packing import Plan
@@ -220,6 +222,59 @@ def test_an_existing_folder_is_replaced_only_when_forced(folder: Path) -> None:
         quantize(out, folder.parent / "again")
     with pytest.raises(UsageError, match="there is no such folder as"):
         quantize(folder, folder / "absent" / "out")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_comes_to_its_place_meanwhile_stays(folder: Path, force: bool) -> None:
+    """And so does what was made."""
+    out = folder.parent / "out"
+
+    def another(done: int, total: int) -> None:
+        if done < total or out.exists():
+            return
+        out.mkdir()
+        (out / "mine").write_text("mine")
+
+    with pytest.raises(UsageError, match=r"(exists already|holds 'mine').*what was made is .*/out-\d+$") as told:
+        quantize(folder, out, dtype="int8", force=force, progress=another)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+    made = Path(str(told.value).rpartition(" is ")[2])
+    assert (made / "model.safetensors").exists() and (made / "config.json").exists()
+    assert {path.name for path in folder.parent.iterdir()} == {"model", "out", made.name}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_comes_to_its_place_meanwhile_stays(
+    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On file systems without links too."""
+
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refused)
+    target = tmp_path / "a.gguf"
+
+    def check() -> None:
+        raise UsageError(f"{target}: exists already")
+
+    with new_file(target, check) as made:
+        made.write_text("first")
+    assert target.read_text() == "first" and list(tmp_path.iterdir()) == [target]
+    target.unlink()
+    with (
+        pytest.raises(UsageError, match=r"exists already.*what was made is .*/a-\d+\.gguf$") as told,
+        new_file(target, check) as made,
+    ):
+        made.write_text("second")
+        target.write_text("mine")
+    assert target.read_text() == "mine"
+    other = Path(str(told.value).rpartition(" is ")[2])
+    assert other.read_text() == "second" and {*tmp_path.iterdir()} == {target, other}
+    with new_file(target, lambda: None) as made:
+        made.write_text("third")
+    assert target.read_text() == "third"
 
 
 def test_transformers_config_names_what_is_not_quantised(folder: Path) -> None:

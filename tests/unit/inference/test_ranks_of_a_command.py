@@ -17,11 +17,12 @@ import pytest
 
 from anyaccel.errors import CommTimeoutError, UsageError
 from anyaccel.inference.generate import Generation, Sampling
+from anyaccel.inference.native.loading_watch import LoadingWatch
 from anyaccel.inference.ranks import command
 from anyaccel.inference.ranks import rank as rank_process
 from anyaccel.inference.ranks.gathered import RankError, Ranks
 from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.inference.ranks.patience import LoadingWatch, Patience
+from anyaccel.inference.ranks.patience import Patience
 from anyaccel.inference.ranks.wire import Channel
 from anyaccel.topology import read_machine
 from waiting import wait_for
@@ -220,7 +221,7 @@ def test_a_rank_that_loads_slowly_is_told_from_one_that_hangs(how: str, monkeypa
                 wait_for(lambda: channel.pump() and channel.worked, "a beat that tells of work")
             elif how == "waits":
                 ranks.patience = 60
-                monkeypatch.setattr("anyaccel.inference.ranks.patience._IDLE_TIMES", 0.005)
+                monkeypatch.setattr("anyaccel.inference.native.loading_watch._IDLE_TIMES", 0.005)
                 with pytest.raises(RankError, match=r"one has neither read nor computed anything for 0.3 s while"):
                     ranks.loaded(None)  # type: ignore[arg-type]
             else:

@@ -216,6 +216,7 @@ class GgufCopy:
 def copy_gguf(
     source: Path,
     target: Path,
+    check: Callable[[], object],
     checkpoint: Any,
     summary: Summary,
     text: str,
@@ -225,7 +226,7 @@ def copy_gguf(
     progress: Progress | None,
     announce: Callable[[str], object] | None,
 ) -> None:
-    """Write a calibrated copy; `summary` is filled."""
+    """Write a calibrated copy; `summary` is filled. `check`: as that of `new_file`."""
     before = source.stat().st_size
 
     def steps(done: int, total: int) -> None:
@@ -237,7 +238,7 @@ def copy_gguf(
     check_room(target.parent, copy.bytes_after)
     summary.calibration = calibration.told
     summary.bytes_before, summary.bytes_after = copy.bytes_before, copy.bytes_after
-    with new_file(target) as beside:
+    with new_file(target, check) as beside:
         copy.write(beside)
     summary.asymmetric, summary.group = True, 32
     summary.matrices = copy.matrices

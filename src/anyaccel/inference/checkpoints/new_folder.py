@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,23 +27,37 @@ class _EndedBySignal(BaseException):
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """An empty folder that is renamed to `target` at the end, replacing an existing one.
+def new_folder(target: Path, check: Callable[[], object]) -> Iterator[Path]:
+    """An empty folder that is renamed to `target` at the end.
 
     If the block fails, nothing is left: see `_temporary_folder`.
+
+    Args:
+        check: called if something is at `target` at the end, which is replaced unless this raises a UsageError. It
+            may have come there in the meantime.
+
+    Raises:
+        UsageError: that of `check`; it names the place where the folder is then.
     """
     with _temporary_folder(target) as folder:
         yield folder
         folder.chmod(0o755)
-        _move(folder, target)
+        if not _appears(folder, target):
+            with _elsewhere(folder, target):
+                check()
+            _replace(folder, target)
 
 
 @contextlib.contextmanager
-def new_file(target: Path) -> Iterator[Path]:
+def new_file(target: Path, check: Callable[[], object]) -> Iterator[Path]:
     """A path for a file that takes the place of `target` at the end; see `new_folder`."""
     with _temporary_folder(target) as folder:
-        yield folder / target.name
-        (folder / target.name).replace(target)
+        made = folder / target.name
+        yield made
+        if not _appears(made, target):
+            with _elsewhere(made, target):
+                check()
+            made.replace(target)
 
 
 @contextlib.contextmanager
@@ -80,10 +94,46 @@ def check_room(folder: Path, size: int) -> None:
         )
 
 
-def _move(beside: Path, target: Path) -> None:
-    if not target.exists():
-        beside.rename(target)
-        return
+def _appears(made: Path, target: Path) -> bool:
+    """Give what was made its name, unless something has that name."""
+    if os.path.lexists(target):
+        return False
+    try:
+        if made.is_dir():
+            made.rename(target)  # fails where a folder that is not empty has come in between
+        else:
+            _link(made, target)
+    except OSError:
+        if os.path.lexists(target):
+            return False
+        raise
+    return True
+
+
+def _link(made: Path, target: Path) -> None:
+    """As rename, which would replace a file at `target`; that is left to file systems without links."""
+    try:
+        os.link(made, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        if os.path.lexists(target):
+            raise
+        made.rename(target)
+
+
+@contextlib.contextmanager
+def _elsewhere(made: Path, target: Path) -> Iterator[None]:
+    """Keep what was made, beside `target`, if the block raises a UsageError."""
+    try:
+        yield
+    except UsageError as error:
+        other = target.with_name(f"{target.stem}-{os.getpid()}{target.suffix}")
+        made.rename(other)
+        raise UsageError(f"{error}. It has come there since this began; what was made is {other}") from None
+
+
+def _replace(beside: Path, target: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}-{os.getpid()}-old-", dir=target.parent))
     try:
         target.rename(old / "old")

@@ -19,15 +19,15 @@ from anyaccel.inference.native.draft import (
     same_tokens,
     say_if_useless,
 )
-from anyaccel.inference.native.runtime import NativeModel
+from anyaccel.inference.native.runtime import NativeModel, Progress
 
 if TYPE_CHECKING:
     from anyaccel.inference.config import InferenceConfig
 
 logger = logging.getLogger(__name__)
 
-# Loads a rank's part of a model, given its rank and the number of ranks on its host.
-Load = Callable[[int, int], NativeModel]
+# Loads a rank's part of a model, given its rank, the number of ranks on its host, and what to call while it loads.
+Load = Callable[[int, int, Progress | None], NativeModel]
 
 
 def draft_for(
@@ -64,7 +64,7 @@ def draft_for(
 
     own = replace(settings, draft=None, dtype="auto" if path.is_file() else "int4", kv_cache="auto", cache_bytes=0)
     try:
-        draft = join(lambda rank, on_host: load_decoder(path, own, rank, on_host, None, "native"), path)
+        draft = join(lambda rank, on_host, told: load_decoder(path, own, rank, on_host, told, "native"), path)
     except Unsupported as lack:
         raise lacks_draft(path, lack.feature) from None
     if texts is None:

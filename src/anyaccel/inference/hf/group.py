@@ -9,16 +9,18 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from anyaccel import comm
+from anyaccel import comm, env
 from anyaccel.accelerator import get_accelerator
 from anyaccel.comm import shm
+from anyaccel.comm.watch import watch_of
 from anyaccel.errors import UsageError
 from anyaccel.inference.native import joining
+from anyaccel.inference.native.loading_watch import LoadingRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from anyaccel.inference.native.runtime import NativeModel
+    from anyaccel.inference.native.runtime import NativeModel, Progress
 
 # Tensor-parallel groups of this rank by tp_size, for each default group; engines share them.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
@@ -63,27 +65,41 @@ def hosts_of(group: dist.ProcessGroup | None) -> list[str]:
 
 def together(
     group: dist.ProcessGroup | None,
-    work: Callable[[], NativeModel],
+    work: Callable[[Progress | None], NativeModel],
     hosts: Sequence[str] = (),
     source: Path | None = None,
     wire_dtype: str = "auto",
+    progress: Progress | None = None,
 ) -> NativeModel:
     """Load this rank's part of a model and connect the ranks; if one fails, all raise an error.
 
+    On several hosts the ranks watch each other: a load may take as long as it needs, and a rank that ends, is stopped
+    or hangs meanwhile is named.
+
     Args:
+        work: loads this rank's part, and calls what it is given with (bytes done, bytes in all).
         hosts: the result of `hosts_of`; () if all ranks are on one host.
         source: the model's folder or file; None for one in memory.
         wire_dtype: see TensorParallelConfig.
+        progress: called by `work`.
 
     Raises:
         AnyAccelError: this rank's own error.
         OtherRankError: that of another rank.
+        CommTimeoutError, PeerLostError: a rank is lost.
     """
     if group is None:
-        return work()
-    return joining.together(
-        lambda value: shm.exchange_objects(group, value), work, hosts=hosts, source=source, wire_dtype=wire_dtype
-    )
+        return work(progress)
+    watch = watch_of(group, hosts)
+    ranks = None if watch is None else LoadingRanks(watch, group.rank(), env.ANYACCEL_COMM_TIMEOUT.get())
+
+    def exchange(value: object) -> list[object]:
+        if ranks is not None:
+            ranks.meet()
+        return shm.exchange_objects(group, value)
+
+    told = progress if ranks is None else ranks.progress(progress)
+    return joining.together(exchange, lambda: work(told), hosts=hosts, source=source, wire_dtype=wire_dtype)
 
 
 def in_step(arguments: dict[str, Any], group: dist.ProcessGroup | None) -> None:

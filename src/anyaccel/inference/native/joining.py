@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from anyaccel.errors import AnyAccelError, CommError, ModelError
 from anyaccel.inference.checkpoints.identity import weights_of
 from anyaccel.inference.native.between import choose_carrier, end_with_process
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.launch.address import addresses_of_interface, own_addresses
+from anyaccel.launch.address import addresses_for_others
 
 if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
@@ -132,24 +131,6 @@ def _compare(source: Path | None, contents: Sequence[Mapping[str, Any]]) -> None
                     f"{source}: {name} on the host of rank {rank} is another file than on that of rank 0; "
                     "copy the model from one host to the others"
                 )
-
-
-def addresses_for_others() -> list[str]:
-    """Where ranks of other hosts reach this host.
-
-    At the interfaces of GLOO_SOCKET_IFNAME; else at the address from which it reaches rank 0, as all hosts do.
-
-    Raises:
-        CommError: there is none.
-    """
-    if interfaces := os.environ.get("GLOO_SOCKET_IFNAME", ""):
-        found = [address for name in interfaces.split(",") for address in addresses_of_interface(name.strip())]
-        if not found:
-            raise CommError(
-                f"GLOO_SOCKET_IFNAME={interfaces}: there is no such interface here that has an IPv4 address"
-            )
-        return found
-    return own_addresses([os.environ.get("MASTER_ADDR") or socket.gethostname()])
 
 
 def _text(error: BaseException | None) -> str:

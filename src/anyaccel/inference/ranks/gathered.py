@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, CommTimeoutError, UsageError
-from anyaccel.inference.ranks.patience import LoadingWatch, Patience
+from anyaccel.inference.native.loading_watch import LoadingWatch
+from anyaccel.inference.ranks.patience import Patience
 from anyaccel.inference.ranks.processes import Processes
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel import env
 from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.inference.native.loading_watch import STARTING
 from anyaccel.inference.ranks.gathered import FAREWELL, RankError
-from anyaccel.inference.ranks.patience import STARTING
 from anyaccel.inference.ranks.processes import GRACE, Processes
 from anyaccel.inference.ranks.wire import Channel
 

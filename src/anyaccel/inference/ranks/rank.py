@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from anyaccel import _native, env
 from anyaccel.errors import AnyAccelError, PeerLostError, UsageError
+from anyaccel.inference.native.loading_watch import STARTING
 from anyaccel.inference.ranks.options import ModelOptions
-from anyaccel.inference.ranks.patience import STARTING
 from anyaccel.inference.ranks.wire import Channel
 from anyaccel.terminal import marked
 
@@ -204,7 +204,11 @@ def _open_device(rank: int, options: ModelOptions, screen: _Screen) -> NativeBac
     group, place = tp_group(options.tp, options.asked)
     hosts = hosts_of(group)
     on_host = hosts.count(hosts[place]) if hosts else 1
-    native = together(group, device_loader(options, screen.progress, place, None, group, on_host), hosts, path)
+
+    def load(told: Callable[[int, int], object] | None) -> Any:
+        return device_loader(options, told or screen.progress, place, None, group, on_host)()
+
+    native = together(group, load, hosts, path, progress=screen.progress)
     describe_weights(native, screen)
     ends = end_tokens(native.generation_config, native.config, path, note=rank == 0)
     return NativeBackend(native, None, ends, accelerator_name(), options.dtype, "device")
