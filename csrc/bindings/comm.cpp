@@ -153,7 +153,6 @@ void bind_comm(nb::module_& m) {
           "barrier", [](ShmGroup& self, double timeout_s) { self.barrier(timeout_s); }, nb::arg("timeout_s") = 0.0,
           no_gil);
 
-  // The symmetric memory of one rank, and the addresses of its peers' memory.
   nb::class_<RankWatch::Seen>(m, "Seen")
       .def_ro("beats", &RankWatch::Seen::beats)
       .def_ro("works", &RankWatch::Seen::works)
@@ -176,6 +175,7 @@ void bind_comm(nb::module_& m) {
       .def("arrived", &RankWatch::arrived, nb::arg("rank"), nb::arg("place"))
       .def("close", &RankWatch::close, no_gil);
 
+  // The symmetric memory of one rank, and the addresses of its peers' memory.
   nb::class_<comm::ShmSegment>(m, "ShmSegment")
       .def_static(
           "create",

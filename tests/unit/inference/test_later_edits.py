@@ -341,3 +341,27 @@ def test_code_of_layers_that_was_replaced_before_a_model_is_read_counts(
     engine = anyaccel.init_inference(tmp_path / "model", dtype="fp32")
     assert engine.why == "code for transformers.models.llama.modeling_llama.LlamaMLP.forward, which was replaced"
     torch.testing.assert_close(_logits(engine), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("llama", "num_hidden_layers", 1),
+        ("llama", "rms_norm_eps", 0.5),
+        ("mistral", "sliding_window", 3),
+        ("gemma2", "final_logit_softcapping", 0.2),
+        ("gpt2", "n_head", 1000),  # which no such model can have
+    ],
+)
+def test_a_value_of_the_configuration_counts_or_is_an_error(family: str, name: str, value: Any) -> None:
+    engine = anyaccel.init_inference(family_cases.build(family), dtype="fp32", runtime="native")
+    config: Any = engine.module.config
+    before = engine(IDS).logits
+    usual = getattr(config, name)
+    setattr(config, name, value)
+    for call in (lambda: engine(IDS), lambda: engine.generate(IDS, max_new_tokens=2)):
+        with pytest.raises(UsageError, match=r"^config: a value that the model is computed with was changed"):
+            call()
+    setattr(config, name, usual)
+    config.use_cache, config.pad_token_id = False, 1  # of the loop, and not of the model
+    assert torch.equal(engine(IDS).logits, before)

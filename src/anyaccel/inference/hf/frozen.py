@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from anyaccel.errors import UsageError
+from anyaccel.errors import AnyAccelError, UsageError
+from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.modules.stand_in import stand_in
 from anyaccel.inference.modules.state import NOTES
 
@@ -124,6 +125,28 @@ def check_code_is(recorded: Mapping[type, Any]) -> None:
                 f"{kind.__name__}.forward was replaced after the native runtime had packed the model, which runs "
                 f"without it; {ADVICE}"
             )
+
+
+def numbers_of(config: Any) -> Any:
+    """What a model's configuration says about what it computes: the description that the runtime was made of."""
+    values = config.to_dict()
+    try:
+        return family_of(values).spec(values)
+    except AnyAccelError as error:  # of a value that was set since, which no model has
+        return str(error)
+
+
+def check_numbers_are(recorded: Any, config: Any) -> None:
+    """Check that a configuration still says what it said to `numbers_of`.
+
+    Raises:
+        UsageError: a value was changed since, which would have no effect on what is computed.
+    """
+    if numbers_of(config) != recorded:
+        raise UsageError(
+            "config: a value that the model is computed with was changed after the native runtime had packed the "
+            f"model, which runs without it; {ADVICE}"
+        )
 
 
 def freeze(model: nn.Module, shapes: Mapping[int, torch.Size]) -> None:

@@ -17,7 +17,14 @@ from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
 from anyaccel.inference.hf import native_generate
 from anyaccel.inference.hf.cache import NativeCache
-from anyaccel.inference.hf.frozen import check_code_is, code_of, freeze, refuse_state_dict
+from anyaccel.inference.hf.frozen import (
+    check_code_is,
+    check_numbers_are,
+    code_of,
+    freeze,
+    numbers_of,
+    refuse_state_dict,
+)
 from anyaccel.inference.hf.generate_checks import check_arguments, check_input_ids, check_tokens, check_whole, mask_bits
 from anyaccel.inference.hf.precision import PrecisionMethods
 from anyaccel.outside import shown
@@ -43,6 +50,7 @@ class NativeCausalLM(PrecisionMethods):
     _native_dtype: Any  # torch.dtype
     _native_group: Any  # dist.ProcessGroup | None
     _native_code: Any  # dict[type, Callable]
+    _native_numbers: Any  # of the configuration
 
     def forward(
         self,
@@ -72,7 +80,7 @@ class NativeCausalLM(PrecisionMethods):
 
         Raises:
             UsageError: an argument cannot be answered or is not known, tokens are out of the vocabulary, the context
-                overflows, or the code of a layer's class was replaced.
+                overflows, or the code of a layer's class or the configuration was changed.
         """
         if torch.compiler.is_compiling():  # there is nothing to compile here
             return torch.compiler.disable(self.forward)(  # type: ignore[no-untyped-call]
@@ -96,7 +104,7 @@ class NativeCausalLM(PrecisionMethods):
         rows, tokens = input_ids.shape
         cache = NativeCache.adopt(past_key_values, native.model, native.spec.max_tokens)
         if not cache.get_seq_length():
-            check_code_is(self._native_code)
+            self._check_unchanged()
         cache.begin(rows)
         new_BT = _new_columns(cache, attention_mask, rows, tokens)
         _check_columns(cache, kwargs.pop("cache_position", None), tokens)
@@ -119,6 +127,10 @@ class NativeCausalLM(PrecisionMethods):
             loss=loss, logits=logits, past_key_values=cache if use_cache or past_key_values is not None else None
         )
         return output.to_tuple() if return_dict is False else output
+
+    def _check_unchanged(self) -> None:
+        check_code_is(self._native_code)
+        check_numbers_are(self._native_numbers, self.config)  # type: ignore[attr-defined]
 
     def _check_unknown_arguments(self, kwargs: dict[str, Any]) -> None:
         """Refuse arguments of the model's own forward that change what it computes, and unknown ones."""
@@ -192,13 +204,13 @@ class NativeCausalLM(PrecisionMethods):
 
         Raises:
             UsageError: an empty prompt, tokens out of the vocabulary, a context or a cache that overflows; the code of
-                a layer's class was replaced.
+                a layer's class or the configuration was changed.
             ModelError: the logits are NaN.
         """
         call = native_generate.Call(
             inputs, generation_config, logits_processor, stopping_criteria, args, streamer, kwargs
         )
-        check_code_is(self._native_code)
+        self._check_unchanged()
         own = super().generate  # type: ignore[misc]
         return native_generate.generate(self, call, own, type(self).__bases__[1])
 
@@ -317,6 +329,7 @@ def make_native(
         vars(each).pop("_compiled_call_impl", None)  # it would use the freed weights
     module.zero_grad(set_to_none=True)  # gradients are useless without the weights
     module._native_code = code_of(module)  # type: ignore[assignment]
+    module._native_numbers = numbers_of(module.config)
     freeze(module, shapes or {})
     module.__class__ = _native_class(type(module))  # type: ignore[arg-type]
     module._native, module._native_dtype, module._native_group = native, dtype, group  # type: ignore[assignment]
