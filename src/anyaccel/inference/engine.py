@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -16,13 +17,14 @@ from torch import nn
 
 from anyaccel.accelerator import get_accelerator
 from anyaccel.errors import UsageError
-from anyaccel.inference.config import QUANTISED, InferenceConfig
-from anyaccel.inference.generic.loading import model_folder, native_skeleton, skeleton, weights_for
+from anyaccel.inference.config import QUANTISED, InferenceConfig, parse_precision
+from anyaccel.inference.generic.loading import model_folder, native_skeleton, skeleton, stored_dtype, weights_for
 from anyaccel.inference.generic.tp.apply import LoadedWeights, WeightSource, apply
 from anyaccel.inference.generic.tp.plan import TensorParallelPlan, make_plan
 from anyaccel.inference.hf.group import hosts_of, in_step, together, tp_group
 from anyaccel.inference.hf.later import Later, MadeLater
 from anyaccel.inference.hf.precision import PrecisionMethods
+from anyaccel.inference.modules.adapters import MERGE, has_adapters, refuse_adapters
 from anyaccel.inference.modules.stand_in import StandIn
 
 if TYPE_CHECKING:
@@ -155,25 +157,24 @@ class InferenceEngine(PrecisionMethods, nn.Module):
         """As the model's own forward; every rank of the group must call it with the same input."""
         return self.module(*args, **kwargs)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # as in transformers, whose paged caches may not be inference tensors
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own `generate`; every rank must call it with the same arguments and gets the same tokens.
 
         Runs in the native loop where that knows all arguments. Rank 0's random state counts, so that sampling cannot
         drift apart. `seed=` or `generator=` may be given.
         """
-        if self.native is None:
-            from anyaccel.inference.hf.generate_checks import check_arguments
+        if self.native is not None:
+            return self.module.generate(*args, **kwargs)
+        from anyaccel.inference.hf.generate_checks import check_arguments
+        from anyaccel.inference.hf.kept import configurations_kept
+        from anyaccel.inference.hf.native_generate import seeded
 
-            check_arguments({name: value for name, value in kwargs.items() if name != "attention_mask"})
-            seed, generator = kwargs.pop("seed", None), kwargs.pop("generator", None)
-            in_step(kwargs, self.group)
-            if seed is not None or generator is not None:
-                from anyaccel.inference.hf.native_generate import seeded
-
-                with seeded(seed, generator):
-                    return self.module.generate(*args, **kwargs)
-        return self.module.generate(*args, **kwargs)
+        check_arguments({name: value for name, value in kwargs.items() if name != "attention_mask"})
+        seed, generator = kwargs.pop("seed", None), kwargs.pop("generator", None)
+        in_step(kwargs, self.group)
+        with seeded(seed, generator), configurations_kept(self.module, kwargs.get("assistant_model")):
+            return self.module.generate(*args, **kwargs)
 
 
 def _blank() -> InferenceEngine:
@@ -233,6 +234,11 @@ def init_inference(
         raise UsageError(f"pipeline_parallel is for the CPU; this accelerator is {get_accelerator().device_name()}")
     if isinstance(model, nn.Module) and any(isinstance(p, StandIn) for p in model.parameters()):
         raise UsageError(f"{type(model).__name__}: its weights have been packed before; load the model again")
+    if isinstance(model, nn.Module) and settings.runtime != "plain" and has_adapters(model):
+        if settings.runtime != "auto" or settings.dtype in QUANTISED:
+            raise UsageError(f"{type(model).__name__}: {MERGE}")
+        logger.warning("%s: %s; until then its own code runs as it is", type(model).__name__, MERGE)
+        settings = dataclasses.replace(settings, runtime="plain")
     if isinstance(model, nn.Module) and any(p.is_meta for p in model.parameters()):
         raise UsageError("the model is on the meta device: give init_inference the path of its checkpoint instead")
     why = ""
@@ -396,15 +402,18 @@ def _torch_engine(
 ) -> InferenceEngine:
     """The engine on the model's own code: divided among ranks, and with packed linears where they fit."""
     group, rank = _model_group(settings)
-    # What is not quantised, and arithmetic, of a model with quantised linears.
-    dtype = torch.bfloat16 if settings.dtype in ("auto", *QUANTISED) else settings.torch_dtype
+    folder = None if isinstance(model, nn.Module) else model_folder(model)
+    # Of a model with quantised linears: what is not quantised, and arithmetic.
+    dtype = torch.bfloat16 if settings.dtype in QUANTISED else settings.torch_dtype
+    if settings.dtype == "auto":
+        dtype = stored_dtype(model if isinstance(model, nn.Module) else Path(model).expanduser())
     if packed and (replaced := _replaced_layers(settings)):
         packed, why = False, why or f"code for {replaced}"
     source: WeightSource
-    if isinstance(model, nn.Module):
+    if folder is None:
+        assert isinstance(model, nn.Module)
         module, source = model.eval(), LoadedWeights(model)
     else:
-        folder = model_folder(model)
         module = skeleton(folder, dtype)
         source = weights_for(module, folder)
     plan = make_plan(module, rank, settings.tensor_parallel.tp_size)
@@ -430,8 +439,9 @@ def _torch_engine(
     if packed:
         from anyaccel.inference.generic.runtime import pack
 
-        pack(module, "bf16" if settings.dtype == "auto" else settings.dtype, settings.group_size)
+        pack(module, parse_precision(dtype) if settings.dtype == "auto" else settings.dtype, settings.group_size)
         engine.runtime = "torch"
+        refuse_adapters(module)
     return engine
 
 

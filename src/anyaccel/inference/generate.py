@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 import numbers
 import time
 from collections.abc import Iterator, Sequence
@@ -305,7 +304,7 @@ def _sizes(engine: InferenceEngine) -> tuple[int, int]:
     if engine.native is not None and engine.waits:
         return engine.native.whole_spec.vocab, engine.native.whole_spec.max_tokens
     config = engine.config.get_text_config()
-    return config.vocab_size, getattr(config, "max_position_embeddings", None) or 0
+    return config.vocab_size, max(getattr(config, "max_position_embeddings", None) or 0, 0)  # XLNet's -1: any
 
 
 def _end_tokens(engine: InferenceEngine) -> set[int]:
@@ -325,18 +324,15 @@ def _steps(
 ) -> Iterator[int]:
     import torch
 
+    from anyaccel.inference.generic.steps import TorchSequence
+
     ends = _end_tokens(engine)
-    known = inspect.signature(engine.module.forward).parameters
-    # Logits of the last position are enough; not every model has the option.
-    options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
-    # A model that keeps its state under another name gets the whole sequence in each step.
-    cached = "past_key_values" in known
-    ids_BT = torch.tensor([ids], device=engine.device)
+    sequence = TorchSequence(engine.module, torch.tensor([ids], device=engine.device), max_new_tokens)
     start = first = time.perf_counter()
+    token: torch.Tensor | None = None
     for step in range(max_new_tokens):
         with torch.inference_mode():
-            output = engine(ids_BT, use_cache=cached, **options)
-            token = sampler.next(output.logits[0, -1], ids + result.tokens)
+            token = sampler.next(sequence.logits(token), ids + result.tokens)
         now = time.perf_counter()
         if step == 0:
             first = now
@@ -346,10 +342,3 @@ def _steps(
         yield result.tokens[-1]
         if result.tokens[-1] in ends:
             return
-        if cached:
-            options["past_key_values"] = output.past_key_values
-            if "position_ids" in known:  # some models begin at 0 again without them
-                options["position_ids"] = torch.tensor([[len(ids) + step]], device=engine.device)
-            ids_BT = token[None]
-        else:
-            ids_BT = torch.cat([ids_BT, token[None]], dim=1)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from torch import nn
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.counts import check_folder
+from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.model_path import check_model_path
 from anyaccel.inference.checkpoints.slices import Slice
 from anyaccel.inference.checkpoints.torch_files import Checkpoint
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from anyaccel.inference.native.runtime import NativeModel
 
 logger = logging.getLogger(__name__)
+
+_COMPUTED = {"float64": torch.float32, "float32": torch.float32, "float16": torch.float16}
+_GGUF_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16"}
 
 
 def model_folder(path: str | Path, announce: Callable[[str], object] | None = None) -> Path:
@@ -76,6 +82,28 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     except Exception as error:  # a configuration can be wrong in any way
         raise ModelError(f"{folder}: transformers cannot build this model ({told(error)})") from error
     return model
+
+
+def stored_dtype(model: nn.Module | Path) -> torch.dtype:
+    """In what dtype most weights of a model are: float32, float16, or bfloat16, also for those that are quantised.
+
+    Args:
+        model: in memory, or the path of a folder or GGUF file.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    if isinstance(model, nn.Module):
+        found = [(str(each.dtype).removeprefix("torch."), each.numel()) for each in model.parameters()]
+    elif model.is_dir():
+        found = [(str(t.dtype).removeprefix("torch."), t.numel()) for t in Checkpoint(model).tensors().values()]
+    else:
+        infos = [info for file in GgufSource(model).files for info in file.infos.values()]
+        found = [(_GGUF_FLOATS.get(info.type, ""), math.prod(info.shape)) for info in infos]
+    values: Counter[str] = Counter()
+    for name, count in found:
+        values[name] += count
+    return _COMPUTED.get(values.most_common(1)[0][0] if values else "", torch.bfloat16)
 
 
 def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:

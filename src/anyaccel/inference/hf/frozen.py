@@ -20,7 +20,7 @@ from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.modules.stand_in import stand_in
 from anyaccel.inference.modules.state import NOTES
 
-ADVICE = "do it before init_inference, or load the model with runtime='torch'"
+ADVICE = "do it before init_inference, or load the model with runtime='plain'"
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 # Attributes that may be set, as they have no effect on what is computed.
 _FREE = NOTES | {"training", "_compiled_call_impl"}
@@ -93,7 +93,7 @@ def _frozen_class(kind: type) -> Any:
     def forward(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise UsageError(
             f"{kind.__name__}: the layers run in the native runtime; call the whole model, or "
-            "load it with runtime='torch'"
+            "load it with runtime='torch' (their own code) or 'plain' (nothing packed)"
         )
 
     return type(

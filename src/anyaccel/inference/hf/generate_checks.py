@@ -26,6 +26,7 @@ _COUNTS: dict[str, tuple[int, int | None]] = {
     "num_beams": (1, _MOST),
     "num_beam_groups": (1, _MOST),
     "prompt_lookup_num_tokens": (1, _MOST),
+    "assistant_early_exit": (1, _MOST),
     "encoder_no_repeat_ngram_size": (0, _MOST),
 }
 _TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")

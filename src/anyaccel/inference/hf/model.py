@@ -25,8 +25,10 @@ from anyaccel.inference.hf.frozen import (
     numbers_of,
     refuse_state_dict,
 )
+from anyaccel.inference.hf.generate_batch import generate_batch
 from anyaccel.inference.hf.generate_checks import check_arguments, check_input_ids, check_tokens, check_whole, mask_bits
 from anyaccel.inference.hf.precision import PrecisionMethods
+from anyaccel.inference.modules.adapters import WithoutAdapters
 from anyaccel.outside import shown
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ _OF_LOSS = frozenset(("num_items_in_batch", "ignore_index", "shift_labels"))
 _OF_GENERATE = frozenset(("tokenizer", "assistant_tokenizer"))
 
 
-class NativeCausalLM(PrecisionMethods):
+class NativeCausalLM(WithoutAdapters, PrecisionMethods):
     """A mixin that `make_native` adds to a model's own class.
 
     The module keeps its structure and configuration; its parameters have no values, and its submodules are `frozen`.
@@ -213,6 +215,33 @@ class NativeCausalLM(PrecisionMethods):
         self._check_unchanged()
         own = super().generate  # type: ignore[misc]
         return native_generate.generate(self, call, own, type(self).__bases__[1])
+
+    @torch.no_grad()
+    def generate_batch(
+        self,
+        inputs: Any,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        record_timestamps: bool = False,
+        progress_bar: bool = False,
+        max_new_tokens: int | None = None,
+        **_of_the_manager: Any,
+    ) -> dict[str, Any]:
+        """Hugging Face's `generate_batch` on the native loop; settings of its manager and its cache have no effect.
+
+        Args:
+            inputs: prompts, each a list of token ids.
+
+        Raises:
+            UsageError: as `generate`.
+        """
+        return generate_batch(self, inputs, generation_config, max_new_tokens, record_timestamps, progress_bar)
+
+    def init_continuous_batching(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise UsageError(
+            "continuous batching: its manager feeds layers, which the native runtime keeps to itself; use generate or "
+            "generate_batch, which batch natively, anyaccel serve, or runtime='plain'"
+        )
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *_args: Any, **_kwargs: Any

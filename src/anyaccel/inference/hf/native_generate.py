@@ -27,6 +27,7 @@ from anyaccel.inference.hf.generate_checks import (
 )
 from anyaccel.inference.hf.generate_code import replaced
 from anyaccel.inference.hf.group import in_step
+from anyaccel.inference.hf.kept import configurations_kept
 from anyaccel.inference.hf.native_loop import Job, run
 from anyaccel.inference.native.draft import MOST_DRAFTS
 from anyaccel.inference.native.runtime import check_memory
@@ -51,7 +52,7 @@ _WITHOUT_EFFECT = frozenset((
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
     "assistant_ensemble_weight", "max_matching_ngram_size", "compile_config", "disable_compile",
     "continuous_batching_config", "transformers_version", "decoder_start_token_id", "cache_implementation",
-    "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "generation_kwargs",
+    "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory", "generation_kwargs", "assistant_early_exit",
 ))
 # fmt: on
 # Options that the native loop does not support, with the values that turn them off.
@@ -63,6 +64,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "encoder_repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,),
 }
+# Options by which a model drafts tokens for itself, which changes no answer.
+_OWN_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit")
 _warned_of: set[str] = set()
 
 
@@ -196,17 +199,16 @@ def _through_hugging_face(
 ) -> Any:
     kwargs = dict(call.kwargs)
     places = (kwargs, *(vars(one) for one in (call.generation_config, module.generation_config) if one is not None))
-    if any(place.get("prompt_lookup_num_tokens") is not None for place in places):
-        # Their drafts support one row only, pass several tokens at once to streamers and criteria, and may change the
-        # answer, as other kernels compute the logits.
-        kwargs["prompt_lookup_num_tokens"] = None
-        _say_once(
-            "drafts", "generate: Hugging Face's own loop runs without the drafts of prompt_lookup_num_tokens here"
-        )
+    for drafts in _OWN_DRAFTS:
+        if any(place.get(drafts) is not None for place in places):
+            # Their drafts support one row only, pass several tokens at once to streamers and criteria, and may change
+            # the answer, as other kernels compute the logits; and the native decoder has no early exit.
+            kwargs[drafts] = None
+            _say_once(drafts, "generate: Hugging Face's own loop runs without the drafts of %s here", drafts)
     given = {"logits_processor": call.logits_processor, "tokenizer": tokenizer, "streamer": call.streamer}
     kwargs |= {name: value for name, value in given.items() if value is not None}
     in_step(kwargs, module._native_group)
-    with seeded(seed, generator):
+    with seeded(seed, generator), configurations_kept(module, kwargs.get("assistant_model")):
         return own(
             call.inputs,
             call.generation_config,

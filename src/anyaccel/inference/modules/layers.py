@@ -12,6 +12,7 @@ from torch import nn
 
 from anyaccel import _llm
 from anyaccel.errors import UsageError
+from anyaccel.inference.modules.adapters import MERGE
 from anyaccel.inference.modules.stand_in import StandIn, stand_in
 
 TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -127,6 +128,10 @@ class PackedLinear(_Packed):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def __str__(self) -> str:
+        """As PEFT's error shows a layer that it cannot give an adapter."""
+        return f"{self!r} ({MERGE})"
 
 
 class PackedRMSNorm(_Packed):
