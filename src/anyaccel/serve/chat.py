@@ -195,7 +195,7 @@ async def chat(front: Front, request: ChatRequest, key: str) -> Chat:
         request.messages,
         request.tools,
         request.tool_choice,
-        request.parallel_tool_calls is not False,
+        request.parallel_tool_calls,
         grammar_of(request),
         request.chat_template_kwargs,
         ending_of(request),

@@ -52,11 +52,13 @@ class Grammar:
             grammar format).
         text: the schema as JSON, the regular expression, the grammar.
         param: the field of the request that it is from, for errors.
+        parts: what it is made of: a Lark grammar calls them @name, and an error is that of the part that is wrong.
     """
 
     kind: Literal["json_object", "json_schema", "regex", "lark"]
     text: str = ""
     param: str = field(default="grammar", compare=False)
+    parts: tuple[tuple[str, Grammar], ...] = field(default=(), compare=False)
 
 
 class GrammarError(UsageError):

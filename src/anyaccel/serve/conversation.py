@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from anyaccel.serve import limits
+from anyaccel.serve.answer_grammar import answer_grammar, parameter_grammars, required_calls
 from anyaccel.serve.answers import AnswerText, Piece, merged, pieces
 from anyaccel.serve.api_errors import ApiError, wrong
 from anyaccel.serve.contract import Grammar
@@ -17,8 +18,8 @@ from anyaccel.serve.front import Front, new_id
 from anyaccel.serve.protocol import GenerationFields
 from anyaccel.serve.protocol_chat import ContentPart, Message, NamedTool, TemplateFields, Tool
 from anyaccel.serve.reasoning import BEGIN, END, Thoughts
-from anyaccel.serve.structured import depth_of, schema_grammar
-from anyaccel.serve.tools import CallsInArray, CallsInText, array_schema, instructions
+from anyaccel.serve.structured import depth_of
+from anyaccel.serve.tools import CallsInArray, CallsInText, instructions
 
 Ending = Literal[
     "answer", "none", "continue"
@@ -185,7 +186,7 @@ async def prompt_of(
     messages: Sequence[Message],
     tools: Sequence[Tool] | None,
     choice: str | NamedTool | None,
-    several: bool,
+    parallel: bool | None,
     grammar: Grammar | None,
     more: Mapping[str, Any] | None,
     ending: Ending = "answer",
@@ -193,41 +194,39 @@ async def prompt_of(
     """The prompt of a conversation.
 
     Args:
-        several: whether an answer may have more than one call.
-        grammar: the request's own constraint on the answer.
+        parallel: whether an answer may have more than one call. Without a word about it (None), one that is required
+            has one: models of any size would go on with what a grammar lets them.
+        grammar: what the request holds the message to. An answer may be a call instead, or has to be.
 
     Raises:
         ApiError: the conversation, the tools or the choice cannot be used.
     """
     described = described_tools(tools)
-    for place, each in enumerate(described):
-        schema_grammar(each["function"].get("parameters", {}), f"tools[{place}].function.parameters")
+    arguments = parameter_grammars(described)
     calls = "text" if described and choice != "none" else ""
     if isinstance(choice, NamedTool):
-        named = next((each for each in described if each["function"]["name"] == choice.function.name), None)
-        if named is None:
-            raise wrong("tool_choice", f"no function {choice.function.name[:64]!r} in tools")
         calls = choice.function.name
-        wanted = schema_grammar(named["function"].get("parameters") or {"type": "object"}, "tools")
+        names = [each["function"]["name"] for each in described]
+        if calls not in names:
+            raise wrong("tool_choice", f"no function {calls[:64]!r} in tools")
+        grammar = arguments[names.index(calls)]
     elif choice == "required":
         if not described:
             raise wrong("tool_choice", '"required" needs tools')
         calls = "array"
-        wanted = schema_grammar(array_schema(described, None if several else 1), "tools")
-    else:
-        wanted = None
-    if wanted is not None and grammar is not None:
-        raise wrong("tool_choice", "a call that is required leaves nothing to response_format")
+        grammar = required_calls(described, None if parallel else 1)
     text = rendered(front, messages, described if choice != "none" else [], more, ending)
     inside = text.rstrip().endswith(BEGIN)
     if ending == "continue":
         last = text_of(messages[-1].content, "")
         inside = last.rfind(BEGIN) > last.rfind(END)
-    # A grammar constrains the answer from its first token on, so that it has no thoughts.
-    thoughts = inside if front.thinking and wanted is None and grammar is None else None
-    names = frozenset(each["function"]["name"] for each in described)
+    thoughts = inside if front.thinking else None
+    if grammar is not None:
+        form = front.format if calls == "text" else None
+        grammar = answer_grammar(grammar, thoughts, front.texts.token_of, form, described, parallel is not False)
+    functions = frozenset(each["function"]["name"] for each in described)
     tokens = await front.texts.encode(text, False)
-    return Prompt(tokens, thoughts, calls, wanted or grammar, names, ending == "continue")
+    return Prompt(tokens, thoughts, calls, grammar, functions, ending == "continue")
 
 
 @dataclass(slots=True)
@@ -271,7 +270,7 @@ class AnswerParser:
         if self._thoughts is not None:
             delta.thoughts, text = self._thoughts.add(text, last)
         if self._named:
-            if not self._count:
+            if not self._count and (text or last):
                 delta.calls.append(self._begin(self._named, text))
             elif text:
                 delta.calls.append({"index": 0, "function": {"arguments": text}})

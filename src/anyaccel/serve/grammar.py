@@ -11,17 +11,21 @@ import asyncio
 import ctypes
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from anyaccel.errors import AnyAccelError, ModelError
 from anyaccel.serve.contract import Grammar, GrammarError
+from anyaccel.serve.json_schema import fault
 
 _MOST_BYTES = 1 << 18  # of a grammar
 # White space between the parts of JSON. It is bounded, as a small model may otherwise generate nothing else.
 _BLANKS = r"[ \t]{0,8}(\r?\n[ \t]{0,64})?"
+_OVERLAPPING = (
+    "alternatives of oneOf that one value may fit together cannot be held; use anyOf, or tell them apart by a const"
+)
 
 
 class Constraint:
@@ -74,7 +78,7 @@ class Grammars:
             AnyAccelError: llguidance is not installed, or does not know the tokenizer.
         """
         try:
-            size = len(grammar.text.encode())
+            size = sum(len(each.text.encode()) for each in _and_parts(grammar))
         except UnicodeEncodeError:  # an escape in JSON can write it
             raise GrammarError(grammar.param, "it has an unpaired surrogate, which no answer can have") from None
         if size > _MOST_BYTES:
@@ -117,31 +121,40 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> Constraint:
         if self._tokenizer is None:
             self._build()
+        matcher, problem = self._matcher(grammar)
+        if problem:
+            raise self._error(grammar, problem)
+        return Constraint(matcher, grammar.param)
+
+    def _matcher(self, grammar: Grammar) -> tuple[Any, str]:
+        """llguidance's matcher, and what is wrong with the grammar, or "".
+
+        Raises:
+            GrammarError: its text is not of its kind.
+        """
         from llguidance import LLMatcher
 
-        defaults: Any = {"whitespace_pattern": _BLANKS}
-        try:
-            if grammar.kind == "json_object":
-                text = LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=defaults)
-            elif grammar.kind == "json_schema":
-                schema = json.loads(grammar.text)
-                if not isinstance(schema, dict | bool):
-                    raise GrammarError(grammar.param, "the schema must be an object")
-                text = LLMatcher.grammar_from_json_schema(grammar.text, defaults=defaults)
-            elif grammar.kind == "regex":
-                text = LLMatcher.grammar_from_regex(grammar.text)
-            else:
-                text = LLMatcher.grammar_from_lark(grammar.text)
-        except GrammarError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise GrammarError(grammar.param, str(error)) from None
-        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        sources = json.dumps({"grammars": [_source(grammar), *_named_sources(grammar)]})
+        matcher = LLMatcher(self._tokenizer, sources, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds out whether an answer can begin
         if matcher.is_error():
-            raise GrammarError(grammar.param, _short(matcher.get_error()))
-        return Constraint(matcher, grammar.param)
+            return matcher, _short(matcher.get_error())
+        # Read leniently, these become alternatives, of which an answer may then fit several.
+        overlapping = any(each.startswith("oneOf") for each in matcher.get_grammar_warnings())
+        return matcher, _OVERLAPPING if overlapping else ""
+
+    def _error(self, grammar: Grammar, problem: str) -> GrammarError:
+        """The error about the part of a grammar, and the property of a schema, that cannot be used."""
+        for _, part in grammar.parts:
+            if said := self._matcher(part)[1]:
+                return self._error(part, said)
+        if grammar.kind == "json_schema":
+            path, problem = fault(
+                json.loads(grammar.text), lambda schema: self._matcher(Grammar("json_schema", json.dumps(schema)))[1]
+            )
+            problem = f"{path}: {problem}" if path else problem
+        return GrammarError(grammar.param, problem)
 
     def _build(self) -> None:
         try:
@@ -159,8 +172,58 @@ class Grammars:
         self._executor = LLExecutor(num_threads=min(4, len(os.sched_getaffinity(0))))
 
 
+def _and_parts(grammar: Grammar) -> Iterator[Grammar]:
+    yield grammar
+    for _, part in grammar.parts:
+        yield from _and_parts(part)
+
+
+def _schema_source(schema: Any) -> dict[str, Any]:
+    """A schema in llguidance's form.
+
+    Its lenient reading passes over formats that it does not know and keywords that it cannot hold a text to.
+    """
+    options = {"whitespace_pattern": _BLANKS, "lenient": True}
+    return {"json_schema": {**schema, "x-guidance": options} if isinstance(schema, dict) else schema}
+
+
+def _source(grammar: Grammar) -> dict[str, Any]:
+    """A grammar in llguidance's form.
+
+    Raises:
+        GrammarError: its text is no schema, or no expression.
+    """
+    if grammar.kind == "json_object":
+        return _schema_source({"type": "object"})
+    if grammar.kind == "json_schema":
+        try:
+            schema = json.loads(grammar.text)
+        except (ValueError, RecursionError) as error:
+            raise GrammarError(grammar.param, f"the schema is no JSON ({error})") from None
+        if not isinstance(schema, dict | bool):
+            raise GrammarError(grammar.param, "the schema must be an object")
+        return _schema_source(schema)
+    if grammar.kind == "regex":
+        from llguidance import LLMatcher
+
+        made: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]
+        return {"lark_grammar": made["lark_grammar"]}
+    return {"lark_grammar": grammar.text}
+
+
+def _named_sources(grammar: Grammar) -> list[dict[str, Any]]:
+    """What a Lark grammar names, with what that names itself."""
+    if grammar.kind != "lark":
+        return []
+    return [
+        source for name, part in grammar.parts for source in ({"name": name, **_source(part)}, *_named_sources(part))
+    ]
+
+
 def _short(problem: str) -> str:
     """llguidance's message in one line, without the state of its parser."""
     if problem.startswith("NoExtensionBias"):
         return "nothing fits it after what the answer has"
+    if "look-around" in problem:
+        return "a pattern with look-around ((?=, (?!, (?<=, (?<!) cannot be held; leave it out, or write it without"
     return " ".join(problem.partition("<state>")[0].split())[:500]

@@ -301,7 +301,7 @@ async def responses(front: Front, request: ResponsesRequest, key: str) -> Respon
         messages_of(request),
         _tools(request),
         choice,
-        request.parallel_tool_calls is not False,
+        request.parallel_tool_calls,
         response_grammar(wanted, "text.format"),
         request.chat_template_kwargs,
     )

@@ -10,6 +10,7 @@ from typing import Any
 from anyaccel.serve import limits
 from anyaccel.serve.api_errors import wrong
 from anyaccel.serve.contract import Grammar
+from anyaccel.serve.json_schema import prepared
 from anyaccel.serve.protocol import ResponseFormat, SamplingFields, StructuredOutputs
 
 
@@ -34,7 +35,7 @@ def schema_grammar(schema: Any, param: str) -> Grammar:
         # A reference to another document would have to be fetched.
         if key == "$ref" and isinstance(value, str) and not value.startswith("#"):
             raise wrong(param, "$ref must point into the schema itself, as in #/$defs/name")
-    text = json.dumps(schema, ensure_ascii=False)
+    text = json.dumps(prepared(schema), ensure_ascii=False)
     if len(text) > limits.MOST_SCHEMA:
         raise wrong(param, f"the schema has more than {limits.MOST_SCHEMA} characters")
     return Grammar("json_schema", text, param)

@@ -83,6 +83,11 @@ class Texts:
             raise ApiError(400, f"messages: {said}", "messages") from None
         return text
 
+    def token_of(self, text: str) -> int | None:
+        """The token that the vocabulary has for exactly this mark, such as <tool_call>, if it has one."""
+        found: int | None = self._tokenizer.token_of(text)
+        return found
+
     @functools.lru_cache(maxsize=65_536)  # noqa: B019  there is one of these a server
     def token(self, token: int) -> tuple[str, tuple[int, ...]]:
         """The text of one token, and its bytes."""

@@ -128,6 +128,10 @@ class Format:
         alone: an answer that begins with this is a call without a mark.
         end: the mark that ends a call.
         end_of: returns the end of the first call, so that it is returned while the answer goes on; 0: it is incomplete.
+        call: how a call is written, as a rule of llguidance's Lark: marks between ‹ and ›, @call for JSON with name and
+            arguments, @list for a list of these, @named for a name before its arguments, GAP for white space.
+        between: what separates calls.
+        key: the name of the arguments in @call and @list.
     """
 
     name: str
@@ -137,16 +141,28 @@ class Format:
     alone: str = ""
     end: str = ""
     end_of: Callable[[str], int] = lambda _: 0
+    call: str = ""
+    between: str = '"\\n"'
+    key: str = "arguments"
 
 
 FORMATS = {
     each.name: each
     for each in (
-        Format("hermes", ("<tool_call>",), _hermes, end="</tool_call>", end_of=_hermes_end),
-        Format("llama3", ("<|python_tag|>",), _llama3, special=True, alone="{"),
-        Format("mistral", ("[TOOL_CALLS]",), _mistral, special=True),
+        Format(
+            "hermes", ("<tool_call>",), _hermes, end="</tool_call>", end_of=_hermes_end,
+            call="‹<tool_call>› GAP @call GAP ‹</tool_call>›",
+        ),
+        Format(
+            "llama3", ("<|python_tag|>",), _llama3, special=True, alone="{",
+            call="‹<|python_tag|>›? @call", between='"; "', key="parameters",
+        ),
+        Format(
+            "mistral", ("[TOOL_CALLS]",), _mistral, special=True,
+            call="‹[TOOL_CALLS]› GAP (@list | @named)", between='""',
+        ),
     )
-}
+}  # fmt: skip
 
 
 def format_of(template: str) -> Format:
@@ -244,41 +260,6 @@ class CallsInArray:
         rest = self._text[self._done :].strip().removeprefix("]")
         # If max_tokens has cut the list, its incomplete last call is dropped; finish_reason tells the client.
         return ("", calls) if not last or calls or self._done else (rest, calls)
-
-
-def array_schema(tools: Sequence[Mapping[str, Any]], most: int | None) -> dict[str, Any]:
-    """The schema of a list of at least one call of these functions."""
-    where = "#/items" if len(tools) == 1 else "#/items/anyOf/{}"
-    each = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"type": "string", "enum": [tool["function"]["name"]]},
-                "parameters": _moved(
-                    tool["function"].get("parameters") or {"type": "object"},
-                    f"{where.format(place)}/properties/parameters",
-                ),
-            },
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for place, tool in enumerate(tools)
-    ]
-    items = each[0] if len(each) == 1 else {"anyOf": each}
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": items}
-    return schema if most is None else {**schema, "maxItems": most}
-
-
-def _moved(schema: Any, where: str) -> Any:
-    """A schema moved into another one at `where`: its references into itself, as #/$defs/name, are adapted."""
-    if isinstance(schema, Mapping):
-        return {
-            name: where + value[1:]
-            if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
-            else _moved(value, where)
-            for name, value in schema.items()
-        }
-    return [_moved(value, where) for value in schema] if isinstance(schema, list) else schema
 
 
 def instructions(tools: Sequence[Mapping[str, Any]]) -> str:

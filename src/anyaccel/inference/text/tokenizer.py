@@ -167,6 +167,11 @@ class TextTokenizer:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special)
         return text
 
+    def token_of(self, text: str) -> int | None:
+        """The token that the vocabulary has for exactly this text, if it has one."""
+        token: int | None = self._tokenizer.token_to_id(text)
+        return token
+
     def piece(self, token: int) -> str | None:
         """A token as the vocabulary writes it; None where it has none of this number."""
         text: str | None = self._tokenizer.id_to_token(token)
@@ -241,6 +246,10 @@ class TransformersTokenizer:
     def decode(self, tokens: list[int], special: bool = False) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=not special)
         return text
+
+    def token_of(self, text: str) -> int | None:
+        token: int | None = self._tokenizer.get_vocab().get(text)
+        return token
 
     def piece(self, token: int) -> str | None:
         text: str | None = self._tokenizer.convert_ids_to_tokens(token)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON schemas that requests bring: objects are closed, and what is wrong with one is named by its property."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+# https://json-schema.org/draft/2020-12/json-schema-core#section-10, with the former drafts' names.
+_ONE = (
+    "items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
+    "propertyNames", "not", "if", "then", "else", "contentSchema",
+)  # fmt: skip
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+# Those that llguidance holds a text to.
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+_LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+_MOST_TRIES = 200  # schemas that are compiled to find the one that cannot be
+
+EMPTY_OBJECT: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def _below(schema: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The schemas directly in a schema, each with where it is."""
+    if not isinstance(schema, Mapping):
+        return
+    for name, value in schema.items():
+        if name in _ONE and isinstance(value, Mapping | bool):
+            yield (name,), value
+        elif name in _LISTS and isinstance(value, list):
+            yield from (((name, str(place)), each) for place, each in enumerate(value))
+        elif name in _MAPS and isinstance(value, Mapping):
+            yield from (((name, key), each) for key, each in value.items())
+
+
+def _target(root: Any, reference: Any) -> Any:
+    """What a reference into the schema leads to, or None."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    found = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping):
+            found = found.get(part)
+        elif isinstance(found, list) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            return None
+    return found
+
+
+def _followed(root: Any, schema: Any) -> Mapping[str, Any]:
+    """The schema that a reference leads to in the end; {} where it leads to none."""
+    for _ in range(8):
+        if not isinstance(schema, Mapping) or "$ref" not in schema:
+            break
+        schema = _target(root, schema["$ref"])
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def _of_same_value(root: Any, schema: Mapping[str, Any]) -> list[list[Any]]:
+    """The schemas that hold for the same value as this one; those in one list are alternatives."""
+    groups: list[list[Any]] = [[each] for each in _list(schema.get("allOf"))]
+    groups += [[*_list(schema[name])] for name in ("anyOf", "oneOf") if name in schema]
+    branches = [schema[name] for name in ("if", "then", "else") if name in schema]
+    groups += [branches] if branches else []
+    dependent = schema.get("dependentSchemas")
+    groups += [[each] for each in dependent.values()] if isinstance(dependent, Mapping) else []
+    if "$ref" in schema:
+        groups.append([_target(root, schema["$ref"])])
+    return groups
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+def _names_properties(schema: Mapping[str, Any]) -> bool:
+    return "properties" in schema or "patternProperties" in schema
+
+
+def prepared(root: Any) -> Any:
+    """A copy of a schema as answers are held to it.
+
+    An object that names properties has no others unless the schema says so, as with vLLM's
+    `disable_additional_properties`: nothing else would make a small model end its object. The parts of one object
+    (`allOf`, alternatives beside `properties`) stay as they are, since each alone would forbid the properties of the
+    others. Of a pattern with look-around and a format, the format is kept: no grammar can hold the pattern. Nor can one
+    hold items to be unique, but there are at most as many as there are values.
+    """
+    parts: set[int] = set()
+
+    def mark(schema: Any) -> None:
+        todo = [schema]  # no recursion, as references can be many
+        while todo:
+            each = todo.pop()
+            if isinstance(each, Mapping) and id(each) not in parts:
+                parts.add(id(each))
+                todo += [part for group in _of_same_value(root, each) for part in group]
+
+    def find(schema: Any) -> None:
+        if isinstance(schema, Mapping) and len(_of_same_value(root, schema)) + _names_properties(schema) > 1:
+            mark(schema)
+        for _, each in _below(schema):
+            find(each)
+
+    def copied(schema: Any) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        made = {name: _copied_value(name, value, copied) for name, value in schema.items()}
+        if not _names_properties(schema) and isinstance(schema.get("propertyNames"), Mapping):
+            made |= _named_by(root, schema["propertyNames"], made.get("additionalProperties", True))
+        if _names_properties(schema) and id(schema) not in parts and not _is_open(schema):
+            made["additionalProperties"] = False
+        pattern = schema.get("pattern")
+        if schema.get("format") in FORMATS and isinstance(pattern, str) and _LOOK_AROUND.search(pattern):
+            del made["pattern"]
+        if schema.get("uniqueItems") is True and (count := _values(root, schema.get("items"))):
+            made["maxItems"] = min(count, schema.get("maxItems", count))
+        return made
+
+    find(root)
+    return copied(root)
+
+
+def _named_by(root: Any, names: Any, value: Any) -> dict[str, Any]:
+    """The keywords for an object whose properties have these names and this value."""
+    names = _followed(root, names)
+    found = [names["const"]] if "const" in names else _list(names.get("enum"))
+    if found:
+        properties = {name: value for name in found if isinstance(name, str)}
+        return {"properties": properties, "additionalProperties": False}
+    pattern = names.get("pattern")
+    return {"patternProperties": {pattern: value}, "additionalProperties": False} if isinstance(pattern, str) else {}
+
+
+def _values(root: Any, schema: Any) -> int:
+    """How many values fit a schema that lists them, 0 for any other one."""
+    schema = _followed(root, schema)
+    return len(_list(schema.get("enum"))) or (1 if "const" in schema else 2 if schema.get("type") == "boolean" else 0)
+
+
+def _is_open(schema: Mapping[str, Any]) -> bool:
+    """Whether a schema says itself which other properties there may be, or needs one that it does not name."""
+    if "additionalProperties" in schema or "unevaluatedProperties" in schema:
+        return True
+    named = schema.get("properties")
+    return any(
+        not isinstance(named, Mapping) or name not in named
+        for name in _list(schema.get("required"))
+        if "patternProperties" not in schema
+    )
+
+
+def _copied_value(name: str, value: Any, copied: Callable[[Any], Any]) -> Any:
+    if name in _LISTS and isinstance(value, list):
+        return [copied(each) for each in value]
+    if name in _MAPS and isinstance(value, Mapping):
+        return {key: copied(each) for key, each in value.items()}
+    return copied(value) if name in _ONE else value
+
+
+def moved(schema: Any, where: str) -> Any:
+    """A schema moved into another one at `where`: its references into itself, as #/$defs/name, are adapted."""
+    if isinstance(schema, Mapping):
+        return {
+            name: where + value[1:]
+            if name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+            else moved(value, where)
+            for name, value in schema.items()
+        }
+    return [moved(value, where) for value in schema] if isinstance(schema, list) else schema
+
+
+def fault(root: Any, problem_of: Callable[[Any], str]) -> tuple[str, str]:
+    """The property whose schema cannot be used, as in `orders[].email` ("": the whole), and why.
+
+    Args:
+        problem_of: what is wrong with a schema alone, "" where nothing is.
+    """
+    whole = {"schema": moved(root, "#/$defs/schema")}
+    tries = 0
+
+    def problem_at(pointer: str) -> str:
+        nonlocal tries
+        tries += 1
+        return "" if tries > _MOST_TRIES else problem_of({"$ref": f"#/$defs/schema{pointer}", "$defs": whole})
+
+    path, pointer, here, said, seen = "", "", root, problem_of(root), {""}
+    while True:
+        steps = [(below, "".join(f"/{_escaped(part)}" for part in below), each) for below, each in _below(here)]
+        places = [
+            (_named(path, below), pointer + more, each)
+            for below, more, each in steps
+            if below[0] not in ("$defs", "definitions")
+        ]
+        if isinstance(here, Mapping) and isinstance(here.get("$ref"), str):
+            places.append((path, here["$ref"][1:], _target(root, here["$ref"])))
+        for place in places:
+            if place[1] not in seen and (problem := problem_at(place[1])):
+                (path, pointer, here), said = place, problem
+                seen.add(pointer)
+                break
+        else:
+            return path, said
+
+
+def _named(path: str, below: tuple[str, ...]) -> str:
+    if below[0] in ("properties", "patternProperties"):
+        return f"{path}.{below[1]}" if path else below[1]
+    return f"{path}[]" if below[0] in ("items", "prefixItems", "additionalItems") else path
+
+
+def _escaped(part: str) -> str:
+    return part.replace("~", "~0").replace("/", "~1")
