@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from httptools import HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from anyaccel.serve.api_errors import ApiError
@@ -20,10 +20,36 @@ _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _TOO_LARGE = "the head of the request is larger than {} bytes"
 _POLL_S = 0.25  # between two checks whether a client that has closed its sending side still listens
 _LINGER_S = 2.0  # a refused client may send on for this long; closing at once could lose it the response
-# The parser would drop the body of a request that offers HTTP/2 in this header (Java's client, curl --http2), so the
-# header is renamed. No body is changed by that: no line of JSON begins so.
-_UPGRADE = re.compile(rb"(?i)\nupgrade(?=[ \t]*:)")
 _TCP_CLOSE = 7  # linux/tcp.h: the state of a connection that the other side has reset
+
+
+class _Parser(HttpRequestParser):
+    """httptools' parser, which ignores an offer of another protocol, as a server may.
+
+    After the head of a request with `Upgrade: h2c` (Java's client, curl --http2) httptools stops, and takes the body
+    for that protocol's. So the same head, without the offer, is parsed before the rest.
+    https://www.rfc-editor.org/rfc/rfc9110#section-7.8
+    """
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+
+    def feed_data(self, data: Any) -> None:
+        while True:
+            try:
+                super().feed_data(data)
+                return
+            except HttpParserUpgrade as error:
+                if self.get_method() == b"CONNECT":
+                    raise
+                data = self._head() + data[error.args[0] :]
+
+    def _head(self) -> bytes:
+        protocol = self._protocol
+        first = self.get_method() + b" " + protocol.url + b" HTTP/" + self.get_http_version().encode()
+        kept = [name + b": " + value for name, value in protocol.headers if name != b"upgrade"]
+        return b"\r\n".join([first, *kept, b"", b""])
 
 
 class _RefusedError(Exception):
@@ -43,6 +69,7 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
         _head = 0  # bytes of the head that are parsed
         _hosts = 0  # Host headers of the request
         _refusal: ApiError | None = None
+        _offers = False  # the head offers another protocol
         _ended = False  # the last response is written; what still comes is discarded
         _active: RequestResponseCycle | None = None  # what the application answers now; `cycle` is the newest
         _half_closed = False  # the client has closed its sending side
@@ -65,6 +92,7 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
         # The parser's events
 
         def on_message_begin(self) -> None:
+            self._offers = False
             super().on_message_begin()
             self.scope["anyaccel.abort"] = self.transport.abort  # type: ignore[typeddict-unknown-key]
             self.scope["anyaccel.half"] = asyncio.Event()  # type: ignore[typeddict-unknown-key]
@@ -86,11 +114,18 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
             super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
+            if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+                self._offers = True  # the head comes again without the offer: see `_Parser`
+                return
             self._cancel_timer()
             # https://www.rfc-editor.org/rfc/rfc9112#section-3.2
             if self._hosts > 1 or (self._hosts == 0 and self.parser.get_http_version() == "1.1"):
                 self._refuse(400, f"the request has {self._hosts} Host headers: HTTP/1.1 needs one")
             super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            if not self._offers:
+                super().on_message_complete()
 
         def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
             self._active = cycle
@@ -105,6 +140,8 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.parser = _Parser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
             if len(self.connections) > most:
                 said = ApiError(503, "too many connections", None, "overloaded", "server_error", retry_after_s=2)
                 self._write_error(said)
@@ -118,7 +155,7 @@ def bounded(limits: Limits, most: int) -> type[asyncio.Protocol]:
                     self._abort()
                 return
             timer = self._timer
-            super().data_received(_UPGRADE.sub(b"\nx-upgrade", data))
+            super().data_received(data)
             if timer is None or timer is not self._timer or self._refusal is not None:
                 return
             self._received += len(data)

@@ -236,7 +236,8 @@ def application(front: Front, *, keys: Sequence[str] = (), origins: Sequence[str
                 CORSMiddleware,
                 allow_origins=list(origins),
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-api-key"],
+                allow_headers=["*"],  # what the preflight asks for: clients have headers of their own
+                expose_headers=["retry-after"],
             ),
         )
     return Starlette(

@@ -361,6 +361,28 @@ def test_cors_is_off_unless_asked_for() -> None:
     assert answer.headers["access-control-allow-origin"] == "https://chat.example"
 
 
+# What Chromium asks for before a request of OpenAI's client 6 for JavaScript (dangerouslyAllowBrowser).
+OPENAI_JS = (
+    "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+    "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout"
+)
+
+
+@pytest.mark.parametrize("wanted", [OPENAI_JS, OPENAI_JS + ",openai-organization,openai-beta", "x-my-own"])
+def test_an_allowed_page_may_send_the_headers_of_its_client(wanted: str) -> None:
+    ask = {"access-control-request-method": "POST", "access-control-request-headers": wanted}
+    options = {"origins": ["https://chat.example"]}
+    answer = got(CHAT, method="OPTIONS", headers={"origin": "https://chat.example", **ask}, options=options)
+    assert answer.status == 200
+    assert set(answer.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")) >= {
+        *wanted.split(",")
+    }
+    answer = got(CHAT, method="OPTIONS", headers={"origin": "https://evil.example", **ask}, options=options)
+    assert answer.status == 400 and "access-control-allow-origin" not in answer.headers
+    answer = got("/v1/models", headers={"origin": "https://chat.example"}, options=options)
+    assert answer.headers["access-control-expose-headers"] == "retry-after"
+
+
 def test_answers_tell_browsers_to_be_careful() -> None:
     headers = got("/").headers
     assert headers["x-content-type-options"] == "nosniff" and "default-src 'self'" in headers["content-security-policy"]
