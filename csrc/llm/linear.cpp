@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 
+#include "common/parallel.h"
 #include "common/team.h"
 #include "llm/errors.h"
 #include "llm/ops.h"
@@ -22,9 +23,10 @@ using namespace simd;
 
 constexpr int64_t kRunTokens = 512;
 
-// Threads and memory that all matrices and norms share: they are used by one call at a time.
+// Memory that all matrices and norms share: it is used by one call at a time. They run on torch's threads, since the
+// rest of such a model does: waiting threads of two pools take the cores from each other.
 struct Pool {
-  Team team{0};
+  const int threads = usable_cpus();
   const pid_t pid = getpid();
   std::mutex mutex;
   std::vector<Inputs> inputs;  // of small products, each thread's own
@@ -34,6 +36,12 @@ struct Pool {
   int64_t tokens = 0;
   bool shared_fits = true;  // `shared` has room for every known shape
 
+  // fn(thread) for each of `threads`.
+  template <class Fn>
+  void run(Fn&& fn) const {
+    parallel_for(threads, threads, [&](int64_t thread) { fn(static_cast<int>(thread)); });
+  }
+
   // Throws std::bad_alloc.
   void reserve(const Shape& shape, int64_t count) {
     const auto same = [&](const Shape& s) { return Inputs::same(s, shape) && s.cols >= shape.cols; };
@@ -41,7 +49,7 @@ struct Pool {
     if (first) {
       known.push_back(shape);
       shared_fits = false;
-      inputs.resize(static_cast<size_t>(team.size()));
+      inputs.resize(static_cast<size_t>(threads));
       for (Inputs& one : inputs) one.reserve({shape}, kGemvTokens);
     }
     if (count > kGemvTokens && (!shared_fits || count > tokens)) {
@@ -124,17 +132,18 @@ struct Product {
               {std::min(blocks.begin * kBlockRows, shape.rows), std::min(blocks.end * kBlockRows, shape.rows)});
   }
 
-  void large(int thread, int threads) const {
+  void large() const {
     const Shape& shape = w.shape();
+    const int threads = pool.threads;
     Input& input = pool.shared.at(pool.shared.index(shape));
-    const Range own = part_of(tokens, thread, threads);
-    convert_x(own);
-    pool.team.barrier();
-    input.prepare(shape, x_floats(), shape.cols, nullptr, static_cast<int>(tokens), thread, threads);
-    pool.team.barrier();
-    anyaccel::llm::multiply(w, input, Output{y_floats(), shape.rows, bias}, thread, threads);
-    pool.team.barrier();
-    convert_y(own, {0, shape.rows});
+    if (type != Values::f32) pool.run([&](int thread) { convert_x(part_of(tokens, thread, threads)); });
+    pool.run([&](int thread) {
+      input.prepare(shape, x_floats(), shape.cols, nullptr, static_cast<int>(tokens), thread, threads);
+    });
+    pool.run(
+        [&](int thread) { anyaccel::llm::multiply(w, input, Output{y_floats(), shape.rows, bias}, thread, threads); });
+    if (type != Values::f32)
+      pool.run([&](int thread) { convert_y(part_of(tokens, thread, threads), {0, shape.rows}); });
   }
 };
 
@@ -173,12 +182,11 @@ void Linear::multiply(const void* x, void* y, int64_t tokens, Values type, const
                           count,
                           type,
                           bias};
-    const int threads = shared.team.size();
     if (count <= kGemvTokens) {
       product.convert_x({0, count});
-      shared.team.run([&](int thread) { product.small(thread, threads); });
+      shared.run([&](int thread) { product.small(thread, shared.threads); });
     } else {
-      shared.team.run([&](int thread) { product.large(thread, threads); });
+      product.large();
     }
   }
 }
@@ -209,7 +217,7 @@ void rms_norm(const void* x, void* y, int64_t rows, int64_t cols, Values type, c
   const size_t row_bytes = static_cast<size_t>(cols) * bytes_of(type);
   Pool& shared = pool();
   const std::lock_guard<std::mutex> lock(shared.mutex);
-  const int threads = rows * cols < 16384 ? 1 : shared.team.size();
+  const int threads = rows * cols < 16384 ? 1 : shared.threads;
   if (type != Values::f32) grow(shared.x, cols * threads);
   const auto part = [&](int thread) {
     const Range own = part_of(rows, thread, threads);
@@ -229,7 +237,7 @@ void rms_norm(const void* x, void* y, int64_t rows, int64_t cols, Values type, c
   if (threads == 1)
     part(0);
   else
-    shared.team.run(part);
+    shared.run(part);
 }
 
 }  // namespace anyaccel::llm

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], object]
+
+# torch's threads do not live in a child of fork(), and GCC's OpenMP waits for them for ever: one thread is left, as in
+# the workers of torch's data loaders. The native runtime starts threads of its own.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 # What transformers' models are made of. Until it is imported, which takes seconds, nobody can have replaced their code.
 _MODELS = "transformers.modeling_utils"
@@ -250,7 +255,7 @@ def init_inference(
             return _decoder_engine(model, settings, progress, executor)
         except Unsupported as lack:
             if settings.runtime == executor or stages > 1 or settings.draft is not None:
-                raise
+                raise Unsupported(lack.feature, executor) from lack
             if settings.dtype in QUANTISED and not on_host:
                 raise UsageError(
                     f"dtype={settings.dtype!r} needs the device runtime, which has no {lack.feature}; use bf16"
@@ -401,6 +406,7 @@ def _torch_engine(
     why: str,
 ) -> InferenceEngine:
     """The engine on the model's own code: divided among ranks, and with packed linears where they fit."""
+    _check_cache_options(settings)
     group, rank = _model_group(settings)
     folder = None if isinstance(model, nn.Module) else model_folder(model)
     # Of a model with quantised linears: what is not quantised, and arithmetic.
@@ -443,6 +449,23 @@ def _torch_engine(
         engine.runtime = "torch"
         refuse_adapters(module)
     return engine
+
+
+def _check_cache_options(settings: InferenceConfig) -> None:
+    """Say that options of a cache of ours have no effect on the model's own.
+
+    Raises:
+        UsageError: the runtime was chosen, too.
+    """
+    for name, default in (("kv_cache", "auto"), ("cache_bytes", 0)):
+        value = getattr(settings, name)
+        if value == default:
+            continue
+        if settings.runtime != "auto":
+            raise UsageError(
+                f"{name}={value!r}: with runtime={settings.runtime!r} the model's own code has its own cache"
+            )
+        logger.warning("%s=%r has no effect: the model's own code has its own cache", name, value)
 
 
 def _replaced_layers(settings: InferenceConfig) -> str:

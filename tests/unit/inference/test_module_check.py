@@ -87,7 +87,7 @@ def _with_bias(model: Any) -> None:
     ("change", "named"),
     [
         (_wrapped, "model.layers.0.mlp"),
-        (_subclassed, "where the architecture has LlamaMLP"),
+        (_subclassed, "transformers.models.llama.modeling_llama.LlamaMLP"),
         (_patched, "a forward that was replaced"),
         (_hooked, "forward hooks"),
         (_pruned, "model.layers.1"),

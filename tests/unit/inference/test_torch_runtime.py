@@ -271,3 +271,36 @@ def test_plain_runtime_is_the_model_as_it_is() -> None:
     assert not any(isinstance(module, PackedLinear) for module in engine.modules())
     with pytest.raises(UsageError, match="packed weights"):
         anyaccel.init_inference(build("llama"), dtype="int8", runtime="plain")
+
+
+def test_options_of_a_cache_of_ours_say_that_they_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    for option in ({"kv_cache": "int8"}, {"cache_bytes": 1 << 20}):
+        for runtime in ("torch", "plain"):
+            with pytest.raises(UsageError, match=f"{next(iter(option))}.*its own cache"):
+                anyaccel.init_inference(build("xglm"), dtype="fp32", runtime=runtime, **option)
+        caplog.clear()
+        assert anyaccel.init_inference(build("xglm"), dtype="fp32", **option).runtime == "torch"
+        assert f"{next(iter(option))}=" in caplog.text
+        assert "no effect" in caplog.text
+
+
+def test_a_runtime_that_lacks_a_model_is_named() -> None:
+    for runtime in ("native", "device"):
+        with pytest.raises(Unsupported, match=f"the {runtime} runtime has no"):
+            anyaccel.init_inference(build("xglm"), dtype="fp32", runtime=runtime)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("runtime", ["torch", "plain"])
+def test_auto_is_the_precision_of_the_file(dtype: torch.dtype, runtime: str, tmp_path: Path) -> None:
+    model = build("llama").to(dtype)
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        want = model(IDS).logits
+    for source in (tmp_path, model):
+        engine = anyaccel.init_inference(source, dtype="auto", runtime=runtime)
+        assert engine.dtype == dtype
+        with torch.inference_mode():
+            got = engine(IDS).logits
+        assert got.dtype == dtype
+        assert _error(got, want) < (1e-5 if dtype == torch.float32 else 0.05)

@@ -63,13 +63,17 @@ def _as_configured(model: Any) -> nn.Module:
     return built
 
 
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _compare(model: nn.Module, plain: nn.Module) -> None:
     wanted = {name: type(module) for name, module in plain.named_modules(remove_duplicate=False)}
     for name, module in model.named_modules(remove_duplicate=False):
         usual = wanted.pop(name, None)
         if usual is not type(module):
-            instead = f"where the architecture has {usual.__name__}" if usual else "which the architecture has not"
-            raise Unsupported(f"code for module {name!r} of type {type(module).__name__} {instead}")
+            instead = f"where the architecture has {_full_name(usual)}" if usual else "which the architecture has not"
+            raise Unsupported(f"code for module {name!r} of type {_full_name(type(module))} {instead}")
     if wanted:
         raise Unsupported(f"code for a model without the module {next(iter(wanted))!r} of its architecture")
     shapes = {name: each.shape for name, each in plain.state_dict().items()}

@@ -43,6 +43,7 @@ _SHARE_OF_MEMORY = 0.75  # of the available memory: the most that the key/value 
 
 # The models of this process, by id(): their caches may grow yet.
 _models: weakref.WeakValueDictionary[int, NativeModel] = weakref.WeakValueDictionary()
+os.register_at_fork(after_in_child=_models.clear)  # a child of fork() cannot use its parent's models
 
 
 @dataclass

@@ -11,14 +11,15 @@ from anyaccel.inference.spec.decoder import Attention, DecoderSpec, Layer
 
 
 class Unsupported(ModelError):
-    """The native runtime lacks something that this model needs; it can still run through the generic path.
+    """The native or the device runtime lacks something that this model needs; its own code can still run it.
 
     Args:
         feature: what is lacking, with the value that asks for it, for example ``"hidden_act 'tanh'"``.
+        runtime: which of the two was asked.
     """
 
-    def __init__(self, feature: str) -> None:
-        super().__init__(f"the native runtime has no {feature}")
+    def __init__(self, feature: str, runtime: str = "native") -> None:
+        super().__init__(f"the {runtime} runtime has no {feature}")
         self.feature = feature
 
 
