@@ -146,6 +146,28 @@ def test_loss_and_tuples(engine: InferenceEngine, reference: Any) -> None:
     close(logits, want.logits)
 
 
+def test_the_loss_of_padded_rows_is_that_of_the_same_rows_alone(engine: InferenceEngine, reference: Any) -> None:
+    """The first token of a row with padding on the left follows a hidden position, where nothing predicts it."""
+    labels = IDS.masked_fill(LEFT == 0, -100)
+    predicted = LEFT.sum(1) - 1
+    alone = [
+        reference(ids[keep][None], labels=ids[keep][None]).loss for ids, keep in zip(IDS, LEFT.bool(), strict=True)
+    ]
+    want = (torch.stack(alone) * predicted).sum() / predicted.sum()
+    close(engine(IDS, attention_mask=LEFT, labels=labels).loss, want)
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+    close(engine(IDS, attention_mask=LEFT, labels=labels, shift_labels=shifted).loss, want)
+
+
+def test_there_are_no_gradients_and_the_loss_says_so(engine: InferenceEngine) -> None:
+    with torch.enable_grad():
+        loss = engine(IDS, labels=IDS).loss
+        with pytest.raises(UsageError, match="no gradients"):
+            loss.backward()
+    with torch.no_grad():
+        assert not engine(IDS, labels=IDS).loss.requires_grad
+
+
 def test_without_cache_nothing_stays(engine: InferenceEngine) -> None:
     output = engine(IDS, use_cache=False)
     assert output.past_key_values is None

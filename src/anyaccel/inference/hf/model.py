@@ -120,9 +120,12 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
         if labels is not None:
             if getattr(config, "output_router_logits", False):
                 raise UsageError(f"labels: the loss of the router is not known to the native runtime; {_ADVICE}")
+            labels, kwargs = _counted(labels, kwargs, new_BT)
             loss = self.loss_function(  # type: ignore[attr-defined]
                 logits=logits, labels=labels, vocab_size=config.get_text_config().vocab_size, **kwargs
             )
+            if torch.is_grad_enabled():
+                loss = _WithoutGradients.apply(loss.requires_grad_())  # type: ignore[no-untyped-call]
         if use_cache is None:
             use_cache = getattr(config, "use_cache", True) is not False
         output = CausalLMOutputWithPast(
@@ -307,6 +310,33 @@ class NativeCausalLM(WithoutAdapters, PrecisionMethods):
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         refuse_state_dict("pickle or deepcopy")
+
+
+class _WithoutGradients(torch.autograd.Function):
+    """A loss whose backward() says why there are no gradients."""
+
+    @staticmethod
+    def forward(_context: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(_context: Any, *_gradients: Any) -> NoReturn:
+        raise UsageError("backward(): packed weights have no gradients; train with runtime='plain'")
+
+
+def _counted(
+    labels: torch.Tensor, of_loss: dict[str, Any], new_BT: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Labels and arguments of the loss without tokens that follow a hidden position, as nothing has predicted them."""
+    if bool(new_BT.all()) or labels.shape != new_BT.shape:
+        return labels, of_loss
+    ignored, hidden_BT = of_loss.get("ignore_index", -100), ~new_BT.to(labels.device)
+    labels = labels.clone()
+    labels[:, 1:][hidden_BT[:, :-1]] = ignored
+    shifted = of_loss.get("shift_labels")
+    if shifted is not None:
+        of_loss = of_loss | {"shift_labels": shifted.masked_fill(hidden_BT.to(shifted.device), ignored)}
+    return labels, of_loss
 
 
 def _computed(
