@@ -20,6 +20,7 @@ from anyaccel.comm.dtypes import code_of, op_code
 from anyaccel.comm.hierarchy import HierarchicalGroup
 from anyaccel.comm.process_group import ShmProcessGroup
 from anyaccel.comm.tensors import Values, values
+from anyaccel.comm.untraced import untraced
 from anyaccel.comm.watch import known_watch
 from anyaccel.errors import AnyAccelError, CommError, UsageError
 
@@ -78,6 +79,7 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return world
 
 
+@untraced
 def _inference_all_reduce(
     tensor: torch.Tensor, op: ReduceOp.RedOpType = _SUM, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -117,6 +119,7 @@ def _inference_all_reduce(
     return _copy_back(tensor, dense)
 
 
+@untraced
 def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Broadcast in place with low latency: through shared memory for CPU tensors of one host, any dtype.
 
@@ -141,6 +144,7 @@ def inference_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessG
     return _copy_back(tensor, dense)
 
 
+@untraced
 def _all_reduce_add_rms_norm(
     partial: torch.Tensor,
     residual: torch.Tensor,
@@ -218,6 +222,7 @@ inference_all_reduce, all_reduce_add_rms_norm = _native.make_fast(
 )
 
 
+@untraced
 def symm_empty(
     shape: Sequence[int] | int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -240,6 +245,7 @@ def symm_empty(
     return symmetric.allocate(transport, (shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
 
+@untraced
 def symm_zeros(
     shape: Sequence[int] | int, dtype: torch.dtype | None = None, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -253,6 +259,7 @@ def _copy_back(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+@untraced
 def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta | None = None) -> None:
     """A barrier whose error names the ranks that did not come.
 
@@ -278,6 +285,7 @@ def monitored_barrier(group: dist.ProcessGroup | None = None, timeout: timedelta
         raise UsageError(str(error)) from None
 
 
+@untraced
 def abort(group: dist.ProcessGroup | None = None) -> None:
     """End what waits in the group, here and on the peers, with an error; callable from any thread.
 

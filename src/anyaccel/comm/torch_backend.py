@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from anyaccel.accelerator.base import HOST
+from anyaccel.comm.untraced import Untraced
 from anyaccel.errors import UsageError
 
 
@@ -22,7 +23,7 @@ class _Synchronous:
 SYNCHRONOUS = _Synchronous()  # the options of an operation that has none of its own
 
 
-class TorchBackend:
+class TorchBackend(Untraced):
     """The result of `group._get_backend(device)`: it forwards to the group.
 
     torch's `_set_pg_timeout` sets timeouts only on the classes of its own backends, which cannot be derived from, so
@@ -46,7 +47,7 @@ class TorchBackend:
         return getattr(dist, "ProcessGroupGloo", TorchBackend)
 
 
-class TorchGroup(dist.ProcessGroup):
+class TorchGroup(Untraced, dist.ProcessGroup):
     """Name, description and sequence number, which torch otherwise keeps in a group's C++ backends."""
 
     _sequence = 0
@@ -74,9 +75,6 @@ class TorchGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         """The description that the group's creator has given."""
         return self._group_description
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -15,6 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import Work
 from torch.futures import Future
 
+from anyaccel.comm.untraced import Untraced
 from anyaccel.errors import CommError, CommTimeoutError
 
 # The C++ hook FP16_COMPRESS of DistributedDataParallel asks the future of a reduction of halves for a list of tensors;
@@ -45,7 +46,7 @@ def _check_success(done: Future[Any]) -> bool:
     return True
 
 
-class _Result(Future[Any]):
+class _Result(Untraced, Future[Any]):
     """The future of a work, made in Python."""
 
     def __init__(self, work: ShmWork) -> None:
@@ -73,7 +74,7 @@ class _Result(Future[Any]):
         return super().wait()
 
 
-class ShmWork(Work):
+class ShmWork(Untraced, Work):
     """The work of one operation; `outputs` are the tensors that it writes, and the value of its future.
 
     There is no lock, for the reason that `Executor` gives. A thread that waits first registers, then checks whether the
