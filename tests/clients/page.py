@@ -6,13 +6,16 @@ Needs playwright; run by tests/e2e/test_serve_clients.py with the Python of .ven
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import BrowserContext, Error, Page, expect, sync_playwright
 
+FOLDER = Path(sys.argv[3]) if len(sys.argv) > 3 else None
 SIZES = {"desktop": (1280, 860), "phone": (390, 844)}
 
 
@@ -67,6 +70,131 @@ def converse(page: Page, url: str) -> None:
     page.reload()
     expect(page.locator("article")).to_have_count(6)  # kept by the browser
     expect(page.locator("#list .entry")).to_have_count(1)
+
+
+def tabs(context: BrowserContext, url: str) -> None:
+    """Two tabs lose nothing of each other's, and see what the other has kept."""
+    one, two = context.new_page(), context.new_page()
+    for page in (one, two):
+        page.goto(url)
+        expect(page.locator("#model")).to_have_value("fake")
+        page.click("#new")
+    before = one.locator("#list .entry").count()
+    say(one, "from one")
+    answered(one, 2)
+    say(two, "from two")
+    answered(two, 2)
+    for page in (one, two):
+        expect(page.locator("#list .entry")).to_have_count(before + 2)
+    one.reload()
+    expect(one.locator("#list")).to_contain_text("from one")
+    expect(one.locator("#list")).to_contain_text("from two")
+
+    # The same conversation in both: the other's messages appear, and an answer that comes there is no interrupted one.
+    one.locator("#list >> text=from two").click()
+    say(two, "more")
+    answered(two, 4)
+    expect(one.locator("article")).to_have_count(4)
+    say(two, "forever")
+    expect(one.locator("article")).to_have_count(6)
+    expect(one.locator("article .speed").last).to_contain_text("in another tab")
+    # What both go on with is kept twice.
+    say(one, "meanwhile")
+    expect(answered(one, 8)).to_have_text("You said: meanwhile")
+    two.click("#stop")
+    expect(two.locator("article")).to_have_count(6)
+    for page in (one, two):
+        page.reload()
+        expect(page.locator("#list >> text=from two (2)")).to_have_count(1)
+    one.locator("#list >> text=from two (2)").click()
+    expect(one.locator("article")).to_have_count(6)
+    expect(one.locator("article .speed").last).to_contain_text("stopped")
+
+    # Deleted in one is deleted in both.
+    one.on("dialog", lambda dialog: dialog.accept())
+    two.locator("#list >> text=from two (2)").click()
+    one.locator(".entry.current .delete").click()
+    expect(two.locator("#list >> text=from two (2)")).to_have_count(0)
+    one.fill("#temperature", "0.5") if one.locator("#settings").is_visible() else one.click("#open-settings")
+    one.fill("#temperature", "0.5")
+    one.press("#temperature", "Tab")
+    expect(two.locator("#temperature")).to_have_value("0.5")
+    one.evaluate("localStorage.clear()")
+    one.close()
+    two.close()
+
+
+def interrupted(context: BrowserContext, url: str) -> None:
+    """A reload, or the end of the browser, keeps what has come of an answer, and marks it."""
+    page = context.new_page()
+    page.goto(url)
+    expect(page.locator("#model")).to_have_value("fake")
+    say(page, "forever")
+    expect(page.locator("article .body").last).to_have_text("Y")
+    page.click("#new")  # it goes on meanwhile
+    expect(page.locator("#send")).to_be_visible()
+    page.locator("#list >> text=forever").click()
+    expect(page.locator("#stop")).to_be_visible()
+    page.reload()
+    expect(page.locator("article .body").last).to_have_text("Y")
+    expect(page.locator("article .speed").last).to_contain_text("interrupted")
+    page.click("text=Regenerate")
+    expect(page.locator("article .body").last).to_have_text("Y")
+    # The browser ends at once: the page keeps nothing at its end, but has kept it before.
+    for _ in range(600):
+        if page.evaluate("Object.values(localStorage).some((each) => each.includes('coming') && each.includes('Y'))"):
+            break
+        page.wait_for_timeout(100)
+    with suppress(Error):
+        page.goto("chrome://crash", timeout=10_000)
+    other = context.new_page()
+    other.goto(url)
+    expect(other.locator("article .body").last).to_have_text("Y")
+    expect(other.locator("article .speed").last).to_contain_text("interrupted")
+    other.evaluate("localStorage.clear()")
+    other.close()
+
+
+def full(context: BrowserContext, url: str) -> None:
+    """A full browser is said, and loses nothing; the list of the page's earlier version is taken over."""
+    page = context.new_page()
+    page.goto(url)
+    one = """(id, size) => ({ id, title: id, system: "", changed: 1,
+      messages: [{ role: "user", content: "x".repeat(size) }] })"""
+    page.evaluate(f"""() => {{
+      const one = {one};
+      const former = [1, 2, 3, 4].map((each) => one(`old ${{each}}`, 1_200_000));
+      localStorage.setItem("anyaccel.conversations", JSON.stringify(former));
+    }}""")
+    page.reload()
+    expect(page.locator("#list .entry")).to_have_count(4)
+    expect(page.locator("#notice")).to_be_hidden()
+    assert page.evaluate("localStorage.getItem('anyaccel.conversations')") is None
+    page.evaluate("""() => {
+      for (let size = 1 << 20; size; size >>= 1) {
+        const name = `filler ${size}`;
+        try { localStorage.setItem(name, "x".repeat(size)); } catch { }
+      }
+    }""")
+    page.click("#new")
+    say(page, "no room for this")
+    expect(answered(page, 2)).to_have_text("You said: no room for this")
+    expect(page.locator("#notice")).to_contain_text("no room left")
+    expect(page.locator("#list .entry")).to_have_count(5)
+    with page.expect_download() as loading:
+        page.locator("#notice button").click()
+    assert len(json.loads(Path(loading.value.path()).read_text())) == 5
+    if FOLDER is not None:
+        page.screenshot(path=FOLDER / "full.png")
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.locator("#list .entry", has_text="old 4").hover()
+    page.locator("#list .entry", has_text="old 4").locator(".delete").click()
+    expect(page.locator("#notice")).to_be_hidden()
+    page.reload()
+    expect(page.locator("#list .entry")).to_have_count(4)
+    expect(page.locator("#list")).to_contain_text("no room for this")
+    page.evaluate("localStorage.clear()")
+    page.close()
 
 
 def settings(page: Page) -> None:
@@ -152,7 +280,6 @@ def key(page: Page, url: str) -> None:
 def main() -> None:
     """All of it, at two widths, light and dark."""
     url, locked = sys.argv[1:3]
-    folder = Path(sys.argv[3]) if len(sys.argv) > 3 else None
     expect.set_options(timeout=60_000)
     with sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
@@ -171,10 +298,15 @@ def main() -> None:
                     former(page)
                     headings(page)
                     key(page, locked)
+                    for part in (tabs, interrupted, full):
+                        fresh = browser.new_context()
+                        fresh.set_default_timeout(60_000)
+                        part(fresh, url)
+                        fresh.close()
                 page.goto(url)
                 markdown(page)
-                if folder is not None:
-                    page.screenshot(path=folder / f"{device}-{scheme}.png")
+                if FOLDER is not None:
+                    page.screenshot(path=FOLDER / f"{device}-{scheme}.png")
                 if device == "phone":
                     page.click("#open-side")
                     expect(page.locator("#side")).to_be_in_viewport()

@@ -56,7 +56,7 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
         pytest.skip("no chromium: apt-get install chromium")
     with serving("--pause", "0.002") as server, serving("--key", "sesame") as locked:
         run(BIN / "python", CLIENTS / "page.py", server.url, locked.url, tmp_path, CHROMIUM=chromium)
-    assert len(list(tmp_path.glob("*.png"))) == 4
+    assert len(list(tmp_path.glob("*.png"))) == 5
 
 
 def test_schemathesis_finds_no_failure_of_the_server(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 // The chat page: conversations at the left, messages, and what writes them.
 
 import { Refused, chat, models } from "./api.js";
+import * as kept from "./conversations.js";
 import { copyButton, element, markdown } from "./markdown.js";
 import * as store from "./store.js";
 
 const at = (id) => document.getElementById(id);
 const { settings } = store;
-let current = store.conversations[0] ?? store.create();
-let running = null; // the AbortController of the answer that comes, and its conversation
+const SAVE_MS = 1000; // between two times that an answer is kept while it comes
+const running = new Map(); // conversation -> the AbortController of the answer that comes
+const nodes = new WeakMap(); // message -> its node, where it is shown
+let leaving = false; // the page goes, and the browser breaks off what comes
+let current = kept.all()[0] ?? kept.create();
 
 // Theme -------------------------------------------------------------------------------------------------------
 
@@ -40,7 +44,7 @@ for (const name of store.NUMBERS) {
 }
 at("system").addEventListener("input", (event) => {
   current.system = event.target.value;
-  if (current.messages.length) store.keep(current);
+  if (current.messages.length) keep(current);
 });
 at("key").addEventListener("change", (event) => {
   store.setKey(event.target.value.trim());
@@ -75,6 +79,44 @@ at("model").addEventListener("change", (event) => {
 
 // Conversations -----------------------------------------------------------------------------------------------
 
+function keep(conversation) {
+  const id = conversation.id;
+  kept.keep(conversation);
+  showNotice();
+  if (conversation.id !== id) showList(); // another tab has changed it: this is a copy now
+}
+
+/** Say what is in this tab alone, and what to do about it. */
+function showNotice() {
+  at("notice").hidden = !kept.isUnsaved();
+  if (!kept.isUnsaved()) return;
+  const words = `${kept.problem()} Delete conversations that you do not need, or download all of them.`;
+  at("notice").replaceChildren(element("span", {}, words), button("Download all", download));
+}
+
+function download() {
+  const url = URL.createObjectURL(new Blob([kept.exported()], { type: "application/json" }));
+  element("a", { href: url, download: "conversations.json" }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+at("download").addEventListener("click", download);
+
+kept.watch({
+  isBusy: (conversation) => running.has(conversation),
+  changed(conversation, isRemoved) {
+    if (isRemoved) running.get(conversation)?.abort();
+    if (isRemoved && conversation === current) choose(kept.all()[0] ?? kept.create());
+    else if (conversation === current && !document.querySelector(".edit")) show(true);
+    else showList();
+  },
+});
+window.addEventListener("storage", (event) => {
+  if (event.key !== store.SETTINGS) return;
+  store.readAgain();
+  showTheme();
+  showSettings();
+});
+
 function openSide(open) {
   at("side").classList.toggle("open", open);
   at("shade").hidden = !open;
@@ -87,16 +129,15 @@ document.addEventListener("keydown", (event) => {
 });
 
 function choose(conversation) {
-  stop();
   current = conversation;
   openSide(false);
   show();
   at("text").focus();
 }
-at("new").addEventListener("click", () => choose(store.create()));
+at("new").addEventListener("click", () => choose(kept.create()));
 
 function showList() {
-  const entries = store.conversations.map((each) =>
+  const entries = kept.all().map((each) =>
     element(
       "div",
       { class: each === current ? "entry current" : "entry" },
@@ -109,20 +150,25 @@ function showList() {
 
 function forget(conversation) {
   if (!confirm(`Delete “${conversation.title || "Untitled"}”?`)) return;
-  store.remove(conversation);
-  if (conversation === current) choose(store.conversations[0] ?? store.create());
+  running.get(conversation)?.abort();
+  kept.remove(conversation);
+  showNotice();
+  if (conversation === current) choose(kept.all()[0] ?? kept.create());
   else showList();
 }
 
 // Messages ----------------------------------------------------------------------------------------------------
 
-function show() {
+function show(stays = false) {
   showList();
   showSettings();
-  showMessages();
+  showMessages(stays);
+  showRunning();
 }
 
-function showMessages() {
+function showMessages(stays = false) {
+  const scroll = at("scroll");
+  const top = stays && scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight >= 80 ? scroll.scrollTop : null;
   const shown = current.messages.map((message, place) => messageNode(message, place));
   if (!shown.length) {
     shown.push(
@@ -130,7 +176,7 @@ function showMessages() {
     );
   }
   at("messages").replaceChildren(...shown);
-  at("scroll").scrollTop = at("scroll").scrollHeight;
+  scroll.scrollTop = top ?? scroll.scrollHeight;
 }
 
 function button(text, action) {
@@ -139,10 +185,12 @@ function button(text, action) {
 
 function speed(message) {
   const told = message.stats;
-  if (!told) return "";
-  const parts = [`${told.tokens} tokens`];
-  if (told.rate) parts.push(`${told.rate.toFixed(1)} tokens/s`);
-  parts.push(`first after ${told.first.toFixed(2)} s`);
+  const parts = told ? [`${told.tokens} tokens`] : [];
+  if (told?.rate) parts.push(`${told.rate.toFixed(1)} tokens/s`);
+  if (told) parts.push(`first after ${told.first.toFixed(2)} s`);
+  const state = kept.stateOf(message);
+  if (state === "interrupted") parts.push("interrupted: the page was closed while this answer came");
+  if (state === "coming") parts.push("this answer comes in another tab");
   if (message.finish === "length") parts.push("cut by the most tokens");
   if (message.finish === "stopped") parts.push("stopped");
   return parts.join(" · ");
@@ -152,6 +200,11 @@ function messageNode(message, place) {
   const under = element("div", { class: "under" });
   const body = element("div", { class: "body" });
   const node = element("article", { class: `message ${message.role}`, "aria-label": message.role }, body, under);
+  nodes.set(message, node);
+  if (running.get(current)?.message === message) {
+    fill(body, message, true);
+    return node;
+  }
   if (message.role === "user") {
     body.textContent = message.content;
     under.append(button("Edit", () => edit(node, place)), copyButton(() => message.content));
@@ -160,6 +213,8 @@ function messageNode(message, place) {
     under.append(copyButton(() => message.content));
     if (place === current.messages.length - 1) under.append(button("Regenerate", () => again(place)));
     under.append(element("span", { class: "speed" }, speed(message)));
+    const later = () => node.isConnected && node.replaceWith(messageNode(message, place));
+    if (kept.stateOf(message) === "coming") setTimeout(later, kept.LIVES_MS); // unless its tab keeps more of it
   }
   return node;
 }
@@ -181,6 +236,7 @@ function fill(body, message, waiting = false) {
 
 function again(place) {
   stop();
+  running.delete(current); // what it still does is over
   current.messages.length = place;
   generate();
 }
@@ -192,6 +248,7 @@ function edit(node, place) {
     event.preventDefault();
     if (!text.value.trim()) return;
     stop();
+    running.delete(current);
     current.messages.length = place;
     say(text.value);
   };
@@ -213,19 +270,35 @@ function edit(node, place) {
 function say(text) {
   current.messages.push({ role: "user", content: text });
   current.title ||= text.trim().split("\n")[0].slice(0, 60);
-  store.keep(current);
+  keep(current);
   generate();
 }
 
 function stop() {
-  running?.abort();
+  running.get(current)?.abort();
 }
 at("stop").addEventListener("click", stop);
 
-function showRunning(is) {
-  at("send").hidden = is;
-  at("stop").hidden = !is;
+function showRunning() {
+  at("send").hidden = running.has(current);
+  at("stop").hidden = !running.has(current);
 }
+
+/** The page goes, and what comes with it: keep what has come, with a mark. */
+window.addEventListener("pagehide", () => {
+  leaving = true;
+  for (const [conversation, { message }] of running) {
+    delete message.coming;
+    message.finish = "interrupted";
+    kept.keep(conversation);
+  }
+});
+window.addEventListener("pageshow", (event) => {
+  if (event.persisted) location.reload(); // what came when it was left has been broken off
+});
+window.addEventListener("beforeunload", (event) => {
+  if (kept.isUnsaved()) event.preventDefault(); // the browser asks whether to leave
+});
 
 function asked(conversation) {
   const messages = conversation.messages
@@ -240,18 +313,15 @@ function asked(conversation) {
 async function generate() {
   const conversation = current;
   const controller = new AbortController();
-  running = controller;
   const body = asked(conversation);
-  const message = { role: "assistant", content: "", thoughts: "" };
+  const message = { role: "assistant", content: "", thoughts: "", coming: Date.now() };
+  controller.message = message;
+  running.set(conversation, controller);
   conversation.messages.push(message);
   show();
-  showRunning(true);
   const scroll = at("scroll");
-  const node = at("messages").lastElementChild;
-  const place = node.querySelector(".body");
-  const under = node.querySelector(".under");
-  fill(place, message, true);
-  under.replaceChildren();
+  const follows = () => scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
+  const isMine = () => running.get(conversation) === controller;
   const start = performance.now();
   let first = 0;
   let pieces = 0;
@@ -259,15 +329,21 @@ async function generate() {
   let drawn = 0;
   const draw = () => {
     drawn = 0;
-    if (running !== controller) return;
-    const follows = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
-    fill(place, message, true);
+    if (!isMine() || conversation !== current) return;
+    const below = follows();
+    const node = nodes.get(message);
+    fill(node.querySelector(".body"), message, true);
     if (pieces > 1) {
       const rate = (1000 * (pieces - 1)) / (performance.now() - first);
-      under.replaceChildren(element("span", { class: "speed" }, `${rate.toFixed(1)} tokens/s`));
+      node.querySelector(".under").replaceChildren(element("span", { class: "speed" }, `${rate.toFixed(1)} tokens/s`));
     }
-    if (follows) scroll.scrollTop = scroll.scrollHeight;
+    if (below) scroll.scrollTop = scroll.scrollHeight;
   };
+  const saving = setInterval(() => {
+    if (!isMine()) return;
+    message.coming = Date.now();
+    keep(conversation);
+  }, SAVE_MS);
   try {
     for await (const part of chat(body, controller.signal)) {
       if (part.content || part.thoughts) {
@@ -284,24 +360,25 @@ async function generate() {
     if (controller.signal.aborted) message.finish = "stopped";
     else message.wrong = error instanceof Refused ? error.message : `The server cannot be reached (${error.message}).`;
   }
+  clearInterval(saving);
+  if (leaving) return;
+  delete message.coming;
   const seconds = (performance.now() - first) / 1000;
   const tokens = usage?.completion_tokens ?? pieces;
   if (first) {
     message.stats = { tokens, rate: tokens > 1 ? (tokens - 1) / seconds : 0, first: (first - start) / 1000 };
   }
   if (!message.thoughts) delete message.thoughts;
-  if (conversation.messages.includes(message)) store.keep(conversation);
-  if (running === controller) {
-    running = null;
-    showRunning(false);
-    if (conversation === current) {
-      const follows = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 80;
-      // The rest stays as it is: another message, or a setting, may be edited at this moment.
-      node.replaceWith(messageNode(message, conversation.messages.indexOf(message)));
-      showList();
-      if (follows) scroll.scrollTop = scroll.scrollHeight;
-    }
-  }
+  if (!isMine()) return; // another answer has taken its place
+  running.delete(conversation);
+  if (kept.all().includes(conversation)) keep(conversation); // else it was deleted
+  if (conversation !== current) return;
+  const below = follows();
+  // The rest stays as it is: another message, or a setting, may be edited at this moment.
+  nodes.get(message).replaceWith(messageNode(message, conversation.messages.indexOf(message)));
+  showList();
+  showRunning();
+  if (below) scroll.scrollTop = scroll.scrollHeight;
 }
 
 // The composer ------------------------------------------------------------------------------------------------
@@ -320,7 +397,7 @@ text.addEventListener("keydown", (event) => {
 });
 at("composer").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (!text.value.trim() || running) return;
+  if (!text.value.trim() || running.has(current)) return;
   const said = text.value;
   text.value = "";
   fit();
@@ -329,4 +406,5 @@ at("composer").addEventListener("submit", (event) => {
 
 showTheme();
 show();
+showNotice();
 showModels();

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the browser keeps: conversations and settings for good, the API key as long as the tab.
+// What the browser keeps: settings for good, the API key as long as the tab.
 
-const CONVERSATIONS = "anyaccel.conversations";
-const SETTINGS = "anyaccel.settings";
+export const SETTINGS = "anyaccel.settings";
 const KEY = "anyaccel.key";
-const MOST = 200;
 
 // What requests say only where somebody has set it: null leaves it to the model.
 export const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
@@ -12,7 +10,7 @@ const DEFAULTS = { ...Object.fromEntries(NUMBERS.map((name) => [name, null])), t
 // The first version kept these beside whatever was set, and its requests said them: nobody has chosen them.
 const UNCHOSEN = { temperature: 0.7, top_p: 1, top_k: 0, max_tokens: 0 };
 
-function read(name, otherwise) {
+export function read(name, otherwise) {
   try {
     return JSON.parse(localStorage.getItem(name)) ?? otherwise;
   } catch {
@@ -20,10 +18,27 @@ function read(name, otherwise) {
   }
 }
 
-function write(name, value) {
+export function write(name, value) {
   try {
     localStorage.setItem(name, JSON.stringify(value));
     return true;
+  } catch {
+    return false;
+  }
+}
+
+export function remove(name) {
+  try {
+    localStorage.removeItem(name);
+  } catch {
+    // a browser that keeps nothing has nothing to remove
+  }
+}
+
+/** Whether the browser keeps anything: false where the user has forbidden it. */
+export function keepsAnything() {
+  try {
+    return localStorage !== null;
   } catch {
     return false;
   }
@@ -44,32 +59,8 @@ export const saveSettings = () => write(SETTINGS, settings);
 export const numbers = () =>
   Object.fromEntries(NUMBERS.map((name) => [name, settings[name]]).filter(([, value]) => value !== null));
 
-const found = read(CONVERSATIONS, []);
-export let conversations = Array.isArray(found) ? found.filter((each) => each && Array.isArray(each.messages)) : [];
-
-/** Keep all, the newest first; the oldest go where the browser has no room. */
-export function save() {
-  conversations.sort((one, other) => other.changed - one.changed);
-  conversations = conversations.slice(0, MOST);
-  while (!write(CONVERSATIONS, conversations) && conversations.length > 1) conversations.pop();
-}
-
-export function create() {
-  const bytes = crypto.getRandomValues(new Uint8Array(8));
-  const id = Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
-  return { id, title: "", system: "", messages: [], changed: Date.now() };
-}
-
-export function keep(conversation) {
-  conversation.changed = Date.now();
-  if (!conversations.includes(conversation)) conversations.unshift(conversation);
-  save();
-}
-
-export function remove(conversation) {
-  conversations = conversations.filter((each) => each !== conversation);
-  save();
-}
+/** Read again what another tab has set. */
+export const readAgain = () => Object.assign(settings, readSettings());
 
 let key = "";
 try {
