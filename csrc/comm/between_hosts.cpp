@@ -23,14 +23,10 @@ namespace {
 constexpr uint32_t kMagic = 0x61636d31;
 // How long a host looks, giving its core to whoever wants it, before it sleeps. Parts of a step take tens of
 // microseconds, and so do the networks that this is for; sleeping and being woken costs as much again. After a
-// millisecond that is little, and on a machine with more to do than cores it is better to be woken than to look.
+// millisecond that is little. Where other work wants the core it sleeps at once: what is woken runs before what has
+// been looking all the time.
 constexpr int64_t kYieldNs = 1'000'000;
-// Ranks that share a core give it back soon. Where it has been gone for longer than most parts of a step take in so
-// many waits in a row, somebody does other work there: for a while each wait keeps it for a time then.
-constexpr int64_t kTakenNs = 1'000'000;
-constexpr int kTakenWaits = 4;
-constexpr int64_t kKeptNs = 500'000'000;
-constexpr int64_t kSpinNs = 200'000;
+constexpr int64_t kSharedYieldNs = 10'000;
 constexpr int kSleepMs = 50;
 constexpr int64_t kCarrierSleepNs = 50'000;
 // How long a carrier may take to bring what a host has sent that has ended since.
@@ -257,19 +253,11 @@ void BetweenHosts::move_all() {
 template <class Done, class Sleep>
 void BetweenHosts::wait_until(Done done, Sleep rest) {
   const int64_t start = now_ns();
-  const bool keeps = start < kept_until_;
   int64_t checked = start;
-  bool taken = false;
-  for (;;) {
-    if (done()) break;
+  while (!done()) {
     const int64_t now = now_ns();
-    if (keeps && now - start < kSpinNs) {
-      cpu_pause();
-      continue;
-    }
-    if (now - start < kYieldNs) {
+    if (now - start < (core_is_shared(now) ? kSharedYieldNs : kYieldNs)) {
       sched_yield();
-      taken = taken || (!keeps && now_ns() - now > kTakenNs);
     } else {
       rest();
       look_around();
@@ -280,8 +268,6 @@ void BetweenHosts::wait_until(Done done, Sleep rest) {
     }
     if (static_cast<double>(now - start) * 1e-9 > timeout_s_ + grace()) time_out();
   }
-  taken_ = taken ? taken_ + 1 : 0;
-  if (taken_ >= kTakenWaits) kept_until_ = now_ns() + kKeptNs;
 }
 
 bool BetweenHosts::push(Peer& peer) {

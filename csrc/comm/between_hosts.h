@@ -133,8 +133,6 @@ class BetweenHosts {
   double timeout_s_;
   HostMeeting meeting_;
   std::vector<Peer> peers_;
-  int taken_ = 0;           // waits in a row in which its core was taken for long
-  int64_t kept_until_ = 0;  // by the clock: waits keep their core at first
   std::unique_ptr<Carrier> carrier_;
   uint64_t carried_ = 0;  // exchanges
   Carrier::Bytes own_;

@@ -17,7 +17,7 @@ constexpr size_t kHeaderBytes = 64;
 constexpr size_t kMinPairBytes = 768;  // a ring and four slots, each with room for a header and as much data
 constexpr int kSpins = 200;
 constexpr int64_t kYieldNs = 2'000'000;
-constexpr int64_t kSleepNs = 50'000;
+constexpr int64_t kSleepNs = 2'000'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;
 constexpr int64_t kInterruptCheckNs = 50'000'000;
 
@@ -98,7 +98,8 @@ void Messages::check_not_broken() const {
 
 void Messages::finish(Message& message) {
   message.done.store(true, std::memory_order_release);
-  finished_.fetch_add(1, std::memory_order_release);
+  finished_.fetch_add(1);
+  group_.ring(rank());  // another thread of this rank may wait for it
 }
 
 void Messages::fail(Message& message, CommError::Kind kind, const std::string& why) {
@@ -126,7 +127,7 @@ bool Messages::push(int peer) {
   Ring& to = ring(rank(), peer);
   uint64_t filled = to.filled.load(std::memory_order_relaxed);
   bool moved = false;
-  while (!queue.empty() && filled - to.emptied.load(std::memory_order_acquire) < kSlots) {
+  while (!queue.empty() && filled - to.emptied.load() < kSlots) {
     Message& message = *queue.front();
     char* at = slot(rank(), peer, filled);
     size_t room = slot_bytes_;
@@ -140,13 +141,14 @@ bool Messages::push(int peer) {
     if (n != 0) std::memcpy(at, message.data + message.moved, n);
     message.moved += n;
     message.begun = true;
-    to.filled.store(++filled, std::memory_order_release);
+    to.filled.exchange(++filled);
     moved = true;
     if (message.moved == message.bytes) {
       finish(message);
       queue.pop_front();
     }
   }
+  if (moved) group_.ring(peer);
   return moved;
 }
 
@@ -171,11 +173,17 @@ bool Messages::accept(Message& message, int peer, const Header& header) {
 }
 
 bool Messages::pull(int peer) {
+  const bool moved = pull_all(peer);
+  if (moved) group_.ring(peer);  // it may wait for room
+  return moved;
+}
+
+bool Messages::pull_all(int peer) {
   Ring& from = ring(peer, rank());
   uint64_t emptied = from.emptied.load(std::memory_order_relaxed);
   Incoming& in = incoming_[static_cast<size_t>(peer)];
   bool moved = false;
-  while (from.filled.load(std::memory_order_acquire) > emptied) {
+  while (from.filled.load() > emptied) {
     const char* at = slot(peer, rank(), emptied);
     size_t room = slot_bytes_;
     if (!in.active) {
@@ -196,7 +204,7 @@ bool Messages::pull(int peer) {
     char* target = in.into ? in.into->data : in.unexpected ? in.data.data() : nullptr;
     if (n != 0 && target != nullptr) std::memcpy(target + in.moved, at, n);
     in.moved += n;
-    from.emptied.store(++emptied, std::memory_order_release);
+    from.emptied.exchange(++emptied);
     moved = true;
     if (in.moved == in.header.bytes) complete(peer, in);
   }
@@ -284,11 +292,15 @@ void Messages::progress_until(Ready ready) {
     if (spins < kSpins) continue;
     const int64_t now = now_ns();
     if (start == 0) start = peers_checked = interrupt_checked = now;
-    if (now - start < kYieldNs) {
+    if (now - start < kYieldNs && !core_is_shared(now)) {
       sched_yield();
     } else {
-      const timespec nap{0, kSleepNs};
-      nanosleep(&nap, nullptr);
+      group_.sleep_unless(
+          [&] {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            return progress() || ready();
+          },
+          kSleepNs);
     }
     if (now - peers_checked > kPeerCheckNs) {
       peers_checked = now;

@@ -85,10 +85,11 @@ class Messages {
   Ring& ring(int owner, int receiver) const;
   char* slot(int owner, int receiver, uint64_t number) const;
   int rank() const { return group_.rank(); }
-  // Each of these three returns whether anything was moved.
+  // Each of these returns whether anything was moved.
   bool progress();
   bool push(int peer);
   bool pull(int peer);
+  bool pull_all(int peer);
   void complete(int peer, Incoming& incoming);
   // Removes and returns the first posted receive that matches; null when there is none.
   std::shared_ptr<Message> match_receive(int peer, int tag);

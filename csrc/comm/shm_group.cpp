@@ -22,12 +22,13 @@ namespace {
 
 constexpr size_t kPage = 4096;  // the alignment of buffers
 
-// A waiting rank spins, then yields its core, and then sleeps; meanwhile it checks its peers. On a busy machine a rank
-// that yields runs again only after milliseconds, so it spins for longer than ranks drift apart between the phases of a
-// large collective.
+// A waiting rank spins for longer than ranks drift apart between the phases of a large collective, then yields its
+// core, and then sleeps until its peer wakes it; meanwhile it checks its peers. Where other work wants its core, it
+// spins for no longer than sleeping costs, and sleeps at once.
 constexpr int64_t kSpinNs = 200'000;
+constexpr int64_t kSharedSpinNs = 10'000;
 constexpr int64_t kYieldNs = 20'000'000;
-constexpr int64_t kSleepNs = 50'000;
+constexpr int64_t kSleepNs = 2'000'000;
 constexpr int64_t kPeerCheckNs = 1'000'000;
 constexpr int64_t kInterruptCheckNs = 50'000'000;
 
@@ -110,7 +111,8 @@ ShmGroup::ShmGroup(int rank, int size, size_t buffer_bytes, double timeout_s, Sh
   // With more ranks than cores, a spinning rank could take the core of the one that it waits for.
   spin_ns_ = size <= get_nprocs() ? kSpinNs : 0;
   own_ = ShmSegment::create(control_bytes() + kBuffers * buffer_bytes + mailbox_bytes, kind);
-  new (own_.data()) Control{};
+  auto* control = new (own_.data()) Control{};
+  new (control + 1) Bell{};
 }
 
 ShmGroup::~ShmGroup() { leave(); }
@@ -121,11 +123,11 @@ void ShmGroup::leave() noexcept {
 }
 
 size_t ShmGroup::control_bytes() const {
-  return round_up(sizeof(Control) + 2 * static_cast<size_t>(size_) * sizeof(uint64_t), kPage);
+  return round_up(sizeof(Control) + sizeof(Bell) + 2 * static_cast<size_t>(size_) * sizeof(uint64_t), kPage);
 }
 
 uint64_t* ShmGroup::table(int rank, uint64_t sequence) const {
-  char* begin = reinterpret_cast<char*>(controls_[rank]) + sizeof(Control);
+  char* begin = reinterpret_cast<char*>(controls_[rank]) + sizeof(Control) + sizeof(Bell);
   return reinterpret_cast<uint64_t*>(begin) + (sequence & 1) * static_cast<size_t>(size_);
 }
 
@@ -177,7 +179,8 @@ void ShmGroup::synchronise() {
   const uint64_t target = ++sequence_;
   Control& mine = control(rank_);
   mine.descriptor[target & 1] = current_;
-  mine.arrived.store(target, std::memory_order_release);
+  mine.arrived.exchange(target);
+  wake_sleepers();
   int64_t deadline = 0;  // of spinning
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
@@ -187,12 +190,40 @@ void ShmGroup::synchronise() {
       cpu_pause();
       if (++spins % 32 != 0) continue;
       const int64_t now = now_ns();
-      if (deadline == 0) deadline = now + spin_ns_;
+      if (deadline == 0) deadline = now + (core_is_shared(now) ? std::min(kSharedSpinNs, spin_ns_) : spin_ns_);
       if (now < deadline) continue;
       wait_slowly(now);  // this waits for all peers
       return;
     }
   }
+}
+
+void ShmGroup::wake_sleepers() noexcept {
+  // Either this rank sees that a peer is about to sleep, or the peer sees that this rank has arrived: all of these are
+  // in one order, which exchange() keeps on every processor.
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    std::atomic<uint32_t>& sleeper = control(peer).sleeper;
+    uint32_t waits_for_this = static_cast<uint32_t>(rank_) + 1;
+    if (sleeper.load() != waits_for_this) continue;
+    if (sleeper.compare_exchange_strong(waits_for_this, 0)) wake_all(sleeper);
+  }
+}
+
+void ShmGroup::sleep_for(int peer) noexcept {
+  std::atomic<uint32_t>& sleeper = control(rank_).sleeper;
+  const uint32_t waits_for = static_cast<uint32_t>(peer) + 1;
+  sleeper.exchange(waits_for);
+  if (control(peer).arrived.load() < sequence_) sleep_while(sleeper, waits_for, kSleepNs);
+  sleeper.store(0, std::memory_order_relaxed);
+}
+
+void ShmGroup::ring(int rank) noexcept {
+  // Either this rank sees a listener, or the listener sees what this rank has changed, with an exchange() as well.
+  Bell& its = bell(rank);
+  if (its.listeners.load() == 0) return;
+  its.rung.fetch_add(1);
+  wake_all(its.rung);
 }
 
 void ShmGroup::wait_slowly(int64_t start) {
@@ -203,11 +234,10 @@ void ShmGroup::wait_slowly(int64_t start) {
     const std::atomic<uint64_t>& arrived = control(peer).arrived;
     while (arrived.load(std::memory_order_acquire) < sequence_) {
       const int64_t now = now_ns();
-      if (now - start < kYieldNs) {
+      if (now - start < kYieldNs && !core_is_shared(now)) {
         sched_yield();
       } else {
-        const timespec nap{0, kSleepNs};
-        nanosleep(&nap, nullptr);
+        sleep_for(peer);
       }
       if (aborted_.load(std::memory_order_acquire))
         throw CommError(CommError::Kind::broken,

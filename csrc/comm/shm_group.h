@@ -28,6 +28,7 @@
 #include "comm/peers.h"
 #include "comm/reduce_kernels.h"
 #include "comm/shm_segment.h"
+#include "common/waiting.h"
 
 namespace anyaccel::comm {
 
@@ -121,6 +122,15 @@ class ShmGroup {
   std::string peer_name(int peer) const;
   // Throws in a process that was forked after the group was made, since its parent is the rank.
   void check_process() const;
+  // Wakes the threads of a rank that wait for messages: called after each change that it may wait for.
+  void ring(int rank) noexcept;
+  // Sleeps until a peer rings, at most `ns`; not if `progress` returns true, which is called before.
+  template <class Progress>
+  void sleep_unless(Progress progress, int64_t ns) {
+    const Listening listening(bell(rank_));
+    const uint32_t rung = listening.mine.rung.load();
+    if (!progress()) sleep_while(listening.mine.rung, rung, ns);
+  }
   // Breaks the group for the peers.
   void give_up() noexcept;
   const std::function<void()>& interrupt_check() const { return interrupt_check_; }
@@ -159,9 +169,23 @@ class ShmGroup {
   struct alignas(64) Control {
     std::atomic<uint64_t> arrived;
     Descriptor descriptor[2];
-    std::atomic<uint32_t> fate;  // a Fate, and in the upper half the rank that was the cause
+    std::atomic<uint32_t> fate;     // a Fate, and in the upper half the rank that was the cause
+    std::atomic<uint32_t> sleeper;  // while this rank sleeps: the rank that it waits for, and 1; that one sets it to 0
   };
   static_assert(sizeof(Control) == 64);
+
+  // By which threads of a rank that wait for messages are woken.
+  struct alignas(64) Bell {
+    std::atomic<uint32_t> rung;
+    std::atomic<uint32_t> listeners;
+  };
+  struct Listening {
+    explicit Listening(Bell& bell) : mine(bell) { mine.listeners.fetch_add(1); }
+    ~Listening() { mine.listeners.fetch_sub(1); }
+    Listening(const Listening&) = delete;
+    Listening& operator=(const Listening&) = delete;
+    Bell& mine;
+  };
 
   // Serialises calls. With `waits` it throws in a forked process, and in a thread that runs a call already, which is
   // in a signal handler and would wait for itself. Without, it is not acquired in these cases, nor while another thread
@@ -197,6 +221,7 @@ class ShmGroup {
   template <class Body>
   void call_locked(const Descriptor& descriptor, Body body);
   Control& control(int rank) const { return *controls_[rank]; }
+  Bell& bell(int rank) const { return *reinterpret_cast<Bell*>(controls_[rank] + 1); }
   // The sizes that each rank announces to its peers. There are two tables for the reason that there are two
   // descriptors.
   uint64_t* table(int rank, uint64_t sequence) const;
@@ -205,7 +230,10 @@ class ShmGroup {
   void add_peer(char* base, int pid);
   void check_root(const char* what, int root) const;
   void synchronise();
+  void wake_sleepers() noexcept;
   void wait_slowly(int64_t start);
+  // Sleeps until the peer arrives, for a short while at most.
+  void sleep_for(int peer) noexcept;
   [[noreturn]] void time_out() const;
   void check_descriptors() const;
   void check_tables(const size_t* counts) const;

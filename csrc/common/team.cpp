@@ -85,12 +85,15 @@ void Team::barrier() noexcept {
   const uint32_t phase = phase_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == static_cast<uint32_t>(size_)) {
     arrived_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
+    phase_.fetch_add(1);
+    phase_.notify_all();  // a system call only when one sleeps
     return;
   }
   for (int64_t i = 0; phase_.load(std::memory_order_acquire) == phase; ++i) {
     if (i < spin_)
       cpu_pause();
+    else if (core_is_shared(now_ns()))
+      phase_.wait(phase);
     else
       std::this_thread::yield();
   }

@@ -2,6 +2,7 @@
 // What loops need that wait by looking again and again.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <ctime>
 
@@ -20,5 +21,14 @@ inline void cpu_pause() {
   __asm__ volatile("yield");
 #endif
 }
+
+// Whether other work has lately wanted the core of this thread. Looking again and again takes time then that the
+// thread itself needs later, and every process that it waits for: it should sleep until it is woken. `now` is now_ns().
+bool core_is_shared(int64_t now) noexcept;
+
+// Sleeps until `word` is no longer `value` and somebody has called wake() since, at most `ns`; it may wake early. The
+// word may lie in memory that processes share.
+void sleep_while(const std::atomic<uint32_t>& word, uint32_t value, int64_t ns) noexcept;
+void wake_all(const std::atomic<uint32_t>& word) noexcept;
 
 }  // namespace anyaccel

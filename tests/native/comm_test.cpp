@@ -415,6 +415,30 @@ void test_processes_and_a_death() {
 
 }  // namespace
 
+// A rank that waits for long costs no time of its core, and is woken by what it waits for.
+void test_a_long_wait_sleeps() {
+  on_threads(2, 4096, [](ShmGroup& group, int rank) {
+    group.barrier();
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    const auto spent = [] {
+      timespec t;
+      clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+      return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+    };
+    const double before = spent();
+    group.barrier();
+    CHECK(spent() - before < 0.1);
+  });
+  std::atomic<uint32_t> word{1};
+  std::thread sleeper([&] {
+    while (word.load() == 1) anyaccel::sleep_while(word, 1, 3600'000'000'000);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  word.store(2);
+  anyaccel::wake_all(word);
+  sleeper.join();
+}
+
 int main() {
   test_processes_and_a_death();  // before there are threads
   test_every_isa_gives_the_same_bits();
@@ -423,6 +447,7 @@ int main() {
   test_symmetric();
   test_add_rms_norm();
   test_messages_of_threads();
+  test_a_long_wait_sleeps();
   test_disagreement_and_abort();
   std::puts("comm: all tests passed");
   return 0;
