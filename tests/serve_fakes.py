@@ -42,7 +42,10 @@ class ByteTokenizer:
     end_tokens = (END,)
 
     def __init__(self, template: str = TEMPLATE) -> None:
-        self.template = template
+        self._template = template
+
+    def template(self, tools: bool = False) -> str:
+        return self._template
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         ids: list[int] = []
@@ -71,7 +74,7 @@ class ByteTokenizer:
         more: Mapping[str, Any] | None = None,
         continue_answer: bool = False,
     ) -> str:
-        return ChatTemplate(self.template, {"eos_token": SPECIAL[END]}, "fake").render(
+        return ChatTemplate(self._template, {"eos_token": SPECIAL[END]}, "fake").render(
             messages, continue_answer, tools, more
         )
 

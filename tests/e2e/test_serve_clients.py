@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other programs ask a server with: OpenAI's client, instructor, LangChain, schemathesis, and a browser for the page.
+"""What other programs ask a server with: OpenAI's client, instructor, LangChain, schemathesis, a browser for the page.
 
 They are in an environment of their own, which `make serve-clients` makes.
 """

@@ -10,11 +10,12 @@ from typing import Any
 
 from anyaccel.serve.api_errors import wrong
 from anyaccel.serve.contract import TokenLogprob
-from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, ending_of, prompt_of
+from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, prompt_of
 from anyaccel.serve.front import Front, new_id
 from anyaccel.serve.json_text import DONE, event
 from anyaccel.serve.protocol import SamplingFields
 from anyaccel.serve.protocol_chat import ChatRequest
+from anyaccel.serve.rendering import ending_of
 from anyaccel.serve.structured import grammar_of
 from anyaccel.serve.texts import Texts
 

@@ -1,29 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From messages to a prompt, and from an answer's text to thoughts, content and calls: chat and responses share it."""
+"""From a conversation to a prompt, and from an answer's text to thoughts, content and calls, for chat and responses."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from anyaccel.serve import limits
 from anyaccel.serve.answer_grammar import answer_grammar, parameter_grammars, required_calls
 from anyaccel.serve.answers import AnswerText, Piece, merged, pieces
 from anyaccel.serve.api_errors import ApiError, wrong
 from anyaccel.serve.contract import Grammar
 from anyaccel.serve.front import Front, new_id
 from anyaccel.serve.protocol import GenerationFields
-from anyaccel.serve.protocol_chat import ContentPart, Message, NamedTool, TemplateFields, Tool
+from anyaccel.serve.protocol_chat import Message, NamedTool, Tool
 from anyaccel.serve.reasoning import BEGIN, END, Thoughts
-from anyaccel.serve.structured import depth_of
-from anyaccel.serve.tools import CallsInArray, CallsInText, instructions
-
-Ending = Literal[
-    "answer", "none", "continue"
-]  # the prompt opens an answer, adds nothing, or leaves the last message open
+from anyaccel.serve.rendering import Ending, rendered, text_of
+from anyaccel.serve.tools import CallsInArray, CallsInText
 
 
 @dataclass(frozen=True)
@@ -45,135 +39,6 @@ class Prompt:
     grammar: Grammar | None = None
     names: frozenset[str] = frozenset()
     goes_on: bool = False
-
-
-def for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: content as one text, arguments of calls as objects.
-
-    Raises:
-        ApiError: a part is no text.
-    """
-    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
-
-
-def text_of(content: str | Sequence[ContentPart] | None, where: str) -> str:
-    """Content as one text.
-
-    Raises:
-        ApiError: a part is no text.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for place, part in enumerate(content):
-        name = "text" if part.type in ("text", "input_text", "output_text") else "refusal"
-        text: str | None = getattr(part, name)
-        if text is None and (name == "text" or part.type == name):
-            raise wrong(f"{where}[{place}].{name}", f"is required in a part of type {part.type}")
-        if text is None:
-            raise wrong(
-                f"{where}[{place}]",
-                f"a part of type {part.type[:40]!r} is not supported: the model reads text, and nothing is fetched",
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _message(message: Message, where: str) -> dict[str, Any]:
-    content = text_of(message.content, f"{where}.content")
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    made: dict[str, Any] = {"role": role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, name)) is not None:
-            made[name] = value
-    if message.tool_calls:
-        made["tool_calls"] = [
-            {
-                "id": call.id or new_id("call_"),
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return made
-
-
-def _arguments(text: str) -> Any:
-    try:
-        value = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
-def check_values(values: Mapping[str, Any] | None) -> None:
-    """Refuse variables of a template that are large or deep.
-
-    Raises:
-        ApiError: they are.
-    """
-    if values and (depth_of(values) > limits.MOST_DEPTH or len(json.dumps(values)) > limits.MOST_VALUES):
-        raise wrong("chat_template_kwargs", f"more than {limits.MOST_VALUES} characters, or too deep")
-
-
-def rendered(
-    front: Front,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]],
-    more: Mapping[str, Any] | None,
-    ending: Ending = "answer",
-) -> str:
-    """A conversation as the model reads it.
-
-    Raises:
-        ApiError: the model's chat template does not take it.
-    """
-    check_values(more)
-    made = for_template(messages)
-    if "tools" not in front.texts.template:
-        if tools:
-            if made[0]["role"] != "system":
-                made.insert(0, {"role": "system", "content": ""})
-            made[0]["content"] = "\n\n".join(filter(None, (made[0]["content"], instructions(tools))))
-        if tools or any("tool_calls" in message or message["role"] == "tool" for message in made):
-            made, tools = _calls_as_text(made), ()
-    if ending != "continue":
-        return front.texts.conversation(made, tools or None, more, ending == "none")
-    # To cut off what the template writes after the last message, render it with an unguessable mark at its end.
-    mark = new_id("end")
-    made[-1] = {**made[-1], "content": f"{made[-1]['content']}{mark} "}
-    text, found, rest = front.texts.conversation(made, tools or None, more, True).rpartition(mark)
-    if not found:
-        raise wrong("continue_final_message", "the model's chat template does not show the last message")
-    return text if rest.startswith(" ") else text.rstrip()  # this template trims messages, so trim this one
-
-
-def ending_of(request: TemplateFields) -> Ending:
-    """The options about the end of a conversation's prompt, with vLLM's meanings.
-
-    Raises:
-        ApiError: it cannot end in both ways.
-    """
-    if not request.continue_final_message:
-        return "none" if request.add_generation_prompt is False else "answer"
-    if request.add_generation_prompt:
-        raise wrong("continue_final_message", "cannot be true together with add_generation_prompt")
-    return "continue"
-
-
-def _calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with calls and their results as plain text, for a template that supports neither."""
-    made = []
-    for message in messages:
-        role, content = message["role"], message["content"]
-        for call in message.get("tool_calls", ()):
-            content = (
-                f"{content}\n<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>".strip()
-            )
-        if role == "tool":
-            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-        made.append({"role": role, "content": content})
-    return made
 
 
 def described_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:

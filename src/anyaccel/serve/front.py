@@ -49,7 +49,7 @@ class Front:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.tools = self.tools or format_of(self.texts.template)
+        self.tools = self.tools or format_of(self.texts.tool_template)
         self.thinking = thinks(self.texts.template) if self.thinking is None else self.thinking
 
     @property

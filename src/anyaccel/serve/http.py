@@ -24,7 +24,7 @@ from anyaccel._version import __version__
 from anyaccel.serve.api_errors import ApiError, wrong
 from anyaccel.serve.chat import chat
 from anyaccel.serve.completions import completions
-from anyaccel.serve.conversation import described_tools, ending_of, rendered
+from anyaccel.serve.conversation import described_tools
 from anyaccel.serve.front import Front
 from anyaccel.serve.metrics import MEDIA_TYPE
 from anyaccel.serve.openapi import document
@@ -32,6 +32,7 @@ from anyaccel.serve.protocol import DetokenizeRequest, EmbeddingRequest
 from anyaccel.serve.protocol_chat import ChatRequest, TokenizeRequest
 from anyaccel.serve.protocol_completions import CompletionRequest
 from anyaccel.serve.protocol_responses import ResponsesRequest
+from anyaccel.serve.rendering import ending_of, rendered
 from anyaccel.serve.responses import responses
 from anyaccel.serve.security import OPEN, Guard, Keys
 from anyaccel.serve.sending import ClientGoneError, Events, error_answer, json_answer, read, unless_gone

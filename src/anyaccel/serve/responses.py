@@ -10,12 +10,13 @@ from typing import Any
 
 from anyaccel.errors import AnyAccelError
 from anyaccel.serve.api_errors import ApiError, api_error, wrong
-from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, prompt_of, text_of
+from anyaccel.serve.conversation import Delta, Prompt, answer_room, deltas, prompt_of
 from anyaccel.serve.front import Front, new_id
 from anyaccel.serve.json_text import event
 from anyaccel.serve.protocol import JsonSchemaFormat, ResponseFormat
 from anyaccel.serve.protocol_chat import CalledFunction, Function, FunctionName, Message, NamedTool, Tool, ToolCall
 from anyaccel.serve.protocol_responses import InputItem, NamedFunction, ResponsesRequest
+from anyaccel.serve.rendering import text_of
 from anyaccel.serve.structured import response_grammar
 
 Event = dict[str, Any]

@@ -35,7 +35,8 @@ class Texts:
         self._tokenizer = tokenizer
         self.decode = tokenizer.decode
         self.has_chat_template: bool = tokenizer.has_chat_template
-        self.template: str = tokenizer.template
+        self.template: str = tokenizer.template()
+        self.tool_template: str = tokenizer.template(tools=True)
 
     def info(self) -> dict[str, Any]:
         """The special tokens and the chat template, for a client that tokenizes itself."""

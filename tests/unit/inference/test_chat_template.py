@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.generic.loading import model_folder
 from anyaccel.inference.text import chat_template
 from anyaccel.inference.text.chat_template import ChatTemplate
-from anyaccel.inference.text.tokenizer import TextTokenizer, end_tokens, load_text_tokenizer
+from anyaccel.inference.text.tokenizer import TextTokenizer, TransformersTokenizer, end_tokens, load_text_tokenizer
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -146,11 +147,62 @@ def test_template_of_a_file_of_its_own_comes_first(folder: Path) -> None:
         TextTokenizer(folder).chat(TALK)
 
 
-@pytest.mark.parametrize("wanted", [True, False, None])
-def test_beginning_of_text_as_the_configuration_says(wanted: bool | None, folder: Path) -> None:
-    config = {**SPECIAL, "add_bos_token": wanted} if wanted is not None else SPECIAL
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+@pytest.mark.parametrize("around", [None, "<s> $A", "<s> $A </s>", "$A </s>"])
+def test_tokens_around_a_text_are_those_of_transformers(name: str, around: str | None, folder: Path) -> None:
+    """Whatever flags the configuration has: tokenizer.json says it."""
+    from tokenizers import Tokenizer, processors
+    from transformers import AutoTokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    given = json.loads(tokenizer.to_str())
+    if around is None:
+        given["post_processor"] = None
+        (folder / "tokenizer.json").write_text(json.dumps(given))
+    else:
+        tokenizer.post_processor = processors.TemplateProcessing(around, special_tokens=[("<s>", 1), ("</s>", 2)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+    for flags in product((None, True, False), (None, True, False)):
+        more = {f"add_{end}_token": flag for end, flag in zip(("bos", "eos"), flags, strict=True) if flag is not None}
+        (folder / "tokenizer_config.json").write_text(json.dumps({**SPECIAL, "tokenizer_class": name, **more}))
+        theirs, ours = AutoTokenizer.from_pretrained(folder), TextTokenizer(folder)
+        for text in ("ab", "<s>ab", "ab</s>", ""):
+            assert ours.encode(text) == theirs(text)["input_ids"], (flags, text)
+            assert ours.encode(text, special=False) == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+_NAMED = {
+    "default": "plain{{ messages[0].content }}",
+    "tool_use": "{{ tools | length }} tools",
+    "rag": "{{ documents }}",
+}
+
+
+@pytest.mark.parametrize("place", ["list", "files"])
+def test_the_template_for_tools_is_taken_with_tools(place: str, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    if place == "list":
+        config["chat_template"] = [{"name": name, "template": source} for name, source in _NAMED.items()]
+    else:
+        (folder / "chat_template.jinja").write_text(_NAMED["default"])
+        (folder / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (folder / "additional_chat_templates" / f"{name}.jinja").write_text(_NAMED[name])
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    assert (TextTokenizer(folder).encode("x")[0] == 1) == (wanted is not False)
+    ours, theirs = TextTokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    wrapped = TransformersTokenizer(theirs)
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+    for given in (None, tools):
+        wanted = theirs.apply_chat_template(TALK, tools=given, tokenize=False, add_generation_prompt=True)
+        assert ours.render(TALK, given) == wrapped.render(TALK, given) == wanted
+        assert (
+            ours.template(given is not None)
+            == wrapped.template(given is not None)
+            == _NAMED["tool_use" if given else "default"]
+        )
+    assert ours.has_chat_template and wrapped.has_chat_template
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_calls_and_their_results_are_items() -> None:
         {"type": "function_call_output", "call_id": item["call_id"], "output": "noon"},
     ]
     assert respond(engine, input=again, tools=[CLOCK]).status == 200
-    assert "<tool_response>\nnoon" in bytes(engine.requests[-1].prompt).decode()
+    assert "<tool>noon" in bytes(engine.requests[-1].prompt).decode()
     events = respond(engine, tools=[CLOCK], stream=True).events
     assert [event["type"] for event in events if "function_call" in event["type"]] == [
         "response.function_call_arguments.delta",

@@ -201,15 +201,67 @@ def test_calls_and_results_go_back_to_the_model() -> None:
         {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
     ]
     engine = FakeEngine()
-    assert chat(engine, {"messages": messages, "tools": [CLOCK]}).status == 200
-    prompt = bytes(engine.requests[0].prompt).decode()
-    assert '{"name": "clock", "arguments": {"zone": 1}}' in prompt and "<tool_response>\nnoon" in prompt
-    assert chat(engine, {"messages": messages}).status == 200  # the last question of an agent has no tools any more
+    knows_none = ByteTokenizer("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
+    assert chat(engine, {"messages": messages, "tools": [CLOCK]}, tokenizer=knows_none).status == 200
     prompt = bytes(engine.requests.pop().prompt).decode()
     assert '{"name": "clock", "arguments": {"zone": 1}}' in prompt and "<tool_response>\nnoon" in prompt
-    tokenizer = ByteTokenizer(TEMPLATE + "{{ tools and '' }}")
-    assert chat(engine, {"messages": messages, "tools": [CLOCK]}, tokenizer=tokenizer).status == 200
-    assert '"arguments": {"zone": 1}' in bytes(engine.requests[1].prompt).decode()  # an object, not its text
+    assert (
+        chat(engine, {"messages": messages}, tokenizer=knows_none).status == 200
+    )  # the last question of an agent has no tools any more
+    prompt = bytes(engine.requests.pop().prompt).decode()
+    assert '{"name": "clock", "arguments": {"zone": 1}}' in prompt and "<tool_response>\nnoon" in prompt
+    # A template that knows calls writes them itself, whether it knows tools or not.
+    for tokenizer in (ByteTokenizer(), ByteTokenizer(TEMPLATE + "{{ tools and '' }}")):
+        assert chat(engine, {"messages": messages, "tools": [CLOCK]}, tokenizer=tokenizer).status == 200
+        prompt = bytes(engine.requests.pop().prompt).decode()
+        assert '"arguments": {"zone": 1}' in prompt and "<tool>noon" in prompt  # an object, not its text
+        assert prompt.startswith("<system>You may call") == ("tools" not in tokenizer.template())
+
+
+_OBJECT = '{"city": "Oslo", "é": true}'
+_HEAD = "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}{% set f = c.function %}"
+_TAIL = "{% endfor %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("given", [{}, {"content": None}, {"content": ""}, {"content": "Well, None."}])
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ f.arguments | tojson }}", "object"),  # Qwen, Llama 3
+        ("{{ f.arguments }}", "text"),  # DeepSeek
+        ("{{ 'a' + f.arguments }}", "text"),
+        ("{% if f.arguments is string %}S{{ f.arguments }}{% else %}O{{ f.arguments | tojson }}{% endif %}", "O"),
+        ("{% for name, value in f.arguments | items %}{{ name }}={{ value }};{% endfor %}", "city=Oslo;é=True;"),
+        ("{{ m['content'] + f.arguments | tojson }}", "object"),  # fails without content
+        ("{{ m.content }}{{ f.arguments | tojson }}", "object"),  # would write None
+        ("{% if m['content'] is none %}{{ f.arguments | tojson }}{% else %}{{ m['content'][0] }}{% endif %}", ""),
+    ],
+)  # fmt: skip
+def test_a_template_gets_calls_in_the_form_that_it_wants(source: str, wanted: str, given: Any) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": _OBJECT}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "tool_calls": [call], **given},
+        {"role": "tool", "tool_call_id": "c", "content": "rain"},
+    ]
+    engine = FakeEngine()
+    assert chat(engine, {"messages": messages}, tokenizer=ByteTokenizer(_HEAD + source + _TAIL)).status == 200
+    prompt = bytes(engine.requests[0].prompt).decode()
+    content = given.get("content") or ""
+    if "is none" in source:
+        # A text that was sent is left, though this template then writes it instead of the calls, as with transformers.
+        assert prompt == ("Hi" + ("" if given == {"content": ""} else content[:1] or _OBJECT) + "rain")
+    elif wanted in ("object", "text"):
+        assert prompt.endswith(_OBJECT + "rain") and "None" not in prompt.replace(content or " ", "")
+    else:
+        assert prompt == "Hi" + (wanted + _OBJECT if wanted == "O" else wanted) + "rain"
+
+
+def test_a_function_without_parameters_is_described_as_it_is() -> None:
+    engine = FakeEngine()
+    tokenizer = ByteTokenizer(TEMPLATE + "{{ tools | tojson }}")
+    assert chat(engine, {"tools": [CLOCK]}, tokenizer=tokenizer).status == 200
+    assert '"function": {"name": "clock"}' in bytes(engine.requests[0].prompt).decode()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from anyaccel.outside import open_file
 logger = logging.getLogger(__name__)
 
 _MANIFEST = "anyaccel.json"
-_FORMAT = 5  # increase it when a conversion changes, so that old results are not used
+_FORMAT = 6  # increase it when a conversion changes, so that old results are not used
 
 
 # A function that fills a folder from a file, and announces what takes a while.

@@ -160,6 +160,10 @@ def write_tokenizer(source: Path, folder: Path) -> None:
     given = Values(file.metadata, f"{source}: ")
     if template := given.text("tokenizer.chat_template", ""):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if template := given.text("tokenizer.chat_template.tool_use", ""):
+        more = folder / "additional_chat_templates"
+        more.mkdir()
+        (more / "tool_use.jinja").write_text(template, encoding="utf-8")
 
 
 def _around(vocabulary: _Vocabulary, adds: dict[str, bool]) -> Step | None:

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 # Files of the kinds of tokenizer without a tokenizer.json.
 _VOCABULARY = re.compile(r"vocab|merges|spiece|\.model$|\.tiktoken$|^tekken\.json$|\.py$")
 
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # transformers' names of templates
+
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -80,21 +82,13 @@ class TextTokenizer:
         older = Values(_read_json(place), f"{place}: ")
         special = {name: _text_of(config if name in given else older, name) for name in _SPECIAL}
         self.special = {name: text for name, text in special.items() if text is not None}
-        self._add = {
-            name: (
-                self._tokenizer.token_to_id(self.special[f"{name}_token"]),
-                config.flag(f"add_{name}_token") if config.has(f"add_{name}_token") else None,
-            )
-            for name in ("bos", "eos")
-            if f"{name}_token" in self.special
-        }
-        self._template_source, place = _template_source(folder, config)
+        self._sources, place = _template_sources(folder, config)
         self._template_where = str(made_from or place)
-        self._template: ChatTemplate | None = None
+        self._templates: dict[str, ChatTemplate] = {}
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template_source is not None
+        return _DEFAULT in self._sources
 
     @property
     def end_tokens(self) -> list[int]:
@@ -105,24 +99,14 @@ class TextTokenizer:
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens of a text, with those that the model expects around it unless it says them itself (`special` False).
 
+        The post-processor in tokenizer.json alone says which these are, as in transformers since 5: `add_bos_token` and
+        `add_eos_token` of tokenizer_config.json are for folders without a tokenizer.json.
+
         Raises:
             UsageError: the text has bytes that are not UTF-8.
         """
         _check_text(text)
-        ids = self._ids(text, special)
-        if not special:
-            return ids
-        bos, wanted = self._add.get("bos", (None, None))
-        if bos is not None and wanted is True and ids[:1] != [bos]:
-            ids.insert(0, bos)
-        elif (
-            bos is not None and wanted is False and ids[:1] == [bos] and not text.startswith(self.special["bos_token"])
-        ):
-            del ids[0]
-        eos, wanted = self._add.get("eos", (None, None))
-        if eos is not None and wanted is True and ids[-1:] != [eos]:
-            ids.append(eos)
-        return ids
+        return self._ids(text, special)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Tokens of a conversation up to where the model's answer begins.
@@ -147,11 +131,12 @@ class TextTokenizer:
         Raises:
             ModelError: the model has no chat template, or its template refuses the conversation.
         """
-        if self._template is None:
-            if self._template_source is None:
-                raise ModelError("the model has no chat template")
-            self._template = ChatTemplate(self._template_source, self.special, self._template_where)
-        return self._template.render(messages, continue_answer, tools, more)
+        name = _template_name(self._sources, tools is not None)
+        if name not in self._sources:
+            raise ModelError("the model has no chat template")
+        if name not in self._templates:
+            self._templates[name] = ChatTemplate(self._sources[name], self.special, self._template_where)
+        return self._templates[name].render(messages, continue_answer, tools, more)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:
@@ -177,17 +162,23 @@ class TextTokenizer:
         text: str | None = self._tokenizer.id_to_token(token)
         return text
 
-    @property
-    def template(self) -> str:
-        """The source of the chat template, "" without one."""
-        return self._template_source or ""
+    def template(self, tools: bool = False) -> str:
+        """The source of the chat template for conversations with or without tools, "" without one."""
+        return self._sources.get(_template_name(self._sources, tools), "")
 
 
-def _template_source(folder: Path, config: Values) -> tuple[str | None, Path]:
-    """The chat template, if there is one, and the file that it is in."""
+def _template_name(sources: Mapping[str, str], tools: bool) -> str:
+    """Which template transformers takes where a model has several."""
+    return _TOOL_USE if tools and _TOOL_USE in sources else _DEFAULT
+
+
+def _template_sources(folder: Path, config: Values) -> tuple[dict[str, str], Path]:
+    """The chat templates by their names, and the file that they are in; files of their own come first."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return read_text(file), file
+    found = {_DEFAULT: read_text(file)} if file.is_file() else {}
+    found |= {each.stem: read_text(each) for each in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if found:
+        return found, file
     file = folder / "tokenizer_config.json"
     if not config.has("chat_template"):
         file = folder / "chat_template.json"
@@ -195,8 +186,9 @@ def _template_source(folder: Path, config: Values) -> tuple[str | None, Path]:
     if config.is_list("chat_template"):  # several templates, each with a name
         where = f"{config.where}chat_template: "
         several = [Values(mapping(each, where[:-2]), where) for each in config.items("chat_template")]
-        return next((each.text("template") for each in several if each.text("name") == "default"), None), file
-    return config.text("chat_template", "") or None, file
+        return {each.text("name"): each.text("template") for each in several}, file
+    source = config.text("chat_template", "")
+    return {_DEFAULT: source} if source else {}, file
 
 
 class TransformersTokenizer:
@@ -206,9 +198,13 @@ class TransformersTokenizer:
         self._tokenizer = tokenizer
         self.special: dict[str, str] = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
 
+    def _sources(self) -> dict[str, str]:
+        found = self._tokenizer.chat_template or {}
+        return dict(found) if isinstance(found, Mapping) else {_DEFAULT: str(found)}
+
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return _DEFAULT in self._sources()
 
     @property
     def end_tokens(self) -> list[int]:
@@ -255,9 +251,8 @@ class TransformersTokenizer:
         text: str | None = self._tokenizer.convert_ids_to_tokens(token)
         return text
 
-    @property
-    def template(self) -> str:
-        return str(self._tokenizer.chat_template or "")
+    def template(self, tools: bool = False) -> str:
+        return self._sources().get(_template_name(self._sources(), tools), "")
 
 
 def load_tokenizer(folder: Path) -> Any:
