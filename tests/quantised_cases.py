@@ -3,7 +3,7 @@
 
 The layouts are written down here a second time, from their documentation:
 - GPTQ: github.com/AutoGPTQ/AutoGPTQ, auto_gptq/nn_modules/qlinear (zero points are stored less one)
-- AWQ: github.com/casper-hansen/AutoAWQ, awq/modules/linear/gemm.py (order 0 2 4 6 1 3 5 7)
+- AWQ: github.com/casper-hansen/AutoAWQ, awq/modules/linear/gemm.py (order 0 2 4 6 1 3 5 7) and gemv.py
 - compressed-tensors: github.com/vllm-project/compressed-tensors, compressors/pack_quantized
 """
 
@@ -76,6 +76,14 @@ def gptq(q: Any, scales: Any, zeros: Any, bits: int = 4, offset: int = 1) -> Arr
     }
 
 
+def gemv(q: Any, scales: Any, zeros: Any) -> Arrays:
+    """Words along `in`; scales and zero points are padded to whole words, and for small groups to more of them."""
+    groups = scales.shape[1]
+    width = -(-groups // 8) * 8 * {32: 4, 64: 2}.get(q.shape[1] // groups, 1)
+    more = ((0, 0), (0, width - groups))
+    return {"qweight": words_of(q, 4), "qzeros": words_of(np.pad(zeros, more), 4), "scales": np.pad(scales, more)}
+
+
 def awq(q: Any, scales: Any, zeros: Any) -> Arrays:
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
@@ -131,7 +139,11 @@ CASES: dict[str, tuple[dict[str, Any], int, int, int | None, Any, tuple[str, int
     "gptq-8": ({**GPTQ, "bits": 8}, 64, 8, 128, lambda *a: gptq(*a, bits=8), ("i8", 32, False)),
     "gptq-8-row": ({**GPTQ, "bits": 8}, -1, 8, 128, lambda *a: gptq(*a, bits=8), ("i8", 0, False)),
     "gptq-8-asym": ({**GPTQ, "bits": 8}, 32, 8, None, lambda *a: gptq(*a, bits=8), ("i8", 32, True)),
-    "gptq-group-16": (GPTQ, 16, 4, 8, gptq, ("bf16", 0, False)),
+    "gptq-group-16": (GPTQ, 16, 4, 8, gptq, ("i6", 16, False)),
+    "gptq-group-8": (GPTQ, 8, 4, 8, gptq, ("bf16", 0, False)),
+    "gptq-2": ({**GPTQ, "bits": 2}, 64, 2, 2, lambda *a: gptq(*a, bits=2), ("i4", 64, False)),
+    "gemv": ({**AWQ, "version": "gemv"}, 32, 4, None, gemv, ("i4", 32, True)),
+    "gemv-128": ({**AWQ, "version": "GEMV", "group_size": 128}, 128, 4, None, gemv, ("i4", 128, True)),
     "awq": (AWQ, 64, 4, None, awq, ("i4", 64, True)),
     "awq-128": (AWQ, 128, 4, None, awq, ("i4", 128, True)),
     "compressed-sym": (PACKED, 32, 4, 8, compressed, ("i4", 32, False)),

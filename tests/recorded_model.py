@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from anyaccel.inference.spec.packed_formats import FORMATS
+
 _BLOCKS = {"q8_0": 34, "q4_0": 18, "q4_1": 20}
 
 
@@ -69,8 +71,10 @@ class RecordedModel:
         of = np.arange(cols) // (group or cols)
         scale = _bytes(scales, count * groups * 4).view(np.float32).reshape(count, groups)[:, of]
         low = _bytes(minima, count * groups * 4).view(np.float32).reshape(count, groups)[:, of] if minimum else 0.0
-        if form == "i4" and not minimum:
-            values = values - 8
+        if FORMATS[form].codes is not None:
+            values = np.array(FORMATS[form].codes, np.float32)[values.astype(np.uint8)]
+        elif not minimum:
+            values = values - FORMATS[form].zero
         self.matrices[name][first : first + count] = scale * values + low
         self.kept.add(name)
 

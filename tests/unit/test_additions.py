@@ -31,10 +31,10 @@ import native_models
 from anyaccel import vendors
 from anyaccel.accelerator import backends, select
 from anyaccel.env import ISA_NAMES
+from anyaccel.errors import ModelError
 from anyaccel.inference import families
 from anyaccel.inference.checkpoints import quantised
 from anyaccel.inference.native.checkpoint import checkpoint_of
-from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.launch import devices, forward, runners
 from anyaccel.launch.job import ClusterJob, Host
 from anyaccel.ops import builder as op_builder
@@ -147,7 +147,7 @@ def test_a_method_of_quantised_checkpoints(tmp_path: Path, monkeypatch: pytest.M
     scales = np.full((8, 1), 0.5, np.float16)
     save_file({"lm_head.weight_int8": q, "lm_head.weight_scale": scales}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "row_int8"}}))
-    with pytest.raises(Unsupported, match="row_int8"):
+    with pytest.raises(ModelError, match="row_int8"):
         checkpoint_of(tmp_path)
     monkeypatch.setitem(quantised.METHODS, "row_int8", names["RowInt8"])
     tensor: Any = checkpoint_of(tmp_path).source.tensor("lm_head.weight")

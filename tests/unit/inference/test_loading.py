@@ -183,15 +183,6 @@ def test_plan_needs_no_weights_and_says_what_it_leaves_whole() -> None:
     assert not plan.slices and not plan.row_parallel
 
 
-def test_quantised_weights_are_refused(tmp_path: Path) -> None:
-    family_cases.build("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "hqq"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="hqq"):
-        anyaccel.init_inference(tmp_path)
-
-
 def test_code_of_a_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     family_cases.build("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

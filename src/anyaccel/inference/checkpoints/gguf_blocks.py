@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD, Format
+from anyaccel.inference.checkpoints.gguf_types import BLOCK_BYTES, HELD
 from anyaccel.inference.checkpoints.mapped_file import MappedFile
 from anyaccel.inference.spec.mapping import Unsupported
-from anyaccel.inference.spec.packed_formats import FORMATS
+from anyaccel.inference.spec.packed_formats import FORMATS, Format
 
 _LEAST_GROUP = 16
 _SAMPLES = 4  # rows, read before the format is chosen

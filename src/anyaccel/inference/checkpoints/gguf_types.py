@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-Format = tuple[str, int, bool]  # of `_llm`: format, group, minimum
+from anyaccel.inference.spec.packed_formats import Format
 
 # Number in the file -> name, values of a block, bytes of a block.
 GGML_TYPES: dict[int, tuple[str, int, int]] = {

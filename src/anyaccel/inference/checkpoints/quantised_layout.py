@@ -1,93 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base class of quantised checkpoints, which offer stored tensors under the names of plain ones."""
+"""The base classes of quantised checkpoints, which offer stored tensors under the names of plain ones.
+
+A `Layout` is one way to store a matrix: it says which tensors it reads, and what they stand for, either as whole
+numbers with scales (`QuantisedTensor`, which packed formats may hold) or as floats (`DecodedTensor`). A
+`QuantisedSource` is a checkpoint whose tensors are read by the layouts of its method. Torch-free.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.sources import SafetensorsSource
-from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.spec.packed_formats import FORMATS, Format, smallest_format
 from anyaccel.outside import Values
 
-_GROUPS = (128, 64, 32)
-_GROUPS_OF_8_BITS = (32, 16)
-_NUMPY = {"I32": "<i4", "I64": "<i8", "I8": "i1", "F16": "<f2", "F32": "<f4", "BF16": "<u2", "F8_E4M3": "u1"}
+_NUMPY = {
+    "I32": "<i4",
+    "I64": "<i8",
+    "I8": "i1",
+    "U8": "u1",
+    "F16": "<f2",
+    "F32": "<f4",
+    "BF16": "<u2",
+    "F8_E4M3": "u1",
+    "F8_E8M0": "u1",
+}
+FLOATS = ("F16", "BF16", "F32")
+_LEAST, _MOST = 2.0**-14, 2.0**15  # scales in this range have full precision as halves
+_AS_FLOATS: Format = ("bf16", 0, False)
+
+
+class Unreadable(ModelError):
+    """A quantised checkpoint that no runtime reads.
+
+    Args:
+        lack: what there is not, with the value that asks for it.
+    """
+
+    def __init__(self, lack: str) -> None:
+        super().__init__(f"there is no {lack}; take the model in bf16, as a GGUF file, or quantised in another way")
+
+
+_Stored = TypeVar("_Stored", bound="StoredMatrix")
 
 
 @dataclass(frozen=True)
-class QuantisedTensor:
-    """One quantised matrix [out, in], whose values are unpacked on demand.
+class StoredMatrix:
+    """A matrix [out, in], or a stack of them [entries, out, in], whose values are unpacked on demand.
 
     Attributes:
-        bits: 4 or 8.
-        group: number of columns that share a scale; 0: all.
-        zero: the zero point of all groups if they have the same one, else None.
-        group_of: the group of each column if groups are not consecutive (activation order).
+        type: what users are told that it is stored as.
+        transposed: whether the weight is the transpose of the stored matrix.
+        index: of an entry of a stack of so many entries.
     """
 
     where: str
     shape: tuple[int, ...]
-    bits: int
-    group: int
-    zero: int | None
     layout: Layout
     stem: str
     type: str = "quantised"
     transposed: bool = False
     order: Sequence[int] | None = None
     plus: float = 0.0
-    group_of: Any = None
+    index: int | None = None
+    entries: int = 1
+
+    def format(self, cols: range) -> Format:
+        """The native format that holds these columns; bfloat16 if no quantised one does."""
+        return _AS_FLOATS
 
     @property
-    def _symmetric(self) -> bool:
-        return self.zero == 1 << (self.bits - 1)
-
-    def format(self, cols: range) -> tuple[str, int, bool]:
-        """The native format that holds these columns; bfloat16 if groups are not consecutive or not aligned."""
-        if self.bits == 8 and self.group == 0 and self.group_of is None and self._symmetric:
-            return ("i8", 0, False)
-        groups = _GROUPS_OF_8_BITS if self.bits == 8 else _GROUPS
-        aligned = [each for each in groups if self.group % each == 0 and (not self.group or cols.start % each == 0)]
-        if self.group_of is not None or not aligned:
-            return ("bf16", 0, False)
-        return ("i8" if self.bits == 8 else "i4", aligned[0], not self._symmetric)
+    def stored_bytes(self) -> float:
+        """What the file has for it."""
+        found = [self.layout.source.entry(name)[1] for name in self.layout.stored_as(self.stem)]
+        return sum(entry.end - entry.begin for entry in found) / self.entries
 
     def will_need(self) -> None:
         for name in self.layout.stored_as(self.stem):
             file, entry = self.layout.source.entry(name)
             file.will_need(entry.begin, entry.end)
 
-    def entry(self, index: int) -> QuantisedTensor:
-        raise Unsupported(f"stacked quantised matrices ({self.where})")
+    def entry(self: _Stored, index: int) -> _Stored:
+        """One entry of a stack."""
+        return replace(self, shape=self.shape[1:], index=index, entries=self.shape[0])
 
     def floats(self, rows: Any, cols: range) -> Any:
-        """float32 [rows, cols]."""
+        """float32 [rows, cols] of stored rows (a range, or their numbers), contiguous."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class DecodedTensor(StoredMatrix):
+    """A matrix whose values no packed format holds: the layout's `decode` makes floats of them.
+
+    Attributes:
+        made: what `make` has found out for `decode`.
+    """
+
+    made: Any = None
+
+    def floats(self, rows: Any, cols: range) -> Any:
         import numpy
 
-        q, scales, zeros = self.layout.unpack(self, rows)
-        q = q[:, cols.start : cols.stop].astype(numpy.float32)
-        if self.group_of is not None:
-            of = self.group_of[cols.start : cols.stop]
-        else:
-            of = numpy.arange(cols.start, cols.stop) // (self.group or self.shape[1])
-        return numpy.ascontiguousarray(scales[:, of] * (q - zeros[:, of]), numpy.float32)
+        return numpy.ascontiguousarray(self.layout.decode(self, rows)[:, cols.start : cols.stop], numpy.float32)
 
-    def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
-        """Values, scales and minima for groups of `group` columns (0: whole rows), which divide the stored groups."""
+
+@dataclass(frozen=True)
+class QuantisedTensor(StoredMatrix):
+    """A matrix of whole numbers with scales: W = scale * (q - zero), or scale * codes[q].
+
+    Attributes:
+        bits: of q.
+        group: number of columns that share a scale; 0: all.
+        zero: the zero point of all groups if they have the same one, else None.
+        group_of: the group of each column if groups are not consecutive (activation order).
+        most_scale: the largest scale where scales are stored as something else than halves.
+        codes: what each q stands for; zero is 0.
+    """
+
+    bits: int = 4
+    group: int = 0
+    zero: int | None = None
+    group_of: Any = None
+    most_scale: float = 1.0
+    codes: tuple[int, ...] | None = None
+
+    @property
+    def _has_minimum(self) -> bool:
+        """Whether it is a product and a minimum for the packed formats, whose zero point is in the middle."""
+        return self.codes is None and self.zero != 1 << (self.bits - 1)
+
+    def format(self, cols: range) -> Format:
+        """Floats if groups are not consecutive or not aligned, or scales too small for halves."""
+        if self.group_of is not None:
+            return _AS_FLOATS
+        if self.codes is not None:
+            low, high = min(self.codes), max(self.codes)
+        else:
+            low = 0 if self._has_minimum else -1 << (self.bits - 1)
+            high = low + (1 << self.bits) - 1
+        found = smallest_format(low, high, self.group, cols, self._has_minimum, self.codes)
+        if found is None or (found[1] > 0 and self.most_scale and not _LEAST <= self.most_scale <= _MOST):
+            return _AS_FLOATS
+        return found
+
+    def floats(self, rows: Any, cols: range) -> Any:
         import numpy
 
         q, scales, zeros = self.layout.unpack(self, rows)
         q = q[:, cols.start : cols.stop]
-        of = numpy.arange(cols.start, cols.stop, group or len(cols)) // (self.group or self.shape[1])
-        scales, zeros = scales[:, of], zeros[:, of]
-        dense = numpy.ascontiguousarray
-        if self.bits == 8:
-            minima = None if self._symmetric else dense(scales * (128 - zeros), numpy.float32)
-            return dense((q.astype(numpy.int16) - 128).astype(numpy.int8)), dense(scales, numpy.float32), minima
-        return dense(q), dense(scales, numpy.float32), dense(-scales * zeros, numpy.float32)
+        values = q.astype(numpy.float32) if self.codes is None else numpy.array(self.codes, numpy.float32)[q]
+        if self.group_of is not None:
+            of = self.group_of[cols.start : cols.stop]
+        else:
+            of = numpy.arange(cols.start, cols.stop) // (self.group or self.shape[-1])
+        if zeros is not None:
+            values -= zeros[:, of]
+        return numpy.ascontiguousarray(scales[:, of] * values, numpy.float32)
+
+    def values(self, rows: Any, cols: range, group: int) -> tuple[Any, Any, Any]:
+        """Values, scales and minima for groups of `group` columns (0: whole rows), which divide the stored groups.
+
+        The values are those of the format of `cols`.
+        """
+        import numpy
+
+        held = FORMATS[self.format(cols)[0]]
+        q, scales, zeros = self.layout.unpack(self, rows)
+        q = q[:, cols.start : cols.stop]
+        of = numpy.arange(cols.start, cols.stop, group or len(cols)) // (self.group or self.shape[-1])
+        scales = numpy.ascontiguousarray(scales[:, of], numpy.float32)
+        minima = None if held.bits == 8 else scales * numpy.float32(-held.zero)
+        if self.codes is not None:
+            own = [code + held.zero if held.codes is None else held.codes.index(code) for code in self.codes]
+            q = numpy.array(own, numpy.int16)[q]
+        elif self._has_minimum:
+            shift = 128 if held.bits == self.bits == 8 else 0  # whole numbers of 8 bits have a sign
+            q = q.astype(numpy.int16) - shift
+            minima = scales * (shift - zeros[:, of])
+        else:
+            q = q.astype(numpy.int16) + (held.zero - (1 << (self.bits - 1)))
+        q = numpy.ascontiguousarray(q, numpy.int8 if held.bits == 8 else numpy.uint8)
+        return q, scales, None if minima is None else numpy.ascontiguousarray(minima, numpy.float32)
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """A quantised matrix that runs as floats.
+
+    Attributes:
+        type: what it is stored as.
+        held: whether a packed format holds it, and floats were asked for.
+        stored: bytes in the file; `running`: of the floats.
+        format: of the floats.
+    """
+
+    type: str
+    held: bool
+    stored: float
+    running: float
+    format: str
+
+
+def cost_of(matrices: Sequence[Dequantised], advice: str = "") -> str:
+    """One line about what running these as floats costs, and what costs less; "" where there are none."""
+    if not matrices:
+        return ""
+    types, formats = (sorted({getattr(each, name) for each in matrices}) for name in ("type", "format"))
+    words = " or ".join(FORMATS[name].words for name in formats)
+    running, stored = (sum(getattr(each, name) for each in matrices) for name in ("running", "stored"))
+    size, unit = (1 << 30, "GiB") if running >= 1 << 30 else (1 << 20, "MiB")
+    if not advice and all(each.held for each in matrices):
+        advice = "dtype='auto' keeps them as they are"
+    elif not advice:
+        advice = "no packed format holds them; dtype='int8' or 'int4' takes less memory, and rounds them again"
+    return (
+        f"weights that are stored as {', '.join(types)} become {words}: {running / size:.1f} {unit} instead of "
+        f"{stored / size:.1f} {unit}; {advice}"
+    )
 
 
 def row_index(rows: Any) -> Any:
@@ -95,75 +229,100 @@ def row_index(rows: Any) -> Any:
     return slice(rows.start, rows.stop) if isinstance(rows, range) and rows.step == 1 else list(rows)
 
 
-class Layout:
-    """A checkpoint of one method of quantisation; `tensor` returns a QuantisedTensor for each quantised matrix."""
+@functools.cache
+def float8_values() -> Any:
+    """The value of each byte of float8 (e4m3fn), float32 [256]: a sign, 4 bits of exponent, 3 of fraction."""
+    import numpy
 
-    suffixes: tuple[str, ...] = ()  # suffixes of the tensors with the quantised values
+    octets = numpy.arange(256)
+    exponent, fraction = octets >> 3 & 15, (octets & 7) / 8
+    magnitude = numpy.where(exponent > 0, numpy.ldexp(1 + fraction, exponent - 7), numpy.ldexp(fraction, -6))
+    magnitude[octets & 127 == 127] = numpy.nan
+    return numpy.where(octets < 128, magnitude, -magnitude).astype(numpy.float32)
+
+
+@functools.cache
+def power_values() -> Any:
+    """The value of each byte of e8m0, the exponent of a power of two, float32 [256]."""
+    import numpy
+
+    return numpy.append(numpy.ldexp(numpy.float32(1), numpy.arange(255) - 127), numpy.float32(numpy.nan))
+
+
+class Layout:
+    """One way to store a matrix; `make` returns a StoredMatrix of it.
+
+    Attributes:
+        mains: endings of the tensors with the values.
+        plain: what the name of a plain tensor has instead.
+        beside: endings of the tensors beside them, with scales and the like.
+        skipped: of those that nothing is read from.
+        refused: of those that change what a matrix is multiplied by, and for which there is no code.
+    """
+
+    mains: ClassVar[Sequence[str]] = ()
+    plain: ClassVar[str] = ".weight"
+    beside: ClassVar[Sequence[str]] = ()
+    skipped: ClassVar[Sequence[str]] = ()
+    refused: ClassVar[Sequence[str]] = ()
 
     def __init__(self, source: SafetensorsSource, settings: Values) -> None:
         self.source = source
         self.settings = settings
-        self.stems = {
-            f"{name.removesuffix(suffix)}.weight": name.removesuffix(suffix)
-            for name in source.names()
-            for suffix in self.suffixes
-            if name.endswith(suffix) and self.is_quantised(name)
-        }
-        self._made: dict[str, Any] = {}
 
-    def is_quantised(self, name: str) -> bool:
+    def is_quantised(self, name: str, stem: str) -> bool:
+        """Whether a tensor of such a name is one."""
         return True
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.stems or name in self.source
-
-    def names(self) -> Iterator[str]:
-        yield from self.stems
-        yield from (name for name in self.source.names() if name not in self.stems)
-
-    def tensor(self, name: str) -> Any:
-        stem = self.stems.get(name)
-        if stem is None:
-            return self.source.tensor(name)
-        if name not in self._made:
-            self._made[name] = self.make(stem)
-        return self._made[name]
-
-    def release(self, name: str) -> None:
-        stem = self.stems.get(name)
-        for each in [name] if stem is None else self.stored_as(stem):
-            self.source.release(each)
-
     def stored_as(self, stem: str) -> list[str]:
-        """The tensors with the values and the scales of a quantised matrix."""
-        kinds = (".qweight", ".weight_packed", ".weight", ".scales", ".weight_scale", ".weight_scale_inv")
-        return [stem + kind for kind in kinds if stem + kind in self.source]
+        """The tensors that a matrix is stored in."""
+        return [stem + end for end in (*self.mains, *self.beside, *self.skipped) if stem + end in self.source]
 
-    def make(self, stem: str) -> Any:
+    def make(self, stem: str) -> StoredMatrix:
+        """What the file has, after checks of all that `unpack` or `decode` rely on."""
         raise NotImplementedError
 
     def unpack(self, tensor: QuantisedTensor, rows: Any) -> tuple[Any, Any, Any]:
-        """Unsigned q [rows, in], scales and zero points float32 [rows, groups]."""
+        """Unsigned q [rows, in], scales and zero points float32 [rows, groups]; None without zero points."""
         raise NotImplementedError
 
-    def array(self, name: str, dtypes: Sequence[str], dimensions: int = 2) -> Any:
-        """A tensor as numpy's; bfloat16 becomes float32."""
+    def decode(self, tensor: DecodedTensor, rows: Any) -> Any:
+        """float32 [rows, in]."""
+        raise NotImplementedError
+
+    def array(self, name: str, dtypes: Sequence[str], dimensions: int = 2, index: int | None = None) -> Any:
+        """A tensor as numpy's, or an entry of it; bfloat16 becomes float32."""
         import numpy
 
         file, entry = self.source.entry(name)
         if entry.dtype not in dtypes or len(entry.shape) != dimensions:
-            raise Unsupported(
+            raise Unreadable(
                 f"layout with {entry.dtype} of shape {list(entry.shape)} for a quantised matrix "
                 f"({file.path}: tensor {name!r})"
             )
         kind = _NUMPY[entry.dtype]
         data = numpy.frombuffer(file.bytes(entry.begin, entry.end - entry.begin), kind).reshape(entry.shape)
+        if index is not None:
+            data = data[index]
         if entry.dtype == "BF16":
             return (data.astype(numpy.uint32) << 16).view(numpy.float32)
         return data
 
     def scales(self, name: str) -> Any:
-        return self.array(name, ("F16", "BF16", "F32"))
+        return self.array(name, FLOATS)
+
+    def dtype(self, name: str) -> str:
+        """Of a tensor; "" of one that is not there."""
+        return self.source.entry(name)[1].dtype if name in self.source else ""
+
+    def rank(self, name: str) -> int:
+        return len(self.source.entry(name)[1].shape)
+
+    def most(self, name: str, scales: Any) -> float:
+        """The largest of a tensor's scales, as `QuantisedTensor` has it."""
+        import numpy
+
+        return 1.0 if self.dtype(name) == "F16" or not scales.size else float(numpy.abs(scales).max())
 
     def where(self, name: str) -> str:
         return f"{self.source.entry(name)[0].path}: tensor {name!r}"
@@ -171,3 +330,57 @@ class Layout:
     def check(self, condition: bool, name: str, what: str) -> None:
         if not condition:
             raise ModelError(f"{self.where(name)}: {what}")
+
+
+class QuantisedSource:
+    """A checkpoint with tensors that `layouts` read, under the names of plain ones; the others are as they are."""
+
+    def __init__(self, source: SafetensorsSource, layouts: Sequence[Layout]) -> None:
+        self.source = source
+        self._found: dict[str, tuple[Layout, str]] = {}
+        self._made: dict[str, StoredMatrix] = {}
+        for name in source.names():
+            for layout, end in [(each, end) for each in layouts for end in each.mains if name.endswith(end)]:
+                stem = name.removesuffix(end)
+                if layout.is_quantised(name, stem):
+                    self._found[stem + layout.plain] = (layout, stem)
+                    break
+        if not self._found:
+            self._refuse_unknown()
+        self._parts = {part for layout, stem in self._found.values() for part in layout.stored_as(stem)}
+
+    def _refuse_unknown(self) -> None:
+        """Raise for a checkpoint that is quantised, in a way that none of the layouts knows."""
+        for name in self.source.names():
+            file, entry = self.source.entry(name)
+            if len(entry.shape) > 1 and entry.dtype in _NUMPY and entry.dtype not in FLOATS:
+                raise Unreadable(f"reader for weights that are stored as {entry.dtype} {name} ({file.path})")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found or (name in self.source and name not in self._parts)
+
+    def names(self) -> Iterator[str]:
+        yield from self._found
+        yield from (name for name in self.source.names() if name not in self._parts)
+
+    def is_quantised(self, name: str) -> bool:
+        return name in self._found
+
+    def tensor(self, name: str) -> Any:
+        if name not in self._found:
+            return self.source.tensor(name)
+        if name not in self._made:
+            layout, stem = self._found[name]
+            for end in layout.refused:
+                if stem + end in self.source:
+                    raise Unreadable(f"reader for quantised weights with {end[1:]} ({layout.where(stem + end)})")
+            self._made[name] = layout.make(stem)
+        return self._made[name]
+
+    def release(self, name: str) -> None:
+        if name in self._found:
+            layout, stem = self._found[name]
+            for each in layout.stored_as(stem):
+                self.source.release(each)
+        else:
+            self.source.release(name)

@@ -141,6 +141,9 @@ def dense_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
 class SafetensorsSource:
     """The tensors of a folder's safetensors files, mapped.
 
+    Attributes:
+        metadata: what the files say beside their tensors.
+
     Raises:
         ModelError: see `checkpoint_files` and `read_header`.
     """
@@ -150,12 +153,15 @@ class SafetensorsSource:
         index = folder / "model.safetensors.index.json"
         named = read_index(index) if index.is_file() else None
         self._tensors: dict[str, tuple[MappedFile, Entry]] = {}
+        self.metadata: dict[str, str] = {}
         for path in checkpoint_files(folder):
             file = MappedFile(path)
-            for entry in read_header(file.bytes, path, file.size).entries:
+            header = read_header(file.bytes, path, file.size)
+            self.metadata |= header.metadata
+            for entry in header.entries:
                 if len(entry.shape) > _MAX_DIMENSIONS:
                     raise ModelError(f"{path}: tensor {shown(entry.name)}: damaged: {len(entry.shape)} dimensions")
-                if named is None or named.get(entry.name) == path.name:
+                if named is None or folder / named.get(entry.name, "") == path:
                     self._tensors[entry.name] = (file, entry)
         for name, file_name in (named or {}).items():
             if name not in self._tensors:

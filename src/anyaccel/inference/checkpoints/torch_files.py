@@ -53,10 +53,10 @@ def _refusal(file: Path, error: pickle.UnpicklingError) -> ModelError:
     if found is None:
         why = line(str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0])
         return ModelError(f"{file}: cannot be read, truncated or damaged ({why or 'it holds no tensors by name'})")
-    return ModelError(
-        f"{file}: not read, as that would run {shown(found[1])} of the file's choice; convert it to safetensors where "
-        "you trust it"
-    )
+    how = "convert it to safetensors where you trust it"
+    if found[1].startswith("torchao"):  # which transformers wrote in this way only, until version 5
+        how = "save the model as safetensors with model.save_pretrained of transformers 5 where you trust it"
+    return ModelError(f"{file}: not read, as that would run {shown(found[1])} of the file's choice; {how}")
 
 
 class _Safetensors(Mapping[str, torch.Tensor]):

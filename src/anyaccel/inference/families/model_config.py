@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anyaccel.errors import ModelError
-from anyaccel.inference.checkpoints.quantised import METHODS
+from anyaccel.inference.checkpoints.quantised import METHODS, method_of
 from anyaccel.inference.spec.decoder import Activation
 from anyaccel.inference.spec.mapping import Unsupported
 from anyaccel.outside import MOST, Values, shown, text
@@ -51,7 +51,7 @@ class Config(Values):
             raise Unsupported("per_layer_config (layers of different sizes)")
         quantisation = self.mapping("quantization_config")
         if quantisation.known() and not quantisation.flag("dequantize"):
-            method = quantisation.text("quant_method", "")
+            method = method_of(quantisation)
             if method not in METHODS:
                 raise Unsupported(f"quantization {method!r}")
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from anyaccel.errors import ModelError
 from anyaccel.inference.checkpoints.counts import check_folder
+from anyaccel.inference.checkpoints.dequantised import DequantisedCheckpoint, checkpoint_in
 from anyaccel.inference.checkpoints.gguf_file import GgufSource
 from anyaccel.inference.checkpoints.model_path import check_model_path
 from anyaccel.inference.checkpoints.slices import Slice
@@ -55,8 +56,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
         dtype: in which buffers are computed, as when transformers loads the model in it.
 
     Raises:
-        ModelError: the configuration cannot be read, the weights are quantised, or the model needs code from the
-            checkpoint, which is not run.
+        ModelError: the configuration cannot be read, or the model needs code from the checkpoint, which is not run.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,8 +67,7 @@ def skeleton(folder: Path, dtype: torch.dtype) -> Any:
     config: Any
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        if getattr(config, "quantization_config", None):
-            raise ModelError(f"{folder}: its weights are quantised ({_method(config)}), which is not supported")
+        _forget_quantisation(config)
         pad_within_vocabulary(config)
         # Buffers (rotary frequencies, masks) get values, as checkpoints do not have them.
         with init_empty_weights(include_buffers=False):
@@ -119,8 +118,7 @@ def native_skeleton(path: Path, native: NativeModel, dtype: torch.dtype) -> Any:
     _check_dtype(native.config, f"{path / 'config.json'}: ")
     try:
         config = _configuration(native.config)
-        if getattr(config, "quantization_config", None) is not None:
-            del config.quantization_config  # the native runtime has unpacked it
+        _forget_quantisation(config)
         pad_within_vocabulary(config)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -152,10 +150,11 @@ def _check_dtype(given: Any, where: str) -> None:
             raise ModelError(f"{values.where}{name}={shown(given)}: torch has no such dtype; bfloat16 is usual")
 
 
-def _method(config: Any) -> str:
-    quantization = config.quantization_config
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    return str(method or getattr(quantization, "quant_method", "unknown method"))
+def _forget_quantisation(config: Any) -> None:
+    """Weights are unpacked as they are read: the model has plain layers."""
+    for each in filter(None, (config, getattr(config, "text_config", None))):
+        if getattr(each, "quantization_config", None) is not None:
+            del each.quantization_config
 
 
 def _read_generation_config(model: Any, folder: Path) -> None:
@@ -187,7 +186,9 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
     Slices are read from the files when the checkpoint has the model's own tensor names. A checkpoint that transformers
     renames or merges while loading is loaded whole through transformers first.
     """
-    checkpoint = Checkpoint(folder)
+    checkpoint = checkpoint_in(folder)
+    if isinstance(checkpoint, DequantisedCheckpoint) and (cost := checkpoint.cost()):
+        logger.warning("%s: %s", folder, cost)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
 
     def stored(name: str) -> str | None:
@@ -211,7 +212,7 @@ def weights_for(model: nn.Module, folder: Path) -> WeightSource:
     if not missing:
         return CheckpointWeights(checkpoint, names)
     logger.info("%s: %s is stored under another name; loading through transformers", folder, missing[0])
-    whole = _load_whole(folder)
+    whole = _load_whole(folder, model, checkpoint)
     each = dict(whole.named_parameters(remove_duplicate=False))
     _untie(model, folder, lambda target, origin: {target, origin} <= each.keys() and each[target] is not each[origin])
     return LoadedWeights(whole, mapped=True)  # transformers keeps the files mapped
@@ -245,18 +246,23 @@ def _untie(model: Any, folder: Path, differ: Callable[[str, str], bool]) -> None
         del tied[target]
 
 
-def _load_whole(folder: Path) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+def _load_whole(folder: Path, model: Any, checkpoint: Checkpoint) -> nn.Module:
+    dtype = next(model.parameters()).dtype
+    options: dict[str, Any] = {"dtype": "auto", "output_loading_info": True, "trust_remote_code": False}
+    where: Path | None = folder
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", output_loading_info=True, trust_remote_code=False
-        )
-        model, info = loaded
+        if isinstance(checkpoint, DequantisedCheckpoint):
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            _forget_quantisation(config)
+            where = None
+            options |= {"dtype": dtype, "config": config, "state_dict": checkpoint.plain_tensors(dtype)}
+        loaded: Any = type(model).from_pretrained(where, **options)
+        whole, info = loaded
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelError(f"{folder}: transformers cannot load this checkpoint ({told(error)})") from error
     if info["missing_keys"]:
         names = sorted(info["missing_keys"])
         raise ModelError(f"{folder}: the checkpoint lacks {len(names)} weights, for example {names[0]!r}")
-    whole: nn.Module = model
-    return whole
+    return whole  # type: ignore[no-any-return]

@@ -18,13 +18,11 @@ from typing import Any
 
 from anyaccel.errors import UsageError
 from anyaccel.inference.spec.decoder import MatrixShape
-from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED
+from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
 
 DTYPES = ("fp32", "bf16", "fp16", "int8", "int4")
 GROUPS = (32, 64, 128)
 DEFAULT_GROUP = 32
-
-Format = tuple[str, int, bool]  # of `_llm`: format, group, minimum
 
 _FLOATS: dict[str, Format] = {"fp32": ("f32", 0, False), "bf16": ("bf16", 0, False), "fp16": ("f16", 0, False)}
 _EIGHT: Format = ("i8", 0, False)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.quantised_layout import Dequantised, StoredMatrix
 from anyaccel.inference.checkpoints.sources import (
     BLOCKS,
     TensorView,
@@ -19,13 +20,13 @@ from anyaccel.inference.checkpoints.sources import (
 )
 from anyaccel.inference.families.registry import family_of
 from anyaccel.inference.native.checkpoint import Checkpoint
-from anyaccel.inference.native.formats import Format, Precision, choose, forms, holds, stored_format
+from anyaccel.inference.native.formats import Precision, choose, forms, holds, stored_format
 from anyaccel.inference.native.shard import WeightSlice, shard, slices
 from anyaccel.inference.native.stages import bytes_by_layer, split_layers, stage_of
 from anyaccel.inference.native.tied import own_head
 from anyaccel.inference.spec.decoder import DecoderSpec, MatrixShape, VectorShape, each_weight, weights
 from anyaccel.inference.spec.mapping import Part, Unsupported
-from anyaccel.inference.spec.packed_formats import FORMATS
+from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED, Format
 from anyaccel.outside import told
 
 if TYPE_CHECKING:
@@ -136,6 +137,21 @@ class Plan:
             for shape in self.matrices
             for part in {each.tensor.type: each for each in self._parts[shape.name]}.values()
         )
+
+    def dequantised(self) -> list[Dequantised]:
+        """The quantised matrices of a checkpoint that run as floats, one for each of their parts."""
+        found = []
+        for shape in self.matrices:
+            if shape.format in QUANTISED:
+                continue
+            for part in self._parts[shape.name]:
+                if isinstance(part.tensor, StoredMatrix):
+                    rows, cols = len(part.rows), len(self._slice(shape.name).cols or range(part.cols))
+                    held = part.tensor.format(range(part.cols))[0] in QUANTISED
+                    stored = part.tensor.stored_bytes * rows * cols / math.prod(part.tensor.shape)
+                    bits = FORMATS[shape.format].bits
+                    found.append(Dequantised(part.tensor.type, held, stored, rows * cols * bits / 8, shape.format))
+        return found
 
     def unread(self) -> list[str]:
         """Weights of the decoder's layers that the configuration does not know: unexpected ones."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from anyaccel import env, host_memory
 from anyaccel.errors import ModelError, UsageError
 from anyaccel.inference.checkpoints.model_path import check_model_path
+from anyaccel.inference.checkpoints.quantised_layout import cost_of
 from anyaccel.inference.native.formats import DEFAULT_GROUP, Precision
 from anyaccel.inference.native.packed_cache import Entry
 from anyaccel.inference.native.saving import Saving
@@ -303,6 +304,8 @@ def plan_of(checkpoint: Checkpoint, precision: Precision, place: Place) -> Plan:
             len(unread),
             unread[0],
         )
+    if (cost := cost_of(plan.dequantised())) and place.rank == 0:
+        logger.warning(cost)
     if plan.untied and place.rank == 0:
         logger.warning(
             "config.json ties %s to %s, but the checkpoint has both with different values: each is used as it is; "

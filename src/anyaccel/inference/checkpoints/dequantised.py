@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads quantised model folders as torch's floats, for models that run with their own code."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.folder_files import has_safetensors
+from anyaccel.inference.checkpoints.quantised import quantisation_of, quantised_source
+from anyaccel.inference.checkpoints.quantised_layout import Dequantised, QuantisedSource, StoredMatrix, cost_of
+from anyaccel.inference.checkpoints.slices import Slice
+from anyaccel.inference.checkpoints.sources import entry_of, folder_source
+from anyaccel.inference.checkpoints.torch_files import Checkpoint
+from anyaccel.outside import read_json
+
+
+class DequantisedCheckpoint(Checkpoint):
+    """A folder whose quantised matrices are read as float32 under the names of plain ones; others are as they are."""
+
+    def __init__(self, folder: Path, source: QuantisedSource) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._source = source
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._source
+
+    def names(self) -> list[str]:
+        return list(self._source.names())
+
+    def same(self, one: str, other: str) -> bool:
+        if self._source.is_quantised(one) or self._source.is_quantised(other):
+            return one == other  # not compared: nobody stores one quantised matrix under two names
+        return super().same(one, other)
+
+    def plain_tensors(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """All tensors, the quantised ones in `dtype`."""
+        found = {}
+        for name in self._source.names():
+            if self._source.is_quantised(name):
+                found[name] = self.read(name, torch.Size(_shape(self._source.tensor(name))), None).to(dtype)
+            else:
+                found[name] = self._tensor(name)
+        return found
+
+    def read(self, name: str, shape: torch.Size, part: Slice | None) -> torch.Tensor:
+        if not self._source.is_quantised(name):
+            return super().read(name, shape, part)
+        matrix = self._source.tensor(name)
+        if _shape(matrix) != tuple(shape):
+            raise ModelError(
+                f"{matrix.where} stands for {_shape(matrix)}, the model's configuration needs {tuple(shape)}"
+            )
+        wanted = [list(range(size)) for size in shape]
+        if part is not None:
+            wanted[part.dim] = [index for piece in part.ranges for index in piece]
+        if len(shape) == 2:
+            return _floats(matrix, wanted[0], wanted[1])
+        return torch.stack([_floats(entry_of(matrix, index), *wanted[1:]) for index in wanted[0]])
+
+    def cost(self) -> str:
+        """What it costs that floats are made of quantised matrices, in one line."""
+        found = []
+        for name in filter(self._source.is_quantised, self._source.names()):
+            matrix = self._source.tensor(name)
+            found.append(Dequantised(matrix.type, True, matrix.stored_bytes, 2 * math.prod(matrix.shape), "bf16"))
+        return cost_of(found, "the model's own code multiplies floats")
+
+
+def _shape(matrix: StoredMatrix) -> tuple[int, ...]:
+    """Of the plain matrix or stack."""
+    *more, rows, cols = matrix.shape
+    return (*more, cols, rows) if matrix.transposed else (*more, rows, cols)
+
+
+def _floats(matrix: StoredMatrix, rows: list[int], cols: list[int]) -> torch.Tensor:
+    """float32 [rows, cols] of the plain matrix."""
+    if matrix.transposed:
+        rows, cols = cols, rows
+    values = torch.from_numpy(matrix.floats(_range(rows) or rows, _range(cols) or range(matrix.shape[-1])))
+    values = values if _range(cols) else values[:, torch.tensor(cols)]
+    return values.T if matrix.transposed else values
+
+
+def _range(indices: list[int]) -> range | None:
+    """The same as a range, if they are consecutive."""
+    found = range(indices[0], indices[-1] + 1) if indices else range(0)
+    return found if len(found) == len(indices) and indices == list(found) else None
+
+
+def checkpoint_in(folder: Path) -> Checkpoint:
+    """The weights of a model folder, quantised or not.
+
+    Raises:
+        ModelError: they cannot be read; the message says why.
+    """
+    config = read_json(folder / "config.json")
+    if has_safetensors(folder) or quantisation_of(config).known():
+        source = quantised_source(folder_source(folder), config)
+        if isinstance(source, QuantisedSource):
+            return DequantisedCheckpoint(folder, source)
+    return Checkpoint(folder)

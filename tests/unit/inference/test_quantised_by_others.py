@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matrices that other libraries have quantised and stored are read as what those libraries say that they stand for.
+
+tests/data/quantised has both, as tools/record_quantised.py wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from anyaccel.inference.checkpoints.quantised import quantised_source
+from anyaccel.inference.checkpoints.sources import SafetensorsSource, entry_of
+from anyaccel.inference.spec.packed_formats import FORMATS, QUANTISED
+
+DATA = Path(__file__).parents[2] / "data" / "quantised"
+CASES = sorted(path.stem for path in DATA.glob("*.safetensors"))
+# How the last bit of a value comes about differs where the library computes in 16 bits, as hqq and bitsandbytes do.
+FORMS = {
+    "auto-round-gptq-2": ("i2", 16, True),
+    "auto-round-gptq-3": ("i4", 32, True),
+    "auto-round-gptq-4": ("i4", 32, True),
+    "auto-round-gptq-8": ("i8", 32, True),
+    "auto-round-own-4": ("i4", 32, True),
+    "bitnet-autobitlinear": ("i4", 128, False),
+    "bnb-int8": ("i8", 0, False),
+    "bnb-nf4-double": ("bf16", 0, False),
+    "compressed-fp8-block": ("bf16", 0, False),
+    "compressed-int8-channel": ("i8", 0, False),
+    "compressed-int8-tensor": ("i8", 0, False),
+    "compressed-mxfp4": ("fp4", 32, False),
+    "compressed-nvfp4": ("i6", 16, False),
+    "compressed-pack-w3": ("i4", 32, False),
+    "compressed-pack-w4-asym": ("i4", 64, True),
+    "hqq-2-axis1": ("i2", 16, True),
+    "hqq-3-axis1": ("i4", 64, True),
+    "hqq-4-axis0": ("bf16", 0, False),
+    "mxfp4-experts": ("fp4", 32, False),
+    "torchao-int8": ("i8", 0, False),
+    "torchao-intx4": ("i8", 32, False),
+}
+
+
+def opened(name: str, folder: Path) -> tuple[Any, Any]:
+    """The one matrix of a case, and what its library says of it, [..., out, in] as it is stored."""
+    with safe_open(DATA / f"{name}.safetensors", "pt") as file:
+        tensors = {each: file.get_tensor(each) for each in file.keys()}  # noqa: SIM118  it is no dict
+        metadata = file.metadata()
+    wanted = tensors.pop("wanted").float().numpy()
+    config = {"quantization_config": json.loads(metadata.pop("config"))}
+    save_file(tensors, folder / "model.safetensors", metadata)
+    source = quantised_source(SafetensorsSource(folder), config)
+    (plain,) = source.names()
+    tensor = source.tensor(plain)
+    return tensor, wanted.swapaxes(-1, -2) if tensor.transposed else wanted
+
+
+def packed_values(tensor: Any, rows: Any, cols: range) -> Any:
+    """What the packed format of these columns makes of them, its scales being halves."""
+    form, group, minimum = tensor.format(cols)
+    if form not in QUANTISED:
+        return tensor.floats(rows, cols)
+    q, scales, minima = tensor.values(rows, cols, group)
+    kind = FORMATS[form]
+    assert q.dtype == (np.int8 if kind.bits == 8 else np.uint8)
+    assert kind.bits == 8 or q.max() < 1 << kind.bits
+    of = np.arange(len(cols)) // (group or len(cols))
+    if group:
+        scales = scales.astype(np.float16).astype(np.float32)
+    if kind.codes is not None:
+        return np.array(kind.codes, np.float32)[q] * scales[:, of]
+    if minimum:
+        return q * scales[:, of] + minima.astype(np.float16).astype(np.float32)[:, of]
+    return (q.astype(np.float32) - kind.zero) * scales[:, of]
+
+
+def test_every_kind_is_recorded() -> None:
+    assert set(FORMS) <= set(CASES)
+    assert len(CASES) >= 30
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_the_library(name: str, tmp_path: Path) -> None:
+    tensor, wanted = opened(name, tmp_path)
+    assert tensor.shape == wanted.shape
+    if wanted.ndim == 3:
+        stack, index = tensor, 1
+        tensor, wanted = entry_of(stack, index), wanted[index]
+    rows, cols = wanted.shape
+    whole = range(cols)
+    # Of 16 bits, where a library rounds to them in between; float8 and powers of two are exact.
+    tolerance = np.abs(wanted).max() * 2.0**-8
+    np.testing.assert_allclose(tensor.floats(range(rows), whole), wanted, rtol=2.0**-7, atol=tolerance * 0.5)
+    if name in FORMS:
+        assert tensor.format(whole) == FORMS[name]
+    np.testing.assert_allclose(
+        packed_values(tensor, range(rows), whole), tensor.floats(range(rows), whole), rtol=0, atol=tolerance / 4
+    )
+    # Some rows and a rank's columns, aligned with every group and with none.
+    some = [5, 0, 31, 6]
+    for part in (range(64, 128), range(24, 104)):
+        exact = tensor.floats(range(rows), whole)[some, part.start : part.stop]
+        np.testing.assert_array_equal(tensor.floats(some, part), exact)
+        np.testing.assert_allclose(packed_values(tensor, some, part), exact, rtol=0, atol=tolerance / 4)
+    assert tensor.stored_bytes < wanted.size * 4
+
+
+@pytest.mark.parametrize(
+    "name", ["compressed-fp8-channel", "compressed-mxfp4", "mxfp4-experts", "bitnet-autobitlinear"]
+)
+def test_values_are_exact_where_the_library_rounds_nothing(name: str, tmp_path: Path) -> None:
+    tensor, wanted = opened(name, tmp_path)
+    if wanted.ndim == 3:
+        tensor, wanted = entry_of(tensor, 0), wanted[0]
+    found = packed_values(tensor, range(len(wanted)), range(wanted.shape[1]))
+    np.testing.assert_array_equal(torch.from_numpy(found).bfloat16().float().numpy(), wanted)
