@@ -20,8 +20,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import anyaccel.inference.text.gguf_conversion as conversion
 from anyaccel.errors import ModelError
+from anyaccel.inference.checkpoints.gguf_file import GgufFile
 from anyaccel.inference.checkpoints.model_path import default_model_file
 from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.text.gguf_ends import gguf_ends
 from anyaccel.inference.text.gguf_splits import SPLITS
 from anyaccel.inference.text.gguf_tokenizer import write_tokenizer
 from anyaccel.inference.text.tokenizer import TextTokenizer, load_text_tokenizer
@@ -75,7 +77,7 @@ def write_file(
             str: writer.add_string,
             list: writer.add_array,
         }[type(value)]
-        add("tokenizer.chat_template" if key == "chat_template" else f"tokenizer.ggml.{key}", value)
+        add(f"tokenizer.{key}" if key.startswith("chat_template") else f"tokenizer.ggml.{key}", value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -583,3 +585,32 @@ def test_a_damaged_conversion_is_made_again(
     made = (folder / "tokenizer.json").stat().st_ino
     load_text_tokenizer(file)
     assert (folder / "tokenizer.json").stat().st_ino == made  # what is whole is not made again
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named", "ends"),
+    [
+        (["a", "<|im_end|>", "<|endoftext|>", "b"], {"eos_token_id": 1}, [1, 2]),
+        (["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "x"], {"eos_token_id": 2, "eot_token_id": 0}, [0, 1, 2]),
+        (["a", "b", "c"], {"eos_token_id": 2, "eot_token_id": 1, "eom_token_id": 0}, [0, 1, 2]),
+        (["a", "b"], {"eos_token_id": (1 << 32) - 1}, []),
+        # HTML's marks are text, unless the file says otherwise.
+        (["a", "</s>", "<eos>"], {}, []),
+        (["a", "</s>", "<eos>"], {"token_type": [NORMAL, CONTROL, CONTROL]}, [1, 2]),
+        # gpt-oss and Solar Open: <|end|> ends a part of an answer, such as its thoughts.
+        (["<|return|>", "<|call|>", "<|end|>"], {"eos_token_id": 0, "eot_token_id": 2}, [0, 1]),
+        (["<|flush|>", "<|calls|>", "<|end|>"], {"eos_token_id": 2}, [0, 1]),
+        (["<|end|>", "<|return|>"], {}, [0, 1]),
+        (["a", "<|fim_pad|>", "<|file_sep|>", "b"], {"fim_rep_token_id": 3}, [1, 2, 3]),
+    ],
+)
+def test_tokens_that_end_an_answer(tokens: list[str], named: dict[str, Any], ends: list[int], tmp_path: Path) -> None:
+    file = write_file(tmp_path / "a.gguf", "gpt2", tokens, **named)
+    assert gguf_ends(GgufFile(file)) == ends
+
+
+def test_the_template_for_tools_is_kept(byte_merges: tuple[list[str], list[str]], tmp_path: Path) -> None:
+    templates = {"chat_template": "plain", "chat_template.tool_use": "{{ tools | length }} tools"}
+    converted(byte_file(tmp_path / "a.gguf", byte_merges, "smollm", **templates), tmp_path / "made")
+    tokenizer = TextTokenizer(tmp_path / "made")
+    assert (tokenizer.render([]), tokenizer.render([], [{}])) == ("plain", "1 tools")

@@ -18,6 +18,7 @@ from anyaccel.inference.checkpoints.sources import Tensor, entry_of
 from anyaccel.inference.families.gguf import Architecture, Metadata, partial, rope_scaling
 from anyaccel.inference.families.registry import ARCHITECTURES
 from anyaccel.inference.spec.mapping import Unsupported
+from anyaccel.inference.text.gguf_ends import gguf_ends
 from anyaccel.outside import Values, shown
 
 # The file's own name of a tensor, fields of TensorView to replace, and the entry of a stacked tensor or None.
@@ -151,7 +152,7 @@ def _generation(values: Metadata) -> dict[str, Any]:
         return sorted({tokens.whole(key, None, -1, _NO_TOKEN) for key in keys if tokens.has(key)} - {-1, _NO_TOKEN})
 
     found: dict[str, Any] = {name: each[0] for name, key in _ONE_TOKEN.items() if (each := ids(key))}
-    ends = ids("eos", "eot")
+    ends = gguf_ends(values.source.files[0])
     return found | ({"eos_token_id": ends} if ends else {})
 
 
