@@ -317,7 +317,7 @@ def test_real_file_keeps_its_formats() -> None:
     opened = open_gguf(default_model_file())
     assert opened.config["model_type"] == "llama"
     assert opened.config["vocab_size"] == 49152
-    assert opened.generation_config == {"bos_token_id": 1, "eos_token_id": [2], "pad_token_id": 2}
+    assert opened.generation_config == {"bos_token_id": 1, "eos_token_id": [0, 2], "pad_token_id": 2}
     plan = Plan(checkpoint_of(default_model_file()), Precision(None), 0, 1)
     assert {(m.format, m.group, m.minimum) for m in plan.matrices} == {("i4", 32, True), ("i8", 32, False)}
     assert family_of(opened.config).spec(opened.config).tied
